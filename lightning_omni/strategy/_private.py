@@ -129,6 +129,12 @@ def batches_begun(trainer: Trainer) -> int:
     return int(trainer.fit_loop.epoch_loop.batch_progress.total.ready)
 
 
+def batches_trained(trainer: Trainer) -> int:
+    """Batches of the epoch under way that this rank has trained."""
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress
+    return int(progress.current.processed)
+
+
 def batches_resumed(trainer: Trainer) -> int:
     """Batches of its epoch that each rank had trained when the checkpoint was saved from which a fit goes on.
 

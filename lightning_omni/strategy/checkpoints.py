@@ -21,7 +21,7 @@ from lightning_omni.optimizer.folders import Folder, by_names, without_tensors
 from lightning_omni.optimizer.folders import save as save_folder
 from lightning_omni.optimizer.saved import ENTRY, Saved
 from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.progress import Progress
+from lightning_omni.strategy.epochs import EpochDriver
 from lightning_omni.strategy.published import Version
 from lightning_omni.strategy.whole_files import write_whole
 
@@ -134,7 +134,7 @@ class Checkpoints:
         self,
         world: World,
         checkpoint: dict[str, Any],
-        progress: Progress | None,
+        epochs: EpochDriver,
         tensors: dict[str, Any] | None = None,
     ) -> None:
         """Adds what server and groups know beyond Lightning.
@@ -142,14 +142,17 @@ class Checkpoints:
         Args:
             world: this rank's place in the run.
             checkpoint: Lightning's; changed in place.
-            progress: how far the run is.
+            epochs: know how far the run is.
             tensors: to which those of what is added go, if each member saves its share; changed in place.
         """
         snapshot, self._snapshot = self._snapshot, None
-        if snapshot is None:
-            return
         groups, more = len(world.topology.alive), dict[str, Any]()
-        progress = None if progress is None else snapshot.cut.progress(progress)
+        if snapshot is None:
+            progress, cut = epochs.moment()
+            if progress is not None:
+                checkpoint[ENTRY] = Saved(cut, groups, progress).to_plain()
+            return
+        progress = None if epochs.progress is None else snapshot.cut.progress(epochs.progress)
         if "optimizer_states" in checkpoint:  # save_weights_only means it
             server, states = [part["method"] for part in snapshot.parts], snapshot.groups
             if tensors is not None:
@@ -170,7 +173,7 @@ class Checkpoints:
         optimizers: Sequence[Optimizer],
         checkpoint: dict[str, Any],
         path: Path,
-        progress: Progress | None,
+        epochs: EpochDriver,
     ) -> None:
         """Saves a checkpoint of which each member of the recorder's group writes its share; they all call it.
 
@@ -180,10 +183,10 @@ class Checkpoints:
             optimizers: of the Trainer.
             checkpoint: Lightning's; changed in place.
             path: of the folder.
-            progress: how far the run is.
+            epochs: know how far the run is.
         """
         tensors: dict[str, Any] = {}
-        self.complete(world, checkpoint, progress, tensors)
+        self.complete(world, checkpoint, epochs, tensors)
         names = names_of(module)
         tensors["state_dict"] = checkpoint.pop("state_dict")
         for number, (optimizer, state) in enumerate(

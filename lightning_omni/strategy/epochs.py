@@ -21,6 +21,7 @@ from lightning_omni.optimizer import World
 from lightning_omni.optimizer.executor import Executor
 from lightning_omni.optimizer.loaders import Leases
 from lightning_omni.optimizer.run_state import Schedule
+from lightning_omni.optimizer.saved import Saved
 from lightning_omni.protocol import EpochPlan
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.cut import Cut
@@ -66,8 +67,9 @@ class EpochDriver:
         is_open: whether a training epoch is under way.
         resumed: the moment that a checkpoint is of, if a run goes on from one: perhaps inside an epoch.
         progress: how far the run is; None if its data are not leased.
-        past: how far it was when the last epoch ended, which a further fit goes on from; None if a checkpoint was
-            loaded since.
+        past: how far it was when the last epoch ended, or by a checkpoint that was loaded since, which a fit goes on
+            from; None if neither says so.
+        is_counted_together: whether several groups have trained the run: then a rank's own steps are not those of DDP.
         schedule: where schedulers that keep pace count from.
         step_limit: what the loops take for max_steps, which counts the steps of DDP; None for the Trainer's own.
         is_open_ended: whether the epoch ends when the samples do, and not after a number of batches.
@@ -87,6 +89,7 @@ class EpochDriver:
         self.is_open = False
         self.resumed = Cut()
         self.step_limit: int | None = None
+        self.is_counted_together = False
         self.is_open_ended = False
         self._trainer: Trainer | None = None
         self._world: World | None = None
@@ -99,7 +102,7 @@ class EpochDriver:
         self._resumed_batches = (-1, 0)  # of which epoch, and how many of each rank
         self._limits: FitLimits | None = None
         self._validates: bool | None = None
-        self._started = self._stopping = self._over = False
+        self._started = self._stopping = self._over = self._is_skipped = False
         self._entered: Entered | None = None
         self.on_parted: Callable[[], None] = tuple  # type: ignore[assignment]
 
@@ -111,6 +114,17 @@ class EpochDriver:
         self.data.connect(world)
         self.published.connect(trainer, world)
         self._started, self._begun = False, -1
+        if self.is_counted_together and trainer.max_steps != -1:
+            self.step_limit = sys.maxsize  # until `start` knows: or the loop would compare this rank's own steps
+
+    def resume(self, saved: Saved) -> None:
+        """A fit goes on from a checkpoint.
+
+        Args:
+            saved: what it says of its run.
+        """
+        self.resumed, self.past = saved.cut, saved.progress
+        self.is_counted_together = saved.progress is not None or saved.cut.epoch != -1
 
     def start(self) -> None:
         """The groups stand; the first epoch is about to begin."""
@@ -121,11 +135,15 @@ class EpochDriver:
             self._limits.by_hand = before.by_hand  # a further fit: the loops' counts are no longer this rank's own
         self.data.adopt()
         self._resumed_batches = trainer.current_epoch, _private.batches_resumed(trainer)
+        self.step_limit = None
         if self.leases is not None:
             epoch = trainer.current_epoch
             self.progress = self._limits.progress(self.leases, epoch, self._resumed_spans(epoch), self.past)
             if self._entered is not None:
                 self._advance(self._entered.samples)
+            elif self.past is None and not self.is_counted_together:
+                self.progress = self._limits.counted(self.progress)
+            self._limit_steps()
         self._pace()
 
     def enter(self, entered: Entered, schedule: Schedule) -> None:
@@ -188,7 +206,9 @@ class EpochDriver:
         self._begun = epoch
         self.data.adopt()
         self.world.enter_compute()
-        self.is_open, self.is_open_ended, self._over = True, self.data.is_dynamic or self._is_shrunk, False
+        self.is_open, self._over = True, False
+        self.is_open_ended = self.data.is_dynamic or self._is_shrunk or self._goes_on_alone
+        self._is_skipped = False
         self._plan = self._validates = None
         if self.leases is not None:
             assert self._limits is not None
@@ -204,22 +224,31 @@ class EpochDriver:
                 self.published.enter(entered.validations)
             self.world.core.heard.progress, self.world.core.heard.stop = self.progress.samples, ""
             self._follow_schedulers()
-            left = self._limits.steps_left(self.progress, epoch)
             if self.data.is_dynamic:
                 if entered is not None:
                     self.leases.restart(epoch)  # with the book that the server keeps
                 else:
                     self.leases.begin(self.published.dealt(self._plan))
-                if left is not None:  # of the steps that DDP would take; a group's own count must not end the run
-                    self.step_limit = sys.maxsize if left else self.trainer.global_step
             elif self.is_open_ended:
                 self.leases.begin_local(self._plan, goes_on=True)
-            elif self.step_limit == sys.maxsize and left is not None:  # one group counts for itself again
-                self.step_limit = self.trainer.global_step + left
+            self._limit_steps()
         else:
             self.progress = None  # the last epoch's, if a reload has brought several loaders, say
             self.published.begin(None)
         self._have_parted()
+
+    def _limit_steps(self) -> None:
+        """Where the steps of this rank are not those of DDP, they must not end the run; its samples do."""
+        assert self._limits is not None
+        assert self.progress is not None
+        self.is_counted_together |= self.data.is_dynamic
+        left, own = self._limits.steps_left(self.progress.steps), self.trainer.global_step
+        if left is None or not self.is_counted_together:
+            return
+        if self.data.is_dynamic or self.is_open_ended:
+            self.step_limit = sys.maxsize if left else own
+        elif self.step_limit in (None, sys.maxsize):  # one group counts for itself, from here on
+            self.step_limit = own + left
 
     def _have_parted(self) -> None:
         self.on_parted()
@@ -252,6 +281,21 @@ class EpochDriver:
         """Whether one group is left with fewer ranks than the run began with: it needs more batches for an epoch."""
         return self.leases is not None and self.leases.is_local and self.world.data_place[1] < self.leases.world_size
 
+    @property
+    def _goes_on_alone(self) -> bool:
+        """Whether one group goes on inside an epoch of several: its own batches do not tell what they have trained."""
+        if self.leases is None or self.data.is_dynamic or self.data.kind == "static" or self.resumed.epoch == -1:
+            return False
+        assert self.progress is not None
+        epoch = self.trainer.current_epoch
+        return 0 < size_of(self._resumed_spans(epoch)) < self.progress.budget(self.leases.total, epoch)
+
+    def go_on(self) -> None:
+        """A resumed epoch goes on, which has no first hook; its loader has begun to iterate."""
+        if self._goes_on_alone:
+            self.data.assign()  # what the loader has taken is void
+            self.begin(self.trainer.current_epoch)
+
     def begin_batch(self) -> None:
         """A batch begins."""
         self.begin(self.trainer.current_epoch)  # a resumed epoch starts without its first hook
@@ -277,7 +321,7 @@ class EpochDriver:
             self._set_last_batch(verdict == "over")
             self._validates = self._ends_in_validation() if self._over else verdict in ("validate", "stop:validate")
         if verdict == "stop:skip":
-            self._over = True
+            self._over = self._is_skipped = True
             self._set_last_batch(True)
         elif verdict.startswith("stop:"):
             self._stopping = True
@@ -286,8 +330,14 @@ class EpochDriver:
             else:
                 self._validates = False
                 self.step_limit = self.trainer.global_step
-        elif self.data.is_dynamic and not self._over and self._is_limit_reached_by_hand:
+        elif self.is_open_ended and not self._over and self._is_limit_reached_by_hand:
             self.step_limit = self.trainer.global_step  # `end` tells the other groups
+
+    @property
+    def _is_limit_reached(self) -> bool:
+        """Whether this rank has taken as many steps as the loops let it."""
+        limit = self.trainer.max_steps if self.step_limit is None else self.step_limit
+        return -1 < limit <= self.trainer.global_step
 
     @property
     def _is_limit_reached_by_hand(self) -> bool:
@@ -300,28 +350,69 @@ class EpochDriver:
         """An epoch has ended, in good order or before its time: the groups synchronize."""
         trainer = self.trainer
         complete = self._over if self.is_open_ended else trainer.is_last_batch
-        limit = trainer.max_steps if self.step_limit is None else self.step_limit
-        is_limit_reached = -1 < limit <= trainer.global_step
+        is_cut_short = int(not complete or self._is_skipped)
+        is_limit_reached = self._is_limit_reached
         stops = _private.stops_now(trainer) or is_limit_reached
         if self.world.is_computing and not self._stopping and (stops or not complete):
             self.leave("end" if stops else "skip" if self.is_open_ended else "")
         self._synchronize(module)
+        trained = self._trained
         if self.world.executor.exchanges:
-            mine = int(stops or self._stopping), int(_private.stops_now(trainer))
-            ends, was_asked = self.world.agree(mine)
+            mine = int(stops or self._stopping), int(_private.stops_now(trainer)), is_cut_short, trained
+            ends, was_asked, is_cut_short, trained = self.world.agree(mine)
             # Whichever rank said so, and however late. A group that was told to stop has a limit, but was not asked to.
             trainer.should_stop |= bool(ends) and (bool(was_asked) or not is_limit_reached)
         self.is_open = False
         if self.progress is not None:
-            over = self._now().steps_before(self._begun + 1)
+            epoch = trainer.current_epoch  # perhaps one that was resumed at its end, and never began here
+            over = self._now().steps_before(epoch + 1)
             if self.max_steps != -1 and trainer.lightning_module.automatic_optimization:
                 over = min(over, self.max_steps)  # which may have ended the run inside the epoch
-            self.progress = replace(self.progress, epochs=self._begun + 1, samples=0, past=over)
+            if is_cut_short:  # a rank has skipped the rest of it, or has stopped the run
+                over = min(over, replace(self.progress, samples=trained).steps)
+            self.progress = replace(self.progress, epochs=epoch + 1, samples=0, past=over)
             self.past = self.progress
         self._follow_schedulers()
         if self._pacer is not None:
             self._pacer.catch_up()
         self.is_open_ended, self._validates = False, None
+
+    @property
+    def _trained(self) -> int:
+        """Samples of the epoch under way that are trained, where Lightning may have counted its batches."""
+        if self.progress is None:
+            return 0
+        if self.is_open_ended or self.data.is_dynamic:
+            self._advance(self._seen())
+            return self.progress.samples
+        return _private.batches_trained(self.trainer) * self.progress.reference.batch
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether an epoch that is over is so because all of it is trained, and max_steps has not ended it."""
+        return (
+            self.is_counted_together
+            and self.progress is not None
+            and self._limits is not None
+            and self._limits.steps_left(self.progress.steps) != 0
+        )
+
+    def moment(self) -> tuple[Progress | None, Cut]:
+        """How far the run is and what of its epoch is trained, for a checkpoint of one group or of after the fit.
+
+        Nothing where Lightning's own counts say it, because no several groups have trained the run.
+        """
+        if not self.is_counted_together:
+            return None, Cut()
+        if self.progress is None or self.leases is None:
+            return self.past, Cut()
+        cut = Cut()
+        if self.is_open:
+            self._advance(self._seen())
+            if self.is_open_ended:
+                spans = self.leases.trained_spans
+                cut = Cut(epoch=self.progress.epochs, total=self.leases.total, trained=spans)
+        return self.progress, cut
 
     def expected_batches(self, done: int) -> int | None:
         """How many batches this rank trains in this epoch, if all groups go on as so far; None if Lightning knows.
@@ -440,7 +531,7 @@ class EpochDriver:
         assert self._plan is not None
         assert self._limits is not None
         progress, trainer = self._now(), self.trainer
-        if self._limits.steps_left(progress, self._plan.epoch + 1) == 0:
+        if self._limits.steps_left(progress.steps_before(self._plan.epoch + 1)) == 0:
             self.step_limit = trainer.global_step
             self._say(
                 f"OmniStrategy: max_steps={self.max_steps} reached: the groups have trained as many samples as"
@@ -551,6 +642,9 @@ class EpochDriver:
         self.data.assign()
         if self.is_open and self.leases is not None and self._plan is not None and self.data.kind == "dynamic":
             self.is_open_ended = True
+            self.is_counted_together = True
+            if self.max_steps != -1 and not self._is_limit_reached:
+                self.step_limit = sys.maxsize  # one group counted for itself; from here on the samples end the run
             rest = msgspec.structs.replace(self._plan, trained=spans)
             self._advance(size_of(spans))
             self.published.go_on(self._plan, size_of(spans), self.world.executor.exchanges)
@@ -567,6 +661,9 @@ class EpochDriver:
     def _align_progress(self) -> None:
         """Ranks that come from different groups must count alike, or they would validate at different batches."""
         mine = _private.progress_counters(self.trainer)
-        theirs = self.world.agree(mine)
+        by_hand = self._limits.by_hand if self._limits is not None else None
+        *theirs, batches, steps = self.world.agree([*mine, *(by_hand.counts if by_hand is not None else (0, 0))])
         if mine != theirs:
             _private.set_progress_counters(self.trainer, theirs)
+        if by_hand is not None:
+            by_hand.counts = batches, steps

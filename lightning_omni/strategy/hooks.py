@@ -354,7 +354,7 @@ class OmniStrategyHooks(SavingStrategy):
                 self.joined.start_server()
             if self.joined.goes_on:
                 self.checkpoints.forget()
-                self.epochs.resumed = self.checkpoints.resumed.cut
+                self.epochs.resume(self.checkpoints.resumed)
                 self.run_states.take_over(trainer)
 
     def _check_precision(self) -> None:

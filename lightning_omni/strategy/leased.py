@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -227,7 +228,8 @@ class FitLimits:
         there = -(-leases.total // reference.batch)
         limit = self._trainer.num_training_batches  # a callback may have put it beyond what is there
         batches = min(int(limit), there) if limit != float("inf") else there
-        past = before.past if before is not None and before.epochs == epoch else None
+        is_next = before is not None and epoch - before.epochs in (0, 1)
+        past = before.steps_before(epoch) if before is not None and is_next else None
         if past is None and (windows := _private.accumulation_windows(self._trainer, epoch)):
             past = sum(-(-batches // window) for window in windows)
         return Progress(reference, batches, epochs=epoch, samples=size_of(trained), past=past)
@@ -264,13 +266,25 @@ class FitLimits:
         end = plan.budget if is_cut_short else progress.samples_an_epoch
         return (end + plan.validate_offset) % plan.validate_every == 0
 
-    def steps_left(self, progress: Progress, epoch: int) -> int | None:
-        """Steps of DDP that are left when an epoch begins; None if there is no limit."""
+    def counted(self, progress: Progress) -> Progress:
+        """The progress where a fit begins, by what Lightning has counted; in manual optimization steps are batches.
+
+        Args:
+            progress: which takes all epochs to be like the one under way.
+        """
+        trainer, loop = self._trainer, self._trainer.fit_loop
+        is_inside = loop.restarted_mid_epoch or loop.restarted_on_epoch_end
+        batches = _private.batches_trained(trainer) if is_inside else 0
+        steps = int(trainer.global_step) if self.by_hand is None else _private.batches_begun(trainer)
+        if batches >= trainer.num_training_batches:  # saved when they were all trained, and hooks were left
+            return replace(progress, epochs=progress.epochs + 1, samples=0, past=steps)
+        return replace(progress, past=steps - batches // progress.reference.window)
+
+    def steps_left(self, taken: int) -> int | None:
+        """Steps of DDP that are left when so many are taken; None if there is no limit."""
         if self.max_steps == -1:
             return None
-        if self.by_hand is None:
-            return progress.steps_left(self.max_steps, epoch)
-        return max(0, self.max_steps - self.by_hand.steps_of(progress.steps_before(epoch)))
+        return max(0, self.max_steps - (taken if self.by_hand is None else self.by_hand.steps_of(taken)))
 
     def is_reached_by_hand(self, progress: Progress) -> bool:
         """Whether DDP would have taken ``max_steps`` by now, in manual optimization."""
@@ -286,12 +300,15 @@ class StepsByHand:
 
     Args:
         trainer: whose loops count steps and batches, perhaps from a checkpoint on.
+
+    Attributes:
+        counts: batches, and the steps that were taken in them; the same on all members of a group.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._batches = _private.batches_begun(trainer)
-        self._steps = _private.steps_by_hand(trainer) if self._batches else 0
+        batches = _private.batches_begun(trainer)
+        self.counts = batches, _private.steps_by_hand(trainer) if batches else 0
         self._before = 0
 
     def begin_batch(self) -> None:
@@ -300,12 +317,13 @@ class StepsByHand:
 
     def end_batch(self) -> None:
         """A batch has ended."""
-        self._batches += 1
-        self._steps += _private.steps_by_hand(self._trainer) - self._before
+        batches, steps = self.counts
+        self.counts = batches + 1, steps + _private.steps_by_hand(self._trainer) - self._before
 
     def steps_of(self, batches: int) -> int:
         """Steps that so many batches make, as far as is known."""
-        return batches * self._steps // max(1, self._batches)
+        counted, steps = self.counts
+        return batches * steps // max(1, counted)
 
 
 class GivenRank(int):

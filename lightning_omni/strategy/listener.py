@@ -91,6 +91,8 @@ class Listener:
         strategy, loop = self._strategy, self._trainer.fit_loop
         if self._nested.is_running or loop.restarted_mid_epoch or loop.restarted_on_epoch_end:
             iterate()
+            if not self._nested.is_running:
+                strategy.epochs.go_on()
             return
         strategy.run_states.hooks_are_over()
         self._nested.form_groups_again()

@@ -51,5 +51,20 @@ def loops_at(
     return changed
 
 
+def end_whole_epoch(loops: Mapping[str, Any], batches: int) -> None:
+    """Where an epoch's last batch is trained, as many are counted as DDP trains; changed in place.
+
+    A group trains more of them, or fewer, and Lightning would not see that the epoch is over, and train another one.
+
+    Args:
+        loops: an entry of a checkpoint.
+        batches: that each rank of DDP trains in an epoch.
+    """
+    progress = loops["fit_loop"]["epoch_loop.batch_progress"]
+    if progress["is_last_batch"]:
+        current = progress["current"]
+        _set(current, **{name: count - current["ready"] + batches for name, count in current.items()})
+
+
 def _set(scope: dict[str, int], **counts: int) -> None:
     scope.update({name: count for name, count in counts.items() if name in scope})

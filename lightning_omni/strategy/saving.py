@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from lightning_omni.optimizer.sharding import held_by, is_sharded, named_rows, r
 from lightning_omni.strategy.checkpoints import Checkpoints
 from lightning_omni.strategy.grouping import GroupedStrategy
 from lightning_omni.strategy.joining import RunStates
+from lightning_omni.strategy.loop_states import end_whole_epoch
 from lightning_omni.strategy.signals import Signals
 
 
@@ -111,11 +113,14 @@ class SavingStrategy(GroupedStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Adds what server and groups know beyond Lightning: clocks, samples trained, and the method's own state."""
+        batches = self._trainer.num_training_batches
+        if self.epochs.is_whole and "loops" in checkpoint and math.isfinite(batches):
+            end_whole_epoch(checkpoint["loops"], int(batches))
         if self.saves_folders:
             self._save_folder(checkpoint, filepath, storage_options)
             return
         if self.world is not None:
-            self.checkpoints.complete(self.world, checkpoint, self.epochs.progress)
+            self.checkpoints.complete(self.world, checkpoint, self.epochs)
         if type(self.checkpoint_io) is self.plain_checkpoint_io:  # and no plugin of the user's
             self.checkpoint_io = self.checkpoint_io_class()
         super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -128,8 +133,7 @@ class SavingStrategy(GroupedStrategy):
             )
         path = Path(self.broadcast(str(filepath))).expanduser()
         if self.joined.is_with_recorder:
-            progress = self.epochs.progress
-            self.checkpoints.save_folder(self.joined, self.fitted, self.optimizers, checkpoint, path, progress)
+            self.checkpoints.save_folder(self.joined, self.fitted, self.optimizers, checkpoint, path, self.epochs)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -141,5 +145,6 @@ class SavingStrategy(GroupedStrategy):
         else:
             checkpoint = super().load_checkpoint(checkpoint_path, **options)
         self.checkpoints.read(checkpoint)
-        self.epochs.resumed, self.epochs.past = self.checkpoints.resumed.cut, None
+        if self._trainer.state.fn == "fit":  # what is evaluated in between is none of the fits' affair
+            self.epochs.resume(self.checkpoints.resumed)
         return checkpoint

@@ -1,0 +1,166 @@
+"""Fits that end after max_steps, change their groups, skip batches and go on: what is trained in each of them."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import torch
+from common import FOLDER, Net, dataset, loaders, omni, pl, report, trainer
+from torch.utils.data import DistributedSampler
+
+from lightning_omni.optimizer.loaders import permutation
+
+RANK = int(os.environ.get("LOCAL_RANK", 0))
+SECONDS = (0.004, 0.03)
+"""Of a batch: the group of rank 0 trains most of them."""
+SEED = 1
+
+
+class Scheduled(Net):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda count: 0.999**count)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class ByHand(Net):
+    """Steps after every fourth batch, or after each."""
+
+    def __init__(self, window: int = 1) -> None:
+        super().__init__()
+        self.automatic_optimization, self.window = False, window
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        self.manual_backward(self.loss(batch))
+        if batch_idx % self.window == 0:
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+
+class Skips(Scheduled):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx >= 4 else None
+
+
+class Follows(pl.Callback):
+    """Notes what is trained; forms other groups, and saves, after some batch of an epoch."""
+
+    def __init__(self, regroup: tuple[int, int, int] | None = None, save: tuple[int, int] | None = None) -> None:
+        self.regroup, self.save = regroup, save
+        self.samples: dict[int, list[int]] = {}
+        self.epochs: list[int] = []
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self.epochs.append(trainer.current_epoch)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        time.sleep(SECONDS[RANK % 2])
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.samples.setdefault(trainer.current_epoch, []).extend(batch[2].tolist())
+        if self.regroup is not None and self.regroup[:2] == (trainer.current_epoch, batch_idx):
+            trainer.strategy.regroup(self.regroup[2])
+        if self.save == (trainer.current_epoch, batch_idx):
+            trainer.save_checkpoint(FOLDER / "inside.ckpt")
+
+
+def run_of(groups: int, follows: Follows, **options: Any) -> pl.Trainer:
+    pl.seed_everything(SEED, verbose=False)
+    return trainer(omni.OmniStrategy(groups=groups), 2, callbacks=[follows], **{"max_epochs": -1, **options})
+
+
+def facts(run: pl.Trainer, follows: Follows) -> dict[str, Any]:
+    schedulers = [config.scheduler.last_epoch for config in run.lr_scheduler_configs]
+    return {"samples": follows.samples, "epochs": follows.epochs, "steps": run.global_step, "scheduled": schedulers}
+
+
+def limited(module: Net, groups: int, regroup: tuple[int, int, int] | None = None, **options: Any) -> dict[str, Any]:
+    """One fit."""
+    follows = Follows(regroup)
+    run = run_of(groups, follows, **options)
+    run.fit(module, *loaders(512))
+    return facts(run, follows)
+
+
+def longer(make: Any, groups: int, then: int, how: str, limit: int = 30) -> dict[str, Any]:
+    """A fit of 20 steps, the last of them inside an epoch, and another one to ``limit``."""
+    run = run_of(groups, Follows(), max_steps=20)
+    module, follows = make(), Follows()
+    run.fit(module, *loaders(256))
+    run.save_checkpoint(FOLDER / "end.ckpt")
+    if how == "checkpoint":
+        run = run_of(then, follows, max_steps=limit)
+        run.fit(make(), *loaders(256), ckpt_path=FOLDER / "end.ckpt")
+    else:
+        if how == "evaluated":
+            run.validate(module, loaders(256)[1], ckpt_path=FOLDER / "end.ckpt", verbose=False)
+        run.callbacks.append(follows)
+        run.fit_loop.epoch_loop.max_steps = limit
+        run.fit(module, *loaders(256))
+    return facts(run, follows)
+
+
+def inside(groups: int, then: int, regroup: tuple[int, int, int] | None = None) -> dict[str, Any]:
+    """Saved in the second epoch by so many groups, and resumed by others: what was trained of it, and what is then."""
+    run = run_of(groups, Follows(regroup, save=(1, 9)), max_epochs=2)
+    run.fit(Scheduled(), *loaders(512))
+    cut = torch.load(FOLDER / "inside.ckpt", weights_only=True)["omni"]["run"]["cut"]
+    follows = Follows()
+    run = run_of(then, follows, max_epochs=2)
+    run.fit(Scheduled(), *loaders(512), ckpt_path=FOLDER / "inside.ckpt")
+    sampler: Any = DistributedSampler(dataset(512), 2, 0, seed=SEED)
+    sampler.set_epoch(1)
+    order = list(map(int, permutation(sampler)))
+    before = [order[place] for start, stop in cut["trained"] for place in range(start, stop)]
+    return {**facts(run, follows), "before": before if RANK == 0 else []}
+
+
+class SavesValidated(Follows):
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch == 1:
+            trainer.save_checkpoint(FOLDER / "validated.ckpt")
+
+
+def validated(groups: int, then: int | None, **options: Any) -> dict[str, Any]:
+    """Saved in the validation at the end of the second epoch, and resumed."""
+    run = run_of(groups, SavesValidated(), max_epochs=2)
+    run.fit(Scheduled(), *loaders(256))
+    follows = Follows()
+    run = run_of(then or 1, follows, **{"max_epochs": 3, **options})
+    if then is None:
+        run = trainer("ddp", 2, callbacks=[follows], max_epochs=3)
+    run.fit(Scheduled(), *loaders(256), ckpt_path=FOLDER / "validated.ckpt")
+    return facts(run, follows)
+
+
+def main() -> None:
+    report(
+        RANK,
+        {
+            "regrouped": limited(Net(), 1, regroup=(0, 4, 2), max_steps=20),
+            "regrouped at the end": limited(Net(), 1, regroup=(0, 19, 2), max_steps=20),
+            "by hand, regrouped": limited(ByHand(), 2, regroup=(0, 4, 1), max_steps=20),
+            "by hand, windows": limited(ByHand(4), 2, regroup=(1, 4, 1), max_steps=14),
+            "skips": limited(Skips(), 2, max_steps=16),
+            "more of two": longer(Net, 2, 2, "checkpoint"),
+            "more of one": longer(Net, 2, 1, "checkpoint"),
+            "more of two, saved by one": longer(Net, 1, 2, "checkpoint"),
+            "more by hand": longer(ByHand, 2, 1, "checkpoint"),
+            "more at once": longer(Net, 2, 2, "at once"),
+            "more, evaluated": longer(Net, 2, 2, "evaluated"),
+            "no more": longer(Net, 2, 2, "checkpoint", limit=20),
+            "validated": validated(2, 2),
+            "validated, in one group": validated(2, 1),
+            "validated, by DDP": validated(2, None),
+            "validated, of one group": validated(1, 2, max_steps=44),
+            "inside, in one group": inside(2, 1),
+            "inside, regrouped": inside(2, 1, regroup=(1, 3, 1)),
+            "inside, regrouped, in two": inside(2, 2, regroup=(1, 3, 1)),
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()

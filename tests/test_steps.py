@@ -1,0 +1,83 @@
+"""max_steps are those of DDP and an epoch is one pass, also where groups change, and where runs go on."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import pytest
+from runs import Run, run
+
+BATCH = 16
+"""Samples in a step of both ranks."""
+
+
+@pytest.fixture(scope="module")
+def fits() -> Run:
+    return run("steps.py", {"servers": 29}, timeout=230)
+
+
+def of(fits: Run, name: str) -> list[dict[str, Any]]:
+    return [fits.results[rank][name] for rank in sorted(fits.results)]
+
+
+def trained(fits: Run, name: str) -> list[int]:
+    return list(chain.from_iterable(chain(*each["samples"].values()) for each in of(fits, name)))
+
+
+@pytest.mark.parametrize("name", ["regrouped", "regrouped at the end", "by hand, regrouped"])
+def test_where_groups_change_inside_an_epoch_max_steps_are_still_those_of_ddp(fits: Run, name: str) -> None:
+    assert abs(len(trained(fits, name)) - 20 * BATCH) < BATCH
+    assert all(each["epochs"] == [0] for each in of(fits, name))
+
+
+def test_ranks_of_different_groups_that_step_by_hand_end_together_once_they_are_one(fits: Run) -> None:
+    one, other = of(fits, "by hand, windows")
+    assert one["steps"] == other["steps"]
+    assert len(one["samples"]["1"][5 * 8 :]) == len(other["samples"]["1"][5 * 8 :])
+
+
+def test_what_is_skipped_of_an_epoch_counts_neither_for_max_steps_nor_for_schedules(fits: Run) -> None:
+    """Each group skips after four batches, and one group's skip ends the epoch for all."""
+    steps = len(trained(fits, "skips")) / BATCH
+    assert 14 <= steps <= 17
+    assert all(14 <= each["scheduled"][0] <= 17 for each in of(fits, "skips"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["more of two", "more of one", "more of two, saved by one", "more by hand", "more at once", "more, evaluated"],
+)
+def test_a_run_that_max_steps_has_ended_inside_an_epoch_goes_on_for_the_steps_that_are_added(
+    fits: Run, name: str
+) -> None:
+    assert abs(len(trained(fits, name)) - 10 * BATCH) < (2 * BATCH if "hand" in name else BATCH)
+
+
+def test_a_run_that_max_steps_has_ended_does_not_go_on_by_itself(fits: Run) -> None:
+    assert trained(fits, "no more") == []
+    assert all(each["epochs"] == [] for each in of(fits, "no more"))
+
+
+@pytest.mark.parametrize("name", ["inside, in one group", "inside, regrouped", "inside, regrouped, in two"])
+def test_an_epoch_of_several_groups_is_resumed_with_the_samples_that_are_left(fits: Run, name: str) -> None:
+    before = of(fits, name)[0]["before"]
+    assert before
+    assert sorted(before + trained(fits, name)) == list(range(512))
+
+
+@pytest.mark.parametrize(
+    ("name", "samples"),
+    [
+        ("validated", 256),
+        ("validated, in one group", 256),
+        ("validated, by DDP", 256),
+        ("validated, of one group", (44 - 32) * BATCH),
+    ],
+)
+def test_an_epoch_that_was_saved_in_its_last_validation_is_over(fits: Run, name: str, samples: int) -> None:
+    """No batch of it is trained once more, however many of its batches the group of rank 0 has trained."""
+    assert all(list(each["samples"]) == ["2"] for each in of(fits, name))
+    assert abs(len(trained(fits, name)) - samples) < BATCH
+    steps = 32 + samples // BATCH
+    assert all(steps - 2 <= each["scheduled"][0] <= steps for each in of(fits, name))
