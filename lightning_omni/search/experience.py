@@ -7,12 +7,9 @@ from functools import cache
 
 from typing_extensions import override
 
-from lightning_omni.methods import DecoupledDiLoCo, DiLoCo, method_named
+from lightning_omni.methods import DiLoCo, method_named
 from lightning_omni.performance.forecast import Setting, Theory
 from lightning_omni.search.prior import Prior
-
-DECOUPLED_AVERAGING = "decoupled_averaging"
-"""What the prior calls decoupled DiLoCo whose outer step takes over the mean of the changes."""
 
 
 @cache
@@ -22,9 +19,8 @@ def _known_as(method: str) -> str:
         return "async_sgd"
     value = method_named(method)
     # An outer step of plain SGD with a rate of 1 takes over the mean of the groups' weights.
-    if isinstance(value, (DiLoCo, DecoupledDiLoCo)) and value.outer_lr == 1.0 and not value.outer_momentum:
-        return "local_sgd" if isinstance(value, DiLoCo) else DECOUPLED_AVERAGING
-    return method.partition(":")[0]
+    is_plain = isinstance(value, DiLoCo) and value.outer_lr == 1.0 and not value.outer_momentum
+    return "local_sgd" if is_plain else method.partition(":")[0]
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
     OMP_NUM_THREADS=1 python tests/benchmarks/prior.py --cache runs.jsonl --minutes 50  # measures what is missing
     OMP_NUM_THREADS=1 python tests/benchmarks/prior.py --cache runs.jsonl --write       # writes search/prior.json
     OMP_NUM_THREADS=1 python tests/benchmarks/prior.py --cache runs.jsonl --table       # prints it, beside theory
-    OMP_NUM_THREADS=1 python tests/benchmarks/prior.py --cache some.jsonl --minutes 30 --methods NAME --write
     OMP_NUM_THREADS=1 python tests/benchmarks/prior.py --all-reduce                     # measures these formats anew
     OMP_NUM_THREADS=1 python tests/benchmarks/prior.py --widths                         # PowerSGD in wider layers
 
@@ -52,12 +51,11 @@ from stacked import PATIENCE, StackedRun
 from tasks import DEVELOPING, PRIOR_CLUSTERS, RANKS, Subject, Task
 from torch import nn
 
-from lightning_omni.methods import Method, method_named, with_period
+from lightning_omni.methods import Method, method_named
 from lightning_omni.performance.forecast import Scaling, Setting, Theory
 from lightning_omni.protocol.all_reduce import PowerSGD, all_reduce_of
-from lightning_omni.search.experience import DECOUPLED_AVERAGING
 from lightning_omni.search.prior import PriorRow, Steepness
-from lightning_omni.search.space import ALL_REDUCES, DECOUPLED_AVERAGED
+from lightning_omni.search.space import ALL_REDUCES
 
 FILE = Path(__file__).resolve().parents[2] / "lightning_omni" / "search" / "prior.json"
 EVERY = 8
@@ -115,8 +113,6 @@ class Cell:
             return method_named("async_sgd")
         if self.method == "softsync":
             return method_named(f"softsync:n={max(1, self.groups // 2)}")
-        if self.method == DECOUPLED_AVERAGING:
-            return with_period(method_named(DECOUPLED_AVERAGED), self.period)
         return method_named(f"{self.method}:period={self.period}")
 
     @property
@@ -159,9 +155,6 @@ def cells() -> Iterator[Cell]:
     yield Cell("local_sgd", 4, 8, even, "wire")
     for groups, period in ((4, 8), (8, 8), (2, 8), (4, 32)):
         yield from (Cell(method, groups, period, local[method]) for method in ("diloco", "async_diloco"))
-    for groups, period in ((4, 8), (4, 4), (8, 8), (2, 8), (8, 4), (4, 32)):
-        yield Cell(DECOUPLED_AVERAGING, groups, period, scattered)
-    yield from (Cell(DECOUPLED_AVERAGING, 4, period, even) for period in (8, 4))
 
 
 @dataclass(frozen=True)
@@ -494,16 +487,6 @@ def learnt(runs: Runs) -> dict[str, Any]:
     }
 
 
-def with_rows_of(runs: Runs) -> dict[str, Any]:
-    """The prior that there is, with the rows of methods that were measured in the place of its own."""
-    known, new = json.loads(FILE.read_text()), learnt(runs)
-    methods = {row["method"] for row in new["rows"]}
-    known["rows"] = [row for row in known["rows"] if row["method"] not in methods] + new["rows"]
-    added = {name: new["provenance"][name] for name in ("tasks", "runs", "date")}
-    known["provenance"]["added"] = {**known["provenance"].get("added", {}), **dict.fromkeys(sorted(methods), added)}
-    return known
-
-
 def of_all_reduces(is_adaptive: bool) -> dict[str, list[float]]:
     """By all-reduce format, the mean logarithm of the samples and its deviation."""
     return {each: _summary(all_reduce_costs(each, is_adaptive, ORDERS)) for each in ALL_REDUCES}
@@ -607,7 +590,6 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, help="file of runs: what is in it is not measured again")
     parser.add_argument("--all-reduce", action="store_true", help="measure and write all-reduce formats alone")
     parser.add_argument("--widths", action="store_true", help="print what PowerSGD costs in layers of other widths")
-    parser.add_argument("--methods", nargs="+", help="measure and write these alone, and leave the rest of the table")
     parser.add_argument("--tasks", nargs="+", choices=DEVELOPING, default=list(DEVELOPING))
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=0.0, help="no run is begun later")
@@ -626,8 +608,7 @@ def main() -> None:
     if given.cache is None:
         parser.error("--cache: pass the file of runs, or --all-reduce, or --widths")
     runs, end = Runs(given.cache), time.monotonic() + 60 * given.minutes
-    chosen = [each for each in cells() if each == REFERENCE or not given.methods or each.method in given.methods]
-    for seed, cell, name in product(range(given.seeds), chosen, given.tasks):
+    for seed, cell, name in product(range(given.seeds), cells(), given.tasks):
         if (cell, name, seed) not in runs.known and time.monotonic() < end:
             reference = runs.known.get((REFERENCE, name, seed))
             target = None if reference is None else reference.target
@@ -636,7 +617,7 @@ def main() -> None:
     if given.table:
         show(runs)
     if given.write:
-        FILE.write_text(json.dumps(learnt(runs) if not given.methods else with_rows_of(runs), indent=1) + "\n")
+        FILE.write_text(json.dumps(learnt(runs), indent=1) + "\n")
 
 
 if __name__ == "__main__":
