@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from predictions import WAYS, Cell
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.methods import METHODS, DiLoCo, method_named, with_period
+from lightning_omni.methods import METHODS, method_named
 from lightning_omni.performance.costs import Costs
 from lightning_omni.performance.exchanging import ExchangePattern
 from lightning_omni.performance.measured import Measured
@@ -59,21 +59,6 @@ def test_period_barrier_and_delay_are_the_methods(method: str, expected: tuple[i
     found = ExchangePattern.of(method, nbytes=NBYTES)
     assert (found.period, found.barrier, found.delay) == expected
     assert ExchangePattern.from_dict(json.loads(json.dumps(found.to_dict()))) == found
-
-
-@given(period=st.integers(1, 64), fragments=st.integers(1, 6), delay=st.integers(0, 4))
-def test_with_another_period_fragments_travel_beside_as_many_steps_as_can_be(
-    period: int, fragments: int, delay: int
-) -> None:
-    given_ = method_named(f"diloco:period=720,fragments={fragments},delay={delay if fragments > 1 else 0}")
-    found = with_period(given_, period)
-    assert isinstance(given_, DiLoCo)
-    assert isinstance(found, DiLoCo)
-    stride = period // found.fragments
-    assert (period % found.fragments, fragments % found.fragments) == (0, 0)
-    assert found.delay == min(given_.delay, period - 1) < stride
-    larger = [each for each in range(found.fragments + 1, fragments + 1) if fragments % each == period % each == 0]
-    assert all(period // each <= found.delay for each in larger)  # more of them could not be waited for so late
 
 
 @pytest.mark.parametrize("name", METHODS)

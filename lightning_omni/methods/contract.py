@@ -486,9 +486,8 @@ def with_period(method: Method, period: int) -> Method:
         return method
     changes = {"period": period}
     if method.fragments > 1:  # as many as can be sent at equal distances, and answered before the next is sent
-        most, delay = math.gcd(method.fragments, period), getattr(method, "delay", None)
-        if delay is not None:  # rather large fragments that travel beside the computation than small ones that do not
-            changes["delay"] = delay = min(delay, period - 1)
-        divisors = (each for each in range(most, 0, -1) if most % each == 0)
-        changes["fragments"] = next(each for each in divisors if period // each > (delay or 0))
+        changes["fragments"] = math.gcd(method.fragments, period)
+        delay = getattr(method, "delay", None)
+        if delay is not None:
+            changes["delay"] = min(delay, period // changes["fragments"] - 1)
     return msgspec.structs.replace(method, **changes)
