@@ -16,7 +16,7 @@ from lightning_omni.search.choice import verdict
 
 OWN = Setting(1, 0.9, 0.05, method="async_sgd", wire="fp32")
 AVERAGED = "diloco:outer_lr=1.0,outer_momentum=0"
-METHODS = ("async_sgd", "local_sgd", "elastic_averaging", AVERAGED, f"{AVERAGED},fragments=4,delay=1")
+METHODS = ("async_sgd", "local_sgd", "elastic_averaging", AVERAGED, f"{AVERAGED},fragments=4,delay=1,keep_steps=true")
 EVERYTHING = Space((1, 2, 4), method=METHODS, wire=("fp32", "int8", "int8/bf16"))
 LENET = 1_724_320
 

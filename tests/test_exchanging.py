@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from predictions import WAYS, Cell
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.methods import METHODS, method_named
+from lightning_omni.methods import METHODS, DiLoCo, method_named, with_period
 from lightning_omni.performance.costs import Costs
 from lightning_omni.performance.exchanging import ExchangePattern
 from lightning_omni.performance.measured import Measured
@@ -59,6 +59,15 @@ def test_period_barrier_and_delay_are_the_methods(method: str, expected: tuple[i
     found = ExchangePattern.of(method, nbytes=NBYTES)
     assert (found.period, found.barrier, found.delay) == expected
     assert ExchangePattern.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+
+
+@given(period=st.integers(1, 64), fragments=st.integers(2, 6), delay=st.integers(1, 4))
+def test_steps_are_kept_with_another_period_if_any_are_made_meanwhile(period: int, fragments: int, delay: int) -> None:
+    found = with_period(DiLoCo(period=720, fragments=fragments, delay=delay, keep_steps=True), period)
+    assert isinstance(found, DiLoCo)
+    assert (period % found.fragments, fragments % found.fragments) == (0, 0)
+    assert found.delay == min(delay, period // found.fragments - 1)
+    assert found.keep_steps == (found.delay > 0)
 
 
 @pytest.mark.parametrize("name", METHODS)

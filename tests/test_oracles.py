@@ -877,13 +877,15 @@ def test_one_fragment_without_delay_and_mixing_is_the_plain_method_bitwise(
         assert torch.equal(mine, theirs)
 
 
-@pytest.mark.parametrize(("fragments", "delay", "alpha"), [(1, 2, 0.0), (2, 0, 0.0), (2, 1, 0.5), (3, 1, 0.25)])
-def test_streaming_diloco_is_the_papers_algorithm(fragments: int, delay: int, alpha: float) -> None:
+@pytest.mark.parametrize(
+    ("fragments", "delay", "alpha"),
+    [(1, 2, 0.0), (2, 0, 0.0), (2, 1, 0.5), (3, 1, 0.25), (1, 2, "keep_steps"), (2, 1, "keep_steps")],
+)
+def test_streaming_diloco_is_the_papers_algorithm(fragments: int, delay: int, alpha: Any) -> None:
     """Algorithm 2 of arXiv:2501.18512, with SGD as the inner optimizer and Nesterov's as the outer one."""
     period, groups, steps, lr, outer_lr, beta = 6, 2, 30, 0.1, 0.7, 0.9
-    method = DiLoCo(
-        period=period, fragments=fragments, delay=delay, alpha=alpha, outer_lr=outer_lr, outer_momentum=beta
-    )
+    mixes = {"keep_steps": True} if alpha == "keep_steps" else {"alpha": alpha}
+    method = DiLoCo(period=period, fragments=fragments, delay=delay, outer_lr=outer_lr, outer_momentum=beta, **mixes)
     cluster = Cluster(method, groups, make=sgd(lr))
     cluster.run(list(range(groups)) * steps)
 
@@ -892,7 +894,7 @@ def test_streaming_diloco_is_the_papers_algorithm(fragments: int, delay: int, al
     own = [flat.clone() for _ in range(groups)]
     anchor = flat.clone()
     bounds = [-(-number * len(flat) // fragments) for number in range(fragments + 1)]
-    due: dict[int, tuple[slice, Tensor]] = {}
+    due: dict[int, tuple[slice, Tensor, list[Tensor]]] = {}
     exchanges = itertools.count()
     for step in range(1, steps + 1):
         for group, x in enumerate(own):
@@ -904,12 +906,13 @@ def test_streaming_diloco_is_the_papers_algorithm(fragments: int, delay: int, al
             change = torch.stack([anchor[part] - x[part] for x in own]).mean(0)
             momentum[part] = beta * momentum[part] + change
             outer[part] -= outer_lr * (change + beta * momentum[part])
-            due[step + delay] = part, outer[part].clone()
+            due[step + delay] = part, outer[part].clone(), [x[part].clone() for x in own]
         if step in due:
-            part, theirs = due.pop(step)
+            part, theirs, captured = due.pop(step)
             anchor[part] = theirs
-            for x in own:
-                x[part] = alpha * x[part] + (1 - alpha) * theirs
+            for x, then in zip(own, captured, strict=True):
+                keeps = alpha == "keep_steps"
+                x[part] = theirs + (x[part] - then) if keeps else alpha * x[part] + (1 - alpha) * theirs
     for group, x in enumerate(own):
         torch.testing.assert_close(torch.cat([each.flatten() for each in cluster.weights(group)]), x)
     torch.testing.assert_close(torch.cat([each.flatten() for each in cluster.weights()]), outer)
@@ -1120,6 +1123,7 @@ MANY: dict[str, Method] = {
     "diloco": DiLoCo(period=2),
     "diloco in fragments": DiLoCo(period=2, fragments=2),
     "diloco in fragments, delayed": DiLoCo(period=4, fragments=2, delay=1, alpha=0.5),
+    "diloco in fragments, steps kept": DiLoCo(period=4, fragments=2, delay=1, keep_steps=True),
     "async_diloco": AsyncDiLoCo(period=2, buffer=3, activation=0.1),
     "async_diloco in fragments": AsyncDiLoCo(period=4, fragments=2),
     "decoupled_diloco": DecoupledDiLoCo(period=2, fragments=2, delay=0, grace=0),
@@ -1393,6 +1397,8 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("diloco", {"period": 6, "fragments": 3, "delay": 2}, r"delay=2.*0 to 1 steps"),
     ("diloco", {"delay": -1}, r"delay=-1"),
     ("diloco", {"alpha": 1}, r"alpha=1.*0 <= alpha < 1"),
+    ("diloco", {"keep_steps": True}, r"keep_steps=True with delay=0.*delay of 1 or more"),
+    ("local_sgd", {"keep_steps": True, "delay": 1, "alpha": 0.5}, r"keep_steps=True with.*alpha=0.5.*no alpha="),
     ("diloco", {"period": 0}, r"period=0.*1 or more"),
     ("diloco", {"outer_lr": 0}, r"outer_lr=0.*above 0"),
     ("diloco", {"outer_lr": float("inf")}, r"outer_lr=inf"),

@@ -316,7 +316,7 @@ def test_a_run_with_exchanges_under_way_is_replayed_bitwise(method: str, wire: s
     ("streaming", "wire"),
     covering(
         product(
-            ("fragments=3", "delay=2", "fragments=2,delay=1,alpha=0.5"),
+            ("fragments=3", "delay=2", "fragments=2,delay=1,alpha=0.5", "fragments=2,delay=1,keep_steps=true"),
             ("fp32", "int8", {"push": "topk:0.2", "pull": "bf16"}),
         )
     ),
@@ -355,6 +355,8 @@ MATRIX = [
         ("diloco:period=4,fragments=4,outer_momentum=0.5", False),
         ("diloco:period=4,fragments=1,delay=2,alpha=0.5,outer_momentum=0.5", False),
         ("diloco:period=4,fragments=2,delay=1,alpha=0.25,outer_momentum=0.5", False),
+        ("local_sgd:period=4,fragments=2,delay=1,keep_steps=true", False),
+        ("diloco:period=4,fragments=2,delay=1,keep_steps=true,outer_momentum=0.5", False),
     )
     for wire in (("fp32", "int8") if "local" in method else ("fp32", "int8", "topk:0.3"))
 ]

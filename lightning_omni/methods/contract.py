@@ -484,10 +484,12 @@ def with_period(method: Method, period: int) -> Method:
     own = getattr(method, "period", period)
     if own == period:
         return method
-    changes = {"period": period}
+    changes: dict[str, Any] = {"period": period}
     if method.fragments > 1:  # as many as can be sent at equal distances, and answered before the next is sent
         changes["fragments"] = math.gcd(method.fragments, period)
         delay = getattr(method, "delay", None)
         if delay is not None:
             changes["delay"] = min(delay, period // changes["fragments"] - 1)
+            if not changes["delay"] and hasattr(method, "keep_steps"):
+                changes["keep_steps"] = False
     return msgspec.structs.replace(method, **changes)

@@ -25,7 +25,7 @@ from lightning_omni.methods.contract import (
 )
 from lightning_omni.methods.diloco import check_outer, outer_sgd
 from lightning_omni.methods.fragments import read, state_of, states_in, write
-from lightning_omni.methods.replica import Pulled, Replica, copies, minus
+from lightning_omni.methods.replica import Pulled, Replica, copies
 from lightning_omni.methods.totals import Total
 
 _MOST = 1e15
@@ -286,10 +286,8 @@ class DecoupledDiLoCo(Method, frozen=True, kw_only=True, tag="decoupled_diloco")
         if pulled.refused:  # the others are no better, and are not at hand
             memory["is_lost"] = True
             return
-        since = minus(read(replica.weights(), pieces), sent)
         write(memory["outer"], pieces, pulled.tensors)
-        moved = [merged + change for merged, change in zip(pulled.tensors, since, strict=True)]
-        replica.overwrite(moved, pulled.fragment, self.fragments)
+        replica.rebase(pulled, sent, self.fragments)
         memory["read_at"][pulled.fragment or 0] = replica.clock = pulled.clock
 
     def _begin_again(self, replica: Replica) -> GroupSide:

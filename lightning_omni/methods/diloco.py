@@ -73,6 +73,7 @@ class DiLoCo(Streaming, frozen=True, kw_only=True, tag="diloco"):
         delay: :math:`\tau`, steps that a group makes while an exchange is in flight, fewer than H/P; 0 waits.
         alpha: :math:`\alpha`, the weight that a group gives to its own parameters, from 0 to less than 1. With 0 what
             it learned in the last :math:`\tau` steps is lost.
+        keep_steps: whether all that it learned in these steps is kept, which is added to :math:`\theta_p`.
 
     The model that is evaluated is the server's outer weights.
 
@@ -81,7 +82,7 @@ class DiLoCo(Streaming, frozen=True, kw_only=True, tag="diloco"):
 
     Example:
         >>> DiLoCo(period=48, fragments=4, delay=2, alpha=0.5)
-        DiLoCo(period=48, fragments=4, delay=2, alpha=0.5, outer_lr=0.7, outer_momentum=0.9)
+        DiLoCo(period=48, fragments=4, delay=2, alpha=0.5, keep_steps=False, outer_lr=0.7, outer_momentum=0.9)
 
     References:
         Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv:2311.08105;

@@ -32,6 +32,7 @@ class LocalSGD(Streaming, frozen=True, kw_only=True, tag="local_sgd"):
         fragments: P, fragments of the weights that are averaged one by one, every H/P steps; P divides H.
         delay: steps that a group makes while an average is in flight, fewer than H/P; 0 waits for it.
         alpha: part of its own weights that a group keeps at an average, from 0 to less than 1.
+        keep_steps: whether all that it learned while an average was in flight is kept, and added to that.
 
     The model that is evaluated is the exact mean of all groups' weights.
 
@@ -40,7 +41,7 @@ class LocalSGD(Streaming, frozen=True, kw_only=True, tag="local_sgd"):
 
     Example:
         >>> LocalSGD(period=8, fragments=4, delay=1)
-        LocalSGD(period=8, fragments=4, delay=1, alpha=0.0, warmup_steps=0)
+        LocalSGD(period=8, fragments=4, delay=1, alpha=0.0, keep_steps=False, warmup_steps=0)
 
     References:
         Stich 2019, "Local SGD Converges Fast and Communicates Little", arXiv:1805.09767;

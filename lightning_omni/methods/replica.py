@@ -141,6 +141,14 @@ class Replica:
             values = [torch.lerp(value, mine, own) for value, mine in zip(values, read(weights, pieces), strict=True)]
         write(weights, pieces, values)
 
+    def rebase(self, pulled: Pulled, sent: Sequence[Tensor], of: int) -> None:
+        """``weights = pulled + (weights - sent)``, of the fragment that was pulled: steps made since then are kept."""
+        mine = self.part(pulled.fragment, of)
+        moved = [
+            value.to(now) + change for value, now, change in zip(pulled.tensors, mine, minus(mine, sent), strict=True)
+        ]
+        self.overwrite(moved, pulled.fragment, of)
+
     def remember(self, name: str) -> list[Tensor]:
         """The weights as they were when this was first asked for by this name, kept in ``memory``.
 

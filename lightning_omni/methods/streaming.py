@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lightning_omni.checks import check_number, check_whole
+from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods.contract import (
     Exchange,
     Fetch,
@@ -16,7 +17,7 @@ from lightning_omni.methods.contract import (
     check_fragments,
     check_period,
 )
-from lightning_omni.methods.replica import Pulled, Replica
+from lightning_omni.methods.replica import Pulled, Replica, copies
 
 
 class Streaming(Method, frozen=True, kw_only=True):
@@ -27,6 +28,10 @@ class Streaming(Method, frozen=True, kw_only=True):
 
     .. math:: x_{i,p} \leftarrow \alpha\, x_{i,p} + (1 - \alpha)\, \theta_p
 
+    or, with ``keep_steps=True``, what the group has learned in these :math:`\tau` steps is kept:
+
+    .. math:: x_{i,p} \leftarrow \theta_p + (x_{i,p} - x_{i,p}^{\text{captured}})
+
     Groups go by the server's clock from one fragment to the next, so that they exchange the same one at a barrier, and
     each every H steps.
 
@@ -36,15 +41,18 @@ class Streaming(Method, frozen=True, kw_only=True):
         delay: :math:`\tau`, steps that an exchange may take without being waited for, fewer than H/P; 0 waits.
         alpha: :math:`\alpha`, the part of its own weights that a group keeps, from 0 to less than 1. With 0 what it
             learned in the last :math:`\tau` steps is lost.
+        keep_steps: whether what it learned in these steps is kept instead, which takes a copy of one fragment.
 
     References:
-        Douillard et al. 2025, "Streaming DiLoCo with overlapping communication", arXiv:2501.18512 (algorithm 2).
+        Douillard et al. 2025, "Streaming DiLoCo with overlapping communication", arXiv:2501.18512 (algorithm 2); steps
+        are kept as in Ryabinin et al., hivemind (``use_local_updates``).
     """
 
     period: int = 1
     fragments: int = 1  # type: ignore[misc]  # of any other method it is not to be chosen
     delay: int = 0
     alpha: float = 0.0
+    keep_steps: bool = False
 
     def __post_init__(self) -> None:
         check_period(self.period)
@@ -52,6 +60,11 @@ class Streaming(Method, frozen=True, kw_only=True):
         most = self.period // self.fragments - 1
         check_whole("delay", self.delay, f"0 to {most} steps: fewer than period / fragments", 0, most)
         check_number("alpha", self.alpha, "0 <= alpha < 1, the part of its own weights that a group keeps", 0, below=1)
+        if self.keep_steps and (self.alpha or not self.delay):
+            raise ConfigurationError(
+                f"keep_steps=True with delay={self.delay} and alpha={self.alpha:g}: all steps are kept that are made"
+                " while a fragment travels; pass a delay of 1 or more, and no alpha="
+            )
 
     def most_added(self, groups: int) -> int:
         """All: the server goes by their mean."""
@@ -92,6 +105,8 @@ class Streaming(Method, frozen=True, kw_only=True):
             exchange = Exchange(self.given(replica, fragment), replica.clock, fragment=fragment)
             if self.delay:
                 memory["due"] = step + self.delay
+                if self.keep_steps:
+                    memory["sent"] = copies(replica.part(fragment, self.fragments))
                 yield Send(exchange)
             else:
                 self.apply_answer(replica, (yield exchange))
@@ -99,9 +114,13 @@ class Streaming(Method, frozen=True, kw_only=True):
     def apply_answer(self, replica: Replica, pulled: Pulled) -> None:
         """Mixes a fragment in. After a push that was not finite the group begins again with its next gradient."""
         replica.memory.pop("due", None)
+        sent = replica.memory.pop("sent", None)
         if pulled.refused:
             replica.memory["diverged"] = True
             return
         replica.clock = pulled.clock
         self.keep(replica, pulled)
-        replica.mix(pulled, self.fragments, self.alpha)
+        if sent is None:
+            replica.mix(pulled, self.fragments, self.alpha)
+        else:
+            replica.rebase(pulled, sent, self.fragments)

@@ -26,7 +26,8 @@ from lightning_omni.protocol.wire_formats import wire_of
 from lightning_omni.search import constants as c
 
 _AVERAGED = "diloco:outer_lr=1.0,outer_momentum=0"
-METHODS = ("async_sgd", "local_sgd", "elastic_averaging", _AVERAGED, f"{_AVERAGED},fragments=4,delay=1")
+_STREAMED = f"{_AVERAGED},fragments=4,delay=1,keep_steps=true"
+METHODS = ("async_sgd", "local_sgd", "elastic_averaging", _AVERAGED, _STREAMED)
 WIRES = ("fp32", "int8", "int8/bf16")
 """How groups may exchange unless a user has chosen it: DiLoCo's outer step with a rate of 1 is local SGD that sends
 changes, so that answers may be rounded, too, and fragments may travel beside the computation."""
