@@ -112,3 +112,13 @@ def test_a_frozen_weight_that_is_written_now_and_then_is_kept_in_between() -> No
         memory.fill_(float(step))
         replica.load(Pulled([memory], clock=step))
         assert replica.ordered[0].eq(7.0 if step >= 2 else step).all()
+
+
+def test_a_weight_that_is_trained_for_a_few_steps_and_frozen_again_is_loaded_as_others_are() -> None:
+    replica = _replica(10)
+    replica.ordered[0].requires_grad_(False)
+    replica.know()
+    replica.ordered[0].requires_grad_(True)
+    replica.step([torch.ones(10)])
+    replica.ordered[0].requires_grad_(False)
+    assert replica.own_frozen() == set()

@@ -215,6 +215,28 @@ def average(link: Link, rank: int, tensors: Any) -> list[Any]:
     return link.say(data_peer(rank), message, as_bytes(tensors), m.DATA)
 
 
+def test_what_is_absent_from_all_groups_weights_stays_as_it_is_and_else_the_mean_is_of_those_that_have_it() -> None:
+    link, _ = link_with(Gossip(), (0,), (1,), (2,))
+    before, layout = [weight.clone() for weight in link.weights()], LAYOUT.subset((False, True))
+    for rank, value in enumerate((0.1, 0.2)):
+        message = m.AverageMessage(optimizer=0, nbytes=layout.nbytes, absent=(0,))
+        memory = layout.empty()
+        for view in layout.views(memory):
+            view.fill_(value)
+        link.say(data_peer(rank), message, memory.numpy().tobytes(), m.DATA)
+    message = m.AverageMessage(optimizer=0, nbytes=0, absent=(0, 1))
+    assert link.say(data_peer(2), message, b"", m.DATA)
+    first, second = link.weights()
+    assert torch.equal(first, before[0])
+    assert torch.allclose(second, torch.full_like(second, 0.15))
+
+
+def test_weights_that_lack_what_there_is_not_are_refused() -> None:
+    link, _ = link_with(Gossip(), (0,), (1,))
+    ((answer, _),) = link.say(data_peer(0), m.AverageMessage(optimizer=0, nbytes=0, absent=(2,)), b"", m.DATA)
+    expect_refusal(answer, "malformed", "the optimizer has 2")
+
+
 def test_all_groups_get_the_mean_once_all_have_handed_in() -> None:
     link, _ = link_with(Gossip(), (0,), (1, 2), (3,))
     assert average(link, 0, own(1.0)) == []

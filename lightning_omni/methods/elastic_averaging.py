@@ -5,6 +5,7 @@ from __future__ import annotations
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods.contract import (
     Exchange,
+    Fetch,
     GroupSide,
     Method,
     NextGradient,
@@ -37,7 +38,8 @@ class _Centre(ServerSide):
         self._rate = min(self._rate, self._rate_of(len(self.groups)))
 
     def receive(self, push: Push) -> list[Reply]:
-        # A weight is missing where the group does not know of the parameter yet: then it is not drawn to the centre.
+        # A weight is missing where the group does not know of the parameter yet, or has it frozen as the centre has it:
+        # then it is not drawn to the centre.
         staleness = self.staleness_of(push)
         moves: Tensors = [
             None if weight is None else (weight - centre) * self._rate
@@ -102,10 +104,12 @@ class ElasticAveraging(Method, frozen=True, kw_only=True, tag="elastic_averaging
             gradient = yield NextGradient()
             memory["steps"] = memory.get("steps", 0) + 1
             if memory["steps"] % self.period == 0:
-                pulled = yield Exchange(replica.base(), replica.clock)
+                pulled = yield Exchange(replica.offered(replica.base()), replica.clock)
                 if pulled.refused:
                     replica.restart(pulled)
                     continue
                 replica.move(pulled.tensors, -1.0)
                 replica.clock = pulled.clock
+                if replica.loose:  # no step and no spring moves them any more: they are the centre's
+                    replica.agree((yield Fetch()))
             yield Step(gradient)

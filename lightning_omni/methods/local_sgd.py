@@ -78,6 +78,6 @@ class LocalSGD(Streaming, frozen=True, kw_only=True, tag="local_sgd"):
             memory["steps"] = memory.get("steps", 0) + 1
             # In the warm-up every step is averaged, so the clock counts the steps.
             if memory["steps"] >= self.period or replica.clock < self.warmup_steps:
-                pulled = yield Exchange(replica.weights(), replica.clock)
+                pulled = yield Exchange(replica.offered(replica.weights()), replica.clock)
                 replica.go_on_from(pulled)
                 memory["steps"] = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -36,8 +36,43 @@ class Pulled(msgspec.Struct, frozen=True):
     fragment: int | None = None
 
 
+class Drift:
+    """Which weights a group has moved since it had them of the server, exactly; with fragments, of which fragments.
+
+    Weights are named by their place among the parameters.
+    """
+
+    def __init__(self) -> None:
+        self._now = 0
+        self._moved: dict[int, int] = {}
+        self._read: dict[int | None, int] = {}
+
+    def move(self, places: Iterable[int]) -> None:
+        """These are the group's own."""
+        self._now += 1
+        self._moved.update(dict.fromkeys(places, self._now))
+
+    def read(self, fragment: int | None = None) -> None:
+        """A fragment is the server's; None for all weights."""
+        self._now += 1
+        self._read[fragment] = self._now
+
+    def forget(self, places: Iterable[int]) -> None:
+        """These are the server's."""
+        for place in places:
+            self._moved.pop(place, None)
+
+    def has(self, place: int, fragment: int | None = None) -> bool:
+        """Whether a weight has been moved; of a fragment, what is in it of the weight."""
+        read = max(self._read.get(None, 0), self._read.get(fragment, 0))
+        return self._moved.get(place, 0) > read
+
+
 class Replica:
     """The parameters of one optimizer on one rank.
+
+    A frozen weight stays what it is bitwise, until a group writes it: lossy wire formats must not move it, nor the
+    mean of what is the same in all groups. So it is exchanged only where groups have trained it before: see `agreed`.
 
     Args:
         parameters: the parameters, in the optimizer's order; moved in place.
@@ -49,6 +84,7 @@ class Replica:
         servers: that hold a share of the parameters each; fragments are cut out of the shares.
         clock: the server's clock when the weights were read.
         peers: numbers of the groups that are alive, this one included.
+        drift: which weights are not the server's.
         memory: what the method's group side remembers: plain values, tensors and lists of them.
         closure: computes loss and gradients once more, in the step that is under way, for a worker's own optimizer that
             asks for it.
@@ -62,6 +98,7 @@ class Replica:
         self.group = group
         self.clock = 0
         self.peers: tuple[int, ...] = (group,)
+        self.drift = Drift()
         self.memory: dict[str, Any] = {}
         self.closure: Callable[[], Any] | None = None
 
@@ -86,6 +123,7 @@ class Replica:
         for weight, value in zip(self.weights(), pulled.tensors, strict=True):
             weight.copy_(value, non_blocking=True)
         self.clock = pulled.clock
+        self.drift.read()
 
     def restart(self, pulled: Pulled) -> None:
         """Begins again from the master weights: own weights and optimizer state have diverged."""
@@ -100,9 +138,10 @@ class Replica:
             self.load(pulled)
 
     def move(self, by: Sequence[Tensor], factor: float = 1.0) -> None:
-        """``weights += factor * by``."""
-        for weight, change in zip(self.weights(), by, strict=True):
-            weight.add_(change.to(weight.device), alpha=factor)
+        """``weights += factor * by``, but for frozen ones: no group trains them, and rounding must not move them."""
+        for parameter, weight, change in zip(self.ordered, self.weights(), by, strict=True):
+            if parameter.requires_grad:
+                weight.add_(change.to(weight.device), alpha=factor)
 
     def descend(self, gradient: Sequence[Tensor | None]) -> None:
         """A step of plain SGD: ``weights -= lr * gradient``, with the lr of each parameter group."""
@@ -112,6 +151,7 @@ class Replica:
         for parameter, weight, direction in zip(self.ordered, self.weights(), gradient, strict=True):
             if direction is not None:
                 weight.add_(direction, alpha=-rates[id(parameter)])
+        self.drift.move(self._trained_by(gradient))
 
     def step(self, gradient: Sequence[Tensor | None]) -> None:
         """A step of the worker's own optimizer along this gradient."""
@@ -124,6 +164,12 @@ class Replica:
                 type(self.optimizer).step(self.optimizer)
             else:
                 type(self.optimizer).step(self.optimizer, self.closure)
+        self.drift.move(self._trained_by(gradient))
+
+    def _trained_by(self, gradient: Sequence[Tensor | None]) -> list[int]:
+        """Places of weights that a step with this gradient may have moved."""
+        pairs = zip(self.ordered, gradient, strict=True)
+        return [place for place, (each, part) in enumerate(pairs) if each.requires_grad or part is not None]
 
     def part(self, fragment: int | None, of: int) -> list[Tensor]:
         """The weights' pieces of a fragment; None for the weights."""
@@ -132,14 +178,50 @@ class Replica:
     def overwrite(self, values: Sequence[Tensor], fragment: int | None = None, of: int = 1) -> None:
         """Overwrites the weights' pieces of a fragment, one value for each; None for the weights."""
         write(self.weights(), self.pieces(fragment, of), values)
+        self.drift.read(fragment)
 
     def mix(self, pulled: Pulled, of: int, own: float = 0.0) -> None:
-        """``weights = own * weights + (1 - own) * pulled``, of the fragment that was pulled."""
+        """``weights = own * weights + (1 - own) * pulled``, of the fragment that was pulled; ``own`` is 0 if frozen."""
         pieces, weights = self.pieces(pulled.fragment, of), self.weights()
         values = [value.to(mine) for mine, value in zip(read(weights, pieces), pulled.tensors, strict=True)]
         if own:
-            values = [torch.lerp(value, mine, own) for value, mine in zip(values, read(weights, pieces), strict=True)]
+            values = [
+                torch.lerp(value, mine, own) if self.ordered[piece.place].requires_grad else value
+                for piece, value, mine in zip(pieces, values, read(weights, pieces), strict=True)
+            ]
         write(weights, pieces, values)
+        self.drift.read(pulled.fragment)
+
+    def agreed(self, fragment: int | None = None, of: int = 1) -> list[bool]:
+        """Of each piece of a fragment, whether it is frozen and the server's; None for all parameters."""
+        return [self._is_agreed(piece.place, fragment) for piece in self.pieces(fragment, of)]
+
+    def _is_agreed(self, place: int, fragment: int | None = None) -> bool:
+        return not self.ordered[place].requires_grad and not self.drift.has(place, fragment)
+
+    def offered(self, weights: Sequence[Tensor], fragment: int | None = None, of: int = 1) -> list[Tensor | None]:
+        """Weights, or their pieces of a fragment, that are to be averaged: None for what is agreed."""
+        agreed = self.agreed(fragment, of)
+        return [None if known else weight for weight, known in zip(weights, agreed, strict=True)]
+
+    def exactly(self, pulled: Pulled, of: int) -> Pulled:
+        """What was pulled in a lossy wire format: what is agreed is what it is, without the rounding."""
+        if not pulled.tensors or not any(agreed := self.agreed(pulled.fragment, of)):
+            return pulled
+        each = zip(self.part(pulled.fragment, of), pulled.tensors, agreed, strict=True)
+        return msgspec.structs.replace(pulled, tensors=[mine if known else value for mine, value, known in each])
+
+    @property
+    def loose(self) -> list[int]:
+        """Places of frozen weights that are not the server's, for the group has trained them before."""
+        return [place for place, each in enumerate(self.ordered) if not each.requires_grad and self.drift.has(place)]
+
+    def agree(self, pulled: Pulled) -> None:
+        """Frozen weights that are `loose` are the server's from now on, which these are."""
+        weights, loose = self.weights(), self.loose
+        for place in loose:
+            weights[place].copy_(pulled.tensors[place])
+        self.drift.forget(loose)
 
     def rebase(self, pulled: Pulled, sent: Sequence[Tensor], of: int) -> None:
         """``weights = pulled + (weights - sent)``, of the fragment that was pulled: steps made since then are kept."""

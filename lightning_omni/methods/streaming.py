@@ -80,7 +80,7 @@ class Streaming(Method, frozen=True, kw_only=True):
 
     def given(self, replica: Replica, fragment: int | None) -> Tensors:
         """What is pushed of a fragment."""
-        return replica.part(fragment, self.fragments)
+        return replica.offered(replica.part(fragment, self.fragments), fragment, self.fragments)
 
     def keep(self, replica: Replica, pulled: Pulled) -> None:
         """What a group remembers of an answer, before its own weights are mixed with it."""

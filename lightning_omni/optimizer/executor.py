@@ -187,7 +187,7 @@ class Exchanging(Executor):
         place.is_computing, place.is_entering = True, False
         self._timers.clear()
         for part in place.parts:
-            part.replica.restore()
+            part.replica.restore(but_frozen=place.method.pushes_weights)
 
     @override
     def enter_world(self, module: Module | None, wants_stop: bool) -> bool:

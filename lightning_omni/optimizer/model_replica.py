@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -19,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lightning_omni.errors import UnsupportedError
 from lightning_omni.methods import Pulled, Replica
 from lightning_omni.methods.master import describe, park
-from lightning_omni.methods.replica import copies
+from lightning_omni.methods.replica import Drift, copies
 from lightning_omni.optimizer.sharding import complete, gradient_of, held_by, here, like, parts_of, rows, state_like
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.split import Split, over_parameters
@@ -50,6 +51,7 @@ class ModelReplica(Replica):
         self.ever_held = set(self.ordered)
         self._writes = Writes()
         self._stashed: Pulled | None = None
+        self._stashed_drift: Drift | None = None
         self._released: set[Parameter] = set()
         self._parked: dict[Tensor, Any] = {}
         self._given: list[Tensor | None] = []
@@ -150,6 +152,7 @@ class ModelReplica(Replica):
                 weight.copy_(value, non_blocking=True)
         complete(self.ordered)
         self.clock = pulled.clock
+        self.drift.read()
         self._writes.remember(self.ordered, pulled.tensors)
 
     def overwrite(self, values: Sequence[Tensor], fragment: int | None = None, of: int = 1) -> None:
@@ -173,21 +176,41 @@ class ModelReplica(Replica):
             here(self.parameters[name]).copy_(value)
         complete(self.ordered)
 
+    def agreed(self, fragment: int | None = None, of: int = 1) -> list[bool]:
+        """As of any replica; what the group has written by itself is not."""
+        own, names = self.own_frozen(), list(self.parameters)
+        known = zip(super().agreed(fragment, of), self.pieces(fragment, of), strict=True)
+        return [agreed and names[piece.place] not in own for agreed, piece in known]
+
+    @property
+    def loose(self) -> list[int]:
+        """As of any replica; what the group has written by itself is not."""
+        own, names = self.own_frozen(), list(self.parameters)
+        return [place for place in super().loose if names[place] not in own]
+
+    def agree(self, pulled: Pulled) -> None:
+        """Frozen weights that are `loose` are the server's from now on, which these are."""
+        super().agree(pulled)
+        complete(self.ordered)
+        self._writes.mark(self.ordered)
+
     def know(self) -> None:
         """What the weights are now, the server knows."""
+        self.drift.read()
+        self._know()
+
+    def _know(self) -> None:
         self._writes.remember(self.ordered, copies(self.weights()))
 
     def descend(self, gradient: Sequence[Tensor | None]) -> None:
         """A local step between two fetches: it is the method that has written these weights."""
         super().descend(gradient)
         complete(self.ordered)
-        self.know()
+        self._know()
 
     def move(self, by: Sequence[Tensor], factor: float = 1.0) -> None:
-        """``weights += factor * by``, but for frozen ones: no group trains them, and rounding must not move them."""
-        for parameter, weight, change in zip(self.ordered, self.weights(), by, strict=True):
-            if parameter.requires_grad:
-                weight.add_(change.to(weight.device), alpha=factor)
+        """``weights += factor * by``, but for frozen ones."""
+        super().move(by, factor)
         complete(self.ordered)
         self._writes.stepped(self.ordered)
 
@@ -233,13 +256,29 @@ class ModelReplica(Replica):
     def stash(self) -> None:
         """Keeps the own weights while others are evaluated in their place."""
         if self._stashed is None:
-            self._stashed = Pulled(copies(self.weights()), self.clock)
+            self._stashed, self._stashed_drift = Pulled(copies(self.weights()), self.clock), deepcopy(self.drift)
 
-    def restore(self) -> None:
-        """The own weights come back, if they were stashed."""
-        if self._stashed is not None:
-            self.load(self._stashed)
-            self._stashed = None
+    def restore(self, but_frozen: bool = False) -> None:
+        """The own weights come back, if they were stashed.
+
+        Args:
+            but_frozen: not those that are frozen: all groups go on with what was evaluated of these.
+        """
+        if self._stashed is None:
+            return
+        pairs = zip(self.ordered, self.weights(), self._stashed.tensors, strict=True)
+        back = [mine if but_frozen and not each.requires_grad else own for each, mine, own in pairs]
+        changed = [
+            place
+            for place, (mine, own) in enumerate(zip(self.weights(), back, strict=True))
+            if not torch.equal(mine, own.to(mine.device))
+        ]
+        self.load(Pulled(back, self._stashed.clock))
+        if but_frozen or self._stashed_drift is None:
+            self.drift.move(changed)
+        else:
+            self.drift = self._stashed_drift
+        self._stashed = self._stashed_drift = None
 
     def abandon(self) -> None:
         """The own weights do not come back: training goes on, or ends, with those that were evaluated."""
@@ -260,7 +299,7 @@ class ModelReplica(Replica):
         device = self.ordered[0].device
         self.memory = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, state["memory"])
         if "weights" in state and len(state["weights"]) == len(self.ordered):
-            self._stashed = Pulled(copies(state["weights"]), int(state["clock"]))
+            self._stashed, self._stashed_drift = Pulled(copies(state["weights"]), int(state["clock"])), None
             plain = self.optimizer.state_dict()
             self.optimizer.load_state_dict({**plain, "state": state_like(state["optimizer"], held_by(self.optimizer))})
 
@@ -343,9 +382,11 @@ class Writes:
         self.stepped(parameters)
         self._marks = [0 if parameter.requires_grad else fingerprint(parameter, _FEW) for parameter in parameters]
 
-    def stepped(self, parameters: Iterable[Parameter]) -> None:
+    def stepped(self, parameters: Sequence[Parameter]) -> None:
         """As `mark`, of those that are trained."""
         self._versions = [here(parameter)._version for parameter in parameters]
+        marks = zip(parameters, self._marks, strict=False)
+        self._marks = [0 if parameter.requires_grad else mark for parameter, mark in marks]
 
     def of_trained(self, parameters: Mapping[str, Parameter], in_passing: bool = False) -> list[str]:
         """Names of trained weights that were written.

@@ -71,10 +71,10 @@ class Average:
     """The mean of all groups' own weights, these among them: what methods without master weights are evaluated by.
 
     Attributes:
-        tensors: this group's.
+        tensors: this group's; None for those that are agreed, as the master weights are.
     """
 
-    tensors: Sequence[Tensor]
+    tensors: Tensors
 
 
 class Ask(NamedTuple):
@@ -280,7 +280,7 @@ class GroupCore:
         if isinstance(half.need, Publish | SendPeer):
             answer = half.need.tensors
         if isinstance(answer, Pulled) and isinstance(half.need, (Exchange, Receive)):
-            self._arrived(half, answer)
+            answer = self._arrived(half, answer)
         return self._go_on(optimizer, answer)
 
     def apply_answer(self, optimizer: int, pulled: Pulled) -> None:
@@ -288,15 +288,17 @@ class GroupCore:
         half = self._halves[optimizer]
         if half.under_way is None:
             raise ProtocolError(f"an answer to optimizer {optimizer}, of which nothing is under way")
-        self._arrived(half, pulled)
-        self.method.apply_answer(half.replica, pulled)
+        self.method.apply_answer(half.replica, self._arrived(half, pulled))
         half.side = None
 
-    def _arrived(self, half: _Half, answer: Pulled) -> None:
+    def _arrived(self, half: _Half, answer: Pulled) -> Pulled:
         half.sequence += 1
         if half.sending is not None and (not answer.refused or (self.heard.repeated and self.heard.applied)):
             half.sent = half.sending  # else the state stands as it was before
         half.sending = half.under_way = half.said = None
+        if self.wire_format.answers == RAW or (self.method.answers_changes and not answer.refused):
+            return answer
+        return half.replica.exactly(answer, self.method.fragments)
 
     def hear(
         self, heard: Heard, tensors: Sequence[Tensor], clock: int, note: float = 0.0, fragment: int | None = None
@@ -362,7 +364,7 @@ class GroupCore:
         """
         half = self._halves[optimizer]
         if self.method.evaluated == "mean" and not half.is_head:
-            return Ask(optimizer, Average(half.replica.weights()), *self.place)
+            return Ask(optimizer, Average(half.replica.offered(half.replica.weights())), *self.place)
         return self.fetch(optimizer)
 
     @property
@@ -384,8 +386,7 @@ class GroupCore:
         if isinstance(ask.need, Fetch):
             return Said(m.FetchMessage(optimizer=ask.optimizer, epoch=ask.epoch, trained=ask.trained))
         if isinstance(ask.need, Average):
-            whole = RAW.encode(ask.need.tensors, layout, {}, memory).payload
-            return Said(m.AverageMessage(optimizer=ask.optimizer, nbytes=whole.numel()), whole)
+            return _mean_of(ask, ask.need.tensors, layout, memory)
         said = self._push(ask, ask.need, self.encode(ask.optimizer, ask.need, layout, memory), layout)
         half.said = None if ask.waits else [said]
         return said
@@ -409,8 +410,7 @@ class GroupCore:
         parts = split.parts(ask.need.tensors)
         if isinstance(ask.need, Average):
             wholes = zip(parts, split.shares, memories, strict=True)
-            payloads = [RAW.encode(part, share, {}, memory).payload for part, share, memory in wholes]
-            return [Said(m.AverageMessage(optimizer=ask.optimizer, nbytes=each.numel()), each) for each in payloads]
+            return [_mean_of(ask, part, share, memory) for part, share, memory in wholes]
         pushes = self.wire_format.pushes
         state = self._sender_state(half, ask.need, whole.layout)
         each_part = zip(parts, split.shares, split.sender_parts(state), memories, strict=True)
@@ -524,3 +524,10 @@ class GroupCore:
                 f"{type(self.method).__name__} needs {type(need).__name__} while an exchange is under way; let it need"
                 " Receive before"
             )
+
+
+def _mean_of(ask: Ask, tensors: Tensors, layout: Layout, memory: Memory) -> Said:
+    encoded = RAW.encode(tensors, layout, {}, memory)
+    absent = tuple(place for place, there in enumerate(encoded.present) if not there)
+    nbytes = encoded.payload.numel()
+    return Said(m.AverageMessage(optimizer=ask.optimizer, nbytes=nbytes, absent=absent), encoded.payload)

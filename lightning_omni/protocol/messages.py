@@ -808,12 +808,17 @@ class PushMessage(Message, tag="Push", frozen=True, kw_only=True):
 class AverageMessage(Message, tag="Average", frozen=True, kw_only=True):
     """A group's own weights, for the mean of all groups'; answered with it when all have come. Payload follows.
 
-    ``request`` is as in `PushMessage`.
+    Attributes:
+        optimizer: which of the model's optimizers.
+        nbytes: of the payload.
+        request: as in `PushMessage`.
+        absent: places of the parameters that the payload does not hold: this group has them frozen as the server has.
     """
 
     optimizer: int
     nbytes: int
     request: int = 0
+    absent: tuple[int, ...] = ()
 
 
 class GroupState(Message, frozen=True, kw_only=True):

@@ -511,11 +511,23 @@ class Shard:
 
     # --- The mean of all groups' own weights -------------------------------------------------------------------------
 
-    def average(self, group: int, payload: Tensor, finite: bool | None = None) -> None:
+    def layout_of_average(self, group: int, absent: Collection[int]) -> Layout:
+        """How a group's own weights lie in flat memory, without those that are absent.
+
+        Raises:
+            MalformedMessage: there are no such weights.
+        """
+        known = self.layout_of(group)
+        if not all(0 <= place < len(known.specs) for place in absent):
+            raise MalformedMessage(f"the weights lack parameters {absent}, the optimizer has {len(known.specs)}")
+        return known.subset(_there(absent, len(known.specs)))
+
+    def average(self, group: int, payload: Tensor, finite: bool | None = None, absent: Collection[int] = ()) -> None:
         """A group's own weights, for the mean. Weights that are not finite are refused and counted, not averaged."""
         if group in self._averaging:
             raise ProtocolError(f"group {group} has handed its weights in already")
-        weights = self.layout_of(group).views(payload)
+        views = iter(self.layout_of_average(group, absent).views(payload))
+        weights = [next(views) if there else None for there in _there(absent, len(self.layout_of(group).specs))]
         if good := _is_finite(weights) if finite is None else finite:
             self._mean.add(weights)
             self.refused_in_row[group] = 0
@@ -542,13 +554,18 @@ class Shard:
         if self._mean.count:
             self._mean.reach(len(self.layout.specs))
             for weight, value in zip(self.master.weights(), self._mean.means(), strict=True):
-                if value is not None:  # no group knows of it that is here
+                if value is not None:  # else no group knows of it that is here, or all have it as it is
                     weight.copy_(value)
             if self.sensing is not None:
                 self.sensing.forget()
         self._mean.clear()
         answered, self._averaging = self._averaging, {}
         return [(group, good) for group, good in answered.items() if group in live]
+
+
+def _there(absent: Collection[int], count: int) -> list[bool]:
+    """Of so many parameters, which are not absent."""
+    return [place not in absent for place in range(count)]
 
 
 def _versions(specs: tuple[TensorSpec, ...], sizes: Sequence[int], servers: int) -> list[Layout]:

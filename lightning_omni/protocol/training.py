@@ -301,19 +301,20 @@ class Training(Service):
 
     def check_average(self, sender: Sender, message: m.AverageMessage) -> int:
         """Bytes of a group's own weights."""
-        expected = self._shards.shard(message.optimizer).layout_of(sender.group).nbytes
+        expected = self._shards.shard(message.optimizer).layout_of_average(sender.group, message.absent).nbytes
         if message.nbytes != expected:
             raise MalformedMessage(f"the weights have {message.nbytes} bytes, {expected} were expected")
         return message.nbytes
 
     def average(self, sender: Sender, message: m.AverageMessage, payload: Payload) -> list[Out]:
         """A group's own weights, for the mean of all; answered when all have come."""
-        self._shards.shard(message.optimizer).average(sender.group, as_tensor(payload), sender.finite)
+        self._shards.shard(message.optimizer).average(sender.group, as_tensor(payload), sender.finite, message.absent)
         return []
 
     def is_average_finite(self, sender: Sender, message: m.AverageMessage, payload: Payload) -> bool:
         """Whether the numbers are in that part of a group's own weights which this server has."""
-        return is_finite(self._shards.shard(message.optimizer).layout_of(sender.group), as_tensor(payload))
+        shard = self._shards.shard(message.optimizer)
+        return is_finite(shard.layout_of_average(sender.group, message.absent), as_tensor(payload))
 
     def check_restructure(self, sender: Sender, message: m.Restructure) -> int:
         """Bytes that come with parameters that are new."""

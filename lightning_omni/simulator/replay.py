@@ -423,7 +423,9 @@ class _Replay:
             absent = {place for places, flags in each for place, there in zip(places, flags, strict=False) if not there}
             present = tuple(place not in absent for place in range(len(self._body)))
         group.present = present
-        for name, there in zip(self._body, present, strict=False):
+        for name, own, there in zip(self._body, group.replica.ordered, present, strict=False):
+            if there:
+                own.requires_grad_(True)
             if there and not self._body[name].requires_grad:
                 self._body[name].requires_grad_(True)
                 self._bench = self._new_bench()

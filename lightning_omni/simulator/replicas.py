@@ -78,6 +78,7 @@ class SharingReplica(Replica):
             return
         self._weights = tensors if isinstance(tensors, SharedWeights) else copies(tensors)
         self.clock = pulled.clock
+        self.drift.read()
 
     def move(self, by: Sequence[Tensor], factor: float = 1.0) -> None:
         self._own()

@@ -305,8 +305,9 @@ class Simulation:
         if self._formation.method.evaluated == "mean" and self.groups:
             total = Total()
             for group in self.groups.values():
-                total.add(group.replica.weights())
-            weights = [mean for mean in total.scaled(1 / total.count) if mean is not None]
+                total.add(group.replica.offered(group.replica.weights()))
+            means = zip(weights, total.means(), strict=True)
+            weights = [weight if mean is None else mean for weight, mean in means]
         named = dict(zip(self._parameters, weights, strict=True))
         if self._head is not None:
             named |= dict(zip(self._head.parameters, self.server.core.shards[HEAD].master.weights(), strict=True))

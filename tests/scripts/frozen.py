@@ -1,0 +1,84 @@
+"""Trains models with a frozen layer, or one that is frozen in mid-run, in plain loops of three groups."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import spares
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_omni import OmniOptimizer, World
+from lightning_omni.optimizer import names_of
+from lightning_omni.optimizer.options import WorldOptions
+
+RANKS, EPOCHS, STEPS = 3, 3, 8
+LOOPS: list[dict[str, Any]] = json.loads(sys.argv[1])["loops"] if len(sys.argv) > 1 else []
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(map(torch.equal, one, other))
+
+
+def train(method: str, freeze_at: int, regroups: bool = False, **options: Any) -> dict[str, Any]:
+    """The steps, counted over all epochs, with which the frozen layer changed; of the evaluated model the epochs."""
+    world = World(RANKS, options=WorldOptions(groups=RANKS, method=method, **options))
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 20), nn.Linear(20, 20), nn.Linear(20, 1))
+    body, model = net[1], world.wrap(net)
+    body.requires_grad_(freeze_at > 0)
+    optimizer = OmniOptimizer(torch.optim.SGD(net.parameters(), lr=0.01, weight_decay=0.1), world, names_of(net))
+    torch.manual_seed(1 + world.rank)
+    trained, evaluated = ([[each.detach().clone() for each in body.parameters()]] for _ in range(2))
+    for epoch in range(EPOCHS):
+        with world.training():
+            if regroups and epoch == 2:
+                world.regroup(RANKS)
+            for step in range(STEPS):
+                if epoch * STEPS + step == freeze_at:
+                    body.requires_grad_(False)
+                optimizer.zero_grad()
+                model(torch.randn(8, 4)).square().mean().backward()
+                optimizer.step()
+                trained.append([each.detach().clone() for each in body.parameters()])
+        evaluated.append([each.detach().clone() for each in body.parameters()])
+    return {
+        "trained": [number for number, pair in enumerate(pairwise(trained)) if not same(*pair)],
+        "evaluated": [number for number, pair in enumerate(pairwise(evaluated)) if not same(*pair)],
+        "ends_as_evaluated": same(trained[-1], evaluated[-1]),
+    }
+
+
+def main() -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
+    torch.set_num_threads(1)
+    children: list[int] = []
+    rank = 0
+    for number in range(1, RANKS):
+        if (child := os.fork()) == 0:
+            rank, children = number, []
+            break
+        children.append(child)
+    if rank == 0:
+        spares.prepare(ranks=0, servers=len(LOOPS) + 1)
+    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
+    everyone = dist.group.WORLD
+    results = [train(**loop) for loop in LOOPS]
+    Path(os.environ["OMNI_TEST_FOLDER"], f"rank{rank}.json").write_text(json.dumps(results))
+    dist.barrier(group=everyone)
+    dist.destroy_process_group()
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    sys.stdout.flush()
+    os._exit(max(codes, default=0))
+
+
+if __name__ == "__main__":
+    main()
