@@ -565,7 +565,8 @@ class Shard:
 
 def _there(absent: Collection[int], count: int) -> list[bool]:
     """Of so many parameters, which are not absent."""
-    return [place not in absent for place in range(count)]
+    gone = set(absent)
+    return [place not in gone for place in range(count)]
 
 
 def _versions(specs: tuple[TensorSpec, ...], sizes: Sequence[int], servers: int) -> list[Layout]:
