@@ -217,6 +217,21 @@ def test_a_resumed_run_goes_on_with_what_was_found(tmp_path: Path) -> None:
     assert len(module.seen) == 8
 
 
+@pytest.mark.filterwarnings("ignore:The 'test_dataloader' does not have many workers")
+def test_a_fit_does_not_go_on_with_what_a_test_has_loaded(tmp_path: Path) -> None:
+    class Tested(Net):
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            """Nothing is asked of it."""
+
+    trainer = fit(made(Net), DeviceTuner(setting=ALL))
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    tuner = DeviceTuner(budget=3)
+    quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    tests = pl.Trainer(accelerator="cpu", devices=1, callbacks=[tuner], **quiet)
+    tests.test(made(Tested), DataLoader(data().dataset), ckpt_path=tmp_path / "run.ckpt", verbose=False)
+    assert tuner.state_dict() == {"setting": None, "report": None}
+
+
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning")
 def test_a_checkpoint_loads_in_a_run_without_the_callback(kind: Any, tmp_path: Path) -> None:

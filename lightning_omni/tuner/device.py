@@ -117,6 +117,7 @@ class DeviceTunerHooks(_CallbackBase):
         self._setting, self._batches = setting, batches
         self._options: dict[str, Any] = {"allow": allow, "propose": propose, "budget": budget, "tolerance": tolerance}
         self._applied = ExitStack()
+        self._stage = ""
 
     # --- Hooks --------------------------------------------------------------------------------------------------------
 
@@ -124,6 +125,7 @@ class DeviceTunerHooks(_CallbackBase):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """A Trainer of the other namespace is refused, and so is a model of which each rank has a part."""
         refuse_other_namespace(self, trainer, "tuner")
+        self._stage = stage
         if isinstance(trainer.strategy, OmniStrategyHooks):
             trainer.strategy.check_whole("DeviceTuner measures copies of the model")
 
@@ -155,8 +157,8 @@ class DeviceTunerHooks(_CallbackBase):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """A setting that was passed as an argument wins."""
-        if self._setting is None and state_dict.get("setting"):
+        """A setting that was passed as an argument wins. What a test loads says nothing of a fit."""
+        if self._stage == "fit" and self._setting is None and state_dict.get("setting"):
             self._setting = DeviceSetting.from_dict(state_dict["setting"])
             self.report = DeviceReport.from_dict(state_dict["report"]) if state_dict.get("report") else None
 

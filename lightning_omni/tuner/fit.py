@@ -9,6 +9,7 @@ Rule 2: a search ends with the run's own state on every rank, and then the choic
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -113,6 +114,7 @@ class TunedFit(Fit):
         parts = run, self.space, self.applied, self.retuning, self.reports
         self.by_first_batches = ByFirstBatches(*parts)
         self.by_probes = ByProbes(*parts, self.monitor, mute_logger)
+        self._validated = math.nan  # the metric, if it was validated in this epoch
 
     @staticmethod
     def _check(strategy: OmniStrategyHooks, options: TunerOptions) -> None:
@@ -246,7 +248,8 @@ class TunedFit(Fit):
             if bool(problem) if world.is_computing else run.hear(bool(problem)):
                 raise ConfigurationError(problem or f"monitor={options.monitor!r}: no metric of that name is logged")
         if (value := metrics.get(options.monitor)) is not None:
-            self.reports.validated(float(value))
+            self._validated = float(value)
+            self.reports.validated(self._validated)
 
     @override
     def ended(self) -> None:
@@ -262,8 +265,8 @@ class TunedFit(Fit):
         epoch = run.trainer.current_epoch + 1
         if run.problem:
             return
-        if run.state.reached:
-            run.state.at_epochs.append(run.state.reached[-1][1])
+        run.state.at_epochs.append(self._validated)
+        self._validated = math.nan
         self.retuning.epoch_done()
         self.reports.epoch_done()
         if self.applied.has_diverged:

@@ -29,12 +29,15 @@ class Hyperparameters:
         schedulers: that move its rates.
 
     Raises:
-        ConfigurationError: the optimizer has no learning rate (Adafactor, if it finds its own), or it is 0.
+        ConfigurationError: the optimizer moves no weights (that of a module whose ``configure_optimizers`` returns
+            None), or has no learning rate (Adafactor, if it finds its own), or it is 0.
     """
 
     def __init__(self, optimizer: Optimizer, schedulers: Sequence[Any] = ()) -> None:
         self._optimizer = optimizer
         self._schedulers = list({id(each): each for each in _flat(schedulers)}.values())
+        if not optimizer.param_groups:
+            raise ConfigurationError("configure_optimizers returns no optimizer, so that nothing is trained")
         first = optimizer.param_groups[0]
         if any(group.get("lr") is None for group in optimizer.param_groups):
             raise ConfigurationError(f"{type(optimizer).__name__} has no learning rate that could be chosen; pass lr=")

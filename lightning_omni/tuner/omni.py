@@ -129,6 +129,7 @@ class OmniTunerHooks(_CallbackBase):
         self._mode = mode or ("min" if "loss" in monitor or "error" in monitor else "max")
         self._fit: Fit | None = None
         self._kept: dict[str, Any] = {}
+        self._stage = ""
         self._call: Callable[[], None] | None = None
 
     @property
@@ -166,6 +167,7 @@ class OmniTunerHooks(_CallbackBase):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Finds the strategy."""
         refuse_other_namespace(self, trainer, "tuner")
+        self._stage = stage
         if stage != "fit":
             return
         if not isinstance(trainer.strategy, OmniStrategyHooks):
@@ -266,9 +268,9 @@ class OmniTunerHooks(_CallbackBase):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Before the first batch it is known what is left to do."""
+        """Before the first batch it is known what is left to do. What a test loads says nothing of the last fit."""
         self._kept = state_dict
-        if self._fit is not None:
+        if self._fit is not None and self._stage == "fit":
             self._fit.run.load_state_dict(state_dict)
 
     @property

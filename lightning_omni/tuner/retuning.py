@@ -128,10 +128,13 @@ class Retuning:
     def _has_stalled(self, epoch: int) -> bool:
         """Whether at the rate of the last epoch the target would not be reached in time."""
         options, ends = self._run.options, self._run.state.at_epochs
-        if options.target is None or len(ends) < 2 or options.is_reached(ends[-1]):
+        known = [number for number, value in enumerate(ends) if not math.isnan(value)]
+        is_new = len(known) > 1 and known[-1] == len(ends) - 1
+        if options.target is None or not is_new or options.is_reached(ends[-1]):
             return False
-        before, now = (abs(options.target - value) for value in ends[-2:])
-        return now >= before or now / (before - now) > self._run.epochs - epoch
+        before, now = (abs(options.target - ends[number]) for number in known[-2:])
+        gained = (before - now) / (known[-1] - known[-2])
+        return not gained > 0 or now / gained > self._run.epochs - epoch
 
     def allowance(self, reason: str) -> float:
         """Seconds for a search: what was earned so far, or what was reserved."""

@@ -230,6 +230,8 @@ class TunedRun:
         self.state = TunerState.from_dict(state)
         rounds = zip(state["searches"], state["when"], state["after"], strict=True)
         self.rounds = [Round(Search.from_dict(each), when[0], when[1], dict(after)) for each, when, after in rounds]
+        if self._began:  # under way, as where a learning-rate finder goes back: what was trained is in the state
+            self.begin()
 
 
 __all__ = ["TunedRun", "TunerOptions"]

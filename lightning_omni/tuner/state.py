@@ -85,7 +85,7 @@ class TunerState(Serializable):
         at_target: all seconds, and those of them for tuning, when the target was reached; None before that.
         trained: seconds of training before the run was resumed.
         reached: seconds of training, and the monitored metric, of each validation.
-        at_epochs: the metric at each epoch's end.
+        at_epochs: the metric at each epoch's end; NaN for an epoch without validation.
     """
 
     setting: Setting | None = None
