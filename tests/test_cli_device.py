@@ -129,7 +129,26 @@ def test_wrong_settings_are_one_line_with_the_remedy(model: str, capsys: pytest.
     assert "cannot be trained with the defaults: RuntimeError" in said(
         f"{model}:Model", "--input", "[7]", "--classes", "3"
     )
-    assert "there is no folder '/absent'" in said(f"{model}:Whole", "--json", "/absent/device.json")
+
+
+def test_what_cannot_be_written_is_refused_before_the_model_is_even_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(*arguments: str) -> str:
+        return refusal(capsys, "absent.py:Model", *arguments)
+
+    folder = str(tmp_path)
+    assert "--json '/absent/device.json': there is no folder '/absent'; make it" in said(
+        "--json", "/absent/device.json"
+    )
+    assert f"--json {folder!r}: Is a directory; pass a file that can be written" in said("--json", folder)
+    assert "--json '/proc/self/new': " in said("--json", "/proc/self/new")
+    assert f"--picture {folder!r}: Is a directory" in said("--picture", folder)
+    assert "--picture 'a.txt': pass a name that ends in .png, .svg or .pdf" in said("--picture", "a.txt")
+    (tmp_path / "before.json").write_text("{}")
+    assert "absent.py" in said("--json", f"{folder}/before.json", "--picture", f"{folder}/a.png")
+    assert [each.name for each in tmp_path.iterdir()] == ["before.json"]
+    assert (tmp_path / "before.json").read_text() == "{}"
 
 
 def report(setting: DeviceSetting) -> DeviceReport:

@@ -312,7 +312,9 @@ def test_wrong_options_are_one_line_that_names_the_flag(
     assert "--nodes 2: it is for --servers per-node" in refusal(capsys, file, "--nodes", "2")
     (tmp_path / "taken").write_text("")
     assert main(["plan", file, "--out", str(tmp_path / "taken")]) == 2
-    assert "pass a folder that can be written" in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert "pass a folder that can be written" in printed.err
+    assert not printed.out
 
 
 def test_files_that_are_none_are_refused_with_what_to_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -374,6 +374,10 @@ def test_wrong_workloads_are_told(workload: str, capsys: pytest.CaptureFixture[s
             "cluster.link.latency -1.0: pass seconds",
         ),
         (("--out", f"{__file__}/folder"), "pass a folder that can be written"),
+        (("--out", "/proc/self"), "--out '/proc/self': No such file or directory; pass a folder that can be written"),
+        (("--target", "accuracy=nan"), "--target accuracy=nan: pass a metric and its value, as in accuracy=0.9"),
+        (("--target", "accuracy=inf"), "--target accuracy=inf: pass a metric and its value"),
+        (("--seed=-1",), "--seed -1: pass a whole number from 0 up"),
     ],
 )
 def test_wrong_settings_are_one_line_with_the_remedy(
@@ -385,6 +389,15 @@ def test_wrong_settings_are_one_line_with_the_remedy(
 def test_compare_refuses_before_it_simulates_anything(capsys: pytest.CaptureFixture[str]) -> None:
     assert "softsync:n=9: n=9" in refusal(capsys, "compare", "--methods", "async_sgd,softsync:n=9")
     assert "--methods: pass at least one" in refusal(capsys, "compare", "--methods", " ")
+
+
+@pytest.mark.parametrize("taken", ["comparison.png", "hardsync.npz"])
+def test_a_folder_in_a_files_place_is_noticed_before_anything_is_simulated(
+    taken: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / taken).mkdir()
+    said = refusal(capsys, "compare", "--methods", "async_sgd,hardsync", "--out", str(tmp_path))
+    assert f"--out '{tmp_path}/{taken}': Is a directory; pass a file that can be written" in said
 
 
 def test_without_matplotlib_nothing_starts_but_without_pictures(

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_omni.cli.console import progress_bar, say, show
+from lightning_omni.cli.outputs import check_file, check_picture
 from lightning_omni.cli.units import Quantity, seconds_of
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.palette import check_can_draw
 
 
 def device(
@@ -43,7 +43,10 @@ def device(
         json: File for the report.
         picture: File for a picture of it (.png, .svg or .pdf).
     """
-    _check_files(json, picture)
+    if json is not None:
+        check_file("--json", json)
+    if picture is not None:
+        check_picture("--picture", picture)
     seconds = seconds_of("--budget", budget)
     if not seconds:
         raise ConfigurationError(f"--budget {budget}: pass a time above 0, as in 120 or 2min")
@@ -65,19 +68,8 @@ def device(
             tolerance=tolerance,
             progress=told,
         )
-    subject.write(report, json, picture)
     show(report.table(), report.tall_table())
     for line in subject.lines_of(report).splitlines():
         say(line)
+    subject.write(report, json, picture)  # last: what was measured is not to be lost because a disk is full
     return 0
-
-
-def _check_files(*paths: Path | None) -> None:
-    """Before minutes are spent on what cannot be written."""
-    for path in paths:
-        if path is not None and not path.resolve().parent.is_dir():
-            raise ConfigurationError(
-                f"{str(path)!r}: there is no folder {str(path.parent)!r}; make it, or name another"
-            )
-    if paths[1] is not None:
-        check_can_draw()

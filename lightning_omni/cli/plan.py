@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 from lightning_omni.cli.console import say, show, tell
+from lightning_omni.cli.outputs import check_file, make_folder
 from lightning_omni.cli.units import Quantity, check_above_zero, rate_of, seconds_of
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.palette import check_can_draw
@@ -69,6 +70,9 @@ def plan(
     cluster = of.PlannedCluster(known.profile, ranks, rate, delay, count, per_node, batch_size)  # type: ignore[arg-type]
     has_lr = known.search is not None or lr is not None
     ways = of.ways_of(known, method, wire, period, all_reduce)
+    if out is not None:
+        make_folder("--out", out)
+        check_file("--out", out / of.PICTURE)
     planned = of.Plan(cluster, known, known.theory(momentum, lr), ways, period, has_lr)
     show(of.table(planned, samples), of.tall_table(planned, samples))
     for line in of.sentences(planned, samples):

@@ -18,7 +18,7 @@ from lightning_omni.checks import check_whole
 from lightning_omni.cli.console import table_of
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import method_named, text_of
-from lightning_omni.palette import CHOSEN, EXPECTED, new_figure, plot_interval
+from lightning_omni.palette import CHOSEN, EXPECTED, new_figure, plot_interval, save_figure
 from lightning_omni.performance.forecast import SampleEfficiency, Scaling, Setting, Theory, TrialResult
 from lightning_omni.performance.profile import Prediction, Profile
 from lightning_omni.performance.statistical import Estimate
@@ -34,6 +34,8 @@ from lightning_omni.search.prior import Prior
 from lightning_omni.search.rules import careful, is_faster, least
 from lightning_omni.search.space import ALL_REDUCES, METHODS, WIRES, group_counts, wire_given
 
+PICTURE = "plan.png"
+"""Name of the picture's file."""
 _USUAL_MOMENTUM = 0.9
 _BOTTLENECKS = {
     "compute": "compute",
@@ -546,14 +548,8 @@ def draw(plan: Plan, folder: Path) -> Path:
         axes.set_xlabel("groups")
         axes.grid(color="0.9")
         axes.spines[["top", "right"]].set_visible(False)
-    path = folder / "plan.png"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
-    except OSError as error:
-        raise ConfigurationError(
-            f"--out {str(folder)!r}: {error.strerror}; pass a folder that can be written"
-        ) from error
+    path = folder / PICTURE
+    save_figure(figure, path)
     return path
 
 

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from lightning_omni import simulator
 from lightning_omni.cli.console import INTERRUPTED, progress_bar, say, show, table_of, tell
+from lightning_omni.cli.outputs import check_file, make_folder
 from lightning_omni.cli.rates import FIRST, SECOND, best_rate, merit
 from lightning_omni.cli.simulation_settings import SimulationSettings
 from lightning_omni.cli.task import Task
@@ -122,9 +123,10 @@ def run(names: Sequence[str], settings: SimulationSettings, together: bool = Fal
     if settings.overlap and not (together and any(not entrant.waits for entrant in entrants)):
         check_overlap(entrants[0].method)
     files = _Files(settings.out, "comparison" if together else _file_name(names[0]), together)
-    files.make_folder()
+    files.check([entrant.name for entrant in entrants], settings.picture)
     torch.set_num_threads(settings.threads)
     runs, code = _runs(entrants, task, finds_rates=together and not task.rates)
+    _report(runs, task, together)
     for each in runs:
         each.trace.save(files.trace(each.entrant.name))
     if settings.picture and together:
@@ -132,7 +134,10 @@ def run(names: Sequence[str], settings: SimulationSettings, together: bool = Fal
         plot_comparison(traces, files.picture, _title(task, settings), task.target)
     elif settings.picture:
         runs[0].trace.plot(files.picture, _title(task, settings))
-    _report(runs, task, files, settings.picture, together)
+    if settings.picture:
+        say(f"picture: {files.picture}")
+    for each in runs:
+        say(f"trace: {files.trace(each.entrant.name)}")
     return code
 
 
@@ -233,14 +238,11 @@ class _Files:
         self._prefix = f"{out.stem}-" if names_picture else ""
         self._together = together
 
-    def make_folder(self) -> None:
-        """Makes the folder, before anything is computed."""
-        try:
-            self.picture.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigurationError(
-                f"--out: {str(self.picture.parent)!r}: {error.strerror}; pass a folder that can be written"
-            ) from error
+    def check(self, names: Sequence[str], draws: bool) -> None:
+        """Makes the folder, and refuses what cannot be written, before anything is computed."""
+        make_folder("--out", self.picture.parent)
+        for path in (*([self.picture] if draws else []), *map(self.trace, names)):
+            check_file("--out", path)
 
     def trace(self, name: str) -> Path:
         """The file for a run's trace."""
@@ -259,19 +261,14 @@ def _title(task: Task, settings: SimulationSettings) -> str:
     return f"{words}; {settings.workload.rpartition('/')[2]}, batches of {settings.batch_size} a device"
 
 
-def _report(runs: Sequence[Run], task: Task, files: _Files, picture: bool, together: bool) -> None:
-    """A table of the runs and the paths of the files, on standard output."""
+def _report(runs: Sequence[Run], task: Task, together: bool) -> None:
+    """A table of the runs, on standard output."""
     rows = [_row(each, task.target) for each in runs]
     show(table_of(rows, left=("method", "ended")), _tall_table(rows))
     if together:
         tell(_of_rates(runs, task))
         if waiting := [each.entrant.name for each in runs if task.options["overlap"] and each.entrant.waits]:
             tell(f"--overlap is for methods whose optimizer steps at the server: {', '.join(waiting)} ran without")
-    for kind, path in (
-        *((("picture", files.picture),) if picture else ()),
-        *(("trace", files.trace(each.entrant.name)) for each in runs),
-    ):
-        say(f"{kind}: {path}")
 
 
 def _of_rates(runs: Sequence[Run], task: Task) -> str:

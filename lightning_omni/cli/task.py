@@ -86,6 +86,8 @@ class Task:
             ConfigurationError: a setting is wrong; the message names it.
         """
         check_above_zero({name: getattr(settings, name) for name in _POSITIVE})
+        if settings.seed < 0:
+            raise ConfigurationError(f"--seed {settings.seed}: pass a whole number from 0 up")
         times = {name: getattr(settings, name) for name in _POSITIVE_TIMES if getattr(settings, name) is not None}
         times = {name: seconds_of(flag(name), value) for name, value in times.items()}
         for name, value in times.items():
@@ -273,8 +275,10 @@ def target_of(text: str | None, workload: Workload) -> tuple[str, float] | None:
     name, _, value = text.partition("=")
     try:
         target = (name.strip(), float(value))
-    except ValueError as error:
-        raise ConfigurationError(f"--target {text}: pass a metric and its value, as in accuracy=0.9") from error
+    except ValueError:
+        target = (name, math.nan)
+    if not math.isfinite(target[1]):
+        raise ConfigurationError(f"--target {text}: pass a metric and its value, as in accuracy=0.9")
     if workload.evaluate is None:
         raise ConfigurationError(f"--target {text}: the workload evaluates nothing; give it evaluate=")
     with torch.no_grad():
