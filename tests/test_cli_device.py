@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,7 +15,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from lightning_omni.cli import main
+from lightning_omni.cli import main, subject
 from lightning_omni.cli.console import progress_bar
 from lightning_omni.cli.subject import lines_of
 from lightning_omni.device import DeviceReport, DeviceSetting, Finding
@@ -170,6 +171,16 @@ def test_the_lines_to_paste_say_what_was_found() -> None:
 
 def finding(low: float, high: float, pairs: int = 7) -> Finding:
     return Finding("step", "tried", "rejected", gain=(low + high) / 2, spread=(low, high), pairs=pairs)
+
+
+def test_losses_of_a_precision_that_diverged_are_in_a_file_for_strict_readers_and_come_back(tmp_path: Path) -> None:
+    written = replace(report(DeviceSetting()), curves={"loss bf16-mixed": (1.0, math.nan)})
+    subject.write(written, tmp_path / "device.json", None)
+    text = (tmp_path / "device.json").read_text()
+    plain = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    before = {**plain, "curves": {"loss bf16-mixed": [1.0, math.nan]}}  # as files were
+    for found in (plain, before):
+        assert str(DeviceReport.from_dict(found)) == str(written)
 
 
 def test_a_machine_is_too_noisy_when_its_comparisons_say_nothing() -> None:

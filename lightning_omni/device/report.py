@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import Any, Literal
 
 from rich.table import Column, Table
 from rich.text import Text
+from typing_extensions import override
 
 from lightning_omni.device.setting import DeviceSetting
 from lightning_omni.device.timing import FEWEST, MARGIN
@@ -121,8 +123,21 @@ class DeviceReport(Serializable):
         return f"{times}: {self.setting.words}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON, with `noise`."""
-        return {**super().to_dict(), "noise": self.noise}
+        """Plain values, for JSON, with `noise`; None is for a loss that is not finite."""
+        curves = {
+            name: [value if math.isfinite(value) else None for value in curve] for name, curve in self.curves.items()
+        }
+        return {**super().to_dict(), "curves": curves, "noise": self.noise}
+
+    @classmethod
+    @override
+    def from_dict(cls, plain: Mapping[str, Any]) -> DeviceReport:
+        """What `to_dict` gave; such a loss is NaN."""
+        curves = {
+            name: [math.nan if value is None else value for value in curve]
+            for name, curve in plain.get("curves", {}).items()
+        }
+        return super().from_dict({**plain, "curves": curves})
 
     @property
     def _caption(self) -> str:
