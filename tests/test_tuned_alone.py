@@ -70,6 +70,25 @@ def run_of(tuner: OmniTuner) -> Any:
     return tuner._fit.run
 
 
+def test_a_fit_after_one_that_failed_in_a_hook_is_tuned_like_any_other() -> None:
+    class Fails(Line):
+        fails = True
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if self.fails:
+                raise RuntimeError("an error of the user's")
+
+    module, tuner = Fails(), tuner_of()
+    with pytest.raises(RuntimeError, match="an error of the user's"):
+        trainer_of(tuner).fit(module)
+    module.fails = False
+    again = trainer_of(tuner)
+    again.fit(module)
+    assert len(tuner.searches) == 1
+    assert tuner.choice is not None
+    assert again.global_step == 64
+
+
 @pytest.mark.parametrize("search", ["forecast", "random"])
 def test_a_fit_without_an_optimizer_is_not_tuned_and_says_why(search: str) -> None:
     class Untrained(Line):

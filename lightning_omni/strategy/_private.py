@@ -103,6 +103,11 @@ def is_inside_a_hook(trainer: Trainer) -> bool:
     return trainer.lightning_module._current_fx_name is not None
 
 
+def forget_hook(trainer: Trainer) -> None:
+    """No hook is being called. An earlier fit that failed or was interrupted in one has left its name in the module."""
+    trainer.lightning_module._current_fx_name = None
+
+
 def validates_this_epoch(trainer: Trainer) -> bool:
     """Whether validation is due in this epoch at all."""
     return bool(trainer.enable_validation and trainer.fit_loop.epoch_loop._should_check_val_epoch())

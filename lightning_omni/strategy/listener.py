@@ -50,6 +50,7 @@ class Listener:
         self._trainer, self._signals = trainer, signals
         self._staleness = Staleness()
         self._display = ProgressDisplay()
+        _private.forget_hook(trainer)
         _private.listen(trainer, self)
         _private.control_loops(trainer, self)
 
