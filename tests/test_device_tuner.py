@@ -317,6 +317,22 @@ def test_where_nothing_can_be_measured_the_run_goes_on_as_it_was(
     assert trainer.global_step > 0
 
 
+def test_what_an_earlier_fit_could_not_measure_is_no_problem_of_the_next_one() -> None:
+    tuner = DeviceTuner(budget=2)
+    fit(made(Manual), tuner)
+    assert tuner.problem
+    fit(made(Net), tuner)
+    assert tuner.report is not None
+    assert tuner.problem is None
+
+
+def test_a_setting_of_another_model_is_refused_with_the_name_that_is_missing() -> None:
+    threads = torch.get_num_threads()
+    with pytest.raises(ConfigurationError, match=r"Net has no submodule 'net\.7'; the setting is of another model"):
+        fit(made(Net), DeviceTuner(setting=DeviceSetting(threads=threads + 1, compiled=("net.7",))))
+    assert torch.get_num_threads() == threads
+
+
 def test_a_stream_can_be_measured_with_batches_of_ones_own() -> None:
     batches = [next(iter(data()))]
     tuner = DeviceTuner(budget=2, batches=batches)

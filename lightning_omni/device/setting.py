@@ -140,7 +140,13 @@ class Applied(ExitStack):
         if setting.fused and optimizer is not None:
             self._fuse(optimizer)
         for name in setting.compiled:
-            submodule = model.get_submodule(name)
+            try:
+                submodule = model.get_submodule(name)
+            except AttributeError as error:
+                raise ConfigurationError(
+                    f"compiled={setting.compiled!r}: {type(model).__name__} has no submodule {name!r}; the setting is"
+                    " of another model: leave the name out, or have this one measured"
+                ) from error
             self.callback(setattr, submodule, "_compiled_call_impl", submodule._compiled_call_impl)
             submodule.compile()
 

@@ -174,6 +174,7 @@ class DeviceTunerHooks(_CallbackBase):
 
     def _measure(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Rank 0 measures, all ranks hear what it found."""
+        self.problem = None  # of an earlier fit
         answer: dict[str, Any] = {}
         if trainer.is_global_zero:
             try:
