@@ -136,6 +136,23 @@ def test_what_a_test_loads_leaves_the_searches_of_the_last_fit(tmp_path: Path) -
     assert found[0].spec.start.lr == 0.02
 
 
+def test_a_run_that_is_saved_while_it_is_timed_again_is_timed_again_when_it_goes_on(tmp_path: Path) -> None:
+    class TimesAgain(pl.Callback):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            if trainer.current_epoch == 0:
+                first._fit._tuning.begin_again("it is slower")  # type: ignore[union-attr]
+                trainer.save_checkpoint(tmp_path / "timed.ckpt")
+
+    first, later = tuner_of(search="forecast"), tuner_of(search="forecast")
+    trainer_of(first, TimesAgain(), max_epochs=4).fit(Line())
+    assert len(first.searches) == 1
+    trainer_of(later, max_epochs=4).fit(Line(), ckpt_path=tmp_path / "timed.ckpt")
+    assert [len(search.observations) for search in later.searches] == [1]
+    assert later.choice is not None
+    for tuner in (first, later):
+        assert not run_of(tuner).state.unfinished
+
+
 def test_a_learning_rate_finder_between_epochs_adds_no_time_to_training() -> None:
     seconds: list[float] = []
 

@@ -69,6 +69,7 @@ class ByFirstBatches:
         run.say(f"OmniTuner: timing the run in one group again, because {reason}")
         self.close()
         self._applied.take_back()
+        run.state.unfinished = True
         self._retuning.changed()  # as fast as one group: no reason to begin again once more, if an epoch is too short
         hyperparameters = run.hyperparameters()
         self._deciding, self._known = 0.0, []
@@ -132,6 +133,7 @@ class ByFirstBatches:
                 raise ConfigurationError(command.error)
         if said or batches.is_last:
             self.close()
+            run.state.unfinished = False
         batches.interrupted()
         if command is not None and not (self._known and command.setting == run.state.setting):
             self._adopt(command)

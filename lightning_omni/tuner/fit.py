@@ -196,6 +196,9 @@ class TunedFit(Fit):
         """A run is resumed with what was chosen; rates and momentum are in the checkpoint."""
         state = self.run.state
         assert state.setting is not None
+        if state.unfinished and self.run.learns_from_run:
+            self.by_first_batches.begin_again("it was saved before that had shown what is faster")
+            return
         if state.unfinished and self.run.rounds:  # a retuning was interrupted: it is done again when it is due
             state.forgotten += self.run.rounds.pop().search.spent
         state.unfinished = False
