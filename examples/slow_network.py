@@ -144,6 +144,7 @@ def ways() -> list[Way]:
     plain = {"lr": 0.05, "momentum": 0.9}
     lossy, shared = {"push": "int8", "pull": "bf16"}, {"servers": "per-node"}
     averaged = "outer_lr=1.0,outer_momentum=0"  # an outer step to the mean
+    streamed = f"fragments=2,delay=1,keep_steps=true,{averaged}"
     local = tuple({"period": period, **rate} for period in (4, 16) for rate in ({}, *RATES))
     return [
         Way("DDP", {"way": "ddp", **plain}, RATES),
@@ -161,8 +162,8 @@ def ways() -> list[Way]:
         Way("DiLoCo", {"way": "omni", **plain, "method": f"diloco:period=4,{averaged}",
                        "options": {"wire": lossy, **shared}}, RATES),
         Way("streaming DiLoCo", {"way": "omni", **plain, "options": {"wire": lossy, **shared},
-                                 "method": f"diloco:period=4,fragments=2,delay=1,{averaged}"},
-            (*RATES, {"method": f"diloco:period=8,fragments=4,delay=1,{averaged}"}, {"options": {"wire": lossy}})),
+                                 "method": f"diloco:period=4,{streamed}"},
+            (*RATES, {"method": f"diloco:period=8,{streamed}"}, {"options": {"wire": lossy}})),
         Way("decoupled DiLoCo", {"way": "omni", **plain, "options": {"wire": lossy, **shared},
                                  "method": f"decoupled_diloco:period=4,fragments=2,{averaged}"},
             (*RATES, {"method": f"decoupled_diloco:period=8,fragments=4,{averaged}"})),

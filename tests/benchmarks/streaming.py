@@ -1,21 +1,29 @@
 """Streaming against the plain methods: loss at equal samples, and bytes in any window of H/P steps.
 
     OMP_NUM_THREADS=1 python tests/benchmarks/streaming.py [--seeds 5] [--epochs 16]
+    OMP_NUM_THREADS=1 python tests/benchmarks/streaming.py --tasks --seeds 2    # samples to a target, 20 minutes
 
 Four groups on a simulated cluster train a softmax classifier on noisy labels, with a period of 16 steps. Told are, for
 each setting, the loss over that of the plain method after the same samples, as mean and 95 % confidence interval over
 paired seeds (wanted is at most 0.5 % more), and the most bytes that a group pushes in any window of H/P steps over
 those of a plain push (wanted are at most 1.2 / P).
+
+With ``--tasks`` four and eight groups average their weights on tasks to develop on (`tasks.py`), with step times that
+hardly differ and links that take no time: told are the samples to the target over those of one group, the geometric
+mean over tasks and orders of the data, for delays whose steps are lost and for those whose steps are kept.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
+from itertools import product
 from typing import Any
 
 import numpy
 import torch
 from scipy import stats
+from tasks import DEVELOPING, PRIOR_CLUSTERS
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -28,11 +36,19 @@ SETTINGS = (
     ("diloco", 0.1, "fragments=4"),
     ("diloco", 0.1, "fragments=4,delay=2"),
     ("diloco", 0.1, "fragments=4,delay=2,alpha=0.5"),
+    ("diloco", 0.1, "fragments=4,delay=2,keep_steps=true"),
     ("local_sgd", 0.1, "fragments=4,delay=2"),
     ("local_sgd", 0.1, "fragments=4,delay=2,alpha=0.5"),
+    ("local_sgd", 0.1, "fragments=4,delay=2,keep_steps=true"),
     ("async_diloco", 0.1, "fragments=4"),
     ("async_diloco:outer_momentum=0.5", 0.1, "fragments=4"),
 )
+KEPT_ON = ("digits", "fashion", "words", "powerlaw", "fraud", "characters", "friedman", "teacher")
+"""Tasks on which it is measured what steps are worth that are made while a fragment travels."""
+DELAYS = ("period=4", "period=4,fragments=2,delay=1", "period=2,delay=1", "period=8,fragments=4,delay=1",
+          "period=8,fragments=2,delay=3")  # fmt: skip
+LONGEST = 4.0
+"""Times as many samples as one group needs, after which a run is given up."""
 
 
 def problem(seed: int) -> tuple[nn.Module, TensorDataset]:
@@ -74,12 +90,36 @@ def share(settings: str) -> float:
     return max(layout.fragment(number, of).nbytes for number in range(of)) / layout.nbytes * of
 
 
+def over_one_group(settings: str, groups: int, seeds: int) -> float:
+    """Samples to the target of groups that average, over those of one group."""
+    cluster, found = PRIOR_CLUSTERS["nearly equal"], []
+    for name, seed in product(KEPT_ON, range(seeds)):
+        task = DEVELOPING[name]
+        one = task.train(cluster, seed=seed, most=LONGEST * task.updates)
+        method = f"diloco:outer_lr=1.0,outer_momentum=0,{settings}"
+        several = task.train(cluster, method, groups, seed=seed, most=LONGEST * task.updates)
+        found.append(math.log(min(several.samples, several.trained) / one.samples))
+    return math.exp(sum(found) / len(found))
+
+
+def show_delays(seeds: int) -> None:
+    """Prints what steps cost that are lost, and that are kept."""
+    for groups, settings in product((4, 8), DELAYS):
+        kept = (f"; kept {over_one_group(f'{settings},keep_steps=true', groups, seeds):.2f}",) * ("delay" in settings)
+        print(f"{groups} groups, {settings}: {over_one_group(settings, groups, seeds):.2f}", *kept, flush=True)
+
+
 def main() -> None:
     """Trains and prints."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=16)
+    parser.add_argument("--tasks", action="store_true", help="samples to a target, of steps that are lost and kept")
     arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if arguments.tasks:
+        show_delays(arguments.seeds)
+        return
     plain: dict[tuple[str, float], list[float]] = {}
     for name, lr, settings in SETTINGS:
         seeds = range(arguments.seeds)
