@@ -77,6 +77,8 @@ def _settings_of(kind: type[Method]) -> Iterator[dict[str, Any]]:
     base = {name: value for name, value in SHORT.items() if name in fields}
     yield base
     for each in fields.values():
+        if each.name == "keep_steps":  # which needs a delay
+            continue
         choices = (
             get_args(each.type) if get_origin(each.type) is Literal else (False, True) if each.type is bool else ()
         )
@@ -84,6 +86,8 @@ def _settings_of(kind: type[Method]) -> Iterator[dict[str, Any]]:
     if "fragments" in fields:
         yield {**base, "fragments": 2}
         yield {**base, "fragments": 2, "period": 4, **({"delay": 1} if "delay" in fields else {})}
+    if "keep_steps" in fields:
+        yield {**base, "fragments": 2, "period": 4, "delay": 1, "keep_steps": True}
 
 
 @cache

@@ -25,7 +25,7 @@ from lightning_omni.search.space import wire_given
 
 @pytest.fixture(autouse=True)
 def wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("COLUMNS", "240")
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from lightning_omni import OmniOptimizer, World
 from lightning_omni.optimizer.options import WorldOptions
 from lightning_omni.optimizer.saved import Saved
 from lightning_omni.strategy.checkpoints import Checkpoints
+from lightning_omni.strategy.epochs import EpochDriver
 
 WIRE = json.loads(sys.argv[1])["wire"] if len(sys.argv) > 1 else ""
 RANKS, LR, STEPS = 4, 0.1, 6
@@ -88,7 +89,7 @@ def save_inside_an_epoch(world: World, model: torch.nn.Module) -> None:
     for _ in range(2):
         checkpoints.collect(world, model, model.state_dict())
         checkpoint: dict[str, Any] = {"optimizer_states": []}
-        checkpoints.complete(world, checkpoint, None)
+        checkpoints.complete(world, checkpoint, EpochDriver("dynamic", said.append))
         if world.is_recorder:
             assert checkpoint["omni"]["group"] == {}
             assert checkpoint["omni"]["run"]["cut"]["clocks"][0] > 0
