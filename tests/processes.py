@@ -8,13 +8,15 @@ import os
 import queue
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from runs import search_path, start
 
@@ -35,6 +37,17 @@ def interpret(program: str, cwd: Path | None = None) -> subprocess.CompletedProc
         cwd=cwd,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search_path()},
     )
+
+
+def connected_to(address: str) -> Iterator[socket.socket]:
+    """What this process has connected to an address, by TCP; Linux only, for descriptors are found in /proc."""
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if not os.readlink(link).startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(link.name))) as wire:
+                if wire.family == socket.AF_INET and wire.getpeername()[1] == urlsplit(address).port:
+                    yield wire
 
 
 class Process:

@@ -113,13 +113,19 @@ def test_what_other_code_has_written_of_a_frozen_weight_is_not_settled() -> None
     assert _values(replica) == [5.0, 2.0]
 
 
-def test_after_an_evaluation_groups_go_on_with_what_was_evaluated_of_frozen_weights() -> None:
+def _stashed() -> Any:
+    """One that has trained both weights and frozen the first, while others are in their place."""
     replica = _replica()
     replica.ordered[0].requires_grad_(True)
     replica.step([ONE, ONE])
     replica.ordered[0].requires_grad_(False)
     replica.stash()
     replica.load(Pulled([TWO, TWO], clock=1))
+    return replica
+
+
+def test_after_an_evaluation_groups_go_on_with_what_was_evaluated_of_frozen_weights() -> None:
+    replica = _stashed()
     replica.restore(but_frozen=True)
     assert (_values(replica), replica.agreed()) == ([2.0, 0.5], [True, False])
     replica.ordered[1].requires_grad_(False)
@@ -127,12 +133,7 @@ def test_after_an_evaluation_groups_go_on_with_what_was_evaluated_of_frozen_weig
 
 
 def test_a_look_at_other_weights_leaves_it_as_it_was_what_is_agreed() -> None:
-    replica = _replica()
-    replica.ordered[0].requires_grad_(True)
-    replica.step([ONE, ONE])
-    replica.ordered[0].requires_grad_(False)
-    replica.stash()
-    replica.load(Pulled([TWO, TWO], clock=1))
+    replica = _stashed()
     replica.restore()
     assert (_values(replica), replica.agreed()) == ([0.5, 0.5], [False, False])
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
-from pathlib import Path
-from urllib.parse import urlsplit
+from contextlib import ExitStack, closing, contextmanager
 
 import pytest
 import torch
 import zmq
+from processes import connected_to
 from torch import Tensor
 
 from lightning_omni.errors import ConnectionLost, RankLost, Refused
@@ -188,13 +186,8 @@ def test_what_was_under_way_on_a_connection_is_forgotten_with_it(peers: Peers) -
 
 def break_connections(address: str) -> None:
     """As the network breaks them: what this process has connected to the address gets no more of it."""
-    for link in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):
-            if not os.readlink(link).startswith("socket:"):
-                continue
-            with socket.socket(fileno=os.dup(int(link.name))) as wire:
-                if wire.family == socket.AF_INET and wire.getpeername()[1] == urlsplit(address).port:
-                    wire.shutdown(socket.SHUT_RDWR)
+    for wire in connected_to(address):
+        wire.shutdown(socket.SHUT_RDWR)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="descriptors are found in /proc")

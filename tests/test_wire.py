@@ -16,13 +16,12 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 import pytest
 import torch
 import zmq
-from processes import Process
+from processes import Process, connected_to
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -420,17 +419,6 @@ def test_ranks_are_told_why_the_server_failed_also_when_it_was_the_loss_of_a_gro
                 first.data.receive(m.Weights)
     finally:
         serving.stop()
-
-
-def connected_to(address: str) -> Iterator[socket.socket]:
-    """What this process has connected to an address."""
-    for link in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):
-            if not os.readlink(link).startswith("socket:"):
-                continue
-            with socket.socket(fileno=os.dup(int(link.name))) as wire:
-                if wire.family == socket.AF_INET and wire.getpeername()[1] == urlsplit(address).port:
-                    yield wire
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="descriptors are found in /proc")

@@ -268,16 +268,16 @@ class ModelReplica(Replica):
             return
         pairs = zip(self.ordered, self.weights(), self._stashed.tensors, strict=True)
         back = [mine if but_frozen and not each.requires_grad else own for each, mine, own in pairs]
-        changed = [
-            place
-            for place, (mine, own) in enumerate(zip(self.weights(), back, strict=True))
-            if not torch.equal(mine, own.to(mine.device))
-        ]
+        drift = None if but_frozen else self._stashed_drift
+        if drift is None:  # what differs from what was evaluated is this group's own
+            drift = Drift()
+            drift.move(
+                place
+                for place, (mine, own) in enumerate(zip(self.weights(), back, strict=True))
+                if not torch.equal(mine, own.to(mine.device))
+            )
         self.load(Pulled(back, self._stashed.clock))
-        if but_frozen or self._stashed_drift is None:
-            self.drift.move(changed)
-        else:
-            self.drift = self._stashed_drift
+        self.drift = drift
         self._stashed = self._stashed_drift = None
 
     def abandon(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import spares
+import forked
 import torch
 import torch.distributed as dist
 from topk import TopK
@@ -119,22 +119,5 @@ def gather_group_state(world: World) -> bool:
     return same
 
 
-def main() -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
-    children = []
-    rank = 0
-    for number in range(1, RANKS):
-        if (child := os.fork()) == 0:
-            rank, children = number, []
-            break
-        children.append(child)
-    if rank == 0:
-        spares.prepare(ranks=0, servers=1)
-    train(rank)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    sys.stdout.flush()
-    os._exit(max(codes, default=0))
-
-
 if __name__ == "__main__":
-    main()
+    forked.run(RANKS, 1, train)

@@ -11,7 +11,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import spares
+import forked
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -57,28 +57,14 @@ def train(method: str, freeze_at: int, regroups: bool = False, **options: Any) -
     }
 
 
-def main() -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
-    torch.set_num_threads(1)
-    children: list[int] = []
-    rank = 0
-    for number in range(1, RANKS):
-        if (child := os.fork()) == 0:
-            rank, children = number, []
-            break
-        children.append(child)
-    if rank == 0:
-        spares.prepare(ranks=0, servers=len(LOOPS) + 1)
+def train_all(rank: int) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=RANKS)
     everyone = dist.group.WORLD
     results = [train(**loop) for loop in LOOPS]
     Path(os.environ["OMNI_TEST_FOLDER"], f"rank{rank}.json").write_text(json.dumps(results))
     dist.barrier(group=everyone)
     dist.destroy_process_group()
-    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    sys.stdout.flush()
-    os._exit(max(codes, default=0))
 
 
 if __name__ == "__main__":
-    main()
+    forked.run(RANKS, len(LOOPS) + 1, train_all)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import spares
+import forked
 import torch
 import torch.distributed as dist
 from stream import Stream
@@ -44,21 +44,13 @@ def train(method: str) -> dict[str, object]:
     return {"address": address, "first": losses[0], "last": losses[-1], "weights": weights, "moved": moved}
 
 
-def main() -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
-    torch.set_num_threads(1)
-    other = os.fork()
-    rank = int(other == 0)
-    if rank == 0:
-        spares.prepare(ranks=0, servers=len(METHODS))
+def train_all(rank: int) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=RANKS)
     result = {method: train(method) for method in METHODS}
     Path(os.environ["OMNI_TEST_FOLDER"], f"rank{rank}.json").write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]) if other else 0)
 
 
 if __name__ == "__main__":
-    main()
+    forked.run(RANKS, len(METHODS), train_all)
