@@ -84,6 +84,22 @@ def test_random_step_times_ask_for_groups_that_do_not_wait() -> None:
     assert found.prediction(chosen).bottleneck == "compute"
 
 
+def test_where_the_server_would_take_as_long_as_a_step_groups_are_few_or_exchange_seldom() -> None:
+    def pushed_in(serve: float) -> Search:
+        known = seen(exponential())
+        assert known.measured is not None
+        return search(replace(known, measured=replace(known.measured, serve=serve)))
+
+    free, busy = pushed_in(0.0), pushed_in(0.1)
+    eager = replace(free.choice().setting, period=1)
+    assert eager.groups == 4
+    assert free.prediction(eager).bottleneck == "compute"
+    assert busy.prediction(eager).bottleneck == "server"
+    assert busy.throughput(eager) <= 64 / 0.1 * 1.15, "a push each 0.1 s, and what a forecast may be off by"
+    chosen = busy.choice().setting
+    assert busy.throughput(chosen) > 1.2 * busy.throughput(eager)
+
+
 def test_where_the_all_reduce_binds_groups_exchange_less_often_or_less() -> None:
     found = search(seen(equal(), allreduce=0.25))
     assert found.prediction(OWN).bottleneck == "allreduce"

@@ -47,6 +47,16 @@ FITS: dict[str, dict[str, Any]] = {  # of those with "emulated", the time that s
         "flat": "never",
         "trainer": {**EPOCHS, "max_epochs": 5},
     },
+    "groups are slower than predicted": {
+        "emulated": True,
+        "data": {"samples": 512, "batch_size": 4},
+        "tuner": {**TUNER, "space": {"rebalance": False, "wire": "fp32"}},
+        "seconds": {"0": 4e-3, "1": 4e-3},
+        "exponential": True,
+        "slower_in_groups": 3,
+        "flat": "never",
+        "trainer": {**EPOCHS, "max_epochs": 5},
+    },
     "a callback of one group stops it": {
         "emulated": True,
         "tuner": {**TUNER, "space": {"rebalance": False, "wire": "fp32"}, "monitor": "none"},
@@ -212,6 +222,18 @@ def test_a_run_whose_speed_changes_is_timed_anew_and_goes_on_in_groups_if_it_cho
     assert chosen["searches"] >= 2, said
     for rank in fits["steps take three times as long"]:
         assert rank["world"][0] == rank["setting"]["groups"] == chosen["chosen"] == 2, said
+
+
+def test_groups_that_are_slower_than_predicted_are_given_up_after_an_epoch_for_good(
+    fits: dict[str, list[dict[str, Any]]],
+) -> None:
+    for rank in fits["groups are slower than predicted"]:
+        assert rank["world"][0] == rank["setting"]["groups"] == 1
+        assert rank["updates"] > 0, "there were groups"
+        assert (rank["lr"], rank["momentum"]) == (0.05, 0.9)
+    tuned = fits["groups are slower than predicted"][0]
+    assert tuned["chosen"] == 1
+    assert "were predicted" in tuned["why"]
 
 
 def test_where_a_callback_of_one_group_stops_the_run_it_ends_for_all(fits: dict[str, list[dict[str, Any]]]) -> None:

@@ -54,8 +54,8 @@ class Measured(Serializable):
         steps: of each group: seconds of each of its steps, from the end of one to the end of the next.
         exchanges: of each group: seconds of each of these steps that went into the exchange with the server; zeros if
             there is one group.
-        serve: seconds of a server's own time for one push, or its share of one; 0 if unknown. With one group, those of
-            the optimizer's step, which a server would make.
+        serve: seconds of a server's own time for one push, or its share of one; 0 if unknown. With one group, what it
+            would take a server.
         head: seconds of exclusive access to a merged head; 0 if there is none.
         period: local steps between two exchanges, H.
         nbytes: bytes of one exchange, one way; 0 if unknown.
@@ -140,8 +140,13 @@ class Measured(Serializable):
             nbytes=sum(weight.nbytes for weight in pushed),
             shapes=tuple(weight.shape for weight in pushed),
             round_trip=2 * float(link),
-            **(_of_exchanges(trace, len(ranks) / len(groups)) if len(groups) > 1 else {}),
+            **(_of_exchanges(trace, len(ranks) / len(groups)) if len(groups) > 1 else {"serve": _serve_time(trace)}),
         )
+
+
+def _serve_time(trace: Trace) -> float:
+    """What a push takes a server; where nothing was exchanged, what it would."""
+    return float(trace.meta["cluster"]["update_seconds"])
 
 
 def _of_exchanges(trace: Trace, members: float) -> dict[str, Any]:
@@ -152,7 +157,7 @@ def _of_exchanges(trace: Trace, members: float) -> dict[str, Any]:
     servers = (cluster["nodes"] or devices) if per_node else cluster.get("servers", 1)
     per_access = members * float(trace.meta["batch_size"])
     return {
-        "serve": float(cluster["update_seconds"]) / servers,
+        "serve": _serve_time(trace) / servers,
         "head": per_access * float(cluster["head_seconds_per_sample"]) if trace.meta.get("merged") else 0.0,
         "period": max(1, round(float(steps.mean()))) if len(steps) else 1,
         "servers": servers,

@@ -223,6 +223,19 @@ class AppliedSetting:
         self.apply(run.hyperparameters(), Command(before, speeds=speeds, by_speed=bool(speeds), scale=scale))
         self.watch(math.nan, keeps=True)
 
+    # --- To give groups up --------------------------------------------------------------------------------------------
+
+    def return_to(self, setting: Setting) -> None:
+        """One group from here on, and no other setting any more. On all ranks.
+
+        Args:
+            setting: with the user's own momentum and rate.
+        """
+        self._run.strategy.form_one()
+        self._train_in_one_group(setting, 1 / self._run.state.scaled)
+        self._run.state.returned = True
+        self._guard = self._before = None
+
     def _train_in_one_group(self, setting: Setting, factor: float) -> None:
         """From here on all ranks, which are one group, train with a setting, and with rates times that factor.
 

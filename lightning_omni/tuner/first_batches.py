@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lightning_omni.optimizer.balance import Balance, gather, gather_values
 from lightning_omni.optimizer.reduction import seconds_of_arithmetic
+from lightning_omni.optimizer.serve_time import seconds_of_push
 from lightning_omni.performance.forecast import Setting, TrialResult
 from lightning_omni.performance.measured import HeadMeasured, Measured
 from lightning_omni.performance.step_timer import StepTimer
@@ -84,6 +85,7 @@ class FirstBatches:
         self._all_reduces = all_reduces
         self._averaging: dict[str, float] = before._averaging if before else {}
         self._reduce_per_byte: float = before._reduce_per_byte if before else 0.0
+        self._serve: float = before._serve if before else 0.0
         self._strategy, self._world, self._setting = strategy, strategy.joined, setting
         self._balance = Balance("auto", say_nothing, only_measures=True)
         self._kept = strategy.balance
@@ -157,6 +159,8 @@ class FirstBatches:
             self._averaging = self._seconds_of_averaging()
         if not self._reduce_per_byte:
             self._reduce_per_byte = self._seconds_per_byte()
+        if not self._serve:
+            self._serve = self._seconds_of_push()
         rows: list[list[TimedStep]] = gather_values(self._world, self._steps, list[TimedStep])
         count = min(map(len, rows))
         if count < 2:
@@ -174,6 +178,7 @@ class FirstBatches:
             own=tuple(tuple(max(each.own, 1e-9) for each in row) for row in rows),
             steps=(tuple(seconds),),
             exchanges=((0.0,) * count,),
+            serve=self._serve,
             round_trip=round_trip,
             reduce_per_byte=self._reduce_per_byte,
             shapes=self._shapes,
@@ -227,6 +232,12 @@ class FirstBatches:
     def _shapes(self) -> tuple[tuple[int, ...], ...]:
         layouts = [part.replica.layout for part in self._world.parts]
         return tuple(tuple(spec.shape) for layout in layouts for spec in layout.specs)
+
+    def _seconds_of_push(self) -> float:
+        """What a push will take a server, which is where rank 0 is."""
+        is_there = self._world.rank == self._world.members[0]
+        own = sum(map(seconds_of_push, self._strategy.real_optimizers)) if is_there else 0.0
+        return gather(self._world, [own])[0][0]
 
     def _seconds_of_averaging(self) -> dict[str, float]:
         """By format, what the slowest rank computes to average its gradients so."""

@@ -24,6 +24,7 @@ from lightning_omni.tuner.applied import AppliedSetting
 from lightning_omni.tuner.by_first_batches import ByFirstBatches
 from lightning_omni.tuner.by_probes import ByProbes
 from lightning_omni.tuner.fit_space import FitSpace
+from lightning_omni.tuner.forecast_check import ForecastCheck
 from lightning_omni.tuner.hyperparameters import Hyperparameters
 from lightning_omni.tuner.monitored_metric import MonitoredMetric
 from lightning_omni.tuner.plateau import PlateauWatch
@@ -110,6 +111,7 @@ class TunedFit(Fit):
         self.applied = AppliedSetting(run, self.space)
         self.retuning = Retuning(run)
         self.reports = TunerReports(run)
+        self.check = ForecastCheck(run, self.applied, self.retuning, self.reports)
         self.plateau = PlateauWatch(run, self.applied, self.retuning, self.reports)
         parts = run, self.space, self.applied, self.retuning, self.reports
         self.by_first_batches = ByFirstBatches(*parts)
@@ -281,7 +283,7 @@ class TunedFit(Fit):
         is_due = options.retune_every is not None and epoch % options.retune_every == 0
         if not is_due or run.state.setting is None or run.trainer.should_stop or epoch >= run.epochs:
             return
-        if self.plateau.is_trying:
+        if self.plateau.is_trying or self.check.epoch_done():
             return
         if reason := self.retuning.reason(epoch):
             self._tuning.begin_again(reason)

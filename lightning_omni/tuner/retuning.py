@@ -39,12 +39,14 @@ class Retuning:
         throughput: counts this rank's samples while it trains.
         rate: samples per second of all ranks in the last epoch, validations included; 0.0 if part of it was trained
             with another setting, or there was none.
+        speed: of all ranks in that part of the last epoch that was trained with the present setting; None if unknown.
     """
 
     def __init__(self, run: TunedRun) -> None:
         self._run = run
         self.throughput = RunThroughput()
         self.rate = 0.0
+        self.speed: Speed | None = None
         self._speeds = SpeedHistory(_CHANGED)
         self._has_changed = False
         self._totals: dict[int, tuple[float, float]] = {}
@@ -65,8 +67,10 @@ class Retuning:
     def changed(self, in_mid_epoch: bool = False) -> None:
         """From now on the run trains with another setting."""
         self.rate, self._speeds, self._has_changed = 0.0, SpeedHistory(_CHANGED), False
+        self.speed = None
         if in_mid_epoch:
             self._changed_in = self._run.trainer.current_epoch
+            self.throughput.take()
 
     def stash_speeds(self) -> SpeedHistory:
         """The run trains with another setting for a while: says how fast it was, for when it returns."""
@@ -99,8 +103,9 @@ class Retuning:
         # Ranks that wait for each other say the same with their batches, and count once: those of a group, or all.
         is_one = len(run.world.topology.alive) == 1 or run.world.method.has_barrier
         variance *= len(run.world.live_ranks) / (1 if is_one else len(run.world.topology.alive))
-        tells = rate > 0 and math.isfinite(variance) and not is_mixed
-        self._has_changed = tells and self._speeds.add(Speed(timed, timed / rate, math.sqrt(variance) / rate))
+        tells = rate > 0 and math.isfinite(variance)
+        self.speed = Speed(timed, timed / rate, math.sqrt(variance) / rate) if tells else None
+        self._has_changed = self.speed is not None and not is_mixed and self._speeds.add(self.speed)
 
     # --- What follows from it -----------------------------------------------------------------------------------------
 

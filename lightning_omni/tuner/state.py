@@ -77,8 +77,10 @@ class TunerState(Serializable):
         speeds: rank and samples per second, of those by whose speed the groups were formed.
         unfinished: whether a search is under way.
         rounds: searches that were begun.
+        checked: of these, the last one whose groups' speed was compared with the forecast.
         diverged: whether the run has diverged with a setting that was chosen.
-        returned: whether the run went back to the user's own setting because it learnt too slowly.
+        returned: whether the run went back to one group for good, because it learnt too slowly in groups, or because
+            groups were not fast enough.
         before_trial: what the run returns to if the user's own setting, which is tried, is no better; else None.
         forgotten: seconds of searches that are not kept.
         reporting: seconds that writing reports took.
@@ -96,6 +98,7 @@ class TunerState(Serializable):
     speeds: list[tuple[int, float]] = field(default_factory=list)
     unfinished: bool = False
     rounds: int = 0
+    checked: int = 0
     diverged: bool = False
     returned: bool = False
     before_trial: Setting | None = None

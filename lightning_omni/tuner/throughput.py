@@ -82,6 +82,11 @@ class Speed:
         """Samples per second."""
         return self.samples / self.seconds
 
+    @property
+    def log_most(self) -> float:
+        """Logarithm of the most samples per second that noise can have hidden."""
+        return math.log(self.rate) + NormalDist().inv_cdf(1 - _FALSE_ALARM / 2) * self.error
+
 
 class SpeedHistory:
     """The speeds of a run's epochs, and whether it trains faster or slower than it did.

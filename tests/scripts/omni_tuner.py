@@ -106,6 +106,8 @@ class Classifier(pl.LightningModule):
         seconds = self.options.get("seconds", {}).get(str(RANK), 0.0)
         seconds *= 8 if self.options.get("per_step") else len(batch[0])
         seconds *= 3 if self.current_epoch >= self.options.get("slower_from", 1 << 30) else 1
+        if self.trainer.strategy.world.executor.exchanges:
+            seconds *= self.options.get("slower_in_groups", 1)
         if self.options.get("exponential"):
             seconds *= self.rng.expovariate(1.0)
         time.sleep(seconds)

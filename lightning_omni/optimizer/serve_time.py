@@ -1,0 +1,75 @@
+"""What a parameter server will take for a push, told before there is one: timed here, on a part of the weights."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_omni.errors import UnsupportedError
+from lightning_omni.methods.master import Master, describe, hyperparameters_of, rebuild
+from lightning_omni.optimizer.reduction import TIMED_BYTES
+
+TIMED_PUSHES = 3
+"""Of which the shortest counts: in the first one, the optimizer makes its state."""
+
+
+def seconds_of_push(optimizer: Optimizer) -> float:
+    """How long a server handles one push of the gradients of all parameters, but for what travels.
+
+    It takes the gradients over, lets the optimizer step, and copies the weights for the answer: on the CPU, in one
+    thread, as a server does by default.
+
+    Args:
+        optimizer: the user's, which stays as it is. The largest of its parameters that fit into `TIMED_BYTES` are
+            timed, and the rest is taken to be alike.
+
+    Returns:
+        Seconds; 0 if no server can run this optimizer, or nothing is trained.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.zeros(1000))
+        >>> 0 < seconds_of_push(torch.optim.SGD([weight], lr=0.1)) < 1
+        True
+    """
+    every = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
+    names: dict[Tensor, str] = {}
+    left = TIMED_BYTES
+    for parameter in sorted(every, key=lambda each: each.nbytes, reverse=True):
+        if parameter.nbytes <= left:
+            names[parameter] = str(len(names))
+            left -= parameter.nbytes
+    if not names:
+        return 0.0
+    weights = {name: Parameter(torch.zeros(like.shape, dtype=like.dtype)) for like, name in names.items()}
+    try:
+        twin = rebuild(describe(optimizer, names, with_state=False), weights, lambda _: type(optimizer))
+    except UnsupportedError:
+        return 0.0
+    master, settings, seconds = Master(weights, twin), hyperparameters_of(twin), math.inf
+    came = [torch.full_like(weight, 1e-3) for weight in master.weights()]
+    pushed, answer = ([torch.empty_like(each) for each in came] for _ in range(2))  # memory that is used again
+    with _one_thread():
+        for _ in range(TIMED_PUSHES):
+            began = time.perf_counter()
+            torch._foreach_copy_(pushed, came)
+            master.update(pushed, settings)
+            torch._foreach_copy_(answer, master.weights())
+            seconds = min(seconds, time.perf_counter() - began)
+    return seconds * (sum(each.numel() for each in every) / sum(each.numel() for each in names))
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
