@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 
-from lightning_omni.performance.forecast import Setting
 from lightning_omni.search.choice import Choice, best_by_forecast
 from lightning_omni.tuner.applied import AppliedSetting
 from lightning_omni.tuner.reports import TunerReports
