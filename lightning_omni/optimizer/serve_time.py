@@ -38,7 +38,7 @@ def seconds_of_push(optimizer: Optimizer) -> float:
         >>> 0 < seconds_of_push(torch.optim.SGD([weight], lr=0.1)) < 1
         True
     """
-    every = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
+    every: list[Tensor] = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
     names: dict[Tensor, str] = {}
     left = TIMED_BYTES
     for parameter in sorted(every, key=lambda each: each.nbytes, reverse=True):
