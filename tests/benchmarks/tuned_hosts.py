@@ -388,6 +388,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=["ddp", "tuned"])
     parser.add_argument("--task", choices=TASKS, help="of tasks.py; LeNet and Fashion-MNIST if none is named")
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--step", type=float, default=0.2, help="seconds of a device's step; links are slower with it")
     parser.add_argument("--lr", type=float, default=0.05)
     parser.add_argument("--target", type=float, default=0.86)
@@ -404,7 +405,7 @@ def main() -> None:
         save_images(data := Path(folder, "images.pt"))
         for name in arguments.scenes:
             found: dict[str, list[float]] = {}
-            for seed in range(arguments.seeds):
+            for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds):
                 for way in arguments.ways:
                     row = run(way, SCENES[name], data, seed, arguments)
                     if row.failed:
