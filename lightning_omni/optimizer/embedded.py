@@ -111,7 +111,17 @@ class RunServer:
         """Servers that hold a share each, if the run starts them."""
         if self._needed is not None:
             return self._needed
-        return len(self._ranks_per_node) if self._options.servers == "per-node" else self._options.servers
+        return self.nodes if self._options.servers == "per-node" else self._options.servers
+
+    @property
+    def nodes(self) -> int:
+        """On which the run's ranks are."""
+        return len(self._ranks_per_node)
+
+    @property
+    def per_node(self) -> bool:
+        """Whether there is one server on each of several nodes."""
+        return self._options.servers == "per-node" and self.count > 1
 
     @property
     def _own_shares(self) -> Sequence[int]:
@@ -124,7 +134,7 @@ class RunServer:
     @property
     def is_on_this_node_only(self) -> bool:
         """Whether all ranks are where rank 0 is."""
-        return len(self._ranks_per_node) == 1
+        return self.nodes == 1
 
     def check(self, shards: int, address: str) -> None:
         """Raises `ConfigurationError` if a server that was joined is not one of as many as there must be.

@@ -55,11 +55,11 @@ class Measured(Serializable):
         exchanges: of each group: seconds of each of these steps that went into the exchange with the server; zeros if
             there is one group.
         serve: seconds of a server's own time for one push, or its share of one; 0 if unknown. With one group, what it
-            would take a server.
+            would take one server.
         head: seconds of exclusive access to a merged head; 0 if there is none.
         period: local steps between two exchanges, H.
         nbytes: bytes of one exchange, one way; 0 if unknown.
-        servers: that held a share of the weights each.
+        servers: that held a share of the weights each; with one group, that would.
         per_node: whether they were one on each node.
         round_trip: seconds until a message of hardly any bytes is answered by the server, or by another rank; 0 if
             unknown. It is asked for only where no exchange was measured.
@@ -140,8 +140,14 @@ class Measured(Serializable):
             nbytes=sum(weight.nbytes for weight in pushed),
             shapes=tuple(weight.shape for weight in pushed),
             round_trip=2 * float(link),
-            **(_of_exchanges(trace, len(ranks) / len(groups)) if len(groups) > 1 else {"serve": _serve_time(trace)}),
+            **(_of_exchanges(trace, len(ranks) / len(groups)) if len(groups) > 1 else _of_one_group(trace, len(ranks))),
         )
+
+
+def _of_one_group(trace: Trace, ranks: int) -> dict[str, Any]:
+    """What there is to be measured beside the steps of one group of so many ranks."""
+    bandwidth = float(trace.meta["cluster"]["group_link"]["bandwidth"])
+    return {"serve": _serve_time(trace), "reduce_per_byte": 2 * (ranks - 1) / ranks / bandwidth}
 
 
 def _serve_time(trace: Trace) -> float:
@@ -166,8 +172,12 @@ def _of_exchanges(trace: Trace, members: float) -> dict[str, Any]:
 
 
 def servers_of(measured: Sequence[Measured]) -> tuple[int, bool]:
-    """How many servers the last segment with several groups had, and whether they were one on each node."""
-    return next(((each.servers, each.per_node) for each in reversed(measured) if len(each.groups) > 1), (1, False))
+    """How many servers the last segment with several groups had, and whether they were one on each node.
+
+    If there is no such segment, those that groups would have.
+    """
+    last = ([each for each in measured if len(each.groups) > 1] or measured)[-1]
+    return last.servers, last.per_node
 
 
 def mean_samples(measured: Sequence[Measured]) -> float:

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from lightning_omni.performance.forecast import Forecast, Setting, SettingEstimate, log_costs
+from lightning_omni.performance.measured import Measured
 from lightning_omni.search import constants as c
-from lightning_omni.search.evidence import Evidence
+from lightning_omni.search.evidence import Evidence, Observation
 from lightning_omni.search.rules import careful, least
 from lightning_omni.search.specification import FinalStepSearchSpec, StepSearchSpec
 
@@ -60,7 +61,7 @@ def choose(evidence: Evidence, by_forecast: bool, stopped: str = "") -> Choice:
     return Choice(best, _reasons(evidence, best, forecast, stopped), forecast.of(best))
 
 
-def unused_gain(evidence: Evidence) -> Choice | None:
+def gain_of_merging(evidence: Evidence) -> Choice | None:
     """What would be chosen if a submodule that was measured could be merged; None if that is not clearly faster.
 
     Args:
@@ -69,15 +70,43 @@ def unused_gain(evidence: Evidence) -> Choice | None:
     if evidence.profile is None or not evidence.profile.heads or evidence.prior is None:
         return None
     spec = replace(evidence.spec, space=replace(evidence.spec.space, merged=tuple(evidence.profile.heads)))
-    free = Evidence(spec, evidence.known, evidence.prior)
-    free.observations = list(evidence.observations)
-    chosen, best = choose(evidence, by_forecast=True).setting, choose(free, by_forecast=True).setting
-    forecast = free.forecast()
-    gain = math.exp(forecast.log_seconds(chosen) - forecast.log_seconds(best))
-    if not best.merged or gain < c.GAIN:
+    found = _gain_with(evidence, Evidence(spec, evidence.known, evidence.prior), evidence.observations)
+    return found if found is not None and found.setting.merged else None
+
+
+def gain_of_servers(evidence: Evidence, nodes: int) -> Choice | None:
+    """What would be chosen if there were a server on each node; None if that is not clearly faster.
+
+    Args:
+        evidence: by which a setting was chosen with one server.
+        nodes: how many.
+    """
+    if evidence.profile is None or evidence.prior is None:
         return None
-    why = f"with {best.merged} merged the target is predicted to be reached {gain:.2f} times faster ({best})"
-    return Choice(best, why, forecast.of(best))
+
+    def spread(measured: Measured) -> Measured:
+        return replace(measured, servers=nodes, per_node=True)
+
+    known = [spread(each) for each in evidence.known]
+    observations = [replace(each, measured=each.measured and spread(each.measured)) for each in evidence.observations]
+    found = _gain_with(evidence, Evidence(evidence.spec, known, evidence.prior), observations)
+    return found if found is not None and found.setting.groups > 1 else None
+
+
+def _gain_with(evidence: Evidence, other: Evidence, observations: Sequence[Observation]) -> Choice | None:
+    """What would be chosen by other evidence; None if that is not clearly faster than what is chosen by this.
+
+    Args:
+        evidence: by which a setting was chosen.
+        other: that has no observations yet.
+        observations: of it.
+    """
+    other.observations = list(observations)
+    chosen, best = choose(evidence, by_forecast=True).setting, choose(other, by_forecast=True).setting
+    gain = math.exp(evidence.forecast().log_seconds(chosen) - other.forecast().log_seconds(best))
+    if gain < c.GAIN:
+        return None
+    return Choice(best, f"{gain:.2f} times faster ({best})", other.forecast().of(best))
 
 
 def best_as_measured(evidence: Evidence) -> Setting:

@@ -7,9 +7,12 @@ from functools import cache
 
 from typing_extensions import override
 
-from lightning_omni.methods import DiLoCo, method_named
+from lightning_omni.methods import DiLoCo, LocalSGD, method_named
 from lightning_omni.performance.forecast import Setting, Theory
 from lightning_omni.search.prior import Prior
+
+STREAMING = "streaming"
+"""Name by which the prior knows averages in fragments that travel while groups train on, with their steps kept."""
 
 
 @cache
@@ -19,8 +22,11 @@ def _known_as(method: str) -> str:
         return "async_sgd"
     value = method_named(method)
     # An outer step of plain SGD with a rate of 1 takes over the mean of the groups' weights.
-    is_plain = isinstance(value, DiLoCo) and value.outer_lr == 1.0 and not value.outer_momentum
-    return "local_sgd" if is_plain else method.partition(":")[0]
+    if isinstance(value, DiLoCo) and value.outer_lr == 1.0 and not value.outer_momentum:
+        return STREAMING if value.keep_steps else "local_sgd"
+    if isinstance(value, LocalSGD):
+        return STREAMING if value.keep_steps else "local_sgd"
+    return method.partition(":")[0]
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ COST, DEVIATION, SCATTER = map(_VALUES.index, ("log_cost", "deviation", "scatter
 SYNCHRONOUS = ("hardsync",)
 """Methods that are synchronous training, whatever the number of groups."""
 RELATIVES = {
+    "streaming": ("local_sgd",),
     "softsync": ("async_sgd",),
     "delay_compensated": ("async_sgd",),
     "downpour": ("async_sgd",),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import time
+from statistics import mean
 from typing import Any
 
 from lightning_omni.errors import ConfigurationError, OmniError
 from lightning_omni.performance.measured import Measured
 from lightning_omni.search import Observation, Search, SearchSpec
-from lightning_omni.search.choice import unused_gain, verdict
+from lightning_omni.search import constants as c
+from lightning_omni.search.choice import gain_of_merging, gain_of_servers, verdict
 from lightning_omni.strategy._private import will_step
 from lightning_omni.tuner.applied import AppliedSetting
 from lightning_omni.tuner.divergence import loss_in
@@ -169,7 +171,7 @@ class ByFirstBatches:
         return run.conclude(search)
 
     def _advise(self, search: Search) -> None:
-        """The user is told of submodules that cannot be merged, or may not be and would make it clearly faster."""
+        """The user is told of what cannot be changed in this run and would make it clearly faster."""
         run = self._run
         for name in search.unseen_heads:
             if name not in self._advised:
@@ -178,15 +180,29 @@ class ByFirstBatches:
                     f'OmniTuner: space={{"merged": {name!r}}}: it is not merged, for it was not called exactly once in'
                     " each step with tensors whose first dimension is the batch"
                 )
-        if search.spec.space.merged or search.spec.start.merged:
-            return
-        found = unused_gain(search)
+        if not (search.spec.space.merged or search.spec.start.merged):
+            self._advise_to_merge(search)
+        server, options = run.world.server, run.world.options
+        if server.nodes > 1 and server.count == 1 and options.server is None and _bytes_count(search):
+            self._advise_servers(search, server.nodes)
+
+    def _advise_to_merge(self, search: Search) -> None:
+        found = gain_of_merging(search)
         if found is not None and found.setting.merged not in self._advised:
             name = found.setting.merged
             self._advised.add(name)
-            run.say(
-                f'OmniTuner: {found.why}; for that, pass OmniTuner(space={{"merged": ["{name}"]}}), or'
-                f' OmniStrategy(merged="{name}")'
+            self._run.say(
+                f"OmniTuner: with {name} merged the target is predicted to be reached {found.why}; for that, pass"
+                f' OmniTuner(space={{"merged": ["{name}"]}}), or OmniStrategy(merged="{name}")'
+            )
+
+    def _advise_servers(self, search: Search, nodes: int) -> None:
+        found = gain_of_servers(search, nodes)
+        if found is not None and "servers" not in self._advised:
+            self._advised.add("servers")
+            self._run.say(
+                f"OmniTuner: with a parameter server on each node the target is predicted to be reached {found.why};"
+                ' for that, pass OmniStrategy(servers="per-node")'
             )
 
     def _time_again(self, observation: Observation, before: FirstBatches) -> None:
@@ -210,6 +226,12 @@ class ByFirstBatches:
         self._applied.watch(command.divergence_threshold, keeps=True)
         run.state.rounds += 1
         self._retuning.changed(in_mid_epoch=True)
+
+
+def _bytes_count(search: Search) -> bool:
+    """Whether the bytes of a gradient take so long that it may pay to send them otherwise."""
+    measured = search.measured[-1]
+    return measured.reduce_per_byte * measured.nbytes > (c.GAIN - 1) * mean(measured.steps[0])
 
 
 __all__ = ["ByFirstBatches"]

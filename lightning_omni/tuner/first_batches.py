@@ -185,6 +185,8 @@ class FirstBatches:
             averaging=dict(self._averaging),
             heads=self._heads,
             nbytes=self._nbytes,
+            servers=self._world.server.count,
+            per_node=self._world.server.per_node,
         )
         return Observation(TrialResult(self._setting, tuple(ends), tuple(losses), gathers=False), measured)
 

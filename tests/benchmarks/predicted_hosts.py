@@ -129,7 +129,7 @@ def train(told: dict[str, Any]) -> dict[str, Any]:
             return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
 
     setting: dict[str, Any] | None = told["setting"]
-    options: dict[str, Any] = {"encryption": "off", "heartbeat_timeout": 30}
+    options: dict[str, Any] = {"encryption": "off", "heartbeat_timeout": 30, "servers": told["servers"]}
     if setting is not None:
         method = with_period(method_named(setting["method"]), setting.get("period", 1))
         wires = {"wire": wire_given(setting["wire"]), "all_reduce": setting["all_reduce"]}
@@ -172,6 +172,7 @@ def run(scene: Scene, setting: Mapping[str, Any] | None, arguments: argparse.Nam
         "slow": scene.slow,
         "random": scene.is_random,
         "seed": arguments.seed,
+        "servers": "per-node" if arguments.per_node else 1,
     }
     mbit = None if scene.mbit is None else scene.mbit * 0.1 / arguments.step
     with tempfile.TemporaryDirectory() as folder, Hosts(Network((RANKS,), host_mbit=mbit)) as hosts:
@@ -244,6 +245,7 @@ def main() -> None:
     parser.add_argument("--scenes", nargs="+", choices=SCENES, default=list(SCENES))
     parser.add_argument("--step", type=float, default=0.2, help="seconds of a device's step; links are slower with it")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--per-node", action="store_true", help="a parameter server on each host")
     parser.add_argument("--bottlenecks", action="store_true", help="three times as long")
     arguments = parser.parse_args()
     headings = "hosts", "setting", "predicted", "measured", "error", "bottleneck", "what helps", ""

@@ -4,6 +4,7 @@
     OMP_NUM_THREADS=1 python tests/benchmarks/prior.py --cache runs.jsonl --write       # writes search/prior.json
     OMP_NUM_THREADS=1 python tests/benchmarks/prior.py --cache runs.jsonl --table       # prints it, beside theory
     OMP_NUM_THREADS=1 python tests/benchmarks/prior.py --all-reduce                     # measures these formats anew
+    OMP_NUM_THREADS=1 python tests/benchmarks/prior.py --streaming                      # likewise, fragments
     OMP_NUM_THREADS=1 python tests/benchmarks/prior.py --widths                         # PowerSGD in wider layers
 
 Tasks are those to develop on (`tasks.DEVELOPING`) and no others, step times those of `tasks.PRIOR_CLUSTERS`; links
@@ -17,6 +18,9 @@ a little worse than that.
 What all-reduce formats cost is measured in one group with the task's own setting, with three orders of the data, for
 either kind of optimizer by all of its tasks. What PowerSGD costs goes by its rank, not by how much of a gradient that
 is: see `--widths`, which trains some of the tasks with layers of other widths.
+
+What fragments cost that travel while groups train on is measured with the task's own target, with all tasks, and with
+the momentum and step that whole averages suggest: nothing is chosen by it.
 
 What a setting costs is said by tasks that had no part in choosing it: of each task the costs count of the setting that
 is best for all others. The momentum and step that are suggested are the best for all of them.
@@ -37,6 +41,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from functools import cached_property, partial
@@ -51,12 +56,14 @@ from stacked import PATIENCE, StackedRun
 from tasks import DEVELOPING, PRIOR_CLUSTERS, RANKS, Subject, Task
 from torch import nn
 
-from lightning_omni.methods import Method, method_named
+from lightning_omni.methods import Method, method_named, with_period
 from lightning_omni.performance.forecast import Scaling, Setting, Theory
 from lightning_omni.protocol.all_reduce import PowerSGD, all_reduce_of
-from lightning_omni.search.prior import PriorRow, Steepness
-from lightning_omni.search.space import ALL_REDUCES
+from lightning_omni.search.experience import STREAMING, Experience
+from lightning_omni.search.prior import Prior, PriorRow, Steepness
+from lightning_omni.search.space import ALL_REDUCES, METHODS
 
+STREAMED = METHODS[-1]
 FILE = Path(__file__).resolve().parents[2] / "lightning_omni" / "search" / "prior.json"
 EVERY = 8
 """Batches of all ranks between two evaluations."""
@@ -74,6 +81,8 @@ OUTER_STEPS = (-3, -2, -1, 0, 1)
 SYNCHRONOUS = "synchronous"
 GROUPS, PERIODS = (2, 4, 8), (2, 8, 32)
 """Of the table."""
+STREAMED_PERIODS = (4, 8, 32)
+"""Of averages in fragments, which are four."""
 ORDERS = 3
 """Of the data, with each of which all-reduce formats are measured."""
 WIDENED = ("fashion", "powerlaw", "teacher", "characters_sgd", "characters", "fashion_adamw", "fraud")
@@ -460,7 +469,8 @@ def _estimated(known: Mapping[tuple[int, int], PriorRow], groups: int, period: i
 
 
 def learnt(runs: Runs) -> dict[str, Any]:
-    """The prior, as it stands in `FILE`."""
+    """The prior, as it stands in `FILE`; what is measured by itself stays."""
+    known = json.loads(FILE.read_text())
     kinds = [costs for is_adaptive in (False, True) if (costs := Costs(runs, is_adaptive)).own]
     rows = [costs.row(cell, costs.pooled()) for costs in kinds for cell in costs.cells if not cell.variant]
     tasks = {run.task for costs in kinds for cell in costs.cells for run in costs.runs(cell)}
@@ -478,13 +488,58 @@ def learnt(runs: Runs) -> dict[str, Any]:
             "updates": PLANNED,
             "runs": len(runs.known),
             "version": version("lightning-omni"),
-            "date": datetime.now(timezone.utc).date().isoformat(),
+            "date": today(),
+            STREAMING: known["provenance"][STREAMING],
         },
         "steepness": {names[costs.is_adaptive]: costs.steepness().to_dict() for costs in kinds if costs.cells},
         **{name: _summary(found) for name, found in variants.items()},
-        "all_reduce": {name: of_all_reduces(is_adaptive) for is_adaptive, name in names.items()},
-        "rows": [row.to_dict() for row in filled(rows)],
+        "all_reduce": known["all_reduce"],
+        "rows": [row.to_dict() for row in filled(rows)] + [row for row in known["rows"] if row["method"] == STREAMING],
     }
+
+
+def today() -> str:
+    """As a table says when it was made."""
+    return datetime.now(timezone.utc).date().isoformat()
+
+
+def streaming_row(groups: int, period: int, is_adaptive: bool) -> PriorRow:
+    """What averages in fragments cost that travel while groups train on, with what suits whole averages."""
+    prior = Prior.load()
+    momentum, step = prior.suggested("local_sgd", groups, period, momentum=1.0, scatter=0.0, is_adaptive=is_adaptive)
+    tasks = [name for name, task in DEVELOPING.items() if task.is_adaptive == is_adaptive]
+    with ProcessPoolExecutor(initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        found = list(pool.map(partial(streaming_cost, groups=groups, period=period), tasks))
+    cost, deviation = _summary([each for each, _ in found])
+    return PriorRow(
+        method=STREAMING,
+        is_adaptive=is_adaptive,
+        groups=groups,
+        period=period,
+        times="nearly equal",
+        scatter=round(statistics.mean(scatter for _, scatter in found), 3),
+        momentum=momentum,
+        step=step,
+        log_cost=cost,
+        deviation=deviation,
+        tasks=len(found),
+        seeds=1,
+    )
+
+
+def streaming_cost(name: str, groups: int, period: int) -> tuple[float, float]:
+    """Logarithm of the samples to a task's target relative to its user's own, and the scatter of groups' step times."""
+    task, cluster = DEVELOPING[name], PRIOR_CLUSTERS["nearly equal"]
+    own = Setting(1, task.momentum, task.own_lr)
+    theory = Experience(own, Scaling(task.is_adaptive), prior=Prior.load())
+    whole = theory.suggested(replace(own, groups=groups, period=period, method="local_sgd"))
+    alone = task.train(cluster, most=MOST * task.updates)
+    method = with_period(method_named(STREAMED), period)
+    options = {"momentum": whole.momentum, "lr": whole.lr, "most": MOST * task.updates}
+    streamed = task.train(cluster, method, groups, **options)
+    busy = streamed.trace.steps["seconds"] - streamed.trace.steps["exchange"]
+    ratio = min(streamed.samples, streamed.trained * math.exp(CENSORED)) / alone.samples
+    return math.log(ratio), float(np.std(busy) / np.mean(busy))
 
 
 def of_all_reduces(is_adaptive: bool) -> dict[str, list[float]]:
@@ -589,6 +644,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cache", type=Path, help="file of runs: what is in it is not measured again")
     parser.add_argument("--all-reduce", action="store_true", help="measure and write all-reduce formats alone")
+    parser.add_argument("--streaming", action="store_true", help="measure and write averages in fragments alone")
     parser.add_argument("--widths", action="store_true", help="print what PowerSGD costs in layers of other widths")
     parser.add_argument("--tasks", nargs="+", choices=DEVELOPING, default=list(DEVELOPING))
     parser.add_argument("--seeds", type=int, default=2)
@@ -602,11 +658,22 @@ def main() -> None:
         known["all_reduce"] = {name: of_all_reduces(name == "adaptive") for name in known["all_reduce"]}
         FILE.write_text(json.dumps(known, indent=1) + "\n")
         return
+    if given.streaming:
+        known = json.loads(FILE.read_text())
+        known["rows"] = [row for row in known["rows"] if row["method"] != STREAMING]
+        for is_adaptive, groups, period in product((False, True), GROUPS, STREAMED_PERIODS):
+            row = streaming_row(groups, period, is_adaptive)
+            print(row, flush=True)
+            known["rows"].append(row.to_dict())
+        command = "python tests/benchmarks/prior.py --streaming"
+        known["provenance"][STREAMING] = {"command": command, "tasks": sorted(DEVELOPING), "date": today()}
+        FILE.write_text(json.dumps(known, indent=1) + "\n")
+        return
     if given.widths:
         show_widths()
         return
     if given.cache is None:
-        parser.error("--cache: pass the file of runs, or --all-reduce, or --widths")
+        parser.error("--cache: pass the file of runs, or --all-reduce, --streaming or --widths")
     runs, end = Runs(given.cache), time.monotonic() + 60 * given.minutes
     for seed, cell, name in product(range(given.seeds), cells(), given.tasks):
         if (cell, name, seed) not in runs.known and time.monotonic() < end:

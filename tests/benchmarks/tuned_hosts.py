@@ -158,7 +158,7 @@ def train(told: dict[str, Any]) -> dict[str, Any]:
         num_nodes=RANKS,
         strategy=HookedDDP(**peer.options)
         if tuner is None
-        else omni.OmniStrategy(encryption="off", heartbeat_timeout=30),
+        else omni.OmniStrategy(encryption="off", heartbeat_timeout=30, servers=told["servers"]),
         max_epochs=problem.epochs,
         limit_val_batches=0,
         logger=False,
@@ -346,6 +346,7 @@ def run(way: str, scene: Scene, data: Path, seed: int, arguments: argparse.Names
         "limit": arguments.limit,
         "target": arguments.target,
         "space": json.loads(arguments.space),
+        "servers": "per-node" if arguments.per_node else 1,
         "rank": arguments.rank,
         "period": arguments.period,
         "warmup": arguments.warmup,
@@ -397,6 +398,7 @@ def main() -> None:
     parser.add_argument("--period", type=int, default=8, help="of torch's post-local SGD")
     parser.add_argument("--warmup", type=int, default=11, help=WARMUP)
     parser.add_argument("--space", default="{}", help='of the tuner, as \'{"method": "async_sgd"}\'')
+    parser.add_argument("--per-node", action="store_true", help="a parameter server on each host, for the tuner")
     parser.add_argument("--verbose", action="store_true", help="what rank 0 printed, too")
     arguments = parser.parse_args()
     table = Table("hosts", "way", "seconds", "steps", "DDP's over these", "tuning", "chosen", "", title="to the target")

@@ -1,0 +1,80 @@
+"""The tuner and several servers: it forecasts with those that there are, and says what one on each node would gain."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from runs import Running, free_port
+from test_by_forecast import equal, search, seen
+
+from lightning_omni.search import Search
+from lightning_omni.search.choice import gain_of_servers
+
+
+def with_servers(allreduce: float, servers: int) -> Search:
+    known = seen(equal(), allreduce=allreduce)
+    assert known.measured is not None
+    return search(replace(known, measured=replace(known.measured, servers=servers, per_node=servers > 1)))
+
+
+def test_a_server_on_each_node_makes_averages_as_cheap_as_a_ring_and_so_they_are_made_more_often() -> None:
+    one, several = with_servers(0.5, 1), with_servers(0.5, 4)
+    averaging = replace(one.spec.start, groups=4, method="local_sgd", period=8)
+    assert several.throughput(averaging) > 1.3 * one.throughput(averaging)
+    assert several.prediction(replace(averaging, groups=1)) == one.prediction(replace(averaging, groups=1))
+    assert several.choice().setting.period <= one.choice().setting.period
+    assert several.throughput(several.choice().setting) >= one.throughput(one.choice().setting)
+
+
+def test_what_a_server_on_each_node_would_gain_is_told_where_links_bind_and_only_there() -> None:
+    told = gain_of_servers(with_servers(0.5, 1), 4)
+    assert told is not None
+    assert told.setting.groups == 4
+    assert "times faster" in told.why
+    assert told.setting == with_servers(0.5, 4).choice().setting
+    assert gain_of_servers(with_servers(0.002, 1), 4) is None, "links are fast"
+    assert gain_of_servers(with_servers(0.5, 4), 4) is None, "there is one already"
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+def test_two_nodes_whose_links_hold_groups_up_are_advised_to_have_two_servers_and_train_in_groups_with_them() -> None:
+    slow: dict[str, Any] = {
+        "emulated": True,  # how long steps take is no matter of this machine
+        "devices": 1,
+        "tail": 2048,
+        "seconds": {"0": 8e-3, "1": 8e-3},
+        "exponential": True,
+        "per_byte": 4e-8,
+        "data": {"samples": 512},
+        "trainer": {"max_epochs": 2, "num_nodes": 2, "num_sanity_val_steps": 0},
+        "tuner": {
+            "search": "forecast",
+            "retune_every": None,
+            "space": {"rebalance": False, "wire": "fp32", "method": "elastic_averaging", "period": 1},
+        },
+    }
+    fits = [slow, {**slow, "strategy": {"servers": "per-node"}}]
+    port = str(free_port())
+    with ExitStack() as stack:
+        nodes = [
+            stack.enter_context(
+                Running(
+                    "omni_tuner.py",
+                    {"fits": fits},
+                    {"NODE_RANK": str(node), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
+                    spares=0,
+                )
+            )
+            for node in (0, 1)
+        ]
+        ended = [each.wait(200) for each in nodes]
+    assert [each.code for each in ended] == [0, 0], "".join(each.output for each in ended)
+    assert ended[0].output.count('pass OmniStrategy(servers="per-node")') == 1, "of the fit that has one server"
+    one, other = (each.results[0][1] for each in ended)
+    assert one["setting"]["groups"] == other["setting"]["groups"] == 2
+    assert one["weights"] == other["weights"]
