@@ -131,14 +131,13 @@ class StandingServer:
     ) -> None:
         self._options, self._console, self._signals, self._lifeline = options, console, signals, lifeline
         torch.set_num_threads(settings.threads)
-        load_plugins(settings)
+        custom = load_plugins(settings)
         self._core = core_from(settings)
         self._states = None
         if settings.state:
             self._states = StateDirectory(settings.state, settings.save_every, servers=settings.shards)
         raise_limit_of_files()
-        custom = settings.transports
-        self._transport: Any = transports.load(custom[0])() if custom else ZeroMQ(encryption=options.encryption)
+        self._transport: Any = custom[0]() if custom else ZeroMQ(encryption=options.encryption)
         self._web = StatusServer(options.http_host, options.http) if options.http is not None else None
         try:
             self._continued = self._states.restore(self._core) if self._states is not None else ""
