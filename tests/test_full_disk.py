@@ -6,24 +6,29 @@ import contextlib
 import errno
 import os
 import secrets
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.plugins.io import TorchCheckpointIO
+from rich.console import Console
 from test_resilience import Mortal, workers
 from test_shards import same
 from test_transport import KEY
 
 from lightning_omni import OmniStrategy
+from lightning_omni.cli.run_log import RunLog
+from lightning_omni.cli.standing_server import Options, StandingServer, StopSignals
 from lightning_omni.methods import method_named
 from lightning_omni.protocol.record import Event, RecordFile, read_record
 from lightning_omni.protocol.server import ServerCore
+from lightning_omni.server.process import ServerSettings
 from lightning_omni.server.saving import PATIENCE, StateDirectory, saved_weights
 
 resource = pytest.importorskip("resource")
@@ -39,6 +44,17 @@ def full_from(nbytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@contextlib.contextmanager
+def no_files() -> Iterator[None]:
+    """No file can be opened, nor a directory read."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
@@ -229,6 +245,27 @@ def test_a_server_that_is_started_after_a_gap_begins_anew_and_keeps_the_weights(
     assert same(saved_weights(run.path), before)
 
 
+def test_a_directory_that_cannot_be_read_for_a_while_ends_no_run(
+    run: SavedRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = saved_weights(run.path)
+    run.train()
+    with no_files():
+        run.save()
+    assert "Too many open files" in caplog.records[-1].getMessage()
+    with full_from(1000):
+        run.save()
+        with no_files():
+            run.save()
+        assert len(caplog.records) == 1
+    assert same(saved_weights(run.path), before)
+    run.save()
+    assert "is saved in" in caplog.records[-1].getMessage()
+    said, core = run.continued()
+    assert "goes on with a run of 2 ranks" in said
+    assert core.clock == 2
+
+
 def test_a_run_after_one_whose_state_could_not_be_saved_is_saved(run: SavedRun) -> None:
     with full_from(0):
         run.train()
@@ -243,3 +280,39 @@ def test_a_run_after_one_whose_state_could_not_be_saved_is_saved(run: SavedRun) 
         run.train()
         run.save()
         assert "state-00000001" in {path.name for path in run.path.iterdir()}
+
+
+# --- What a server says ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def full() -> Iterator[IO[str]]:
+    """A file to which nothing can be written."""
+    if not Path("/dev/full").exists():
+        pytest.skip("this system has no /dev/full")
+    with contextlib.suppress(OSError), Path("/dev/full").open("w") as file:
+        yield file
+
+
+def test_a_standing_server_whose_log_cannot_be_written_serves_on(run: SavedRun, full: IO[str]) -> None:
+    settings = ServerSettings(
+        key=KEY.hex(),
+        host="127.0.0.1",
+        port=0,
+        heartbeat_timeout=30.0,
+        join_timeout=30.0,
+        threads=torch.get_num_threads(),
+        allow_optimizers=(),
+    )
+    options = Options(1, 0, "off", upstream="", once=False, http=None, http_host="", key_file=None)
+    console, signals = Console(file=full), StopSignals()
+    RunLog(run.core, console).tell(at_once=True)
+    assert run.core.happenings
+    before = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
+    try:
+        server = StandingServer(settings, options, console, signals, lifeline=None)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert server.run() == 0
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)

@@ -137,7 +137,7 @@ class StateDirectory:
         """
         core.patience = self._patience
         saves = self._whole()
-        self._remove_parts(saves)
+        self._remove_parts(set(saves[-1:]))
         if not saves:
             return ""
         if max(self._numbers(_GAP), default=0) >= saves[-1]:
@@ -163,6 +163,12 @@ class StateDirectory:
 
     def tend(self, core: ServerCore) -> None:
         """Saves the state if it is time. To be called between two messages, and often."""
+        try:
+            self._tend(core)
+        except OSError as error:  # the directory cannot even be read
+            self._troubles.say(_NOT_SAVED, error)
+
+    def _tend(self, core: ServerCore) -> None:
         now = time.monotonic()
         if now < min(self._due, self._asked + _PAUSE) and not core.journal.is_due:
             return
@@ -190,9 +196,10 @@ class StateDirectory:
         self.wait()
         core.journal.write, core.journal.is_due = None, False
         self._close_journal()
-        if core.over and (saves := self._numbers(_SAVED)):  # its weights may still be of use
-            self._keep_ended(saves[-1])
-        self._remove_before(self._number + 1)
+        with contextlib.suppress(OSError):
+            if core.over and (saves := self._numbers(_SAVED)):  # its weights may still be of use
+                self._keep_ended(saves[-1])
+            self._remove_before(self._number + 1)
         # Another server may still be writing what it was told last: that number is not given again.
         self._number = self._number if self._others else 0
         self._due, self._latest, self._went_on, self._is_whole = 0.0, 0.0, False, True
@@ -219,9 +226,8 @@ class StateDirectory:
         began = time.monotonic()
         self._number += 1
         self._due, core.journal.is_due = began + self._every, False
-        if not self._is_whole:
-            self._remove_parts(self._whole())
         try:
+            self._remove_parts({*self._whole()[-1:], self._number - 1})  # of the one before some may still be written
             self._open_journal(core)
             packed, buffer = pack(core.state())
         except (OSError, MemoryError, RuntimeError, OmniError) as error:  # an optimizer may remember anything
@@ -245,7 +251,8 @@ class StateDirectory:
         if error := _write_save(self._path, number, packed, buffer):
             self._troubles.say(_NOT_SAVED, error)
         elif not self._others:
-            self._remove_before(number)
+            with contextlib.suppress(OSError):
+                self._remove_before(number)
 
     def _open_journal(self, core: ServerCore) -> None:
         journal = os.open(self._path / f"{_JOURNAL}{self._number:08d}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -269,8 +276,8 @@ class StateDirectory:
     def _lose(self, core: ServerCore, error: Exception) -> None:
         """Ranks are told what is in no journal: from what is there no server can go on, until the state is saved."""
         core.journal.write, core.patience, self._gap = None, 0.0, self._number
-        if journals := self._numbers(_JOURNAL):
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            if journals := self._numbers(_JOURNAL):
                 (self._path / f"{_JOURNAL}{journals[-1]:08d}").rename(self._path / f"{_GAP}{self._gap:08d}")
         self._troubles.say(_LOST, error)
 
@@ -305,10 +312,10 @@ class StateDirectory:
     def _numbers(self, kind: str) -> list[int]:
         return _numbers(self._path, kind)
 
-    def _remove_parts(self, saves: list[int]) -> None:
-        """Removes what some servers have written of saves that not all have; ``saves`` are those that all have."""
+    def _remove_parts(self, but: set[int]) -> None:
+        """Removes what some servers have written of saves that not all have, but for some saves."""
         for folder in self._folders if self._others else ():
-            for number in set(_numbers(folder, _SAVED)) - set(saves[-1:]):
+            for number in set(_numbers(folder, _SAVED)) - but:
                 (folder / f"{_SAVED}{number:08d}").unlink(missing_ok=True)
 
     def _remove_before(self, before: int) -> None:
@@ -415,7 +422,11 @@ def share_directory(path: str | Path, number: int) -> Path:
 
 
 def _numbers(folder: Path, kind: str) -> list[int]:
-    found = (path.name.removeprefix(kind) for path in folder.glob(f"{kind}*"))
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:  # of a server that has yet to be started
+        return []
+    found = (name.removeprefix(kind) for name in names if name.startswith(kind))
     return sorted(int(number) for number in found if number.isdigit())
 
 
