@@ -183,6 +183,7 @@ def test_a_state_that_a_full_disk_has_no_room_for_is_saved_when_there_is_room_ag
             " one is tried when it is due"
         ]
         assert same(saved_weights(run.path), before)
+        assert run.core.journal.saves == 1, "those that have failed are none"
         assert run.core.patience == PATIENCE, "another server can go on from the last save and all journals"
     caplog.clear()
     run.save()

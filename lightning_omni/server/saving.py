@@ -179,6 +179,7 @@ class StateDirectory:
             return
         if not self._is_whole and self._number in self._whole():
             self._is_whole = True
+            core.journal.saves += 1
             self._remove_before(self._number)
             if self._gap < self._number:
                 self._gap, core.patience = 0, self._patience
@@ -238,7 +239,6 @@ class StateDirectory:
         if self._others:
             core.save_shares(self._number)
         self._is_whole = False
-        core.journal.saves += 1
         took = time.monotonic() - began
         self._due = began + max(self._every, took / SHARE)
         self._latest = self._due + self._every  # whether or not groups wait for answers by then
