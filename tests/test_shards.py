@@ -45,6 +45,7 @@ from lightning_omni.protocol.layout import DTYPES, Layout
 from lightning_omni.protocol.leases import EpochPlan
 from lightning_omni.protocol.service import Out
 from lightning_omni.protocol.shard import Shard
+from lightning_omni.protocol.shard_servers import MOST_HELD
 from lightning_omni.protocol.split import Split
 from lightning_omni.protocol.transport import Control, answer_of
 from lightning_omni.protocol.wire_format import RAW, RESIDUAL, Memory, WireFormat
@@ -645,6 +646,25 @@ def test_where_servers_save_their_state_the_loss_of_one_ends_all_and_not_the_run
 
 
 # --- All of it or nothing --------------------------------------------------------------------------------------------
+
+
+def test_however_often_a_rank_was_refused_no_part_of_a_request_waits_for_ever() -> None:
+    ensemble = run_of(2, 1)
+    (group,) = ensemble.groups
+    gradient = Gradient([torch.ones(shape) for shape in SHAPES], hyperparameters_of(group.replica.optimizer))
+    action = group.core.gradient(0, gradient)
+    assert isinstance(action, Ask)
+    good = group.core.say_parts(action, group.split, [Memory(), Memory()])
+    bad = [Said(msgspec.structs.replace(each.message, layout=99), each.payload) for each in good]
+    for number in range(2 * MOST_HELD):
+        group.ask([good[0], bad[1]] if number % 2 else [bad[0], good[1]])
+        assert all(isinstance(answer, m.RefusedMessage) for answer, _ in group.hear())
+    for first, second in ((0, 1), (1, 0)):  # one is refused before the other is there
+        group.ask(bad, [first])
+        ensemble.arrive()
+        group.requests -= 1
+        group.ask(good, [second])
+        assert all(isinstance(answer, m.RefusedMessage) for answer, _ in group.hear())
 
 
 def test_a_push_that_counts_batches_which_were_not_drawn_is_refused_by_all() -> None:
