@@ -341,8 +341,8 @@ def test_groups_that_are_gone_count_at_no_aggregator() -> None:
     tree._begin(2)
     for group in tree.groups[:4]:
         group.attach_aggregator()
-    for group in (1, 3):
-        tree.lose(group)
+    for rank in (1, 3):
+        tree.lose(rank)
     settle(tree)
     tree.groups[4].attach_aggregator()
     assert [group.aggregator for group in tree.groups] == [1, 2, 1, 2, 2]

@@ -219,6 +219,8 @@ def test_after_a_gap_in_the_journal_no_server_goes_on_until_the_state_is_saved_a
             run.save()
         assert ["its loss would end the run" in each.getMessage() for each in caplog.records] == [True, False]
         assert run.core.patience == 0.0
+        names = sorted(path.name for path in run.path.iterdir())
+        assert names == ["gap-00000003", "journal-00000004", "lock", "state-00000001"], "nothing piles up"
         assert sorted(saved_weights(run.path)) == ["b", "w"], "the last save stays"
     run.save()
     assert caplog.records[-1].getMessage() == f"the server's state is saved in {run.path} again"

@@ -279,6 +279,10 @@ class StateDirectory:
         with contextlib.suppress(OSError):
             if journals := self._numbers(_JOURNAL):
                 (self._path / f"{_JOURNAL}{journals[-1]:08d}").rename(self._path / f"{_GAP}{self._gap:08d}")
+            for kind in (_JOURNAL, _GAP):  # those before are of use to no server
+                for number in self._numbers(kind):
+                    if number < self._gap:
+                        (self._path / f"{kind}{number:08d}").unlink()
         self._troubles.say(_LOST, error)
 
     def _keep_ended(self, number: int) -> None:
