@@ -335,6 +335,19 @@ def test_ranks_push_to_the_nearest_aggregator_and_of_several_to_the_one_with_the
     assert [group.aggregator for group in tree_of(3, 6, "hardsync").groups] == [1, 2, 3, 1, 2, 3]
 
 
+def test_groups_that_are_gone_count_at_no_aggregator() -> None:
+    tree = tree_of(0, 5, "hardsync")
+    tree._begin(1)
+    tree._begin(2)
+    for group in tree.groups[:4]:
+        group.attach_aggregator()
+    for rank in (1, 3):
+        tree.lose(rank)
+    settle(tree)
+    tree.groups[4].attach_aggregator()
+    assert [group.aggregator for group in tree.groups] == [1, 2, 1, 2, 2]
+
+
 def test_a_rank_that_asks_when_its_aggregator_dies_is_told_of_none() -> None:
     tree = tree_of(0, 2, "hardsync")
     tree._begin(1)

@@ -326,6 +326,26 @@ def test_what_an_earlier_fit_could_not_measure_is_no_problem_of_the_next_one() -
     assert tuner.problem is None
 
 
+def test_another_model_is_measured_again_and_a_setting_that_was_passed_stays() -> None:
+    tuner = DeviceTuner(budget=2)
+    fit(made(Net), tuner)
+    first, tuner._setting = tuner.report, ALL
+    fit(made(Net), tuner)
+    assert tuner.report is first, "it was made like the first one"
+    module = made(Linear)
+    fit(module, tuner, data((3,)))
+    assert tuner.report is not None
+    assert tuner.report is not first
+    assert module.seen[0]["threads"] == 1, "the first one's setting has more"
+    fit(made(Manual), tuner)
+    assert tuner.state_dict() == {"setting": None, "report": None}
+    given = DeviceTuner(setting=ALL)
+    for kind, shape in ((Net, (3, 6, 6)), (Linear, (3,))):
+        module = made(kind)
+        fit(module, given, data(shape))
+        assert module.seen[0]["threads"] == ALL.threads
+
+
 def test_a_setting_of_another_model_is_refused_with_the_name_that_is_missing() -> None:
     threads = torch.get_num_threads()
     with pytest.raises(ConfigurationError, match=r"Net has no submodule 'net\.7'; the setting is of another model"):

@@ -1,24 +1,60 @@
-"""A disk that is full costs what was to be written there, and nothing else."""
+"""A disk that is full costs what was to be written there, for as long as it is full, and nothing else."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import secrets
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.plugins.io import TorchCheckpointIO
+from rich.console import Console
+from test_resilience import Mortal, workers
+from test_shards import same
+from test_transport import KEY
 
 from lightning_omni import OmniStrategy
+from lightning_omni.cli.run_log import RunLog
+from lightning_omni.cli.standing_server import Options, StandingServer, StopSignals
+from lightning_omni.methods import method_named
 from lightning_omni.protocol.record import Event, RecordFile, read_record
+from lightning_omni.protocol.server import ServerCore
+from lightning_omni.server.process import ServerSettings
+from lightning_omni.server.saving import PATIENCE, StateDirectory, saved_weights
 
 resource = pytest.importorskip("resource")
+EVERY = 1000.0
+
+
+@contextlib.contextmanager
+def full_from(nbytes: int) -> Iterator[None]:
+    """No file can grow beyond so many bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@contextlib.contextmanager
+def no_files() -> Iterator[None]:
+    """No file can be opened, nor a directory read."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
@@ -33,13 +69,9 @@ def test_a_record_that_cannot_be_written_ends_with_one_warning(caplog: pytest.Lo
 
 def test_a_record_ends_with_its_last_whole_line(tmp_path: Path) -> None:
     record, events = RecordFile(tmp_path / "record"), [Event(kind="push", time=0.0, clock=i) for i in range(9)]
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (200, before[1]))
-    try:
+    with full_from(200):
         for event in events:
             record(event)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     kept = list(read_record(tmp_path / "record"))
     assert 0 < len(kept) < 9
     assert kept == events[: len(kept)]
@@ -96,3 +128,194 @@ def test_a_checkpoint_plugin_of_the_users_is_left_alone(tmp_path: Path) -> None:
     assert Plugin.saved == [str(tmp_path / "some.ckpt")]
     assert isinstance(strategy.checkpoint_io, Plugin)
     assert type(OmniStrategy(groups=2).checkpoint_io) is TorchCheckpointIO, "what else is taken for a user's"
+
+
+# --- The server's state ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[SavedRun]:
+    with contextlib.ExitStack() as stack:
+        run = SavedRun(tmp_path / "state", stack)
+        yield run
+        run.states.close()
+
+
+class SavedRun:
+    """A run of two groups whose server saves its state."""
+
+    def __init__(self, path: Path, stack: contextlib.ExitStack) -> None:
+        serving = Mortal(stack)
+        self.path, self.core, self.groups = path, serving.core, workers(serving, method_named("async_sgd"))
+        self.states = StateDirectory(path, every=EVERY)
+        assert self.states.restore(self.core) == ""
+        self.save()
+
+    def save(self) -> None:
+        """The next save is due."""
+        self.states._due = self.states._asked = 0.0
+        self.states.tend(self.core)
+        self.states.wait()
+        self.states._asked = 0.0
+        self.states.tend(self.core)  # it sees what came of it
+
+    def train(self) -> None:
+        for group in self.groups:
+            assert group.train(1)
+
+    def continued(self) -> tuple[str, ServerCore]:
+        """What a server says that is started now, and what it has."""
+        self.states.close()
+        self.states, core = StateDirectory(self.path, every=EVERY), ServerCore(KEY, secrets.token_bytes)
+        return self.states.restore(core), core
+
+
+def test_a_state_that_a_full_disk_has_no_room_for_is_saved_when_there_is_room_again(
+    run: SavedRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = saved_weights(run.path)
+    with full_from(1000):
+        for _ in range(3):
+            run.train()
+            run.save()
+        assert [each.getMessage().split(":")[0] for each in caplog.records] == [
+            f"the server's state could not be saved in {run.path}; the last save stays, if there is one, and the next"
+            " one is tried when it is due"
+        ]
+        assert same(saved_weights(run.path), before)
+        assert run.core.journal.saves == 1, "those that have failed are none"
+        assert run.core.patience == PATIENCE, "another server can go on from the last save and all journals"
+    caplog.clear()
+    run.save()
+    assert [each.getMessage() for each in caplog.records] == [f"the server's state is saved in {run.path} again"]
+    assert sorted(path.name for path in run.path.iterdir()) == ["journal-00000005", "lock", "state-00000005"]
+    run.save()
+    assert len(caplog.records) == 1
+    said, core = run.continued()
+    assert "goes on with a run of 2 ranks" in said
+    assert core.clock == run.core.clock == 6
+
+
+def test_a_server_that_goes_on_after_saves_that_failed_knows_all_that_ranks_were_told(run: SavedRun) -> None:
+    with full_from(1000):
+        run.train()
+        run.save()
+        run.train()
+    assert run.core._epochs.book is not None
+    drawn = [run.core._epochs.book.drawn(group, 1) for group in (0, 1)]
+    said, core = run.continued()
+    assert "goes on with a run of 2 ranks" in said
+    assert core.clock == 0
+    assert core._epochs.book is not None
+    assert [core._epochs.book.drawn(group, 1) for group in (0, 1)] == drawn
+
+
+def test_after_a_gap_in_the_journal_no_server_goes_on_until_the_state_is_saved_again(
+    run: SavedRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    with full_from(0):
+        for _ in range(3):
+            run.train()
+            run.save()
+        assert ["its loss would end the run" in each.getMessage() for each in caplog.records] == [True, False]
+        assert run.core.patience == 0.0
+        names = sorted(path.name for path in run.path.iterdir())
+        assert names == ["gap-00000003", "journal-00000004", "lock", "state-00000001"], "nothing piles up"
+        assert sorted(saved_weights(run.path)) == ["b", "w"], "the last save stays"
+    run.save()
+    assert caplog.records[-1].getMessage() == f"the server's state is saved in {run.path} again"
+    assert run.core.patience == PATIENCE
+    assert sorted(path.name for path in run.path.iterdir()) == ["journal-00000005", "lock", "state-00000005"]
+    run.train()
+    said, core = run.continued()
+    assert "goes on with a run of 2 ranks" in said
+    assert core.clock == 6
+
+
+def test_a_server_that_is_started_after_a_gap_begins_anew_and_keeps_the_weights(
+    run: SavedRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    run.train()
+    run.save()
+    before = saved_weights(run.path)
+    with full_from(0):
+        run.train()
+    said, core = run.continued()
+    assert (said, core.has_state) == ("", False)
+    assert "no server can go on with the run" in caplog.records[-1].getMessage()
+    run.states.tend(core)
+    assert sorted(path.name for path in run.path.iterdir()) == ["ended", "lock"]
+    assert same(saved_weights(run.path), before)
+
+
+def test_a_directory_that_cannot_be_read_for_a_while_ends_no_run(
+    run: SavedRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = saved_weights(run.path)
+    run.train()
+    with no_files():
+        run.save()
+    assert "Too many open files" in caplog.records[-1].getMessage()
+    with full_from(1000):
+        run.save()
+        with no_files():
+            run.save()
+        assert len(caplog.records) == 1
+    assert same(saved_weights(run.path), before)
+    run.save()
+    assert "is saved in" in caplog.records[-1].getMessage()
+    said, core = run.continued()
+    assert "goes on with a run of 2 ranks" in said
+    assert core.clock == 2
+
+
+def test_a_run_after_one_whose_state_could_not_be_saved_is_saved(run: SavedRun) -> None:
+    with full_from(0):
+        run.train()
+    assert run.core.patience == 0.0
+    run.core.fail("the end")
+    run.states._asked = 0.0
+    run.states.tend(run.core)
+    assert run.core.patience == PATIENCE
+    with contextlib.ExitStack() as stack:
+        serving = Mortal(stack)
+        run.core, run.groups = serving.core, workers(serving, method_named("async_sgd"))
+        run.train()
+        run.save()
+        assert "state-00000001" in {path.name for path in run.path.iterdir()}
+
+
+# --- What a server says ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def full() -> Iterator[IO[str]]:
+    """A file to which nothing can be written."""
+    if not Path("/dev/full").exists():
+        pytest.skip("this system has no /dev/full")
+    with contextlib.suppress(OSError), Path("/dev/full").open("w") as file:
+        yield file
+
+
+def test_a_standing_server_whose_log_cannot_be_written_serves_on(run: SavedRun, full: IO[str]) -> None:
+    settings = ServerSettings(
+        key=KEY.hex(),
+        host="127.0.0.1",
+        port=0,
+        heartbeat_timeout=30.0,
+        join_timeout=30.0,
+        threads=torch.get_num_threads(),
+        allow_optimizers=(),
+    )
+    options = Options(1, 0, "off", upstream="", once=False, http=None, http_host="", key_file=None)
+    console, signals = Console(file=full), StopSignals()
+    RunLog(run.core, console).tell(at_once=True)
+    assert run.core.happenings
+    before = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
+    try:
+        server = StandingServer(settings, options, console, signals, lifeline=None)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert server.run() == 0
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)

@@ -297,6 +297,24 @@ def test_a_validation_that_one_rank_has_heard_of_is_told_to_the_other_by_the_nex
         assert {index for group in groups for index in group.used} == set(range(SAMPLES))
 
 
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_a_group_that_evaluates_is_waited_for_by_the_next_server_no_more_than_by_the_last(is_saved: bool) -> None:
+    with ExitStack() as stack:
+        serving = Mortal(stack)
+        first, second = workers(serving, method_named("hardsync"))
+        claim = m.ClaimValidation(epoch=0, generation=1, passed=1)
+        assert first.request(claim, m.ValidationClaimed).number == 1
+        assert second.train(1)
+        if is_saved:
+            serving.save()
+        serving.die()
+        assert second.train(2), "its push is answered"
+        packed, buffer = pack({"loss": 0.5})
+        result = m.PublishEvaluation(number=1, packed=packed, nbytes=buffer.numel())
+        first.data.exchange(result, m.EvaluationPublished, buffer)
+        assert serving.core.shards[0].method_side.idle_groups == set(), "it pushes again"
+
+
 def test_what_one_rank_has_heard_at_a_synchronization_point_the_other_hears_of_the_next_server() -> None:
     large = bytes(range(256)) * 200
     with ExitStack() as stack:

@@ -30,23 +30,25 @@ from torch.nn import Parameter
 
 from lightning_omni.cli.serve import serve
 from lightning_omni.errors import ConfigurationError, MalformedMessage, ProtocolError, RankLost, Refused
-from lightning_omni.methods import AsyncSGD, Master, Method, Push, Replica, method_named
+from lightning_omni.methods import AsyncSGD, Gradient, Master, Method, Push, Replica, method_named
 from lightning_omni.methods.fragments import UNIT, read, write
-from lightning_omni.methods.master import resolver
+from lightning_omni.methods.master import hyperparameters_of, resolver
 from lightning_omni.methods.totals import Total
 from lightning_omni.optimizer.options import WorldOptions
 from lightning_omni.protocol import ServerCore, handshake, saved_run
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol import shard_messages as sm
 from lightning_omni.protocol.codec import pack, unpack
-from lightning_omni.protocol.group import Ask
+from lightning_omni.protocol.group import Ask, Said
 from lightning_omni.protocol.journal import LostEntry
 from lightning_omni.protocol.layout import DTYPES, Layout
+from lightning_omni.protocol.leases import EpochPlan
 from lightning_omni.protocol.service import Out
 from lightning_omni.protocol.shard import Shard
+from lightning_omni.protocol.shard_servers import MOST_HELD
 from lightning_omni.protocol.split import Split
 from lightning_omni.protocol.transport import Control, answer_of
-from lightning_omni.protocol.wire_format import RAW, RESIDUAL, WireFormat
+from lightning_omni.protocol.wire_format import RAW, RESIDUAL, Memory, WireFormat
 from lightning_omni.protocol.wire_formats import wire_of
 from lightning_omni.server import Server, ZeroMQ, saving, shard_link
 from lightning_omni.server.awake import AwakeClock
@@ -596,12 +598,20 @@ def test_a_save_counts_when_all_servers_have_written_theirs(tmp_path: Path) -> N
     assert told.number == 4, "no number is given twice"
     states.tend(cores[0])
     assert (tmp_path / "state-00000002").exists(), "until the other has written its share"
+    for _ in range(2):  # it cannot, and the next save is due
+        states._due = states._latest = states._asked = 0.0
+        states.tend(cores[0])
+        states.wait()
+    assert [path.name for path in sorted(tmp_path.glob("state-*"))] == [
+        f"state-0000000{number}" for number in (2, 5, 6)
+    ]
+    *_, told = [out.message for out in cores[0].tick(0.0) if isinstance(out.message, sm.Save)]
     cores[1].follow(told)
     assert share._writer is not None
     share._writer.join()
     states._asked = 0.0
     states.tend(cores[0])
-    assert [path.name for folder in folders for path in sorted(folder.glob("state-*"))] == ["state-00000004"] * 2
+    assert [path.name for folder in folders for path in sorted(folder.glob("state-*"))] == ["state-00000006"] * 2
     states.close()
 
 
@@ -636,6 +646,40 @@ def test_where_servers_save_their_state_the_loss_of_one_ends_all_and_not_the_run
 
 
 # --- All of it or nothing --------------------------------------------------------------------------------------------
+
+
+def test_however_often_a_rank_was_refused_no_part_of_a_request_waits_for_ever() -> None:
+    ensemble = run_of(2, 1)
+    (group,) = ensemble.groups
+    gradient = Gradient([torch.ones(shape) for shape in SHAPES], hyperparameters_of(group.replica.optimizer))
+    action = group.core.gradient(0, gradient)
+    assert isinstance(action, Ask)
+    good = group.core.say_parts(action, group.split, [Memory(), Memory()])
+    bad = [Said(msgspec.structs.replace(each.message, layout=99), each.payload) for each in good]
+    for number in range(2 * MOST_HELD):
+        group.ask([good[0], bad[1]] if number % 2 else [bad[0], good[1]])
+        assert all(isinstance(answer, m.RefusedMessage) for answer, _ in group.hear())
+    for first, second in ((0, 1), (1, 0)):  # one is refused before the other is there
+        group.ask(bad, [first])
+        ensemble.arrive()
+        group.requests -= 1
+        group.ask(good, [second])
+        assert all(isinstance(answer, m.RefusedMessage) for answer, _ in group.hear())
+
+
+def test_a_push_that_counts_batches_which_were_not_drawn_is_refused_by_all() -> None:
+    ensemble = run_of(2, 1)
+    (group,) = ensemble.groups
+    plan = EpochPlan(epoch=0, total=64, batch_size=2, budget=64)
+    ensemble.control(0, m.OpenEpoch(plan=plan), m.EpochOpened)
+    gradient = Gradient([torch.ones(shape) for shape in SHAPES], hyperparameters_of(group.replica.optimizer))
+    action = group.core.gradient(0, gradient)
+    assert isinstance(action, Ask)
+    said = group.core.say_parts(action, group.split, [Memory(), Memory()])
+    group.ask([Said(msgspec.structs.replace(each.message, epoch=0, trained=7), each.payload) for each in said])
+    answers = [answer for answer, _ in group.hear()]
+    assert all(isinstance(answer, m.RefusedMessage) and "has drawn only 0" in answer.reason for answer in answers)
+    assert {core.clock for core in ensemble.cores} == {0}
 
 
 @given(

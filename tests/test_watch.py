@@ -341,6 +341,12 @@ def test_a_number_of_groups_is_typed_and_confirmed(typed: str, asked: list[int],
     assert note in view.note
 
 
+def test_a_key_for_which_a_terminal_sends_several_characters_is_one_key() -> None:
+    assert keys_of("\x1b[15~5\x1b[1;5s\x1bOPq") == ["\x1b[15~", "5", "\x1b[1;5s", "\x1bOP", QUIT]
+    assert keys_of("\x1b[A\x1bOA\x1b[B\x1bOB\n") == [UP, UP, DOWN, DOWN, "enter"]
+    assert keys_of("\x1b") == ["\x1b"]
+
+
 def test_a_key_saves_and_the_table_says_when_the_state_was_saved() -> None:
     asked_for = Asked()
     assert press(View(), SAVE, overview(), asked_for).note == "the state is being saved"

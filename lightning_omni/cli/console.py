@@ -6,7 +6,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -69,6 +69,19 @@ def tell(sentence: str) -> None:
     """Writes a sentence to standard output, broken at the terminal's width."""
     console = _output()
     console.print(Text(sentence), soft_wrap=not console.is_terminal)
+
+
+def log(console: Console, line: str, style: str | None = None, highlight: bool | None = None) -> None:
+    """Writes a line that is never broken. If it cannot be (the disk is full, the terminal is gone), it is lost.
+
+    Args:
+        console: where to.
+        line: the text.
+        style: of all of it.
+        highlight: whether numbers and the like stand out; None for as the console does.
+    """
+    with suppress(OSError):
+        console.print(line, style=style, soft_wrap=True, markup=False, highlight=highlight)
 
 
 @contextmanager

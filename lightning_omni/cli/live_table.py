@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import sys
 import time
@@ -24,9 +25,11 @@ AGAIN = 1.0
 QUIT, EVICT, BAR, GROUPS, SAVE = "q", "e", "b", "g", "s"
 UP, DOWN, YES, ENTER, BACK = "up", "down", "y", "enter", "back"
 _ESCAPES = {
-    "\x1b[A": UP, "\x1b[B": DOWN, "k": UP, "j": DOWN, "\x03": QUIT,
+    "\x1b[A": UP, "\x1b[B": DOWN, "\x1bOA": UP, "\x1bOB": DOWN, "k": UP, "j": DOWN, "\x03": QUIT,
     "\r": ENTER, "\n": ENTER, "\x7f": BACK, "\b": BACK,
 }  # fmt: skip
+_KEY = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1bO.|.", re.DOTALL)
+"""What a terminal sends for one key: F5 is an escape, "[15~", and not a 5."""
 _LONGEST_NUMBER = 6
 """Digits of a number of groups."""
 
@@ -132,12 +135,7 @@ def keys_of(typed: str) -> list[str]:
         >>> keys_of("q"), keys_of("\x1b[A\x1b[Bje")
         (['q'], ['up', 'down', 'down', 'e'])
     """
-    keys = []
-    while typed:
-        size = 3 if typed.startswith("\x1b[") else 1
-        keys.append(_ESCAPES.get(typed[:size], typed[:size]))
-        typed = typed[size:]
-    return keys
+    return [_ESCAPES.get(key, key) for key in _KEY.findall(typed)]
 
 
 @contextmanager

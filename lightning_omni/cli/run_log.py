@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from lightning_omni.cli.console import log
 from lightning_omni.protocol.quoting import quoted
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class RunLog:
         new = list(takewhile(lambda each: each is not self._last, reversed(self._core.happenings)))
         for happening in reversed(new):
             self._last = happening
-            self._console.print(line_of(happening, now), soft_wrap=True, markup=False, highlight=False)
+            log(self._console, line_of(happening, now), highlight=False)
 
 
 def line_of(happening: Happening, now: float) -> str:

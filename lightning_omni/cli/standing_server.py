@@ -14,7 +14,7 @@ import msgspec
 import torch
 from rich.console import Console
 
-from lightning_omni.cli.console import INTERRUPTED
+from lightning_omni.cli.console import INTERRUPTED, log
 from lightning_omni.cli.run_log import RunLog
 from lightning_omni.protocol import transport as transports
 from lightning_omni.server import ZeroMQ
@@ -103,7 +103,7 @@ def stand(settings: ServerSettings, options: Options, console: Console) -> int:
     preload()  # before ranks come: they take a server that is silent for long to be gone
     lifeline = None
     if supervises:
-        outcome = supervise(lambda: bool(signals), lambda text: _say(console, text))
+        outcome = supervise(lambda: bool(signals), lambda text: log(console, text))
         if isinstance(outcome, int):  # in the process that does not serve itself
             return signals.exit_code(outcome)
         lifeline = outcome
@@ -131,14 +131,13 @@ class StandingServer:
     ) -> None:
         self._options, self._console, self._signals, self._lifeline = options, console, signals, lifeline
         torch.set_num_threads(settings.threads)
-        load_plugins(settings)
+        custom = load_plugins(settings)
         self._core = core_from(settings)
         self._states = None
         if settings.state:
             self._states = StateDirectory(settings.state, settings.save_every, servers=settings.shards)
         raise_limit_of_files()
-        custom = settings.transports
-        self._transport: Any = transports.load(custom[0])() if custom else ZeroMQ(encryption=options.encryption)
+        self._transport: Any = custom[0]() if custom else ZeroMQ(encryption=options.encryption)
         self._web = StatusServer(options.http_host, options.http) if options.http is not None else None
         try:
             self._continued = self._states.restore(self._core) if self._states is not None else ""
@@ -187,21 +186,21 @@ class StandingServer:
         finally:
             self._close()
         if self._core.gone:
-            self._console.print(self._core.gone, style="red", soft_wrap=True, markup=False)
+            log(self._console, self._core.gone, style="red")
             return 1
         if self._options.upstream and not self._signals:
-            self._console.print(f"the parameter server at {self._options.upstream} is gone", markup=False)
-        self._console.print(f"{self._options.role} stopped")
+            log(self._console, f"the parameter server at {self._options.upstream} is gone")
+        log(self._console, f"{self._options.role} stopped")
         return 0
 
     def _announce(self) -> None:
         options = self._options
         name = f"{options.role} for {options.upstream}" if options.upstream else options.role
-        _say(self._console, f"{name} on {self._server.address}, key from {options.key_file or 'the environment'}")
+        log(self._console, f"{name} on {self._server.address}, key from {options.key_file or 'the environment'}")
         if self._web is not None:
-            _say(self._console, f"status on {self._web.url}")
+            log(self._console, f"status on {self._web.url}")
         if self._continued:
-            _say(self._console, self._continued)
+            log(self._console, self._continued)
 
     def _is_over(self) -> bool:
         """Does what is due beside messages; asked again and again."""
@@ -221,7 +220,7 @@ class StandingServer:
         """All ranks have left; the next run may come."""
         if self._log is not None:
             self._log.tell(at_once=True)
-        self._console.print(f"a run is over: {self._core.clock} updates, ranks lost: {len(self._core.roster.lost)}")
+        log(self._console, f"a run is over: {self._core.clock} updates, ranks lost: {len(self._core.roster.lost)}")
         if self._options.once:
             self._stopped.set()
         if self._states is not None:
@@ -241,8 +240,3 @@ class StandingServer:
     def _close_web(self) -> None:
         if self._web is not None:
             self._web.close()
-
-
-def _say(console: Console, text: str) -> None:
-    """A line that is never wrapped: programs read addresses in it."""
-    console.print(text, soft_wrap=True, markup=False)

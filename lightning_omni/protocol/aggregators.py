@@ -129,6 +129,7 @@ class Aggregators(OneServer):
     def evict(self, group: int, lost: bool) -> list[Out]:
         if (rank := self._leaders.pop(group, -1)) in self._of:
             self._tell_of(rank, sm.Lose(rank=rank, reason="lost" if lost else "left"))
+            del self._of[rank]
         return []
 
     def seeded(self) -> None:

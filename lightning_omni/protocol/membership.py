@@ -249,7 +249,10 @@ class Membership:
             ProtocolError: this server saves none.
         """
         if self._journal.write is None:
-            raise ProtocolError("no state is saved here: start the server with --state DIR, and training begins first")
+            raise ProtocolError(
+                "no state is saved here: start the server with --state DIR; training begins first, and if its log says"
+                " that something could not be written, the next save is tried when it is due"
+            )
         self._journal.is_due = True
         return [Out(sender.peer, m.CONTROL, m.Acknowledged())]
 

@@ -497,6 +497,8 @@ class ServerCore:
         writes, self.journal.write = self.journal.write, None
         for entry in (*journal, WentOnEntry()):
             self._redo(entry)
+        for group in self._epochs.validations.evaluating:  # those that wait for others say so again
+            self._training.idle(self.roster.exchanges_with(group, 0))
         self.journal.write, self.journal.is_due = writes, True
         self._pass_time(now)
 

@@ -233,8 +233,11 @@ class _InParts(Servers):
         """All parts are here, or one was refused: this server's is handled, as all others are."""
         held = self._held.pop(key, None)
         if held is None:
-            if refusal is not None and sum(each[0] == key[0] for each in self._refused) < MOST_HELD:
+            if refusal is not None:
                 self._refused[key] = refusal
+                of_rank = [each for each in self._refused if each[0] == key[0]]
+                for oldest in of_rank[:-MOST_HELD]:  # parts that were refused here never come
+                    del self._refused[oldest]
             return []
         if refusal is None:
             try:

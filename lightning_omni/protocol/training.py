@@ -174,6 +174,8 @@ class Training(Service):
         """Bytes of a push."""
         layout = self._shards.shard(message.optimizer).layout_of_push(sender.group, message)
         wire_format.check_size(self._wire_format, message.nbytes, layout)
+        if message.epoch >= 0 and self._servers.count > 1:  # the others know of no draws, and merge
+            self._epochs.check_trained(sender.group, message.epoch, message.trained)
         return message.nbytes
 
     def push(self, sender: Sender, message: m.PushMessage, payload: Payload) -> list[Out]:

@@ -52,7 +52,7 @@ class ValidationBook:
 
     def form(self) -> None:
         """Groups are formed: none of those before evaluates any more."""
-        for group in set(self._under_way.values()):
+        for group in self.evaluating:
             self.evict(group)
         self._answers.clear()
 
@@ -82,6 +82,11 @@ class ValidationBook:
         self.is_missed, self._last = False, self._last + 1
         self._under_way[self._last] = group
         return self._last
+
+    @property
+    def evaluating(self) -> set[int]:
+        """Groups that evaluate."""
+        return set(self._under_way.values())
 
     def check_evaluates(self, group: int, number: int) -> None:
         """Raises `ProtocolError` unless a group evaluates that validation."""

@@ -6,6 +6,8 @@ were told after it: every entry is with the operating system before the answer l
 process, if not its machine.
 
 Rule: between two messages the state is copied, which the server waits for; a thread of its own writes the copy.
+Rule: what cannot be written is tried again at the next save, and the last save stays until another one is written. If
+an entry of the journal is missing, no server goes on from a save before it: what ranks were told would be unsaid.
 
 Servers that hold a share of the weights each save at one moment: when the one that coordinates says so, in the order in
 which it says everything. A save counts when all have written theirs. What ranks are told stands in the journal of that
@@ -48,6 +50,8 @@ SHARE = 0.02
 ENDED = "ended"
 """The last save of a run that has ended before its time."""
 _SAVED, _JOURNAL, _NEW, _LOCK = "state-", "journal-", "new", "lock"
+_GAP = "gap-"
+"""What a journal is renamed to when an entry could not be written: that needs no room on the disk."""
 _SHARE = "share-"
 """Directories of the other servers that hold a share each."""
 _ATTEMPTS = 5
@@ -55,6 +59,14 @@ _ATTEMPTS = 5
 _PAUSE = 0.25
 """Seconds after which it is asked whether the run is over."""
 _MARK = b"lightning-omni state\n"
+_NOT_SAVED = (
+    "the server's state could not be saved in %s; the last save stays, if there is one, and the next one is tried when"
+    " it is due: %s"
+)
+_LOST = (
+    "what ranks are told could not be written in %s: until the server's state is saved again, its loss would end the"
+    " run: %s"
+)
 _LENGTH = 4
 """Bytes in front of a journal's entry, or of a save's plain part, that say how long it is."""
 
@@ -106,7 +118,9 @@ class StateDirectory:
             for begun in folder.glob(f"{_NEW}-*"):  # by a server that was killed meanwhile
                 begun.unlink(missing_ok=True)
         files = [number for folder in self._folders for number in _numbers(folder, _SAVED)]
-        self._number = max(files + self._numbers(_JOURNAL), default=0)
+        self._number = max(files + self._numbers(_JOURNAL) + self._numbers(_GAP), default=0)
+        self._gap = 0  # number of the last journal in which an entry is missing
+        self._troubles = _Troubles(self._path)
         self._journal: int | None = None
         self._writer: threading.Thread | None = None
         self._due = self._latest = self._asked = 0.0
@@ -123,10 +137,16 @@ class StateDirectory:
         """
         core.patience = self._patience
         saves = self._whole()
-        for folder in self._folders if self._others else ():  # of saves that not all have written
-            for number in set(_numbers(folder, _SAVED)) - set(saves[-1:]):
-                (folder / f"{_SAVED}{number:08d}").unlink()
+        self._remove_parts(set(saves[-1:]))
         if not saves:
+            return ""
+        if max(self._numbers(_GAP), default=0) >= saves[-1]:
+            self._keep_ended(saves[-1])
+            _log.warning(
+                "no server can go on with the run in %s, for not all that its ranks were told could be written there;"
+                " the weights of the last save stay",
+                self._path,
+            )
             return ""
         last = self.restored = saves[-1]
         path = self._path / f"{_SAVED}{last:08d}"
@@ -143,6 +163,12 @@ class StateDirectory:
 
     def tend(self, core: ServerCore) -> None:
         """Saves the state if it is time. To be called between two messages, and often."""
+        try:
+            self._tend(core)
+        except OSError as error:  # the directory cannot even be read
+            self._troubles.say(_NOT_SAVED, error)
+
+    def _tend(self, core: ServerCore) -> None:
         now = time.monotonic()
         if now < min(self._due, self._asked + _PAUSE) and not core.journal.is_due:
             return
@@ -153,10 +179,15 @@ class StateDirectory:
             return
         if not self._is_whole and self._number in self._whole():
             self._is_whole = True
+            core.journal.saves += 1
             self._remove_before(self._number)
+            if self._gap < self._number:
+                self._gap, core.patience = 0, self._patience
+                self._troubles.end()
         if now < self._due and not core.journal.is_due:
             return
-        if (self._writer is not None and self._writer.is_alive()) or (not self._is_whole and now < self._latest):
+        awaits_others = bool(self._others) and not self._is_whole and now < self._latest
+        if awaits_others or (self._writer is not None and self._writer.is_alive()):
             return
         if core.is_quiet or now >= self._latest or self._went_on:
             self._save(core)
@@ -166,13 +197,14 @@ class StateDirectory:
         self.wait()
         core.journal.write, core.journal.is_due = None, False
         self._close_journal()
-        if core.over and not self._others and (saves := self._numbers(_SAVED)):  # its weights may still be of use
-            with contextlib.suppress(OSError):
-                (self._path / f"{_SAVED}{saves[-1]:08d}").rename(self._path / ENDED)
-        self._remove_before(self._number + 1)
+        with contextlib.suppress(OSError):
+            if core.over and (saves := self._numbers(_SAVED)):  # its weights may still be of use
+                self._keep_ended(saves[-1])
+            self._remove_before(self._number + 1)
         # Another server may still be writing what it was told last: that number is not given again.
         self._number = self._number if self._others else 0
         self._due, self._latest, self._went_on, self._is_whole = 0.0, 0.0, False, True
+        self._gap, core.patience = 0, self._patience
 
     def close(self, core: ServerCore | None = None) -> None:
         """No more is saved, after a last time if a run is under way.
@@ -194,17 +226,19 @@ class StateDirectory:
     def _save(self, core: ServerCore) -> None:
         began = time.monotonic()
         self._number += 1
+        self._due, core.journal.is_due = began + self._every, False
         try:
+            self._remove_parts({*self._whole()[-1:], self._number - 1})  # of the one before some may still be written
             self._open_journal(core)
             packed, buffer = pack(core.state())
         except (OSError, MemoryError, RuntimeError, OmniError) as error:  # an optimizer may remember anything
-            self._give_up(core, error)
+            if self._journal is None or core.journal.write is None:  # the journal of the last save is of use otherwise
+                self._lose(core, error)
+            self._troubles.say(_NOT_SAVED, error)
             return
         if self._others:
             core.save_shares(self._number)
-            self._is_whole = False
-        core.journal.is_due = False
-        core.journal.saves += 1
+        self._is_whole = False
         took = time.monotonic() - began
         self._due = began + max(self._every, took / SHARE)
         self._latest = self._due + self._every  # whether or not groups wait for answers by then
@@ -214,8 +248,11 @@ class StateDirectory:
         self._writer.start()
 
     def _write(self, number: int, packed: Packed, buffer: Tensor) -> None:
-        if _write_save(self._path, number, packed, buffer) and not self._others:
-            self._remove_before(number)
+        if error := _write_save(self._path, number, packed, buffer):
+            self._troubles.say(_NOT_SAVED, error)
+        elif not self._others:
+            with contextlib.suppress(OSError):
+                self._remove_before(number)
 
     def _open_journal(self, core: ServerCore) -> None:
         journal = os.open(self._path / f"{_JOURNAL}{self._number:08d}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -229,19 +266,30 @@ class StateDirectory:
                 if os.write(journal, data) != len(data):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             except OSError as error:
-                self._give_up(core, error)
+                self._lose(core, error)
 
         core.journal.write = write
         if self._went_on:
             write(WentOnEntry())
             self._went_on = False
 
-    def _give_up(self, core: ServerCore, error: Exception) -> None:
-        """What is there is of no use without what comes now."""
-        _log.warning("the server's state cannot be saved in %s, and its loss would end the run: %s", self._path, error)
-        self.discard(core)
-        core.patience = 0.0
-        self._due = self._latest = float("inf")
+    def _lose(self, core: ServerCore, error: Exception) -> None:
+        """Ranks are told what is in no journal: from what is there no server can go on, until the state is saved."""
+        core.journal.write, core.patience, self._gap = None, 0.0, self._number
+        with contextlib.suppress(OSError):
+            if journals := self._numbers(_JOURNAL):
+                (self._path / f"{_JOURNAL}{journals[-1]:08d}").rename(self._path / f"{_GAP}{self._gap:08d}")
+            for kind in (_JOURNAL, _GAP):  # those before are of use to no server
+                for number in self._numbers(kind):
+                    if number < self._gap:
+                        (self._path / f"{kind}{number:08d}").unlink()
+        self._troubles.say(_LOST, error)
+
+    def _keep_ended(self, number: int) -> None:
+        """Keeps a save with which no server goes on; those of several servers stay where they are."""
+        if not self._others:
+            with contextlib.suppress(OSError):
+                (self._path / f"{_SAVED}{number:08d}").rename(self._path / ENDED)
 
     def _entries(self, number: int) -> Iterator[Entry]:
         """What a journal holds; its end may be missing."""
@@ -268,9 +316,15 @@ class StateDirectory:
     def _numbers(self, kind: str) -> list[int]:
         return _numbers(self._path, kind)
 
+    def _remove_parts(self, but: set[int]) -> None:
+        """Removes what some servers have written of saves that not all have, but for some saves."""
+        for folder in self._folders if self._others else ():
+            for number in set(_numbers(folder, _SAVED)) - but:
+                (folder / f"{_SAVED}{number:08d}").unlink(missing_ok=True)
+
     def _remove_before(self, before: int) -> None:
         for folder in self._folders:
-            for kind in (_SAVED, _JOURNAL):
+            for kind in (_SAVED, _JOURNAL, _GAP):
                 for number in _numbers(folder, kind):
                     if number < before:
                         with contextlib.suppress(OSError):
@@ -300,6 +354,7 @@ class ShareDirectory:
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
+        self._troubles = _Troubles(self._path)
         self._writer: threading.Thread | None = None
         try:
             self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -326,12 +381,38 @@ class ShareDirectory:
         try:
             packed, buffer = pack(core.state())
         except (MemoryError, RuntimeError, OmniError) as error:  # an optimizer may remember anything
-            _log.warning("a share of the state cannot be saved in %s, the last save stays: %s", self._path, error)
+            self._troubles.say(_NOT_SAVED, error)
             return
         self._writer = threading.Thread(
-            target=_write_save, args=(self._path, number, packed, buffer), name="omni-save", daemon=True
+            target=self._write, args=(number, packed, buffer), name="omni-save", daemon=True
         )
         self._writer.start()
+
+    def _write(self, number: int, packed: Packed, buffer: Tensor) -> None:
+        if error := _write_save(self._path, number, packed, buffer):
+            self._troubles.say(_NOT_SAVED, error)
+        else:
+            self._troubles.end()
+
+
+class _Troubles:
+    """Tells the log when saving fails, once, and when it works again; a full disk is full at every save."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._said: set[str] = set()
+
+    def say(self, text: str, error: Exception) -> None:
+        """Something could not be written; ``text`` has places for the directory and the error."""
+        if text not in self._said:
+            self._said.add(text)
+            _log.warning(text, self._folder, error)
+
+    def end(self) -> None:
+        """All is written."""
+        if self._said:
+            self._said.clear()
+            _log.warning("the server's state is saved in %s again", self._folder)
 
 
 def share_directory(path: str | Path, number: int) -> Path:
@@ -345,12 +426,16 @@ def share_directory(path: str | Path, number: int) -> Path:
 
 
 def _numbers(folder: Path, kind: str) -> list[int]:
-    found = (path.name.removeprefix(kind) for path in folder.glob(f"{kind}*"))
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:  # of a server that has yet to be started
+        return []
+    found = (name.removeprefix(kind) for name in names if name.startswith(kind))
     return sorted(int(number) for number in found if number.isdigit())
 
 
-def _write_save(folder: Path, number: int, packed: Packed, buffer: Tensor) -> bool:
-    """Writes a save, and says so if it could not."""
+def _write_save(folder: Path, number: int, packed: Packed, buffer: Tensor) -> OSError | None:
+    """Writes a save; returns why it could not."""
     new, head = folder / f"{_NEW}-{os.getpid()}", msgspec.msgpack.encode(packed)
     try:
         with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb", buffering=0) as file:
@@ -362,9 +447,8 @@ def _write_save(folder: Path, number: int, packed: Packed, buffer: Tensor) -> bo
     except OSError as error:
         with contextlib.suppress(OSError):
             new.unlink(missing_ok=True)
-        _log.warning("the server's state could not be saved in %s, the last save stays: %s", folder, error)
-        return False
-    return True
+        return error
+    return None
 
 
 def read(path: str | Path) -> dict[str, Any]:

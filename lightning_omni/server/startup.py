@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from collections.abc import Sequence
-from typing import Any
 
 from lightning_omni import methods
 from lightning_omni.methods.master import resolver
@@ -14,19 +12,17 @@ from lightning_omni.methods.modules import module_resolver
 from lightning_omni.protocol import transport, wire_format
 from lightning_omni.protocol.record import RecordFile
 from lightning_omni.protocol.server import ServerCore
+from lightning_omni.protocol.transport import Transport
 from lightning_omni.server.process import ServerSettings
 
 
-def load_plugins(settings: ServerSettings) -> None:
-    """Imports what the run may use beside the package's own: methods, wire formats, transports."""
-    registries: Sequence[tuple[Any, Sequence[str]]] = (
-        (methods, settings.methods),
-        (wire_format, settings.wire_formats),
-        (transport, settings.transports),
-    )
-    for registry, paths in registries:
-        for path in paths:
-            registry.load(path)
+def load_plugins(settings: ServerSettings) -> list[type[Transport]]:
+    """Imports what the run may use beside the package's own: methods, wire formats, transports. Returns the latter."""
+    for path in settings.methods:
+        methods.load(path)
+    for path in settings.wire_formats:
+        wire_format.load(path)
+    return [transport.load(path) for path in settings.transports]
 
 
 def core_from(settings: ServerSettings) -> ServerCore:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from rich.console import Console
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
@@ -115,6 +116,8 @@ class DeviceTunerHooks(_CallbackBase):
         self.report: DeviceReport | None = None
         self.problem: str | None = None
         self._setting, self._batches = setting, batches
+        self._is_given = setting is not None
+        self._model: object = None  # that the setting was found for; None if a checkpoint has brought it
         self._options: dict[str, Any] = {"allow": allow, "propose": propose, "budget": budget, "tolerance": tolerance}
         self._applied = ExitStack()
         self._stage = ""
@@ -132,6 +135,7 @@ class DeviceTunerHooks(_CallbackBase):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Data, optimizers and checkpoint are there, and no server has seen the weights yet."""
+        self._forget_other_model(_description(pl_module))
         if self._setting is None:
             self._measure(trainer, pl_module)
         if self._setting is not None:
@@ -158,8 +162,8 @@ class DeviceTunerHooks(_CallbackBase):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """A setting that was passed as an argument wins. What a test loads says nothing of a fit."""
-        if self._stage == "fit" and self._setting is None and state_dict.get("setting"):
-            self._setting = DeviceSetting.from_dict(state_dict["setting"])
+        if self._stage == "fit" and not self._is_given and state_dict.get("setting"):
+            self._model, self._setting = None, DeviceSetting.from_dict(state_dict["setting"])
             self.report = DeviceReport.from_dict(state_dict["report"]) if state_dict.get("report") else None
 
     @override
@@ -171,6 +175,12 @@ class DeviceTunerHooks(_CallbackBase):
                     checkpoint[name] = contiguous(checkpoint[name])
 
     # --- Measuring ----------------------------------------------------------------------------------------------------
+
+    def _forget_other_model(self, model: object) -> None:
+        """What an earlier fit has found for another model says nothing of this one."""
+        if not self._is_given and self._model not in (None, model):
+            self._setting = self.report = None
+        self._model = model
 
     def _measure(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Rank 0 measures, all ranks hear what it found."""
@@ -335,6 +345,12 @@ def _skipped(trainer: Trainer) -> dict[str, str]:
         if any(part.head is not None for part in world.parts):
             skipped["compile"] = "a part of the model is a merged head, which runs at the parameter server"
     return skipped
+
+
+def _description(module: LightningModule) -> object:
+    """What models are told apart by: the same for two that were made alike."""
+    parameters = module.named_parameters()
+    return type(module), [(name, None if is_lazy(each) else each.shape) for name, each in parameters]
 
 
 # --- The training step of a copy --------------------------------------------------------------------------------------
