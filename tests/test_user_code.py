@@ -30,7 +30,7 @@ from lightning_omni.optimizer.live_world import LiveWorld, register
 from lightning_omni.protocol.progress import Progress, ReferenceBatch
 from lightning_omni.strategy.leased import LeasedData
 from lightning_omni.strategy.proxies import Merged, Proxies
-from lightning_omni.strategy.schedulers import Pacer
+from lightning_omni.strategy.schedulers import Pacer, arrive
 from lightning_omni.strategy.wrapped import check_wrapped
 
 
@@ -202,6 +202,53 @@ def test_a_schedule_that_is_stepped_by_hand_once_an_epoch_or_less_often_is_left_
         pacer.catch_up()
     pacer.release()
     assert schedule.last_epoch == 3
+
+
+@pytest.mark.parametrize(("by_hand", "frequency", "expected"), [(False, 1, 24), (False, 4, 6), (True, 1, 24)])
+def test_a_checkpoint_knows_what_schedules_count_at_its_own_moment(
+    by_hand: bool, frequency: int, expected: int
+) -> None:
+    """The rank that saves has heard of 20 steps when the server has 24."""
+    optimizer, here = torch.optim.SGD([Parameter(torch.ones(3))], lr=1.0), 0
+    schedule, told = (torch.optim.lr_scheduler.StepLR(optimizer, 1000) for _ in range(2))
+    configs = [
+        LRSchedulerConfig(torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)),
+        LRSchedulerConfig(schedule, interval="step", frequency=frequency),
+    ]
+    pacer = Pacer(configs, lambda: 2 * here, lambda: 1, (lambda: here) if by_hand else None)
+    pacer.count_from({})
+    pacer.pace()
+    optimizer.step()
+    while here < 10:
+        here += 1
+        schedule.step()
+    counts = pacer.counts_at(configs, 24)
+    pacer.release()
+    assert counts == [(), (20 // frequency, expected)]
+    assert arrive(configs, counts) == {schedule: expected}
+    assert schedule.last_epoch == expected
+    assert arrive([configs[0], LRSchedulerConfig(told)], counts) == {}, "a user has begun with it again"
+    assert told.last_epoch == 0
+    assert arrive(configs[:1], counts) == {}, "there are fewer now"
+
+
+def test_a_schedule_that_was_saved_later_than_the_weights_waits_for_them() -> None:
+    """Weights of a published validation are those of a moment that has passed."""
+    optimizer, done = torch.optim.SGD([Parameter(torch.ones(3))], lr=1.0), 16
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
+    optimizer.step()
+    for _ in range(20):
+        schedule.step()
+    configs = [LRSchedulerConfig(schedule, interval="step")]
+    assert arrive(configs, [(20, 16)]) == {schedule: 16}
+    pacer = Pacer(configs, lambda: done, lambda: 1)
+    pacer.count_from({schedule: (16, done)})
+    pacer.pace()
+    for count in (20, 20, 22):
+        done += 2
+        schedule.step()
+        assert schedule.last_epoch == count
+    pacer.release()
 
 
 def test_a_chained_schedule_keeps_pace_though_it_counts_no_steps() -> None:

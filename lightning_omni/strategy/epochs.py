@@ -9,7 +9,7 @@ loop is left alone.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -31,7 +31,7 @@ from lightning_omni.protocol.record import Spans
 from lightning_omni.strategy import _private
 from lightning_omni.strategy.leased import FitLimits, LeasedData, is_given, size_of
 from lightning_omni.strategy.published import PublishedValidation
-from lightning_omni.strategy.schedulers import Pacer
+from lightning_omni.strategy.schedulers import Pacer, arrive
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer
@@ -98,6 +98,7 @@ class EpochDriver:
         self.progress: Progress | None = None
         self.past: Progress | None = None
         self.schedule: Schedule = {}
+        self._resumed_schedules: Sequence[Sequence[int]] = ()
         self._begun = -1
         self._resumed_batches = (-1, 0)  # of which epoch, and how many of each rank
         self._limits: FitLimits | None = None
@@ -123,7 +124,7 @@ class EpochDriver:
         Args:
             saved: what it says of its run.
         """
-        self.resumed, self.past = saved.cut, saved.progress
+        self.resumed, self.past, self._resumed_schedules = saved.cut, saved.progress, saved.schedules
         self.is_counted_together = saved.progress is not None or saved.cut.epoch != -1
 
     def start(self) -> None:
@@ -144,6 +145,9 @@ class EpochDriver:
             elif self.past is None and not self.is_counted_together:
                 self.progress = self._limits.counted(self.progress)
             self._limit_steps()
+        counts, self._resumed_schedules = arrive(trainer.lr_scheduler_configs, self._resumed_schedules), ()
+        if self.progress is not None:
+            self.schedule = {**self.schedule, **{each: (count, self._steps()) for each, count in counts.items()}}
         self._pace()
 
     def enter(self, entered: Entered, schedule: Schedule) -> None:
@@ -582,9 +586,18 @@ class EpochDriver:
         """The run's progress in optimizer steps as DDP would count them."""
         if self.is_open:
             self._advance(self._seen())
-        steps, automatic = self._now().steps, self.trainer.lightning_module.automatic_optimization
+        return self._steps_at(self._now())
+
+    def _steps_at(self, progress: Progress) -> int:
+        automatic = self.trainer.lightning_module.automatic_optimization
         # max_steps may end the run inside an epoch.
-        return min(steps, self.max_steps) if automatic and self.max_steps != -1 else steps
+        return min(progress.steps, self.max_steps) if automatic and self.max_steps != -1 else progress.steps
+
+    def schedules_at(self, progress: Progress | None) -> list[tuple[int, ...]]:
+        """For a checkpoint of that moment: see `lightning_omni.strategy.schedulers.Pacer.counts_at`."""
+        if self._pacer is None or progress is None:
+            return []
+        return self._pacer.counts_at(self.trainer.lr_scheduler_configs, self._steps_at(progress))
 
     def _seen(self) -> int:
         """Positions of this epoch that are trained, as far as this rank knows. All members of a group know alike."""
