@@ -191,7 +191,7 @@ class Listener:
         world = self._strategy.joined
         for part in world.parts:
             if world.is_leader:  # its peers hear the same numbers
-                self._staleness.update(torch.tensor(part.staleness))
+                self._staleness.update(torch.tensor(list(part.staleness.elements())))
             part.staleness.clear()
 
 
