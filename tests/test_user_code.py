@@ -27,6 +27,7 @@ from lightning_omni.methods.replica import Replica
 from lightning_omni.optimizer import OmniOptimizer, World, names_of
 from lightning_omni.optimizer.executor import Exchanging, Executor, evaluating
 from lightning_omni.optimizer.live_world import LiveWorld, register
+from lightning_omni.optimizer.untrained import buffers_of, merge
 from lightning_omni.protocol.progress import Progress, ReferenceBatch
 from lightning_omni.strategy.leased import LeasedData
 from lightning_omni.strategy.proxies import Merged, Proxies
@@ -264,6 +265,18 @@ def test_a_chained_schedule_keeps_pace_though_it_counts_no_steps() -> None:
         chained.step()
         assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)
     pacer.release()
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_a_sparse_buffer_is_refused_by_its_name(alone: None, layout: torch.layout) -> None:
+    module = nn.Module()
+    module.norm = nn.BatchNorm1d(2)
+    module.register_buffer("graph", torch.eye(3).to_sparse(layout=layout))
+    with pytest.raises(UnsupportedError, match=rf"^graph is a sparse tensor \({layout}\).* as buffers"):
+        World().wrap(module)
+    with pytest.raises(UnsupportedError, match=r"^graph is a sparse tensor"):  # it came later
+        merge(World(), buffers_of(module))
 
 
 class Streamed(IterableDataset[int]):

@@ -51,6 +51,7 @@ from lightning_omni.optimizer.sharding import (
     share_initial,
 )
 from lightning_omni.optimizer.states import Residuals, States
+from lightning_omni.optimizer.untrained import check_dense
 from lightning_omni.optimizer.versions import Versions
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.group import Heard
@@ -522,7 +523,12 @@ class World(Place):
             share_initial(self.sharded, self.holders, self.torch_rank)
 
     def broadcast_initial(self, module: Module) -> None:
-        """All ranks get the parameters and buffers of rank 0; called before training begins, while all are here."""
+        """All ranks get the parameters and buffers of rank 0; called before training begins, while all are here.
+
+        Raises:
+            UnsupportedError: one of them is sparse.
+        """
+        check_dense((*module.named_parameters(), *module.named_buffers()))
         self.process_groups.make(self.topology)
         _take_from_rank_zero((*module.parameters(), *module.buffers()))
 
