@@ -120,7 +120,11 @@ def plain_loops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]
     done = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"),
-            *(sys.executable, str(SCRIPTS / "plain_loop.py"), json.dumps({**INTERRUPTED, **LOOPS, **REFUSED, "last": {"rank": 1}})),
+            *(
+                sys.executable,
+                str(SCRIPTS / "plain_loop.py"),
+                json.dumps({**INTERRUPTED, **LOOPS, **REFUSED, "last": {"rank": 1}}),
+            ),
         ],
         capture_output=True,
         text=True,

@@ -13,6 +13,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from jsonargparse import ArgumentError, ArgumentParser
 from pytorch_lightning.utilities.types import LRSchedulerConfig
 from torch import Tensor, nn
@@ -378,6 +379,28 @@ def test_collectives_of_users_among_all_groups_take_tensors_of_any_dtype(dtype: 
     world.allgather([places], [mine])
     for place, expected in zip(places, (mine, theirs), strict=True):
         assert bytes(place.view(torch.uint8).numpy()) == bytes(expected.view(torch.uint8).numpy())
+
+
+@pytest.mark.usefixtures("alone")
+def test_functional_collectives_among_all_groups_are_those_of_the_live() -> None:
+    register()
+    group = dist.new_group([0], backend="omni")
+    assert isinstance(group, LiveWorld)
+    group.connect(lambda _, payload: [(0, payload), (1, payload)], 0)
+    mine = torch.tensor([1.0, 2.0])
+    assert functional.all_reduce(mine, "sum", group).tolist() == [2.0, 4.0]
+    assert functional.broadcast(mine, 0, group).tolist() == [1.0, 2.0]
+    gather, scatter = (  # their names since torch 2.13, and before
+        getattr(functional, new, None) or getattr(functional, old)
+        for new, old in (
+            ("all_gather_single", "all_gather_tensor"),
+            ("reduce_scatter_single", "reduce_scatter_tensor"),
+        )
+    )
+    assert gather(mine, 0, group).tolist() == [1.0, 2.0] * 2
+    with pytest.raises(UnsupportedError, match="reduce_scatter_tensor is not offered"):
+        scatter(mine, "sum", 0, group)
+    dist.destroy_process_group(group)
 
 
 @pytest.mark.usefixtures("alone")
