@@ -43,12 +43,14 @@ class Entered(NamedTuple):
     Attributes:
         plan: the epoch that is under way.
         samples: of this epoch, those that were trained when the groups parted.
+        progress: how far the run was by then; earlier epochs may have had other lengths.
         validations: what callbacks have heard of: `PublishedValidation.state`.
         split: which part of a dataset is trained: `lightning_omni.strategy.leased.split_of`.
     """
 
     plan: EpochPlan
     samples: int
+    progress: Progress | None
     validations: Mapping[str, Any]
     split: int
 
@@ -157,7 +159,7 @@ class EpochDriver:
             entered: where.
             schedule: where the run's schedulers count from.
         """
-        self._entered, self.schedule = entered, schedule
+        self._entered, self.schedule, self.past = entered, schedule, entered.progress
 
     def finish(self) -> None:
         """The run has ended, well or badly: the loops decide for themselves, and the schedulers are given back."""
