@@ -15,6 +15,8 @@ from lightning_omni.optimizer.loaders import permutation
 RANK = int(os.environ.get("LOCAL_RANK", 0))
 SECONDS = (0.004, 0.03)
 """Of a batch: the group of rank 0 trains most of them."""
+BATCH = 16
+"""Samples in a step of both ranks."""
 SEED = 1
 
 
@@ -63,8 +65,15 @@ class Follows(pl.Callback):
         if self.regroup is not None and self.regroup[:2] == (trainer.current_epoch, batch_idx):
             trainer.strategy.regroup(self.regroup[2])
         if self.save == (trainer.current_epoch, batch_idx):
-            time.sleep(4 * SECONDS[1] * (RANK == 0))  # other groups train on
+            self.wait_for_others(trainer.strategy.world)
             trainer.save_checkpoint(FOLDER / "inside.ckpt")
+
+    def wait_for_others(self, world: Any) -> None:
+        """Until the server has trained two steps more than rank 0 has heard of, or all of the epoch."""
+        if RANK == 0 and world.executor.exchanges:
+            enough = min(512, world.core.heard.progress + 2 * BATCH)
+            while sum(stop - start for start, stop in world.channel.snapshot(with_state=False).cut.trained) < enough:
+                time.sleep(SECONDS[0])
 
 
 def run_of(groups: int, follows: Follows, **options: Any) -> pl.Trainer:
