@@ -120,7 +120,7 @@ FITS: dict[str, dict[str, Any]] = {  # of those with "emulated", the time that s
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """All fits, one after the other; one that is stopped at once, and one that goes on from the checkpoint of another."""
+    """All fits, one after the other; one that is stopped at once, and one that goes on from another's checkpoint."""
     saved = str(tmp_path_factory.mktemp("checkpoints") / "tuned.ckpt")
     slow = FITS["a slow rank"]
     fits = {**FITS, "a slow rank": {**slow, "save": saved}}

@@ -65,7 +65,7 @@ class Listener:
     @property
     def step_limit(self) -> int | None:
         """What the loops take for max_steps, if not their own."""
-        return self._strategy.epochs.step_limit
+        return self._strategy.epochs.run.step_limit
 
     @property
     def is_open_ended(self) -> bool:
