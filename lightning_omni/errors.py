@@ -77,3 +77,8 @@ class CollectiveMismatch(OmniError):
 
 class NonFiniteGradients(OmniError):
     """The server refused too many pushes in a row because their gradients were NaN or infinite."""
+
+
+def named(error: BaseException) -> str:
+    """An error's class, and what it says, if anything."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -121,7 +121,10 @@ def test_pushes_are_counted_since_groups_were_formed() -> None:
 CUT = Cut(clocks=(7, 3), pushes={0: 6, 2: 4}, epoch=1, total=64, trained=((0, 8), (16, 24)))
 PROGRESS = Progress(ReferenceBatch(4, 2), batches=8, epochs=1, samples=16)
 STATES = {0: [{"memory": {"outer": [torch.ones(2)]}, "sender": {"format": {"name": "raw"}, "state": {}}}], 2: []}
-SAVED = Saved(CUT, 2, PROGRESS, {"name": "async_sgd"}, [["w"], ["v"]], [{"buffer": torch.zeros(3)}, {}], STATES)
+SCHEDULES = [[4, 6], []]
+SAVED = Saved(
+    CUT, 2, PROGRESS, {"name": "async_sgd"}, [["w"], ["v"]], [{"buffer": torch.zeros(3)}, {}], STATES, SCHEDULES
+)
 
 
 def as_file(tree: Any) -> Any:
@@ -149,6 +152,7 @@ def test_what_a_checkpoint_says_of_a_run_is_saved_and_sent_as_plain_data(travels
     assert (again.method, again.parameters) == (saved.method, saved.parameters)
     assert repr(again.server) == repr(saved.server) or (not again.server and not saved.server)
     assert repr(again.states) == repr(saved.states)
+    assert list(again.schedules) == list(saved.schedules)
 
 
 def test_an_entry_of_before_it_had_a_version_is_read() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from predictions import WAYS, Cell
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.methods import METHODS, DiLoCo, method_named, with_period
+from lightning_omni.methods import METHODS, DecoupledDiLoCo, DiLoCo, method_named, with_period
 from lightning_omni.performance.costs import Costs
 from lightning_omni.performance.exchanging import ExchangePattern
 from lightning_omni.performance.measured import Measured
@@ -61,13 +61,20 @@ def test_period_barrier_and_delay_are_the_methods(method: str, expected: tuple[i
     assert ExchangePattern.from_dict(json.loads(json.dumps(found.to_dict()))) == found
 
 
-@given(period=st.integers(1, 64), fragments=st.integers(2, 6), delay=st.integers(1, 4))
+@given(period=st.integers(1, 64), fragments=st.integers(1, 6), delay=st.integers(1, 4))
 def test_steps_are_kept_with_another_period_if_any_are_made_meanwhile(period: int, fragments: int, delay: int) -> None:
     found = with_period(DiLoCo(period=720, fragments=fragments, delay=delay, keep_steps=True), period)
     assert isinstance(found, DiLoCo)
     assert (period % found.fragments, fragments % found.fragments) == (0, 0)
     assert found.delay == min(delay, period // found.fragments - 1)
     assert found.keep_steps == (found.delay > 0)
+
+
+@pytest.mark.parametrize("fragments", [1, 4])
+def test_a_fragment_is_loaded_before_the_next_is_sent_with_another_period(fragments: int) -> None:
+    method = DecoupledDiLoCo(period=48, fragments=fragments, delay=12)
+    assert with_period(method, 8) == DecoupledDiLoCo(period=8, fragments=fragments, delay=8 // fragments - 1)
+    assert with_period(method, 64) == DecoupledDiLoCo(period=64, fragments=fragments, delay=12)
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -130,10 +130,16 @@ FITS: dict[str, dict[str, Any]] = {  # of those with "emulated", the time that s
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """All fits, one after the other, and one that goes on from the checkpoint of another."""
+    """All fits, one after the other; one that is stopped at once, and one that goes on from another's checkpoint."""
     saved = str(tmp_path_factory.mktemp("checkpoints") / "tuned.ckpt")
     slow = FITS["a slow rank"]
     fits = {**FITS, "a slow rank": {**slow, "save": saved}}
+    fits["stopped"] = {
+        "tuner": {"search": "bayes", "budget": 0.9},
+        "strategy": {"groups": 2},
+        "stops_in_training": [0, 0],
+        "trainer": EPOCHS,
+    }
     fits["resumed"] = {**slow, "ckpt_path": saved, "trainer": {**EPOCHS, "max_epochs": 3}}
     return run("omni_tuner.py", {"fits": [{"data": {"samples": 512}, **fit} for fit in fits.values()]}, timeout=400)
 
@@ -141,7 +147,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.fixture(scope="module")
 def fits(finished: Run) -> dict[str, list[dict[str, Any]]]:
     """What every rank saw of every fit."""
-    names = [*FITS, "resumed"]
+    names = [*FITS, "stopped", "resumed"]
     return {name: [finished.results[rank][number] for rank in (0, 1)] for number, name in enumerate(names)}
 
 
@@ -241,6 +247,12 @@ def test_where_a_callback_of_one_group_stops_the_run_it_ends_for_all(fits: dict[
     assert ranks[0]["world"][0] == 2
     assert all(rank["should_stop"] for rank in ranks)
     assert sum(sum(rank["sizes"]) for rank in ranks) < 4 * 512
+
+
+def test_a_run_that_is_stopped_before_its_first_batch_is_not_searched(fits: dict[str, list[dict[str, Any]]]) -> None:
+    for rank in fits["stopped"]:
+        assert (rank["problem"], rank["searches"]) == ("trainer.should_stop was set before the first batch", 0)
+        assert (rank["global_step"], rank["first"]) == (0, [])
 
 
 def test_a_run_that_diverges_in_groups_goes_on_in_one_from_its_last_good_epoch_and_stays_there(

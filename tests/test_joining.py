@@ -1201,3 +1201,12 @@ def test_a_group_that_joins_makes_loaders_again_when_the_others_do(
     changing: tuple[dict[str, Any], dict[str, Any]],
 ) -> None:
     assert [each["loaded"] for each in changing] == [[0, 1, 2, 3], [2, 3]]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_group_that_joins_knows_the_steps_of_epochs_of_another_length(
+    changing: tuple[dict[str, Any], dict[str, Any]],
+) -> None:
+    for each in changing:
+        assert [each["said"][epoch]["steps"] for epoch in ("2", "3")] == [160 // 8 + 16, 160 // 8 + 32]

@@ -87,7 +87,7 @@ class Run:
                 "steps": world.steps,
                 "heard": repr(world.core.heard),
                 "traffic": repr(world.channel.traffic),
-                "staleness": list(part.staleness),
+                "staleness": sorted(part.staleness.elements()),
                 "memory": part.replica.memory,
                 "senders": world.core.sender_state(0),
                 "buffers": [*self.module.buffers()],
@@ -128,7 +128,7 @@ class Run:
             case "traffic":
                 world.channel.traffic.seconds += 1.0
             case "staleness":
-                part.staleness.append(2)
+                part.staleness[2] += 1
             case "memory":
                 part.replica.memory["outer"][0].add_(1.0)
             case "senders":

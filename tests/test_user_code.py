@@ -13,6 +13,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from jsonargparse import ArgumentError, ArgumentParser
 from pytorch_lightning.utilities.types import LRSchedulerConfig
 from torch import Tensor, nn
@@ -27,10 +28,11 @@ from lightning_omni.methods.replica import Replica
 from lightning_omni.optimizer import OmniOptimizer, World, names_of
 from lightning_omni.optimizer.executor import Exchanging, Executor, evaluating
 from lightning_omni.optimizer.live_world import LiveWorld, register
+from lightning_omni.optimizer.untrained import buffers_of, merge
 from lightning_omni.protocol.progress import Progress, ReferenceBatch
 from lightning_omni.strategy.leased import LeasedData
 from lightning_omni.strategy.proxies import Merged, Proxies
-from lightning_omni.strategy.schedulers import Pacer
+from lightning_omni.strategy.schedulers import Pacer, arrive
 from lightning_omni.strategy.wrapped import check_wrapped
 
 
@@ -204,6 +206,53 @@ def test_a_schedule_that_is_stepped_by_hand_once_an_epoch_or_less_often_is_left_
     assert schedule.last_epoch == 3
 
 
+@pytest.mark.parametrize(("by_hand", "frequency", "expected"), [(False, 1, 24), (False, 4, 6), (True, 1, 24)])
+def test_a_checkpoint_knows_what_schedules_count_at_its_own_moment(
+    by_hand: bool, frequency: int, expected: int
+) -> None:
+    """The rank that saves has heard of 20 steps when the server has 24."""
+    optimizer, here = torch.optim.SGD([Parameter(torch.ones(3))], lr=1.0), 0
+    schedule, told = (torch.optim.lr_scheduler.StepLR(optimizer, 1000) for _ in range(2))
+    configs = [
+        LRSchedulerConfig(torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)),
+        LRSchedulerConfig(schedule, interval="step", frequency=frequency),
+    ]
+    pacer = Pacer(configs, lambda: 2 * here, lambda: 1, (lambda: here) if by_hand else None)
+    pacer.count_from({})
+    pacer.pace()
+    optimizer.step()
+    while here < 10:
+        here += 1
+        schedule.step()
+    counts = pacer.counts_at(configs, 24)
+    pacer.release()
+    assert counts == [(), (20 // frequency, expected)]
+    assert arrive(configs, counts) == {schedule: expected}
+    assert schedule.last_epoch == expected
+    assert arrive([configs[0], LRSchedulerConfig(told)], counts) == {}, "a user has begun with it again"
+    assert told.last_epoch == 0
+    assert arrive(configs[:1], counts) == {}, "there are fewer now"
+
+
+def test_a_schedule_that_was_saved_later_than_the_weights_waits_for_them() -> None:
+    """Weights of a published validation are those of a moment that has passed."""
+    optimizer, done = torch.optim.SGD([Parameter(torch.ones(3))], lr=1.0), 16
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
+    optimizer.step()
+    for _ in range(20):
+        schedule.step()
+    configs = [LRSchedulerConfig(schedule, interval="step")]
+    assert arrive(configs, [(20, 16)]) == {schedule: 16}
+    pacer = Pacer(configs, lambda: done, lambda: 1)
+    pacer.count_from({schedule: (16, done)})
+    pacer.pace()
+    for count in (20, 20, 22):
+        done += 2
+        schedule.step()
+        assert schedule.last_epoch == count
+    pacer.release()
+
+
 def test_a_chained_schedule_keeps_pace_though_it_counts_no_steps() -> None:
     optimizer, done = torch.optim.SGD([Parameter(torch.ones(3))], lr=1.0), 0
     kinds = torch.optim.lr_scheduler
@@ -217,6 +266,18 @@ def test_a_chained_schedule_keeps_pace_though_it_counts_no_steps() -> None:
         chained.step()
         assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)
     pacer.release()
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_a_sparse_buffer_is_refused_by_its_name(alone: None, layout: torch.layout) -> None:
+    module = nn.Module()
+    module.norm = nn.BatchNorm1d(2)
+    module.register_buffer("graph", torch.eye(3).to_sparse(layout=layout))
+    with pytest.raises(UnsupportedError, match=rf"^graph is a sparse tensor \({layout}\).* as buffers"):
+        World().wrap(module)
+    with pytest.raises(UnsupportedError, match=r"^graph is a sparse tensor"):  # it came later
+        merge(World(), buffers_of(module))
 
 
 class Streamed(IterableDataset[int]):
@@ -318,6 +379,28 @@ def test_collectives_of_users_among_all_groups_take_tensors_of_any_dtype(dtype: 
     world.allgather([places], [mine])
     for place, expected in zip(places, (mine, theirs), strict=True):
         assert bytes(place.view(torch.uint8).numpy()) == bytes(expected.view(torch.uint8).numpy())
+
+
+@pytest.mark.usefixtures("alone")
+def test_functional_collectives_among_all_groups_are_those_of_the_live() -> None:
+    register()
+    group = dist.new_group([0], backend="omni")
+    assert isinstance(group, LiveWorld)
+    group.connect(lambda _, payload: [(0, payload), (1, payload)], 0)
+    mine = torch.tensor([1.0, 2.0])
+    assert functional.all_reduce(mine, "sum", group).tolist() == [2.0, 4.0]
+    assert functional.broadcast(mine, 0, group).tolist() == [1.0, 2.0]
+    gather, scatter = (  # their names since torch 2.13, and before
+        getattr(functional, new, None) or getattr(functional, old)
+        for new, old in (
+            ("all_gather_single", "all_gather_tensor"),
+            ("reduce_scatter_single", "reduce_scatter_tensor"),
+        )
+    )
+    assert gather(mine, 0, group).tolist() == [1.0, 2.0] * 2
+    with pytest.raises(UnsupportedError, match="reduce_scatter_tensor is not offered"):
+        scatter(mine, "sum", 0, group)
+    dist.destroy_process_group(group)
 
 
 @pytest.mark.usefixtures("alone")

@@ -449,6 +449,10 @@ class Method(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
         """Pushes that may come to the server side as one `Sum`, of so many groups; 0 if it needs each by itself."""
         return 0
 
+    def changes_with_period(self, period: int) -> dict[str, Any]:
+        """What is another one if ``period`` is this. Fragments are as many as can be sent at equal distances."""
+        return {"period": period, **({"fragments": math.gcd(self.fragments, period)} if self.fragments > 1 else {})}
+
     def apply_answer(self, replica: Replica, pulled: Pulled) -> None:
         """What a group does with the answer of an exchange that was under way, if it comes before it is received.
 
@@ -481,15 +485,6 @@ def check_fragments(fragments: int, period: int) -> None:
 
 def with_period(method: Method, period: int) -> Method:
     """A method with so many local steps between two exchanges, if it has such a number."""
-    own = getattr(method, "period", period)
-    if own == period:
+    if getattr(method, "period", period) == period:
         return method
-    changes: dict[str, Any] = {"period": period}
-    if method.fragments > 1:  # as many as can be sent at equal distances, and answered before the next is sent
-        changes["fragments"] = math.gcd(method.fragments, period)
-        delay = getattr(method, "delay", None)
-        if delay is not None:
-            changes["delay"] = min(delay, period // changes["fragments"] - 1)
-            if not changes["delay"] and hasattr(method, "keep_steps"):
-                changes["keep_steps"] = False
-    return msgspec.structs.replace(method, **changes)
+    return msgspec.structs.replace(method, **method.changes_with_period(period))

@@ -248,6 +248,13 @@ class DecoupledDiLoCo(Method, frozen=True, kw_only=True, tag="decoupled_diloco")
                 f"quorum={self.quorum}, but of {counted(groups, 'group')} no more can come; pass {instead}, or None"
             )
 
+    def changes_with_period(self, period: int) -> dict[str, Any]:
+        """An answer is there before the next fragment is sent."""
+        changes = super().changes_with_period(period)
+        if self.delay is not None:
+            changes["delay"] = min(self.delay, period // changes.get("fragments", 1) - 1)
+        return changes
+
     @property
     def holds_others_up(self) -> bool:
         return True  # for as long as the grace window

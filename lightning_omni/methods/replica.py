@@ -169,7 +169,7 @@ class Replica:
     def _trained_by(self, gradient: Sequence[Tensor | None]) -> list[int]:
         """Places of weights that a step with this gradient may have moved."""
         pairs = zip(self.ordered, gradient, strict=True)
-        return [place for place, (each, part) in enumerate(pairs) if each.requires_grad or part is not None]
+        return [place for place, (each, part) in enumerate(pairs) if part is not None or each.requires_grad]
 
     def part(self, fragment: int | None, of: int) -> list[Tensor]:
         """The weights' pieces of a fragment; None for the weights."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from lightning_omni.checks import check_number, check_whole
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods.contract import (
@@ -74,6 +76,12 @@ class Streaming(Method, frozen=True, kw_only=True):
     def streams(self) -> bool:
         """Whether it is told to exchange in another way than all at once, waiting, and overwriting."""
         return self.fragments > 1 or self.delay > 0 or self.alpha > 0
+
+    def changes_with_period(self, period: int) -> dict[str, Any]:
+        """An answer is there before the next fragment is sent; steps are kept only if any are made meanwhile."""
+        changes = super().changes_with_period(period)
+        delay = min(self.delay, period // changes.get("fragments", 1) - 1)
+        return {**changes, "delay": delay, "keep_steps": self.keep_steps and delay > 0}
 
     def begin(self, replica: Replica) -> None:
         """What a group remembers before it moves its weights."""

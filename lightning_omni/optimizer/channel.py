@@ -536,7 +536,7 @@ class Channel:
             )
         clock, staleness, applied, refused, progress, stop, repeated, *counts = prefix[:9].tolist()
         if staleness >= 0:
-            part.staleness.append(staleness)
+            part.staleness[staleness] += 1
         heard = Heard(staleness, bool(applied), progress, _STOPS[stop], bool(repeated), refused, *counts)
         tensors = layout.views(memory[PREFIX:]) if ask.pulls else ()
         pulled = self._place.core.hear(heard, tensors, clock, float(numbers[0]), ask.fragment)

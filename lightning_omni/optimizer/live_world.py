@@ -81,6 +81,7 @@ class LiveWorld(dist.ProcessGroup):
         self._global_rank = rank  # or what `connect` says
         self._live: list[int] = list(range(size))
         self._synchronize: Synchronize | None = None
+        self._name = ""
 
     def connect(self, synchronize: Synchronize, rank: int) -> None:
         """From now on collectives go this way, and this is the number of this rank in them."""
@@ -94,6 +95,14 @@ class LiveWorld(dist.ProcessGroup):
     @ranks.setter
     def ranks(self, live: Sequence[int]) -> None:
         self._live = list(live)
+
+    @property
+    def group_name(self) -> Any:
+        """By which functional collectives find it; torch's own property asks a backend, and there is none here."""
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
 
     def size(self) -> int:
         """Ranks alive, as of the last collective."""
@@ -157,6 +166,14 @@ class LiveWorld(dist.ProcessGroup):
 
     _allgather_base = all_gather_single  # its name before torch 2.13
 
+    def allgather_into_tensor_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> dist.Work:
+        """Like `all_gather_single`, for each of several: what functional collectives call."""
+        for output, tensor in zip(outputs, inputs, strict=True):
+            self.all_gather_single(output, tensor)
+        return _Done(list(outputs))
+
     def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
         """The root gets every rank's tensor."""
         for index, tensor in enumerate(inputs):
@@ -173,6 +190,7 @@ class LiveWorld(dist.ProcessGroup):
     alltoall_base = _not_offered("all_to_all_single")
     scatter = _not_offered("scatter")
     reduce_scatter = _not_offered("reduce_scatter")
+    reduce_scatter_tensor_coalesced = _not_offered("reduce_scatter_tensor")
     reduce_scatter_single = _reduce_scatter_base = _not_offered("reduce_scatter_tensor")
 
     # --- How ----------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from copy import deepcopy
@@ -316,7 +317,8 @@ class Part:
     """Takes the place of ``into`` while an exchange is under way."""
     split: Split | None = None
     """How its parameters are divided over the servers, as the last exchange had it."""
-    staleness: list[int] = field(default_factory=list)
+    staleness: Counter[int] = field(default_factory=Counter)
+    """How often each was, since the last report; a loop without Lightning asks for none."""
     head: tuple[str, Module] | None = None
     """Name and submodule, if this is a merged head: it lives at the server, and nothing of it is pushed."""
     names: Callable[[], Mapping[Parameter, str]] = dict

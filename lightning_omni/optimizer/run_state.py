@@ -9,6 +9,7 @@ Rule 2: what is put back is put back into these very objects, bitwise: others ho
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -54,7 +55,7 @@ class RunScope:
         steps: optimizer steps that were taken in one group, which no clock of a server counts.
         heard: the last that the server said of the run.
         traffic: what exchanges took.
-        staleness: of the pushes since the last report, for each optimizer.
+        staleness: of the pushes since the last report, how often each was, for each optimizer.
     """
 
     progress: Progress | None
@@ -64,7 +65,7 @@ class RunScope:
     steps: int
     heard: Heard
     traffic: Traffic
-    staleness: tuple[tuple[int, ...], ...]
+    staleness: tuple[Counter[int], ...]
 
     @classmethod
     def of(cls, place: Place, channel: Channel, epochs: EpochState) -> RunScope:
@@ -83,7 +84,7 @@ class RunScope:
             steps=place.steps,
             heard=replace(place.core.heard),
             traffic=replace(channel.traffic),
-            staleness=tuple(tuple(part.staleness) for part in place.parts),
+            staleness=tuple(Counter(part.staleness) for part in place.parts),
         )
 
     def put_back(self, place: Place, channel: Channel, epochs: EpochState) -> None:
@@ -93,7 +94,7 @@ class RunScope:
         place.core.heard, channel.traffic = replace(self.heard), replace(self.traffic)
         for part, clock, staleness in zip(place.parts, self.clocks, self.staleness, strict=True):
             part.replica.clock = clock
-            part.staleness[:] = staleness
+            part.staleness = Counter(staleness)
 
 
 @dataclass(frozen=True)

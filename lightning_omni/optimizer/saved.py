@@ -33,6 +33,8 @@ class Saved:
         server: what the method's server side remembers, for each optimizer.
         states: of each group, what it alone knows: memory and senders, for each optimizer, and where optimizers step at
             the workers its weights and optimizer state. Empty if several groups were training.
+        schedules: for each scheduler, what it counts, and what it would if it had kept pace until this very moment, of
+            which the rank that saves knew less; nothing for one that counts no steps.
         folder: that has the tensors of ``server`` and ``states``; None if these have them.
     """
 
@@ -43,6 +45,7 @@ class Saved:
     parameters: Sequence[Sequence[str]] | None = None
     server: Sequence[Any] = ()
     states: Mapping[int, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+    schedules: Sequence[Sequence[int]] = ()
     folder: Folder | None = None
 
     def to_plain(self) -> dict[str, Any]:
@@ -51,6 +54,7 @@ class Saved:
         run: dict[str, Any] = {
             "groups": self.groups,
             "progress": progress and {**msgspec.to_builtins(progress), "steps": progress.steps},
+            "schedules": [list(counts) for counts in self.schedules],
             "cut": {**msgspec.structs.asdict(self.cut), "trained": [list(span) for span in self.cut.trained]},
         }
         plain: dict[str, Any] = {"name": NAME, "version": VERSION, "run": run}
@@ -85,6 +89,7 @@ class Saved:
             parameters=run.get("parameters"),
             server=run.get("server", ()),
             states=plain.get("group", {}),
+            schedules=run.get("schedules", ()),
         )
 
     @classmethod

@@ -72,6 +72,17 @@ def average_of(module: Module) -> Iterator[Untrained]:
     yield from buffers_of(module)
 
 
+def check_dense(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Raises `UnsupportedError` for a sparse tensor, which torch.distributed does not pass on."""
+    for name, tensor in named:
+        if tensor.layout != torch.strided:
+            raise UnsupportedError(
+                f"{name} is a sparse tensor ({tensor.layout}), and what a module holds is passed on to other ranks"
+                " dense, under DDP, too; register its indices and values as buffers, or keep it in a plain attribute,"
+                " which remains each rank's own"
+            )
+
+
 def merge(place: Place, untrained: Iterable[Untrained]) -> None:
     """What the groups had each for itself becomes the same on all ranks. On all of them, as one process group.
 
@@ -80,9 +91,10 @@ def merge(place: Place, untrained: Iterable[Untrained]) -> None:
         untrained: in one order on all ranks.
 
     Raises:
-        UnsupportedError: one of them has another shape on another rank.
+        UnsupportedError: one of them is sparse, or has another shape on another rank.
     """
     everything = list(untrained)
+    check_dense((each.name, each.tensor) for each in everything)
     _check_shapes(place, everything)
     kinds: dict[Merge, list[Tensor]] = {each: [] for each in Merge}
     for each in everything:

@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lightning_omni.errors import ConfigurationError, OmniError, Refused, UnsupportedError
+from lightning_omni.errors import ConfigurationError, OmniError, RankLost, Refused, UnsupportedError, named
 from lightning_omni.methods.head import check_mergeable, held_by_one
 from lightning_omni.methods.master import check_servable
 from lightning_omni.optimizer.channel import Channel, Traffic
@@ -51,6 +51,7 @@ from lightning_omni.optimizer.sharding import (
     share_initial,
 )
 from lightning_omni.optimizer.states import Residuals, States
+from lightning_omni.optimizer.untrained import check_dense
 from lightning_omni.optimizer.versions import Versions
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.group import Heard
@@ -111,7 +112,7 @@ class World(Place):
         self.versions = Versions(self, self.channel, self.edits)
         self._local = Executor(self.heads)
         self._exchanging = Exchanging(self, self.channel, self.parameter_groups, self.edits, self.heads)
-        self.wants_stop = self.is_finished = False
+        self.wants_stop = self.is_finished = self.is_begun = False
         self.on_stop: Callable[[], None] | None = None
         self.on_stuck: Callable[[OmniError], None] = lambda error: None
         self.ever_lost: set[int] = set()
@@ -216,7 +217,7 @@ class World(Place):
     def begin(self) -> None:
         """Training begins on every rank: with several groups the server is joined and given those of the recorder."""
         self._closed.clear()
-        self.is_finished = False
+        self.is_finished, self.is_begun = False, True
         self.steps, self.core.heard, self.channel.traffic = 0, Heard(), Traffic()
         if not self.takes_part:  # or the server is told of what has changed since it was asked, before the first batch
             self.parameter_groups.renew()
@@ -330,12 +331,19 @@ class World(Place):
                 groups is called; or with ``join=True``: what a group that joins is given beside the weights is
                 Lightning's.
             ConfigurationError: the members of a group have not averaged their gradients.
+            RankLost: ranks have died in an earlier loop; or in this one, and it cannot go on without them.
         """
         if self.enlistment is not None:
             raise UnsupportedError(
                 "World.training() with join=True: a group that joins late must find its place in the epoch, which is"
                 " done for Lightning's loops; use OmniStrategy(join=True), or start all ranks together"
             )
+        if dist.get_world_size() < self.size:
+            raise RankLost(
+                f"world.training(): an earlier loop has lost the ranks {', '.join(map(str, sorted(self.ever_lost)))},"
+                f" and a loop begins with all {self.size}; start the script again, from a checkpoint"
+            )
+        self.ever_lost.clear()  # those that left an earlier loop, with an exception that was caught, are here again
         try:
             self._share_weights()
             self.begin()
@@ -343,15 +351,21 @@ class World(Place):
             with self._guarded():
                 yield self
             self.enter_world()
-            for part in self.parts:
-                part.replica.abandon()
+            self._forget_own()
             if self.hands_over and self.executor.control is not None:
                 self.states.take_back()
             self.close()
         except BaseException as error:
             self.explain(error)
-            self.fail(f"{type(error).__name__}: {error}")
+            self.fail(named(error))
+            self._forget_own()
             raise
+
+    def _forget_own(self) -> None:
+        """What this group alone remembers (an exchange that was under way, say) is none of a further loop's."""
+        self.is_computing = False
+        for part in self.parts:
+            part.replica.abandon()
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -368,7 +382,7 @@ class World(Place):
 
     def _share_weights(self) -> None:
         """Groups begin with rank 0's weights: the module was not wrapped, perhaps, or loaded on some ranks since."""
-        if self.executor.exchanges and not self.options.is_sharded and not self.ever_lost:
+        if self.executor.exchanges and not self.options.is_sharded:
             _take_from_rank_zero(parameter for part in self.parts for parameter in part.replica.ordered)
 
     def _refuse_raw_step(self, optimizer: Optimizer, *_: Any) -> None:
@@ -399,6 +413,7 @@ class World(Place):
     def fail(self, reason: str) -> None:
         """This rank cannot go on: says so to the server, so that no other waits for it."""
         self._closed.set()
+        self.is_begun = False
         if self.control is not None:  # a rank that has trained to the end has not failed, whatever comes then
             self.control.close(reason="" if self.is_finished else f"rank {self.rank} failed: {reason}")
         self._close_connections(has_failed=True)
@@ -422,7 +437,7 @@ class World(Place):
                 raise
         self._closed.set()
         groups.use(after)
-        self.is_computing = False
+        self.is_computing = self.is_begun = False
         if self.control is not None:
             self.control.has_finished = self.is_finished
             self.control.close(reason="")
@@ -508,7 +523,12 @@ class World(Place):
             share_initial(self.sharded, self.holders, self.torch_rank)
 
     def broadcast_initial(self, module: Module) -> None:
-        """All ranks get the parameters and buffers of rank 0; called before training begins, while all are here."""
+        """All ranks get the parameters and buffers of rank 0; called before training begins, while all are here.
+
+        Raises:
+            UnsupportedError: one of them is sparse.
+        """
+        check_dense((*module.named_parameters(), *module.named_buffers()))
         self.process_groups.make(self.topology)
         _take_from_rank_zero((*module.parameters(), *module.buffers()))
 
@@ -535,8 +555,16 @@ class World(Place):
 
         Returns:
             The ranges of the epoch that the server knows to be trained, if there is one group from here on.
+
+        Raises:
+            ConfigurationError: wrong number, or no training is under way.
         """
         self.check_regroup()
+        if not self.is_begun:
+            raise ConfigurationError(
+                f"World.regroup({groups}) forms groups of ranks that train; call it inside `with world.training():`, on"
+                f" every rank at the same step, and to begin with other groups pass groups={groups} to World"
+            )
         check_groups(groups, len(self.live_ranks), self.shards)
         if groups > 1:
             self.check_method(groups)

@@ -150,7 +150,8 @@ class Checkpoints:
         if snapshot is None:
             progress, cut = epochs.moment()
             if progress is not None:
-                checkpoint[ENTRY] = Saved(cut, groups, progress).to_plain()
+                schedules = epochs.schedules_at(progress)
+                checkpoint[ENTRY] = Saved(cut, groups, progress, schedules=schedules).to_plain()
             return
         progress = None if epochs.progress is None else snapshot.cut.progress(epochs.progress)
         if "optimizer_states" in checkpoint:  # save_weights_only means it
@@ -164,7 +165,8 @@ class Checkpoints:
                 "server": server,
                 "states": states,
             }
-        checkpoint[ENTRY] = Saved(snapshot.cut, groups, progress, **more).to_plain()
+        schedules = epochs.schedules_at(progress)
+        checkpoint[ENTRY] = Saved(snapshot.cut, groups, progress, schedules=schedules, **more).to_plain()
 
     def save_folder(
         self,

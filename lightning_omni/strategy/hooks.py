@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_omni.errors import ConfigurationError, ConnectionLost, Evicted, OmniError, UnsupportedError
+from lightning_omni.errors import ConfigurationError, ConnectionLost, Evicted, OmniError, UnsupportedError, named
 from lightning_omni.methods import Method
 from lightning_omni.optimizer import World, WorldOptions
 from lightning_omni.optimizer.balance import Balance
@@ -508,7 +508,7 @@ class OmniStrategyHooks(SavingStrategy):
             self.world.explain(exception)
             self.explain_take_over(exception)
             reason = (self.world.control.cause if self.world.control is not None else None) or exception
-            self.world.fail(f"{type(exception).__name__}: {exception}")
+            self.world.fail(named(exception))
             if self.world.enlistment is not None:
                 self._rejoin(exception, reason)
         elif self._world_options.join:

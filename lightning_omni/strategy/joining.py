@@ -23,6 +23,7 @@ from lightning_omni.optimizer.meshes import shown
 from lightning_omni.optimizer.model_replica import Part
 from lightning_omni.optimizer.sharding import are_rows, fill, held_by, is_part, local_of, reshard
 from lightning_omni.protocol.codec import pack
+from lightning_omni.protocol.progress import Progress
 from lightning_omni.strategy import _private
 from lightning_omni.strategy.epochs import Entered
 from lightning_omni.strategy.grouping import GroupedStrategy
@@ -227,7 +228,14 @@ class RunStates:
             config.scheduler.load_state_dict(_like(vars(config.scheduler), state))
             if base:
                 schedule[config.scheduler] = tuple(base)
-        strategy.epochs.enter(Entered(joined.plan, tree["samples"], tree["validations"], tree["split"]), schedule)
+        entered = Entered(
+            plan=joined.plan,
+            samples=tree["samples"],
+            progress=msgspec.convert(tree["progress"], Progress | None),
+            validations=tree["validations"],
+            split=tree["split"],
+        )
+        strategy.epochs.enter(entered, schedule)
         _private.set_metrics(trainer, tree["metrics"])
         strategy.epochs.data.order = tree["order"]
         _private.begin_at(trainer, tree["epoch"], tree["counters"])

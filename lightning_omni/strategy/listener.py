@@ -65,7 +65,7 @@ class Listener:
     @property
     def step_limit(self) -> int | None:
         """What the loops take for max_steps, if not their own."""
-        return self._strategy.epochs.step_limit
+        return self._strategy.epochs.run.step_limit
 
     @property
     def is_open_ended(self) -> bool:
@@ -191,7 +191,7 @@ class Listener:
         world = self._strategy.joined
         for part in world.parts:
             if world.is_leader:  # its peers hear the same numbers
-                self._staleness.update(torch.tensor(part.staleness))
+                self._staleness.update(torch.tensor(list(part.staleness.elements())))
             part.staleness.clear()
 
 

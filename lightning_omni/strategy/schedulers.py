@@ -11,7 +11,7 @@ alone: all groups do so alike. One that is stepped more often is paced by how of
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -78,9 +78,13 @@ class Calls:
         self._epoch = self._epochs()
         self._calls += 1
 
-    def target(self) -> int:
-        """What the scheduler would count by now if all ranks stepped it as often, batch for batch, as this one does."""
-        done, here = self._steps() - self._began, self._batches() - self._began_here
+    def target(self, steps: int | None = None) -> int:
+        """What the scheduler would count by now if all ranks stepped it as often, batch for batch, as this one does.
+
+        Args:
+            steps: the run's progress, if it is known better.
+        """
+        done, here = (self._steps() if steps is None else steps) - self._began, self._batches() - self._began_here
         return self._count + self._calls * done // max(1, here)
 
 
@@ -166,6 +170,24 @@ class Pacer:
             if config.interval == "step" and config.frequency > 1 and isinstance(config.scheduler, _Paced):
                 config.scheduler.step()
 
+    def counts_at(self, configs: list[Any], steps: int) -> list[tuple[int, ...]]:
+        """Of each scheduler, what it counts, and what it would count if it had kept pace until then.
+
+        Args:
+            configs: all of Lightning's; those that count no steps have nothing.
+            steps: the run's progress.
+        """
+        paced = {scheduler: how for scheduler, _, how in self._paced}
+        return [self._counts_at(config, paced.get(config.scheduler, "epoch"), steps) for config in configs]
+
+    def _counts_at(self, config: Any, paced: str | Calls, steps: int) -> tuple[int, ...]:
+        if isinstance(paced, Calls):
+            return (count_of(config.scheduler), paced.target(steps)) if paced.are_frequent else ()
+        if paced == "epoch":
+            return ()
+        count, began = self._bases[config.scheduler]
+        return count_of(config.scheduler), count_at(count, began, config.frequency, steps, self._scheduled)
+
     def release(self) -> None:
         """Gives the schedulers back."""
         for scheduler, own, _ in self._paced:
@@ -179,6 +201,26 @@ def _that_keep_pace(configs: list[Any]) -> list[Any]:
         for config in configs
         if isinstance(config.scheduler, LRScheduler) and not isinstance(config.scheduler, ReduceLROnPlateau)
     ]
+
+
+def arrive(configs: list[Any], counts: Sequence[Sequence[int]]) -> dict[LRScheduler, int]:
+    """Where a run goes on: schedulers arrive at where it is, which was further than they knew.
+
+    Args:
+        configs: Lightning's scheduler configs.
+        counts: from `Pacer.counts_at`. What has another state now, which a user has given it, say, is left there.
+
+    Returns:
+        What schedulers are to count at this moment. One that counts more already was saved later than the weights.
+    """
+    if len(counts) != len(configs):
+        return {}
+    found = {}
+    for config, each in zip(configs, counts, strict=True):
+        if each and count_of(config.scheduler) == each[0]:
+            reach(config.scheduler, each[1], config.scheduler.step)
+            found[config.scheduler] = each[1]
+    return found
 
 
 def count_at(

@@ -17,6 +17,7 @@ from typing_extensions import override
 from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.protocol.all_reduce import EXACT
 from lightning_omni.search.samplers import sampler_of
+from lightning_omni.strategy._private import stops_now
 from lightning_omni.strategy.declared import is_fast_dev_run
 from lightning_omni.strategy.hooks import OmniStrategyHooks
 from lightning_omni.tuner import _private
@@ -152,6 +153,9 @@ class TunedFit(Fit):
         run = self.run
         run.strategy.stash_arrangement()
         run.begin()
+        if run.hear(int(stops_now(run.trainer))):
+            run.problem = "trainer.should_stop was set before the first batch"
+            return
         try:
             hyperparameters = run.hyperparameters()
         except (ConfigurationError, UnsupportedError) as error:

@@ -161,7 +161,7 @@ class State(pl.Callback):
     """The run's state right before and right after the tuner's search."""
 
     def __init__(self, dies: list[int] | None = None, stops: list[int] | None = None) -> None:
-        self.dies, self.stops, self.batches = dies, stops, 0
+        self.dies, self.stops, self.batches = dies, stops or [], 0
         self.owed: list[list[float]] = []
         self.seen: list[str] = []
         self.first: list[int] = []
@@ -185,6 +185,9 @@ class State(pl.Callback):
             hasher.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
         hasher.update(repr((random.getstate(), module.steps if module.steps < 2 else 0, module.noted)).encode())
         self.seen.append(hasher.hexdigest())
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        trainer.should_stop = self.stops[1:] == [0] or trainer.should_stop
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if not self.first:

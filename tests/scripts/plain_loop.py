@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_omni import OmniOptimizer, World, WorldOptions
-from lightning_omni.errors import ConfigurationError, UnsupportedError
+from lightning_omni.errors import ConfigurationError, RankLost, UnsupportedError
 
 gc.freeze()
 gc.enable()
@@ -51,7 +51,11 @@ def train(groups: int, merges: bool, method: str = "async_sgd") -> dict[str, Any
     optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
     optimizer.register_step_post_hook(lambda *_: calls.append("after"))
     optimizer.register_state_dict_post_hook(lambda _, state: calls.append(f"{len(state['state'])} states"))
-    refused = ""
+    refused = regroup = ""
+    try:
+        world.regroup(3 - groups)
+    except ConfigurationError as error:
+        regroup = str(error)
     if groups > 1:
         try:
             optimizer.step()
@@ -95,6 +99,8 @@ def train(groups: int, merges: bool, method: str = "async_sgd") -> dict[str, Any
         "lr": schedule.get_last_lr(),
         "calls": calls,
         "refused": refused,
+        "regroup": regroup,
+        "kept": [len(world.parts[-1].staleness), world.parts[-1].staleness.total()],
         "raw step": raw_step,
         "copies": copies,
         "late": late,
@@ -128,8 +134,8 @@ def fail(groups: int, wraps: str) -> str:
     return ""
 
 
-def fail_at_the_end(rank: int) -> list[int] | str:
-    """Why one rank's loop fails when it is over, and which ranks the other lost."""
+def fail_at_the_end(rank: int) -> list[Any] | str:
+    """Why one rank's loop fails when it is over; which ranks the other lost, and why it has no further loop."""
     world = World(2)
     model = world.wrap(torch.nn.Linear(4, 1))
     optimizer = OmniOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), world)
@@ -142,7 +148,39 @@ def fail_at_the_end(rank: int) -> list[int] | str:
                     model.weight.add_(1.0)
     except UnsupportedError as error:
         return str(error)
-    return sorted(world.ever_lost)
+    lost = sorted(world.ever_lost)
+    try:
+        with world.training():
+            pass
+    except RankLost as error:
+        return [*lost, str(error)]
+    return lost
+
+
+def interrupt(interrupted: str) -> dict[str, Any]:
+    """Rank 1's loop is interrupted, and then rank 0's, which has heard of it: what a further loop comes to."""
+    world = World(2, options=WorldOptions(method=interrupted))
+    model = world.wrap(torch.nn.Linear(4, 1))
+    optimizer = OmniOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), world)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+
+    try:
+        with world.training():
+            for _ in range(6):
+                step()
+            while world.rank == 0 and not world.lost:
+                step()
+            raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        lost = sorted(world.ever_lost)
+    with world.training():
+        for _ in range(6):
+            step()
+    return {"lost": [lost, sorted(world.ever_lost)], "weights": model.weight.tolist()}
 
 
 def main() -> None:
@@ -150,7 +188,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     everyone = dist.group.WORLD
     loops = json.loads(sys.argv[1]).items()
-    kinds = {"wraps": fail, "rank": fail_at_the_end}
+    kinds = {"wraps": fail, "rank": fail_at_the_end, "interrupted": interrupt}
     results = {
         name: next((kind for key, kind in kinds.items() if key in options), train)(**options) for name, options in loops
     }

@@ -15,6 +15,8 @@ from lightning_omni.optimizer.loaders import permutation
 RANK = int(os.environ.get("LOCAL_RANK", 0))
 SECONDS = (0.004, 0.03)
 """Of a batch: the group of rank 0 trains most of them."""
+BATCH = 16
+"""Samples in a step of both ranks."""
 SEED = 1
 
 
@@ -63,7 +65,15 @@ class Follows(pl.Callback):
         if self.regroup is not None and self.regroup[:2] == (trainer.current_epoch, batch_idx):
             trainer.strategy.regroup(self.regroup[2])
         if self.save == (trainer.current_epoch, batch_idx):
+            self.wait_for_others(trainer.strategy.world)
             trainer.save_checkpoint(FOLDER / "inside.ckpt")
+
+    def wait_for_others(self, world: Any) -> None:
+        """Until the server has trained two steps more than rank 0 has heard of, or all of the epoch."""
+        if RANK == 0 and world.executor.exchanges:
+            enough = min(512, world.core.heard.progress + 2 * BATCH)
+            while sum(stop - start for start, stop in world.channel.snapshot(with_state=False).cut.trained) < enough:
+                time.sleep(SECONDS[0])
 
 
 def run_of(groups: int, follows: Follows, **options: Any) -> pl.Trainer:
@@ -106,7 +116,9 @@ def inside(groups: int, then: int, regroup: tuple[int, int, int] | None = None) 
     """Saved in the second epoch by so many groups, and resumed by others: what was trained of it, and what is then."""
     run = run_of(groups, Follows(regroup, save=(1, 9)), max_epochs=2)
     run.fit(Scheduled(), *loaders(512))
-    cut = torch.load(FOLDER / "inside.ckpt", weights_only=True)["omni"]["run"]["cut"]
+    saved = torch.load(FOLDER / "inside.ckpt", weights_only=True)
+    cut = saved["omni"]["run"]["cut"]
+    behind = saved["omni"]["run"]["progress"]["steps"] - saved["lr_schedulers"][0]["last_epoch"]
     follows = Follows()
     run = run_of(then, follows, max_epochs=2)
     run.fit(Scheduled(), *loaders(512), ckpt_path=FOLDER / "inside.ckpt")
@@ -114,7 +126,11 @@ def inside(groups: int, then: int, regroup: tuple[int, int, int] | None = None) 
     sampler.set_epoch(1)
     order = list(map(int, permutation(sampler)))
     before = [order[place] for start, stop in cut["trained"] for place in range(start, stop)]
-    return {**facts(run, follows), "before": before if RANK == 0 else []}
+    return {
+        **facts(run, follows),
+        "before": before if RANK == 0 else [],
+        "behind": behind,
+    }
 
 
 class SavesValidated(Follows):
@@ -156,6 +172,7 @@ def main() -> None:
             "validated, by DDP": validated(2, None),
             "validated, of one group": validated(1, 2, max_steps=44),
             "inside, in one group": inside(2, 1),
+            "inside, in two": inside(2, 2),
             "inside, regrouped": inside(2, 1, regroup=(1, 3, 1)),
             "inside, regrouped, in two": inside(2, 2, regroup=(1, 3, 1)),
         },
