@@ -108,6 +108,15 @@ FITS: dict[str, dict[str, Any]] = {  # of those with "emulated", the time that s
         "data": {"samples": 512, "half": True},
         "trainer": EPOCHS,
     },
+    "no budget": {"tuner": {**TUNER, "budget": 0.0}, "strategy": {"groups": 2}, "trainer": EPOCHS},
+    "slow learning is saved": {
+        "emulated": True,
+        "tuner": {**TUNER, "budget": 0.9, "space": {"rebalance": False, "wire": "fp32"}},
+        "seconds": {"0": 4e-3, "1": 4e-3},
+        "exponential": True,
+        "flat": "in groups",
+        "trainer": {**EPOCHS, "max_epochs": 3},
+    },
     "accumulated": {
         "emulated": True,
         "tuner": ALONE,
@@ -123,20 +132,22 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """All fits, one after the other, and one that goes on from the checkpoint of another."""
     saved = str(tmp_path_factory.mktemp("checkpoints") / "tuned.ckpt")
     slow = FITS["a slow rank"]
-    fits = {**FITS, "a slow rank": {**slow, "save": saved}}
+    slow_learning, later = FITS["slow learning is saved"], saved.replace("tuned", "slow")
+    fits = {**FITS, "a slow rank": {**slow, "save": saved}, "slow learning is saved": {**slow_learning, "save": later}}
     fits["resumed"] = {**slow, "ckpt_path": saved, "trainer": {**EPOCHS, "max_epochs": 3}}
+    fits["slow learning"] = {**slow_learning, "ckpt_path": later, "trainer": {**EPOCHS, "max_epochs": 5}}
     return run("omni_tuner.py", {"fits": [{"data": {"samples": 512}, **fit} for fit in fits.values()]}, timeout=400)
 
 
 @pytest.fixture(scope="module")
 def fits(finished: Run) -> dict[str, list[dict[str, Any]]]:
     """What every rank saw of every fit."""
-    names = [*FITS, "resumed"]
+    names = [*FITS, "resumed", "slow learning"]
     return {name: [finished.results[rank][number] for rank in (0, 1)] for number, name in enumerate(names)}
 
 
 ENDS_OTHERWISE = "dealt out beforehand", "a callback of one group stops it", "it diverges in groups"
-TUNED = [name for name, fit in FITS.items() if "tuner" in fit and name != "nothing can be tuned"]
+TUNED = [name for name, fit in FITS.items() if "tuner" in fit and name not in ("nothing can be tuned", "no budget")]
 
 
 @pytest.mark.parametrize("name", [*TUNED, "resumed"])
@@ -291,6 +302,19 @@ def test_where_nothing_can_be_tuned_groups_are_those_that_the_user_asked_for(
         assert "sampler of your own" in rank["problem"]
         assert rank["world"] == [2, "AsyncSGD"]
         assert rank["updates"] > 0
+
+
+def test_without_a_budget_groups_are_those_that_the_user_asked_for(fits: dict[str, list[dict[str, Any]]]) -> None:
+    for rank in fits["no budget"]:
+        assert rank["problem"] == "budget=0"
+        assert rank["world"] == [2, "AsyncSGD"]
+        assert rank["updates"] > 0
+
+
+def test_epochs_before_a_resume_count_for_whether_a_loss_is_flat(fits: dict[str, list[dict[str, Any]]]) -> None:
+    assert not any(is_trial for rank in fits["slow learning is saved"] for is_trial, _ in rank["segments"])
+    for rank in fits["slow learning"]:
+        assert any(is_trial for is_trial, _ in rank["segments"]), "there are too few epochs after it"
 
 
 def test_a_method_that_the_user_has_chosen_stays(fits: dict[str, list[dict[str, Any]]]) -> None:

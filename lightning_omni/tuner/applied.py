@@ -37,7 +37,6 @@ class AppliedSetting:
         self._run, self._space = run, space
         self.seconds_to_form = 0.0
         self._guard: DivergenceGuard | None = None
-        self._threshold = math.nan
         self._before: RollbackPoint | None = None
         self._merged_before = ""
         self._exchanged = 0.0
@@ -121,10 +120,11 @@ class AppliedSetting:
             threshold: NaN for none.
             keeps: whether the threshold before counts, too, if it is larger: the run may have learnt little since.
         """
-        known = [each for each in (threshold, self._threshold if keeps else math.nan) if math.isfinite(each)]
-        self._threshold = max(known, default=math.nan)
+        state = self._run.state
+        known = [each for each in (threshold, state.divergence_threshold if keeps else math.nan) if math.isfinite(each)]
+        state.divergence_threshold = max(known, default=math.nan)
         guards = known and self._before is not None and not self.is_users_own
-        self._guard = DivergenceGuard(self._threshold) if guards else None
+        self._guard = DivergenceGuard(state.divergence_threshold) if guards else None
 
     @property
     def is_users_own(self) -> bool:
@@ -179,7 +179,7 @@ class AppliedSetting:
             self._train_in_one_group(replace(was, lr=was.lr / 3), 1 / 3)
         else:
             self._train_in_one_group(state.own, 1 / state.scaled)
-        self.watch(self._threshold)
+        self.watch(state.divergence_threshold)
         run.say(
             f"OmniTuner: the run has diverged with {was}: it is rolled back to the weights that it had after the last"
             f" good epoch or search, and goes on with {state.setting}"

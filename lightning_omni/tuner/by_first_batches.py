@@ -56,11 +56,6 @@ class ByFirstBatches:
         run.state.own, run.state.reference = None, float(run.batch(run.world.size))
         spec = self._space.specification(hyperparameters, hyperparameters.lr, share=run.options.budget)
         run.state.own = spec.start
-        if not run.options.budget or run.world.size == 1:
-            run.problem = "budget=0" if not run.options.budget else "one rank is one group"
-            run.say(f"OmniTuner: nothing is tuned: {run.problem}")
-            run.world.dismiss_server()
-            return
         self._time(spec)
 
     def begin_again(self, reason: str) -> None:

@@ -17,6 +17,7 @@ from typing_extensions import override
 from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.protocol.all_reduce import EXACT
 from lightning_omni.search.samplers import sampler_of
+from lightning_omni.strategy._private import stops_now
 from lightning_omni.strategy.declared import is_fast_dev_run
 from lightning_omni.strategy.hooks import OmniStrategyHooks
 from lightning_omni.tuner import _private
@@ -150,15 +151,13 @@ class TunedFit(Fit):
         run = self.run
         run.strategy.stash_arrangement()
         run.begin()
+        if run.hear(stops_now(run.trainer)):
+            self._tune_nothing("training was stopped before the first batch")
+            return
         try:
             hyperparameters = run.hyperparameters()
         except (ConfigurationError, UnsupportedError) as error:
-            run.problem = str(error)
-            run.strategy.form_as_arranged()
-            run.world.dismiss_server()
-            splits = self._may_split_all_the_same and self.applied.split_by_speed()
-            but = ", but batches are split in proportion to the ranks' speeds where that pays" if splits else ""
-            run.say(f"OmniTuner: nothing is tuned{but}: {run.problem}")
+            self._tune_nothing(str(error), may_split=self._may_split_all_the_same)
             return
         if run.state.setting is not None and run.state.ranks != run.world.size:
             self._search_once_more(hyperparameters)
@@ -166,9 +165,22 @@ class TunedFit(Fit):
             self._go_on()
         else:
             run.state.ranks = run.world.size
+            if run.learns_from_run and (not run.options.budget or run.world.size == 1):
+                self._tune_nothing("one rank is one group" if run.options.budget else "budget=0")
+                return
             self._tuning.begin(hyperparameters)
         run.begin()
         self.retuning.begin()
+
+    def _tune_nothing(self, problem: str, may_split: bool = False) -> None:
+        """The run goes on as the user has set it, but for batches that may be split by speed."""
+        run = self.run
+        run.problem = problem
+        run.strategy.form_as_arranged()
+        run.world.dismiss_server()
+        splits = may_split and self.applied.split_by_speed()
+        but = ", but batches are split in proportion to the ranks' speeds where that pays" if splits else ""
+        run.say(f"OmniTuner: nothing is tuned{but}: {problem}")
 
     @property
     def _tuning(self) -> ByFirstBatches | ByProbes:
@@ -202,10 +214,13 @@ class TunedFit(Fit):
         if state.unfinished and self.run.rounds:  # a retuning was interrupted: it is done again when it is due
             state.forgotten += self.run.rounds.pop().search.spent
         state.unfinished = False
+        if state.before_trial is not None or not self.applied.is_users_own:
+            self.applied.keep()
         if state.before_trial is not None:
             self.applied.end_trial(None)
         else:
             self.applied.form(state.setting, dict(state.speeds) or None, bool(state.speeds))
+            self.applied.watch(math.nan, keeps=True)
 
     # --- While it trains ----------------------------------------------------------------------------------------------
 
@@ -225,8 +240,9 @@ class TunedFit(Fit):
 
     @override
     def batch_done(self, outputs: Any, batch_idx: int) -> None:
-        if not self.run.problem:
-            self.retuning.throughput.batch_done(samples_in(self.run.trainer, batch_idx))
+        if self.run.problem:
+            return
+        self.retuning.throughput.batch_done(samples_in(self.run.trainer, batch_idx))
         self.by_first_batches.batch_done(outputs)
         self.applied.batch_done(outputs)
         self.plateau.batch_done(outputs)

@@ -54,7 +54,6 @@ class ProbedBatch:
     """What one rank noted of one batch of a probe."""
 
     stop: int
-    samples: int
     loss: float
     ended: float
     exchanged: float
@@ -208,15 +207,12 @@ class Prober:
             loss = self._step(micro)
             micro = []
             balance.end_batch()
+            if loss is None:
+                continue
             now = time.perf_counter()
             current = leases.current
             assert current is not None
-            stop = current.stop
-            batches.append(
-                ProbedBatch(
-                    stop, (stop - current.start) * window, loss, now - began, world.channel.traffic.seconds - exchanged
-                )
-            )
+            batches.append(ProbedBatch(current.stop, loss, now - began, world.channel.traffic.seconds - exchanged))
             # A loss scaler that begins too high skips steps until it fits: that is its way, for a while.
             overflows = overflows + 1 if self._scale < scale else 0
             is_settling, scale = 0 < overflows < NON_FINITE_TOLERATED, self._scale
@@ -227,26 +223,37 @@ class Prober:
                 break
         return batches, False
 
-    def _step(self, micro: Sequence[Any]) -> float:
-        """One optimizer step, as Lightning's automatic optimization makes it. Returns the mean loss."""
+    def _step(self, micro: Sequence[Any]) -> float | None:
+        """One optimizer step, as Lightning's automatic optimization makes it.
+
+        Returns:
+            The mean loss; None if the training step has skipped all batches.
+        """
         strategy, module, optimizer = self._strategy, self._module, self._module.optimizers()
         assert not isinstance(optimizer, list)  # there is one: see `probed_loader`
         losses: list[Tensor] = []
 
-        def closure() -> Tensor:
+        def closure() -> Tensor | None:
+            loss = None
             for number, batch in enumerate(micro):
                 with ExitStack() as stack:
                     if number < len(micro) - 1:
                         stack.enter_context(strategy.block_backward_sync())
-                    loss = loss_of(strategy.training_step(self._on_device(batch), *self._arguments))
-                    losses.append(loss.detach())
+                    loss = self._loss(batch)
                     if number == 0:
                         optimizer.zero_grad()
-                    strategy.backward(loss / len(micro), None)
-            return losses[-1]
+                    if loss is not None:
+                        losses.append(loss.detach())
+                        strategy.backward(loss / len(micro), None)
+            return losses[-1] if loss is not None else None
 
         module.optimizer_step(self._trainer.current_epoch, 0, optimizer, closure)
-        return float(torch.stack(losses).mean())
+        return float(torch.stack(losses).mean()) if losses else None
+
+    def _loss(self, batch: Any) -> Tensor | None:
+        """Of one batch; None if the training step skips it, as Lightning allows where there is one rank."""
+        found = self._strategy.training_step(self._on_device(batch), *self._arguments)
+        return None if found is None and self._trainer.world_size == 1 else loss_of(found)
 
     @property
     def _scale(self) -> float:
@@ -377,12 +384,12 @@ class _ProbeIndices:
 
 def _tried(setting: Setting, table: Mapping[int, ProbedRank], seconds: float, problem: str) -> TrialResult:
     """The loss of each group batch, the mean over the members, in the order of the samples."""
-    losses: dict[int, tuple[list[float], int]] = {}
+    losses: dict[int, list[float]] = {}
     for row in table.values():
         for batch in row.batches:
-            losses.setdefault(batch.stop, ([], batch.samples))[0].append(batch.loss)
+            losses.setdefault(batch.stop, []).append(batch.loss)
     stops = sorted(losses)
-    means = [math.fsum(losses[stop][0]) / len(losses[stop][0]) for stop in stops]
+    means = [math.fsum(losses[stop]) / len(losses[stop]) for stop in stops]
     return TrialResult(setting, tuple(map(float, stops)), tuple(means), seconds, problem)
 
 

@@ -16,6 +16,7 @@ from lightning_omni.search.samplers import sampler_of
 from lightning_omni.strategy.declared import loader_of
 from lightning_omni.strategy.hooks import OmniStrategyHooks
 from lightning_omni.trace import reaches
+from lightning_omni.tuner.flatness import EpochLosses
 from lightning_omni.tuner.hyperparameters import Hyperparameters
 from lightning_omni.tuner.probing import batch_size_of, probed_loader
 from lightning_omni.tuner.state import Command, TunerState
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
 
 _UNLIMITED = 10
-"""Epochs that a run without limits is taken to train."""
+"""Epochs that a run without limits is taken to train, or twice as many as it has begun if that is more."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,9 @@ class TunedRun:
             scaled=1.0,
             speeds=[],
             unfinished=False,
+            divergence_threshold=math.nan,
             before_trial=None,
+            losses=EpochLosses(math.nan),
             forgotten=self.spent,
         )
         self.rounds = []
@@ -205,7 +208,7 @@ class TunedRun:
         steps = self.strategy.epochs.max_steps
         if steps != -1:
             limits.append(steps * int(self.trainer.accumulate_grad_batches) / self.batches)
-        return float(min(limits)) if limits else float(_UNLIMITED)
+        return float(min(limits, default=max(_UNLIMITED, 2 * (self.trainer.current_epoch + 1))))
 
     def horizon(self, batch: int) -> float:
         """Samples that are left to train."""
@@ -230,6 +233,8 @@ class TunedRun:
         self.state = TunerState.from_dict(state)
         rounds = zip(state["searches"], state["when"], state["after"], strict=True)
         self.rounds = [Round(Search.from_dict(each), when[0], when[1], dict(after)) for each, when, after in rounds]
+        over = [each for each in self.searches if each.is_over]
+        self.choice = over[-1].choice() if over and self.speaks else None
         if self._began:  # under way, as where a learning-rate finder goes back: what was trained is in the state
             self.begin()
 

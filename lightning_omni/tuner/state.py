@@ -11,6 +11,7 @@ from lightning_omni.performance.forecast import Setting
 from lightning_omni.search import Choice, Probe, Search
 from lightning_omni.serialization import Serializable
 from lightning_omni.topology import Topology
+from lightning_omni.tuner.flatness import EpochLosses
 
 
 @dataclass(frozen=True)
@@ -77,9 +78,12 @@ class TunerState(Serializable):
         speeds: rank and samples per second, of those by whose speed the groups were formed.
         unfinished: whether a search is under way.
         rounds: searches that were begun.
+        divergence_threshold: the training loss above which the run has diverged; NaN if unknown.
         diverged: whether the run has diverged with a setting that was chosen.
         returned: whether the run went back to the user's own setting because it learnt too slowly.
         before_trial: what the run returns to if the user's own setting, which is tried, is no better; else None.
+        losses: with the setting, epoch by epoch.
+        samples: that were trained in epochs whose losses were followed.
         forgotten: seconds of searches that are not kept.
         reporting: seconds that writing reports took.
         at_target: all seconds, and those of them for tuning, when the target was reached; None before that.
@@ -96,9 +100,12 @@ class TunerState(Serializable):
     speeds: list[tuple[int, float]] = field(default_factory=list)
     unfinished: bool = False
     rounds: int = 0
+    divergence_threshold: float = math.nan
     diverged: bool = False
     returned: bool = False
     before_trial: Setting | None = None
+    losses: EpochLosses = field(default_factory=lambda: EpochLosses(math.nan))
+    samples: float = 0.0
     forgotten: float = 0.0
     reporting: float = 0.0
     at_target: tuple[float, float] | None = None
