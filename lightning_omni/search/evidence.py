@@ -6,6 +6,7 @@ Rule: what probes showed stays as it was told. What is made of it, that one coun
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -136,7 +137,7 @@ class Evidence:
         key = setting.groups, setting.all_reduce or "fp32", setting.merged
         if key not in self._most:
             none = 0 if self.profile.nbytes else None
-            free = ExchangePattern(period=c.FOREVER, push=none, pull=none)
+            free = ExchangePattern(period=sys.maxsize, push=none, pull=none)
             ways = (False, True) if self.spec.space.rebalance else (False,)
             head = self._head(setting)
             self._most[key] = max(

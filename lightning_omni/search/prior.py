@@ -232,7 +232,7 @@ class Prior:
             (_interpolated(self._rows(name, is_adaptive), groups, period, scatter) for name in sorted(every)),
             key=lambda values: float(values[COST]),
         )
-        found[DEVIATION] = math.hypot(found[DEVIATION], c.UNKNOWN)
+        found[DEVIATION] = math.hypot(found[DEVIATION], 2 * c.RELATED)
         return found
 
     def _rows(self, method: str, is_adaptive: bool) -> list[PriorRow]:

@@ -6,16 +6,17 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_omni.optimizer.balance import Balance
 from lightning_omni.optimizer.run_state import RollbackPoint
 from lightning_omni.performance.forecast import Setting
+from lightning_omni.search import constants as c
 from lightning_omni.search.space import apply_further
 from lightning_omni.tuner.communicating import communicate, communication_of
-from lightning_omni.tuner.divergence import DivergenceGuard, loss_in
+from lightning_omni.tuner.divergence import DivergenceGuard
 from lightning_omni.tuner.fit_space import FitSpace
 from lightning_omni.tuner.hyperparameters import Hyperparameters
 from lightning_omni.tuner.run import TunedRun
@@ -99,8 +100,7 @@ class AppliedSetting:
 
     def take_back(self) -> None:
         """The user's own setting once more, in one group. On all ranks."""
-        run, own = self._run, self._run.state.own
-        assert own is not None
+        run, own = self._run, self._run.own
         hyperparameters = run.hyperparameters()
         run.strategy.form_one()
         hyperparameters.set_momentum(own.momentum)
@@ -140,12 +140,11 @@ class AppliedSetting:
         """Whether nothing that this rank's group pushes is applied any more."""
         return self._guard is not None and self._guard.gives_up
 
-    def batch_done(self, outputs: Any) -> None:
-        """A batch was trained, and its training step returned that."""
+    def batch_done(self, loss: Tensor | None) -> None:
+        """A batch was trained, and had that loss."""
         if self._guard is None:
             return
         world = self._run.world
-        loss = loss_in(outputs, int(self._run.trainer.accumulate_grad_batches))
         before, self._exchanged = self._exchanged, world.channel.traffic.seconds
         applied = world.core.heard.applied if world.channel.traffic.seconds != before else None
         self._guard.batch_done(loss, world.executor.exchanges, applied)
@@ -165,20 +164,17 @@ class AppliedSetting:
 
     def roll_back(self) -> None:
         """Back to the weights of before, in one group with the user's own setting; if it was that, in smaller steps."""
-        run, state, was = self._run, self._run.state, self._run.state.setting
-        assert was is not None
-        assert state.own is not None
-        assert self._guard is not None
+        run, state, was = self._run, self._run.state, self._run.setting
         assert self._before is not None
         run.strategy.form_one()
         self._merge(self._merged_before)  # a sender remembers what belongs to the weights that it sends
         self._before.put_back(run.world.core)
         run.world.reduction.forget()
         state.diverged = True
-        if was.groups == 1 and was.all_reduce == state.own.all_reduce:
-            self._train_in_one_group(replace(was, lr=was.lr / 3), 1 / 3)
+        if was.groups == 1 and was.all_reduce == run.own.all_reduce:
+            self._train_in_one_group(replace(was, lr=was.lr / c.SMALLER), 1 / c.SMALLER)
         else:
-            self._train_in_one_group(state.own, 1 / state.scaled)
+            self._train_in_one_group(run.own, 1 / state.scaled)
         self.watch(state.divergence_threshold)
         run.say(
             f"OmniTuner: the run has diverged with {was}: it is rolled back to the weights that it had after the last"
@@ -194,11 +190,10 @@ class AppliedSetting:
             Where the run is, in case it is worse after the trial.
         """
         run, state = self._run, self._run.state
-        assert state.own is not None
         state.before_trial = state.setting
         run.strategy.form_one()
         before = RollbackPoint.of(run.module, run.trainer.optimizers, run.world.core)
-        self._train_in_one_group(state.own, 1 / state.scaled)
+        self._train_in_one_group(run.own, 1 / state.scaled)
         self._guard = None
         return before
 
@@ -209,9 +204,8 @@ class AppliedSetting:
             to: where the run was, if it goes on from there; else it goes on from where the trial has brought it.
         """
         run, state = self._run, self._run.state
-        before, own = state.before_trial, state.own
+        before = state.before_trial
         assert before is not None
-        assert own is not None
         if to is not None:
             to.put_back(run.world.core)
             run.world.reduction.forget()
@@ -219,7 +213,7 @@ class AppliedSetting:
         speeds = dict(state.speeds) or None
         state.before_trial = None
         state.reference = run.batch(len(run.world.live_ranks)) / before.groups
-        scale = before.lr / own.lr / state.scaled
+        scale = before.lr / run.own.lr / state.scaled
         self.apply(run.hyperparameters(), Command(before, speeds=speeds, by_speed=bool(speeds), scale=scale))
         self.watch(math.nan, keeps=True)
 

@@ -17,7 +17,7 @@ from lightning_omni.tuner.hyperparameters import Hyperparameters
 from lightning_omni.tuner.monitored_metric import MonitoredMetric
 from lightning_omni.tuner.probing import Prober
 from lightning_omni.tuner.reports import TunerReports
-from lightning_omni.tuner.retuning import AT_START, SPEED, Retuning
+from lightning_omni.tuner.retuning import BUDGET_PART, SPEED, Retuning
 from lightning_omni.tuner.run import TunedRun
 from lightning_omni.tuner.search_progress import SearchProgress
 from lightning_omni.tuner.state import Command
@@ -54,7 +54,7 @@ class ByProbes:
         """The search before the first batch, or what is left of one that was interrupted."""
         run = self._run
         run.state.own, run.state.reference = None, float(run.batch(run.world.size))
-        share = run.options.budget * AT_START
+        share = run.options.budget * BUDGET_PART
         spec = self._space.specification(hyperparameters, hyperparameters.lr, share)
         run.state.own = spec.start
         if not spec.batches:

@@ -24,6 +24,7 @@ from lightning_omni.tuner import _private
 from lightning_omni.tuner.applied import AppliedSetting
 from lightning_omni.tuner.by_first_batches import ByFirstBatches
 from lightning_omni.tuner.by_probes import ByProbes
+from lightning_omni.tuner.divergence import loss_in
 from lightning_omni.tuner.fit_space import FitSpace
 from lightning_omni.tuner.hyperparameters import Hyperparameters
 from lightning_omni.tuner.monitored_metric import MonitoredMetric
@@ -207,7 +208,6 @@ class TunedFit(Fit):
     def _go_on(self) -> None:
         """A run is resumed with what was chosen; rates and momentum are in the checkpoint."""
         state = self.run.state
-        assert state.setting is not None
         if state.unfinished and self.run.learns_from_run:
             self.by_first_batches.begin_again("it was saved before that had shown what is faster")
             return
@@ -219,7 +219,7 @@ class TunedFit(Fit):
         if state.before_trial is not None:
             self.applied.end_trial(None)
         else:
-            self.applied.form(state.setting, dict(state.speeds) or None, bool(state.speeds))
+            self.applied.form(self.run.setting, dict(state.speeds) or None, bool(state.speeds))
             self.applied.watch(math.nan, keeps=True)
 
     # --- While it trains ----------------------------------------------------------------------------------------------
@@ -243,9 +243,10 @@ class TunedFit(Fit):
         if self.run.problem:
             return
         self.retuning.throughput.batch_done(samples_in(self.run.trainer, batch_idx))
-        self.by_first_batches.batch_done(outputs)
-        self.applied.batch_done(outputs)
-        self.plateau.batch_done(outputs)
+        loss = loss_in(outputs, self.run.window)
+        self.by_first_batches.batch_done(loss)
+        self.applied.batch_done(loss)
+        self.plateau.batch_done(loss)
 
     @override
     def validation_starts(self) -> None:
@@ -287,7 +288,6 @@ class TunedFit(Fit):
         run.state.at_epochs.append(self._validated)
         self._validated = math.nan
         self.retuning.epoch_done()
-        self.reports.epoch_done()
         if self.applied.has_diverged:
             self.applied.roll_back()
             self.retuning.changed()
@@ -295,7 +295,7 @@ class TunedFit(Fit):
         self.applied.keep_weights()
         self.plateau.epoch_done()
         is_due = options.retune_every is not None and epoch % options.retune_every == 0
-        if not is_due or run.state.setting is None or run.trainer.should_stop or epoch >= run.epochs:
+        if not is_due or run.state.setting is None or stops_now(run.trainer) or epoch >= run.epochs:
             return
         if self.plateau.is_trying:
             return

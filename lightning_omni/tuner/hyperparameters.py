@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.performance.forecast import Scaling, Setting
+
+if TYPE_CHECKING:
+    from pytorch_lightning import Trainer
 
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")
 _RATES_OF_SCHEDULERS = ("base_lrs", "max_lrs", "min_lrs", "_last_lr", "eta_min")
@@ -46,6 +49,11 @@ class Hyperparameters:
         self._has_betas = "betas" in first
         self.has_momentum = self._has_betas or "momentum" in first
         self._is_momentum_scheduled = any(getattr(each, "cycle_momentum", False) for each in self._schedulers)
+
+    @classmethod
+    def of(cls, trainer: Trainer) -> Hyperparameters:
+        """Those of a Trainer that has one optimizer."""
+        return cls(trainer.optimizers[0], [config.scheduler for config in trainer.lr_scheduler_configs])
 
     @property
     def scaling(self) -> Scaling:

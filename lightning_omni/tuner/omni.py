@@ -130,7 +130,6 @@ class OmniTunerHooks(_CallbackBase):
         self._fit: Fit | None = None
         self._kept: dict[str, Any] = {}
         self._stage = ""
-        self._call: Callable[[], None] | None = None
 
     @property
     def _options(self) -> TunerOptions:
@@ -180,8 +179,7 @@ class OmniTunerHooks(_CallbackBase):
         world = run.strategy.world
         is_joined = world is not None and world.enlistment is not None
         self._fit = JoinedFit(run) if is_joined else TunedFit(run, self.mute_logger)
-        self._call = self._fit.begin
-        run.strategy.on_ready.append(self._call)
+        run.strategy.on_ready.append(self._fit.begin)
 
     def on_omni_launch(self, trainer: Trainer) -> None:
         """What a search needs comes up while the other ranks start: a server for several groups, and slow libraries."""
@@ -283,8 +281,8 @@ class OmniTunerHooks(_CallbackBase):
         if self._fit is None:
             return
         self._fit.close()
-        if self._call in self._fit.run.strategy.on_ready:
-            self._fit.run.strategy.on_ready.remove(self._call)
+        if self._fit.begin in self._fit.run.strategy.on_ready:
+            self._fit.run.strategy.on_ready.remove(self._fit.begin)
 
 
 __all__ = ["OmniTunerHooks"]

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +19,6 @@ from lightning_omni.optimizer.run_state import RollbackPoint
 from lightning_omni.search import constants as c
 from lightning_omni.strategy._private import will_step
 from lightning_omni.tuner.applied import AppliedSetting
-from lightning_omni.tuner.divergence import loss_in
 from lightning_omni.tuner.flatness import EpochLosses, TrialOutcome, is_falling
 from lightning_omni.tuner.reports import TunerReports
 from lightning_omni.tuner.retuning import Retuning
@@ -35,7 +33,7 @@ class OwnTrial:
 
     Attributes:
         length: steps for which it is made, if its loss does not fall for longer.
-        steps: that are left for now.
+        end: steps after which it ends.
         taken: steps so far.
         speeds: of the run before.
         before: where that was.
@@ -43,7 +41,7 @@ class OwnTrial:
     """
 
     length: int
-    steps: int
+    end: int
     speeds: SpeedHistory
     before: RollbackPoint
     losses: list[Tensor] = field(default_factory=list)
@@ -70,22 +68,16 @@ class PlateauWatch:
 
     # --- While it trains ----------------------------------------------------------------------------------------------
 
-    def batch_done(self, outputs: Any) -> None:
-        """A batch was trained.
-
-        Args:
-            outputs: of the training step.
-        """
+    def batch_done(self, loss: Tensor | None) -> None:
+        """A batch was trained, and had that loss."""
         trainer, trial = self._run.trainer, self._trial
-        loss = loss_in(outputs, int(trainer.accumulate_grad_batches))
         losses = [loss.detach().float().mean()] if loss is not None else []
         if trial is None:
             self._epoch += losses
             return
         trial.losses += losses
-        trial.steps -= will_step(trainer)
         trial.taken += will_step(trainer)
-        if trial.steps <= 0 and will_step(trainer) and not trainer.is_last_batch:
+        if trial.taken >= trial.end and will_step(trainer) and not trainer.is_last_batch:
             self._end(trial)
 
     def epoch_done(self) -> None:
@@ -129,7 +121,7 @@ class PlateauWatch:
         loss, batches = run.strategy.reduce(together, reduce_op="sum").tolist()
         if batches:
             state.losses.epochs.append(loss / batches)
-            state.samples += batches * run.batch(1) / int(run.trainer.accumulate_grad_batches)
+            state.samples += batches * run.batch(1) / run.window
 
     # --- To try -------------------------------------------------------------------------------------------------------
 
@@ -143,7 +135,7 @@ class PlateauWatch:
     def _steps_left(self) -> float:
         """Of epochs that have not begun: a run should not end in the middle of a trial."""
         run = self._run
-        return (run.epochs - run.trainer.current_epoch - 1) * run.batches / int(run.trainer.accumulate_grad_batches)
+        return (run.epochs - run.trainer.current_epoch - 1) * run.batches / run.window
 
     def begin_trial(self) -> None:
         """From here on the user's own setting. On all ranks."""
@@ -165,7 +157,7 @@ class PlateauWatch:
         fits = trial.taken < c.LONGEST_TRIAL * trial.length and trial.length < self._steps_left
         may_go_on = outcome is not TrialOutcome.BETTER and fits
         if run.hear(int(may_go_on and is_falling(losses))):
-            trial.steps = trial.length
+            trial.end = trial.taken + trial.length
             return
         self._trial, outcome = None, TrialOutcome(run.hear(outcome))
         if outcome is TrialOutcome.BETTER:
@@ -175,8 +167,7 @@ class PlateauWatch:
             self._applied.end_trial(trial.before if outcome is TrialOutcome.WORSE else None)
             self._retuning.restore_speeds(trial.speeds)
             why = "your own setting does not lower the training loss further"
-        assert state.setting is not None
-        self._reports.chosen(Command(state.setting, why=why))
+        self._reports.chosen(Command(run.setting, why=why))
 
 
 __all__ = ["OwnTrial", "PlateauWatch"]

@@ -7,18 +7,17 @@ import math
 import torch
 
 from lightning_omni.search import SearchSpec
+from lightning_omni.search import constants as c
 from lightning_omni.strategy.declared import loader_of
 from lightning_omni.tuner.probing import batch_size_of
 from lightning_omni.tuner.run import TunedRun
 from lightning_omni.tuner.throughput import RunThroughput, Speed, SpeedHistory
 
-AT_START, UNDER_WAY = 0.4, 0.4
-"""The parts of the budget for the search before the first batch, and for the first retuning of the run under way. More
-is earned while the run trains: so a run that reaches its target early has not paid for all of its epochs."""
+BUDGET_PART = 0.4
+"""Of the budget for the search before the first batch, and as much for the first retuning of the run under way. More is
+earned while the run trains: so a run that reaches its target early has not paid for all of its epochs."""
 _EARLY = 0.25
 """Up to this part of the run it counts as early: the steps that are best then are best for most of it."""
-_SOON = 3.0
-"""How many times as long as now the run may last until the target for this to be near."""
 _CHANGED = 0.2
 """Speed that has changed by more than this part is a reason to search again."""
 _REASONS = _NONE, _UNDER_WAY_ALREADY, SPEED, _STALLED = (
@@ -143,7 +142,7 @@ class Retuning:
         if reason != _UNDER_WAY_ALREADY or not self.rate:
             return earned
         whole = min(self._whole / self.rate, run.options.seconds_to_target(run.state.reached))
-        return max(earned, budget * (AT_START + UNDER_WAY) * whole - run.spent)
+        return max(earned, budget * 2 * BUDGET_PART * whole - run.spent)
 
     def specification_for_step(self, spec: SearchSpec) -> SearchSpec:
         """A search for the size of the step alone."""
@@ -163,7 +162,7 @@ def ends_soon(expected: float, seconds: float) -> bool:
         expected: seconds of training until the target.
         seconds: of training so far.
     """
-    return 0 < expected <= _SOON * seconds
+    return 0 < expected <= c.SMALLER * seconds
 
 
-__all__ = ["AT_START", "SPEED", "Retuning", "ends_soon"]
+__all__ = ["BUDGET_PART", "SPEED", "Retuning", "ends_soon"]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from lightning_omni.optimizer.world import World
+from lightning_omni.performance.forecast import Setting
 from lightning_omni.protocol.progress import ReferenceBatch
 from lightning_omni.report import Round, RunTimes
 from lightning_omni.search import Choice, Dimension, Search
@@ -100,6 +101,18 @@ class TunedRun:
         return self.strategy.joined
 
     @property
+    def own(self) -> Setting:
+        """The user's own setting, once it is known."""
+        assert self.state.own is not None
+        return self.state.own
+
+    @property
+    def setting(self) -> Setting:
+        """What the run trains with, once a search has ended."""
+        assert self.state.setting is not None
+        return self.state.setting
+
+    @property
     def speaks(self) -> bool:
         """Whether this rank decides."""
         return bool(self.trainer.is_global_zero)
@@ -115,8 +128,7 @@ class TunedRun:
             ConfigurationError: it cannot.
         """
         probed_loader(self.trainer, self.learns_from_run)
-        schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
-        return Hyperparameters(self.trainer.optimizers[0], schedulers)
+        return Hyperparameters.of(self.trainer)
 
     # --- Its searches -------------------------------------------------------------------------------------------------
 
@@ -189,10 +201,14 @@ class TunedRun:
 
     # --- Its length ---------------------------------------------------------------------------------------------------
 
+    @property
+    def window(self) -> int:
+        """Batches in one optimizer step."""
+        return int(self.trainer.accumulate_grad_batches)
+
     def batch(self, ranks: int) -> int:
         """Samples in one synchronous step of so many ranks."""
-        window = int(self.trainer.accumulate_grad_batches)
-        return ReferenceBatch(ranks, batch_size_of(loader_of(self.trainer)), window).samples
+        return ReferenceBatch(ranks, batch_size_of(loader_of(self.trainer)), self.window).samples
 
     @property
     def batches(self) -> float:
@@ -207,13 +223,13 @@ class TunedRun:
         limits: list[float] = [] if most in (None, -1) else [float(most or 0)]
         steps = self.strategy.epochs.max_steps
         if steps != -1:
-            limits.append(steps * int(self.trainer.accumulate_grad_batches) / self.batches)
+            limits.append(steps * self.window / self.batches)
         return float(min(limits, default=max(_UNLIMITED, 2 * (self.trainer.current_epoch + 1))))
 
     def horizon(self, batch: int) -> float:
         """Samples that are left to train."""
         left = max(0.0, self.epochs - self.trainer.current_epoch)
-        return float(left * self.batches * batch / int(self.trainer.accumulate_grad_batches))
+        return float(left * self.batches * batch / self.window)
 
     # --- In a checkpoint ----------------------------------------------------------------------------------------------
 
