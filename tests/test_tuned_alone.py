@@ -326,3 +326,19 @@ def test_a_run_of_which_nothing_is_tuned_keeps_no_losses() -> None:
     trainer_of(tuner).fit(Line())
     assert tuner.problem == "one rank is one group"
     assert not tuner._fit.plateau._epoch  # type: ignore[union-attr]
+
+
+def test_where_max_time_alone_ends_a_run_the_budget_is_a_part_of_it() -> None:
+    class Stops(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            trainer.should_stop = True
+
+    tuner = tuner_of(budget=0.5)
+    trainer_of(tuner, Stops(), max_epochs=-1, max_time={"minutes": 1}).fit(Line())
+    assert 10 < tuner.searches[0].budget <= 0.4 * 0.5 * 60
+
+
+def test_where_epochs_end_a_run_before_max_time_the_budget_is_a_part_of_these() -> None:
+    tuner = tuner_of(budget=0.5)
+    trainer_of(tuner, max_time={"hours": 1}).fit(Line())
+    assert tuner.searches[0].budget < 60

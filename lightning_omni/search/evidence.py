@@ -70,7 +70,7 @@ class Evidence:
         self._fitted: tuple[int, Profile] | None = None
         self._rates: dict[Setting, float] = {}
         self._uneven: dict[Setting, bool] = {}
-        self._speeds_differ: tuple[int, bool] | None = None
+        self._speeds_differ = False
         self._most: dict[tuple[int, str, str], float] = {}
         self._patterns: dict[tuple[str, int, str, bool, tuple[str, int] | tuple[()]], ExchangePattern] = {}
 
@@ -107,6 +107,7 @@ class Evidence:
             return None
         if self._fitted is None or self._fitted[0] != len(measured):
             self._fitted = (len(measured), Profile.fit(measured))
+            self._speeds_differ = speeds_differ(measured)
             self._rates.clear()
             self._uneven.clear()
             self._most.clear()
@@ -243,15 +244,8 @@ class Evidence:
         key = replace(setting, momentum=0.0, lr=0.0, rebalance=False, further=())
         if key not in self._uneven:
             split, plain = (replace(key, rebalance=how) for how in (True, False))
-            self._uneven[key] = self._differ() and is_faster(self.throughput(split), self.throughput(plain))
+            self._uneven[key] = self._speeds_differ and is_faster(self.throughput(split), self.throughput(plain))
         return self._uneven[key]
-
-    def _differ(self) -> bool:
-        """Whether ranks differ in speed, as measured."""
-        measured = self.measured
-        if self._speeds_differ is None or self._speeds_differ[0] != len(measured):
-            self._speeds_differ = (len(measured), bool(measured) and speeds_differ(measured))
-        return self._speeds_differ[1]
 
     def groups(self) -> list[int]:
         """Numbers of groups that are worth a thought: more of them have to be faster than fewer."""

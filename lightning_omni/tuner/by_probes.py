@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterable
 from dataclasses import replace
@@ -57,6 +58,8 @@ class ByProbes:
         share = run.options.budget * BUDGET_PART
         spec = self._space.specification(hyperparameters, hyperparameters.lr, share)
         run.state.own = spec.start
+        if math.isfinite(run.seconds_left):
+            spec = replace(spec, seconds=share * run.seconds_left)
         if not spec.batches:
             run.problem = Search(spec, run.sampler).choice().why
             run.say(f"OmniTuner: {run.problem}")

@@ -8,8 +8,6 @@ import torch
 
 from lightning_omni.search import SearchSpec
 from lightning_omni.search import constants as c
-from lightning_omni.strategy.declared import loader_of
-from lightning_omni.tuner.probing import batch_size_of
 from lightning_omni.tuner.run import TunedRun
 from lightning_omni.tuner.throughput import RunThroughput, Speed, SpeedHistory
 
@@ -49,7 +47,6 @@ class Retuning:
         self._totals: dict[int, tuple[float, float]] = {}
         self._changed_in = -1
         self._seconds_before = 0.0
-        self._whole = 0.0
 
     # --- What was measured --------------------------------------------------------------------------------------------
 
@@ -90,8 +87,6 @@ class Retuning:
             before = self._totals.get(groups, (0.0, 0.0))
             self._totals[groups] = before[0] + timed, before[1] + timed / rate
             run.rounds[-1].measured_after[groups] = self._totals[groups][0] / self._totals[groups][1]
-        batch = batch_size_of(loader_of(run.trainer)) * len(run.world.live_ranks)
-        self._whole = run.epochs * batch * run.trainer.num_training_batches
         seconds, self._seconds_before = run.seconds - self._seconds_before, run.seconds
         is_mixed = self._changed_in == run.trainer.current_epoch  # part of it was trained with another setting
         self.rate = trained / seconds if seconds > 0 and not is_mixed else 0.0
@@ -141,7 +136,8 @@ class Retuning:
         earned = budget * (run.seconds + run.spent) - run.spent
         if reason != _UNDER_WAY_ALREADY or not self.rate:
             return earned
-        whole = min(self._whole / self.rate, run.options.seconds_to_target(run.state.reached))
+        by_epochs, by_time = run.epochs * run.samples_per_epoch / self.rate, run.seconds + run.seconds_left
+        whole = min(by_epochs, by_time, run.options.seconds_to_target(run.state.reached))
         return max(earned, budget * 2 * BUDGET_PART * whole - run.spent)
 
     def specification_for_step(self, spec: SearchSpec) -> SearchSpec:

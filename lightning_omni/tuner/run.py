@@ -14,7 +14,7 @@ from lightning_omni.protocol.progress import ReferenceBatch
 from lightning_omni.report import Round, RunTimes
 from lightning_omni.search import Choice, Dimension, Search
 from lightning_omni.search.samplers import sampler_of
-from lightning_omni.strategy.declared import loader_of
+from lightning_omni.strategy.declared import callbacks_of, loader_of
 from lightning_omni.strategy.hooks import OmniStrategyHooks
 from lightning_omni.trace import reaches
 from lightning_omni.tuner.flatness import EpochLosses
@@ -219,17 +219,31 @@ class TunedRun:
     @property
     def epochs(self) -> float:
         """Epochs that the run will train."""
-        most = self.trainer.max_epochs
-        limits: list[float] = [] if most in (None, -1) else [float(most or 0)]
-        steps = self.strategy.epochs.max_steps
-        if steps != -1:
-            limits.append(steps * self.window / self.batches)
-        return float(min(limits, default=max(_UNLIMITED, 2 * (self.trainer.current_epoch + 1))))
+        return float(min(self._limits, default=max(_UNLIMITED, 2 * (self.trainer.current_epoch + 1))))
 
-    def horizon(self, batch: int) -> float:
+    @property
+    def _limits(self) -> list[float]:
+        """Epochs after which the run ends."""
+        most, steps = self.trainer.max_epochs, self.strategy.epochs.max_steps
+        by_epochs = [] if most in (None, -1) else [float(most or 0)]
+        return by_epochs if steps == -1 else [*by_epochs, steps * self.window / self.batches]
+
+    @property
+    def seconds_left(self) -> float:
+        """Until ``max_time`` ends the run; infinite if it has none, or ends by epochs or steps, too."""
+        timers = [each for each in callbacks_of(self.trainer) if hasattr(each, "time_remaining")]
+        left = [] if self._limits else [each.time_remaining() for each in timers]
+        return min((each for each in left if each is not None), default=math.inf)
+
+    @property
+    def samples_per_epoch(self) -> float:
+        """Of all ranks that are left."""
+        return self.batches * self.batch(len(self.world.live_ranks)) / self.window
+
+    @property
+    def horizon(self) -> float:
         """Samples that are left to train."""
-        left = max(0.0, self.epochs - self.trainer.current_epoch)
-        return float(left * self.batches * batch / self.window)
+        return max(0.0, self.epochs - self.trainer.current_epoch) * self.samples_per_epoch
 
     # --- In a checkpoint ----------------------------------------------------------------------------------------------
 
