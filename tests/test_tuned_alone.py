@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_omni.errors import ConfigurationError
 from lightning_omni.strategy.pytorch_lightning import OmniStrategy
 from lightning_omni.tuner.pytorch_lightning import OmniTuner
 
@@ -342,3 +343,12 @@ def test_where_epochs_end_a_run_before_max_time_the_budget_is_a_part_of_these() 
     tuner = tuner_of(budget=0.5)
     trainer_of(tuner, max_time={"hours": 1}).fit(Line())
     assert tuner.searches[0].budget < 60
+
+
+def test_a_training_step_without_a_loss_is_told_what_to_return() -> None:
+    class Returns(Line):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return {"output": self.net(batch[0])}
+
+    with pytest.raises(ConfigurationError, match='dictionary with it as "loss"'):
+        trainer_of(tuner_of()).fit(Returns())

@@ -24,7 +24,7 @@ from lightning_omni.search import constants as c
 from lightning_omni.search.experience import Experience
 from lightning_omni.search.prior import Prior
 from lightning_omni.search.rules import is_faster
-from lightning_omni.search.space import Period, wire_given
+from lightning_omni.search.space import wire_given
 from lightning_omni.search.specification import SearchSpec, StepSearchSpec
 
 
@@ -263,7 +263,8 @@ class Evidence:
     @property
     def period(self) -> int:
         """Local steps between two exchanges, unless others are asked for."""
-        return Period(self.spec.space.period).default(self.spec.start.period)
+        own, allowed = self.spec.start.period, self.spec.space.period
+        return own if not allowed or own in allowed else min(allowed)
 
     def proposal(self, groups: int, factor: float = 1.0) -> Setting:
         """What theory proposes for that many groups."""
@@ -311,7 +312,7 @@ class Evidence:
     def candidates(self) -> list[Setting]:
         """What can be chosen: what was tried, and what theory proposes for each number of groups."""
         if isinstance(self.theory, Experience):
-            ways = self.spec.space.ways(self.spec.start, self.theory.suggested)
+            ways = self.spec.space.ways(self.spec.start, self._suggested)
             ranks = self.profile.ranks if self.profile is not None else math.inf
             heads = {"", *(self.profile.heads if self.profile is not None else ())}
             ways = [each for each in ways if each.groups == 1 or each.merged in heads]
@@ -322,6 +323,15 @@ class Evidence:
             sound = []
         proposed = [self.proposal(groups, factor) for groups in self.groups() if (factor := self.largest_step(groups))]
         return list(dict.fromkeys([*map(self.as_it_would_be, sound), *proposed])) or [self.spec.start]
+
+    def _suggested(self, setting: Setting) -> Setting:
+        """The same with the momentum and rate that suited such a setting best, of those that are allowed."""
+        assert isinstance(self.theory, Experience)
+        best, holds = self.theory.suggested(setting), self.spec.space.holds
+        if (momentum := holds(best).momentum) != best.momentum:  # a step as large
+            lr = self.scaling.lr(best.updates_per_batch, momentum, self.scaling.step(best))
+            best = replace(best, momentum=momentum, lr=lr)
+        return holds(best)
 
     def largest_step(self, groups: int) -> float:
         """By what the user's step has to be multiplied with that many groups; 0 if they are out of the question.

@@ -11,6 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 from typing import Any, ClassVar, Protocol
 
@@ -198,10 +199,6 @@ class Period(Dimension):
     def coordinate(self, setting: Setting, known: Known) -> float:
         return setting.period
 
-    def default(self, own: int) -> int:
-        """What is used unless another is asked for: the run's own if it is allowed."""
-        return own if not self.numbers or own in self.numbers else min(self.numbers)
-
 
 @dataclass(frozen=True)
 class ExchangeDimension(Dimension, ABC):
@@ -346,7 +343,7 @@ class Space:
     def __post_init__(self) -> None:
         _ = self.dimensions  # each checks its bounds
 
-    @property
+    @cached_property
     def dimensions(self) -> tuple[Dimension, ...]:
         """All of them, in the order of a surrogate's axes."""
         own = Groups(self.groups), Momentum(self.momentum), LearningRate(self.lr), StepFactor(self.factor)

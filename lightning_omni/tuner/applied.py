@@ -31,7 +31,7 @@ class AppliedSetting:
         space: what may be searched in it.
 
     Attributes:
-        seconds_to_form: that it took to apply the latest choice.
+        seconds_to_form: that it took to form the latest groups, if there were several.
     """
 
     def __init__(self, run: TunedRun, space: FitSpace) -> None:
@@ -51,18 +51,17 @@ class AppliedSetting:
 
     def apply(self, hyperparameters: Hyperparameters, command: Command) -> None:
         """From here on the run trains like that. On all ranks."""
-        state, began = self._run.state, time.perf_counter()
+        state = self._run.state
         hyperparameters.set_momentum(command.setting.momentum)
         hyperparameters.scale(command.scale)
         state.scaled *= command.scale
         state.setting = command.setting
         state.speeds = sorted(command.speeds.items()) if command.speeds and command.by_speed else []
         self.form(command.setting, command.speeds, command.by_speed)
-        self.seconds_to_form = time.perf_counter() - began
 
     def form(self, setting: Setting, speeds: Mapping[int, float] | None = None, by_speed: bool = False) -> None:
         """Forms the groups of a setting, which exchange and split batches as it says. On all ranks."""
-        strategy, world = self._run.strategy, self._run.world
+        strategy, world, began = self._run.strategy, self._run.world, time.perf_counter()
         again = communicate(strategy, communication_of(setting, world.communication))
         again |= apply_further(self._run.options.further, world, setting)
         if setting.groups > 1:
@@ -75,6 +74,8 @@ class AppliedSetting:
             strategy.share_out([speeds[rank] for rank in world.members])
         if not strategy.epochs.is_open:
             world.enter_world(strategy.fitted)
+        if setting.groups > 1:
+            self.seconds_to_form = time.perf_counter() - began
 
     def _merge(self, name: str) -> bool:
         """Several groups that are formed from now on have that submodule merged; says whether it was otherwise.

@@ -148,13 +148,13 @@ class ByFirstBatches:
                 return None
             if known and search.choice().setting in (run.state.setting, spec.start):
                 return Command(run.setting)  # as it was forecast, or nothing is better
+            self._advise(search)
+            search.next()  # it is over
+            run.remember(search, run.seconds)
+            self._retuning.search_begins()
+            return run.conclude(search)
         except OmniError as error:
             return Command(spec.start, error=str(error))
-        self._advise(search)
-        search.next()  # it is over
-        run.remember(search, run.seconds)
-        self._retuning.search_begins()
-        return run.conclude(search)
 
     def _advise(self, search: Search) -> None:
         """The user is told of submodules that cannot be merged, or may not be and would make it clearly faster."""

@@ -186,9 +186,9 @@ class ByProbes:
             if probe is not None:
                 progress.tries(search, probe)
                 return replace(Command.to_form(search, probe.setting), probe=probe)
+            return self._run.conclude(search)
         except OmniError as error:
             return Command(search.spec.start, error=str(error))
-        return self._run.conclude(search)
 
 
 __all__ = ["ByProbes"]

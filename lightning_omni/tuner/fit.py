@@ -294,10 +294,8 @@ class TunedFit(Fit):
             return
         self.applied.keep_weights()
         self.plateau.epoch_done()
-        is_due = options.retune_every is not None and epoch % options.retune_every == 0
+        is_due = options.retune_every is not None and epoch % options.retune_every == 0 and not self.plateau.is_trying
         if not is_due or run.state.setting is None or stops_now(run.trainer) or epoch >= run.epochs:
-            return
-        if self.plateau.is_trying:
             return
         if reason := self.retuning.reason(epoch):
             self._tuning.begin_again(reason)

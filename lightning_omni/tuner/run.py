@@ -154,10 +154,15 @@ class TunedRun:
         self.rounds.append(Round(search, self.trainer.current_epoch, seconds))
 
     def conclude(self, search: Search) -> Command:
-        """What is to be trained with, when a search is over."""
-        choice, command = Command.to_conclude(search, len(self.world.live_ranks))
-        self.choice = choice or self.choice
-        return command
+        """What is to be trained with, when a search is over; and why."""
+        self.choice = search.choice()
+        setting = replace(self.choice.setting, groups=min(self.choice.setting.groups, len(self.world.live_ranks)))
+        return replace(
+            Command.to_form(search, setting),
+            scale=setting.lr / search.spec.start.lr,
+            divergence_threshold=search.divergence_threshold(setting),
+            why=self.choice.why,
+        )
 
     def forget(self) -> None:
         """What was found of other ranks does not hold for these."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from lightning_omni.errors import OmniError
 from lightning_omni.performance.forecast import Setting
-from lightning_omni.search import Choice, Probe, Search
+from lightning_omni.search import Probe, Search
 from lightning_omni.serialization import Serializable
 from lightning_omni.topology import Topology
 from lightning_omni.tuner.flatness import EpochLosses
@@ -47,22 +46,6 @@ class Command(Serializable):
         topology = search.prediction(setting).topology
         by_speed = topology != Topology.of(topology.ranks, setting.groups)
         return cls(setting, speeds=dict(zip(topology.ranks, profile.speeds, strict=True)), by_speed=by_speed)
-
-    @classmethod
-    def to_conclude(cls, search: Search, ranks: int) -> tuple[Choice | None, Command]:
-        """What is to be trained with, when a search is over, by so many ranks; and why."""
-        try:
-            choice = search.choice()
-            setting = replace(choice.setting, groups=min(choice.setting.groups, ranks))
-            said = replace(
-                cls.to_form(search, setting),
-                scale=setting.lr / search.spec.start.lr,
-                divergence_threshold=search.divergence_threshold(setting),
-                why=choice.why,
-            )
-        except OmniError as error:
-            return None, cls(search.spec.start, error=str(error))
-        return choice, said
 
 
 @dataclass

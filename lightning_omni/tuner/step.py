@@ -31,9 +31,9 @@ def loss_of(found: Any) -> Tensor:
     Raises:
         ConfigurationError: it returned none.
     """
-    loss = found["loss"] if isinstance(found, Mapping) else found
+    loss = found.get("loss") if isinstance(found, Mapping) else found
     if not isinstance(loss, Tensor):
-        raise ConfigurationError("training_step returns no loss")
+        raise ConfigurationError('training_step returns no loss: return it, or a dictionary with it as "loss"')
     return loss
 
 
