@@ -191,10 +191,11 @@ class AppliedSetting:
             Where the run is, in case it is worse after the trial.
         """
         run, state = self._run, self._run.state
-        state.before_trial = state.setting
+        speeds, state.before_trial = state.speeds, state.setting
         run.strategy.form_one()
         before = RollbackPoint.of(run.module, run.trainer.optimizers, run.world.core)
         self._train_in_one_group(run.own, 1 / state.scaled)
+        state.speeds = speeds  # by which groups are formed again
         self._guard = None
         return before
 
@@ -223,15 +224,11 @@ class AppliedSetting:
 
         Batches are split by speed where that pays: it changes no update.
         """
-        run, state = self._run, self._run.state
-        hyperparameters = run.hyperparameters()
+        run = self._run
         rebalance = bool(run.strategy.epochs.leases) and self._space.may_rebalance
-        state.setting = replace(setting, groups=1, rebalance=rebalance)
-        state.reference = float(run.batch(len(run.world.live_ranks)))
-        hyperparameters.set_momentum(setting.momentum)
-        hyperparameters.scale(factor)
-        state.scaled *= factor
-        self.form(state.setting)
+        run.state.reference = float(run.batch(len(run.world.live_ranks)))
+        alone = replace(setting, groups=1, rebalance=rebalance)
+        self.apply(run.hyperparameters(), Command(alone, scale=factor))
 
 
 __all__ = ["AppliedSetting"]
