@@ -221,6 +221,13 @@ class ExchangeDimension(Dimension, ABC):
         """What it may be, beside what the setting has."""
         return self.values or (getattr(setting, self.name),)
 
+    def _check_texts(self, what: str, read: Callable[[str], object]) -> None:
+        """Raises `ConfigurationError` if a value is no text, or none that can be read."""
+        for each in self.values:
+            if not isinstance(each, str) or not each:
+                raise ConfigurationError(f'space={{"{self.name}": {each!r}}}: pass {what}')
+            read(each)
+
 
 @dataclass(frozen=True)
 class MethodName(ExchangeDimension):
@@ -229,10 +236,7 @@ class MethodName(ExchangeDimension):
     name = "method"
 
     def __post_init__(self) -> None:
-        for each in self.values:
-            if not isinstance(each, str):
-                raise ConfigurationError(f'space={{"method": {each!r}}}: pass names of methods, as "local_sgd"')
-            method_named(each)
+        self._check_texts('names of methods, as "local_sgd"', method_named)
 
 
 @dataclass(frozen=True)
@@ -264,10 +268,7 @@ class AllReduceFormat(ExchangeDimension):
     name = "all_reduce"
 
     def __post_init__(self) -> None:
-        for each in self.values:
-            if not isinstance(each, str):
-                raise ConfigurationError(f'space={{"all_reduce": {each!r}}}: pass formats, as "powersgd:4"')
-            all_reduce_of(each)
+        self._check_texts('formats, as "powersgd:4"', all_reduce_of)
 
 
 @dataclass(frozen=True)
@@ -277,12 +278,7 @@ class MergedName(ExchangeDimension):
     name = "merged"
 
     def __post_init__(self) -> None:
-        for each in self.values:
-            if not isinstance(each, str) or not each:
-                raise ConfigurationError(
-                    f'space={{"merged": {each!r}}}: pass names of submodules, as "classifier"; to merge none is always'
-                    " possible"
-                )
+        self._check_texts('names of submodules, as "classifier"; to merge none is always possible', str)
 
     @override
     def options(self, setting: Setting) -> Sequence[Any]:

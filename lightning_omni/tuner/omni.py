@@ -120,12 +120,12 @@ class OmniTunerHooks(_CallbackBase):
         if mode not in (None, "min", "max"):
             raise ConfigurationError(f'mode={mode!r}: pass "min", "max" or None')
         check_whole("seed", seed, "a whole number from 0 up", high=_MOST_SEED)
-        Space.of(dict(space or {}), ranks=1 << 30)
+        self._space = dict(space or {})
+        self._further = Space.of(self._space, ranks=1 << 30).further
         if budget > 0:
             check_libraries(sampler.uses_scikit_optimize)
         self.target, self.monitor, self.budget, self.search = target, monitor, budget, search
         self.retune_every, self.seed = retune_every, seed
-        self._space = dict(space or {})
         self._mode = mode or ("min" if "loss" in monitor or "error" in monitor else "max")
         self._fit: Fit | None = None
         self._kept: dict[str, Any] = {}
@@ -140,7 +140,7 @@ class OmniTunerHooks(_CallbackBase):
             budget=self.budget,
             search=self.search,
             space=self._space,
-            further=Space.of(self._space, ranks=1 << 30).further,
+            further=self._further,
             retune_every=self.retune_every,
             seed=self.seed,
         )
