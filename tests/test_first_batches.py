@@ -87,6 +87,15 @@ FITS: dict[str, dict[str, Any]] = {  # of those with "emulated", the time that s
         "flat": "higher alone",
         "trainer": {**EPOCHS, "max_epochs": 12},
     },
+    "it is stopped in a trial": {
+        "emulated": True,
+        "tuner": {**TUNER, "budget": 0.9, "space": {"rebalance": False, "wire": "fp32"}},
+        "seconds": {"0": 4e-3, "1": 4e-3},
+        "exponential": True,
+        "flat": "higher alone",
+        "stops_in_trial": True,
+        "trainer": {**EPOCHS, "max_epochs": 12},
+    },
     "the loss rises by design": {
         "emulated": True,
         "tuner": ALONE,
@@ -146,7 +155,12 @@ def fits(finished: Run) -> dict[str, list[dict[str, Any]]]:
     return {name: [finished.results[rank][number] for rank in (0, 1)] for number, name in enumerate(names)}
 
 
-ENDS_OTHERWISE = "dealt out beforehand", "a callback of one group stops it", "it diverges in groups"
+ENDS_OTHERWISE = (
+    "dealt out beforehand",
+    "a callback of one group stops it",
+    "it is stopped in a trial",
+    "it diverges in groups",
+)
 TUNED = [name for name, fit in FITS.items() if "tuner" in fit and name not in ("nothing can be tuned", "no budget")]
 
 
@@ -285,6 +299,15 @@ def test_after_a_trial_that_has_raised_the_loss_groups_go_on_from_before_it(
     assert trials
     for began, ended in trials:
         assert (began == pytest.approx(ended, rel=1e-6)) == is_rolled_back
+
+
+def test_a_run_that_is_stopped_in_a_trial_that_has_raised_the_loss_ends_with_the_weights_of_before_it(
+    fits: dict[str, list[dict[str, Any]]],
+) -> None:
+    for rank in fits["it is stopped in a trial"]:
+        trial = [weights for is_trial, weights in rank["segments"] if is_trial]
+        assert len(trial) == 1
+        assert sum(map(abs, rank["weights"][0])) == pytest.approx(trial[0], rel=1e-5)
 
 
 def test_a_run_that_makes_the_users_own_updates_is_not_rolled_back_whatever_its_loss_does(

@@ -169,8 +169,7 @@ class AppliedSetting:
         assert self._before is not None
         run.strategy.form_one()
         self._merge(self._merged_before)  # a sender remembers what belongs to the weights that it sends
-        self._before.put_back(run.world.core)
-        run.world.reduction.forget()
+        self.return_to(self._before)
         state.diverged = True
         if was.groups == 1 and was.all_reduce == run.own.all_reduce:
             self._train_in_one_group(replace(was, lr=was.lr / c.SMALLER), 1 / c.SMALLER)
@@ -181,6 +180,11 @@ class AppliedSetting:
             f"OmniTuner: the run has diverged with {was}: it is rolled back to the weights that it had after the last"
             f" good epoch or search, and goes on with {state.setting}"
         )
+
+    def return_to(self, point: RollbackPoint) -> None:
+        """The weights of before, where all ranks are one group. On all ranks."""
+        point.put_back(self._run.world.core)
+        self._run.world.reduction.forget()
 
     # --- To try the user's own setting --------------------------------------------------------------------------------
 
@@ -209,8 +213,7 @@ class AppliedSetting:
         before = state.before_trial
         assert before is not None
         if to is not None:
-            to.put_back(run.world.core)
-            run.world.reduction.forget()
+            self.return_to(to)
         before = replace(before, groups=min(before.groups, len(run.world.live_ranks)))
         speeds = dict(state.speeds) or None
         state.before_trial = None

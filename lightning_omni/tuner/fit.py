@@ -273,6 +273,7 @@ class TunedFit(Fit):
 
     @override
     def ended(self) -> None:
+        self.plateau.ended()
         self.reports.ended()
 
     @override

@@ -149,10 +149,26 @@ class PlateauWatch:
         curve.next_trial = c.LONGER * len(curve.epochs)
         self._trial = OwnTrial(steps, steps, self._retuning.stash_speeds(), before)
 
+    def ended(self) -> None:
+        """Training ends, perhaps in a trial: if that has raised the loss, with the weights of before. On all ranks."""
+        trial, self._trial = self._trial, None
+        if trial is None:
+            return
+        outcome = TrialOutcome.of(self._losses(trial), self._run.state.losses)
+        if self._run.hear(outcome) == TrialOutcome.WORSE:
+            self._applied.return_to(trial.before)
+
+    def _losses(self, trial: OwnTrial) -> list[float]:
+        """Of each batch, the mean over ranks. All call it."""
+        if not trial.losses:
+            return []
+        losses: list[float] = self._run.strategy.reduce(torch.stack(trial.losses), reduce_op="mean").tolist()
+        return losses
+
     def _end(self, trial: OwnTrial) -> None:
         """The user's own setting stays, or is tried on, or the run goes on as before. On all ranks, of one group."""
-        run, state, reduce = self._run, self._run.state, self._run.strategy.reduce
-        losses = reduce(torch.stack(trial.losses), reduce_op="mean").tolist() if trial.losses else []
+        run, state = self._run, self._run.state
+        losses = self._losses(trial)
         outcome = TrialOutcome.of(losses, state.losses)
         fits = trial.taken < c.LONGEST_TRIAL * trial.length and trial.length < self._steps_left
         may_go_on = outcome is not TrialOutcome.BETTER and fits
