@@ -306,7 +306,7 @@ def test_a_run_that_diverges_is_rolled_back_whether_it_was_resumed_or_not(tmp_pa
         tuner = tuner_of(budget=0.9, space={"lr": [0.01, 0.02]})
         trainer_of(tuner, max_epochs=5).fit(Diverges(lr=0.001), ckpt_path=tmp_path / "watched.ckpt")
     assert len(tuner.searches) == 1
-    assert run_of(tuner).state.diverged
+    assert run_of(tuner).state.is_final
 
 
 def test_momenta_that_differ_between_parameter_groups_stay_as_they_are() -> None:

@@ -29,8 +29,6 @@ _VALUES = ("momentum", "log_step", "log_cost", "deviation", "scatter")
 COST, DEVIATION, SCATTER = map(_VALUES.index, ("log_cost", "deviation", "scatter"))
 """Places in `PriorRow.values`."""
 
-SYNCHRONOUS = ("hardsync",)
-"""Methods that are synchronous training, whatever the number of groups."""
 RELATIVES = {
     "softsync": ("async_sgd",),
     "delay_compensated": ("async_sgd",),
@@ -217,7 +215,8 @@ class Prior:
 
     @staticmethod
     def _is_synchronous(method: str, groups: int) -> bool:
-        return groups == 1 or method in SYNCHRONOUS
+        """Whether it is what all ranks would do together, whatever the number of groups."""
+        return groups == 1 or method == "hardsync"
 
     def _values(self, method: str, groups: int, period: int, scatter: float, is_adaptive: bool) -> Array:
         """Values of a row that was not measured, as in `PriorRow.values`."""

@@ -170,7 +170,7 @@ class AppliedSetting:
         run.strategy.form_one()
         self._merge(self._merged_before)  # a sender remembers what belongs to the weights that it sends
         self.return_to(self._before)
-        state.diverged = True
+        state.is_final = True
         if was.groups == 1 and was.all_reduce == run.own.all_reduce:
             self._train_in_one_group(replace(was, lr=was.lr / c.SMALLER), 1 / c.SMALLER)
         else:

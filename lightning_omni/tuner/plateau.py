@@ -106,8 +106,8 @@ class PlateauWatch:
     def _is_watched(self) -> bool:
         """Whether the run trains with something that was chosen; the same on all ranks."""
         state = self._run.state
-        is_final = state.diverged or state.returned or state.setting is None
-        return self._run.learns_from_run and not is_final and not self._applied.is_users_own
+        is_chosen = state.setting is not None and not state.is_final and not self._applied.is_users_own
+        return self._run.learns_from_run and is_chosen
 
     def _follow(self) -> None:
         """One more epoch of the curve; on all ranks."""
@@ -177,7 +177,7 @@ class PlateauWatch:
             return
         self._trial, outcome = None, TrialOutcome(run.hear(outcome))
         if outcome is TrialOutcome.BETTER:
-            state.returned, state.before_trial = True, None
+            state.is_final, state.before_trial = True, None
             why = "it lowers the training loss further"
         else:
             self._applied.end_trial(trial.before if outcome is TrialOutcome.WORSE else None)

@@ -109,8 +109,7 @@ class Retuning:
         found = _NONE
         if run.learns_from_run:
             # The forecast does not know how the run went with its choice, and would choose the same again.
-            is_final = run.state.diverged or run.state.returned
-            found = SPEED if self._has_changed and not is_final else _NONE
+            found = SPEED if self._has_changed and not run.state.is_final else _NONE
         elif is_early:
             found = _UNDER_WAY_ALREADY
         elif self._has_changed:

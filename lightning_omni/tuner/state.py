@@ -62,8 +62,8 @@ class TunerState(Serializable):
         unfinished: whether a search is under way.
         rounds: searches that were begun.
         divergence_threshold: the training loss above which the run has diverged; NaN if unknown.
-        diverged: whether the run has diverged with a setting that was chosen.
-        returned: whether the run went back to the user's own setting because it learnt too slowly.
+        is_final: whether the run went back to the user's own setting for good: it had diverged with what was chosen, or
+            learnt too slowly.
         before_trial: what the run returns to if the user's own setting, which is tried, is no better; else None.
         losses: with the setting, epoch by epoch.
         samples: that were trained in epochs whose losses were followed.
@@ -84,8 +84,7 @@ class TunerState(Serializable):
     unfinished: bool = False
     rounds: int = 0
     divergence_threshold: float = math.nan
-    diverged: bool = False
-    returned: bool = False
+    is_final: bool = False
     before_trial: Setting | None = None
     losses: EpochLosses = field(default_factory=lambda: EpochLosses(math.nan))
     samples: float = 0.0
