@@ -124,6 +124,25 @@ def test_what_the_user_has_chosen_is_what_groups_exchange_by() -> None:
     assert (chosen.method, chosen.period, chosen.wire) == ("local_sgd:warmup_steps=10", 4, "fp32")
 
 
+@pytest.mark.parametrize(("low", "high"), [(0.9, 0.9), (0.5, 0.7), (0.0, 0.1)])
+def test_groups_have_a_momentum_that_is_allowed_and_their_steps_are_as_large_with_it(low: float, high: float) -> None:
+    free = search(seen(exponential()))
+    for best, held in zip(
+        free.candidates(),
+        search(seen(exponential()), replace(EVERYTHING, momentum=(low, high))).candidates(),
+        strict=True,
+    ):
+        if held.groups > 1:
+            assert held.momentum == min(max(best.momentum, low), high)
+            assert Scaling().step(held) == pytest.approx(Scaling().step(best))
+
+
+def test_groups_have_a_rate_that_is_allowed() -> None:
+    found = search(seen(exponential()), replace(EVERYTHING, lr=(0.04, 0.06)))
+    assert all(0.04 <= each.lr <= 0.06 for each in found.candidates())
+    assert found.choice().setting.groups > 1
+
+
 def test_a_search_that_travels_chooses_the_same() -> None:
     found = search(seen(exponential()))
     again = Search.from_dict(json.loads(json.dumps(found.to_dict())))

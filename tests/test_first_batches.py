@@ -97,6 +97,15 @@ FITS: dict[str, dict[str, Any]] = {  # of those with "emulated", the time that s
         "flat": "higher alone",
         "trainer": {**EPOCHS, "max_epochs": 12},
     },
+    "it is stopped in a trial": {
+        "emulated": True,
+        "tuner": {**TUNER, "budget": 0.9, "space": {"rebalance": False, "wire": "fp32"}},
+        "seconds": {"0": 4e-3, "1": 4e-3},
+        "exponential": True,
+        "flat": "higher alone",
+        "stops_in_trial": True,
+        "trainer": {**EPOCHS, "max_epochs": 12},
+    },
     "the loss rises by design": {
         "emulated": True,
         "tuner": ALONE,
@@ -118,6 +127,15 @@ FITS: dict[str, dict[str, Any]] = {  # of those with "emulated", the time that s
         "data": {"samples": 512, "half": True},
         "trainer": EPOCHS,
     },
+    "no budget": {"tuner": {**TUNER, "budget": 0.0}, "strategy": {"groups": 2}, "trainer": EPOCHS},
+    "slow learning is saved": {
+        "emulated": True,
+        "tuner": {**TUNER, "budget": 0.9, "space": {"rebalance": False, "wire": "fp32"}},
+        "seconds": {"0": 4e-3, "1": 4e-3},
+        "exponential": True,
+        "flat": "in groups",
+        "trainer": {**EPOCHS, "max_epochs": 3},
+    },
     "accumulated": {
         "emulated": True,
         "tuner": ALONE,
@@ -133,7 +151,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """All fits, one after the other; one that is stopped at once, and one that goes on from another's checkpoint."""
     saved = str(tmp_path_factory.mktemp("checkpoints") / "tuned.ckpt")
     slow = FITS["a slow rank"]
-    fits = {**FITS, "a slow rank": {**slow, "save": saved}}
+    slow_learning, later = FITS["slow learning is saved"], saved.replace("tuned", "slow")
+    fits = {**FITS, "a slow rank": {**slow, "save": saved}, "slow learning is saved": {**slow_learning, "save": later}}
     fits["stopped"] = {
         "tuner": {"search": "bayes", "budget": 0.9},
         "strategy": {"groups": 2},
@@ -141,18 +160,24 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
         "trainer": EPOCHS,
     }
     fits["resumed"] = {**slow, "ckpt_path": saved, "trainer": {**EPOCHS, "max_epochs": 3}}
+    fits["slow learning"] = {**slow_learning, "ckpt_path": later, "trainer": {**EPOCHS, "max_epochs": 5}}
     return run("omni_tuner.py", {"fits": [{"data": {"samples": 512}, **fit} for fit in fits.values()]}, timeout=400)
 
 
 @pytest.fixture(scope="module")
 def fits(finished: Run) -> dict[str, list[dict[str, Any]]]:
     """What every rank saw of every fit."""
-    names = [*FITS, "stopped", "resumed"]
+    names = [*FITS, "stopped", "resumed", "slow learning"]
     return {name: [finished.results[rank][number] for rank in (0, 1)] for number, name in enumerate(names)}
 
 
-ENDS_OTHERWISE = "dealt out beforehand", "a callback of one group stops it", "it diverges in groups"
-TUNED = [name for name, fit in FITS.items() if "tuner" in fit and name != "nothing can be tuned"]
+ENDS_OTHERWISE = (
+    "dealt out beforehand",
+    "a callback of one group stops it",
+    "it is stopped in a trial",
+    "it diverges in groups",
+)
+TUNED = [name for name, fit in FITS.items() if "tuner" in fit and name not in ("nothing can be tuned", "no budget")]
 
 
 @pytest.mark.parametrize("name", [*TUNED, "resumed"])
@@ -251,7 +276,7 @@ def test_where_a_callback_of_one_group_stops_the_run_it_ends_for_all(fits: dict[
 
 def test_a_run_that_is_stopped_before_its_first_batch_is_not_searched(fits: dict[str, list[dict[str, Any]]]) -> None:
     for rank in fits["stopped"]:
-        assert (rank["problem"], rank["searches"]) == ("trainer.should_stop was set before the first batch", 0)
+        assert (rank["problem"], rank["searches"]) == ("training was stopped before the first batch", 0)
         assert (rank["global_step"], rank["first"]) == (0, [])
 
 
@@ -310,6 +335,15 @@ def test_after_a_trial_that_has_raised_the_loss_groups_go_on_from_before_it(
         assert (began == pytest.approx(ended, rel=1e-6)) == is_rolled_back
 
 
+def test_a_run_that_is_stopped_in_a_trial_that_has_raised_the_loss_ends_with_the_weights_of_before_it(
+    fits: dict[str, list[dict[str, Any]]],
+) -> None:
+    for rank in fits["it is stopped in a trial"]:
+        trial = [weights for is_trial, weights in rank["segments"] if is_trial]
+        assert len(trial) == 1
+        assert sum(map(abs, rank["weights"][0])) == pytest.approx(trial[0], rel=1e-5)
+
+
 def test_a_run_that_makes_the_users_own_updates_is_not_rolled_back_whatever_its_loss_does(
     fits: dict[str, list[dict[str, Any]]],
 ) -> None:
@@ -325,6 +359,19 @@ def test_where_nothing_can_be_tuned_groups_are_those_that_the_user_asked_for(
         assert "sampler of your own" in rank["problem"]
         assert rank["world"] == [2, "AsyncSGD"]
         assert rank["updates"] > 0
+
+
+def test_without_a_budget_groups_are_those_that_the_user_asked_for(fits: dict[str, list[dict[str, Any]]]) -> None:
+    for rank in fits["no budget"]:
+        assert rank["problem"] == "budget=0"
+        assert rank["world"] == [2, "AsyncSGD"]
+        assert rank["updates"] > 0
+
+
+def test_epochs_before_a_resume_count_for_whether_a_loss_is_flat(fits: dict[str, list[dict[str, Any]]]) -> None:
+    assert not any(is_trial for rank in fits["slow learning is saved"] for is_trial, _ in rank["segments"])
+    for rank in fits["slow learning"]:
+        assert any(is_trial for is_trial, _ in rank["segments"]), "there are too few epochs after it"
 
 
 def test_a_method_that_the_user_has_chosen_stays(fits: dict[str, list[dict[str, Any]]]) -> None:

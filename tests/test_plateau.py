@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from lightning_omni.search import constants as c
-from lightning_omni.tuner.plateau import EpochLosses, TrialOutcome, is_falling, lowers_more
+from lightning_omni.tuner.flatness import EpochLosses, TrialOutcome, is_falling, lowers_more
 
 LOSSES = st.floats(0.01, 10.0)
 

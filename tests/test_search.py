@@ -201,6 +201,20 @@ def test_a_search_from_a_checkpoint_asks_and_chooses_the_same(strategy: str) -> 
         assert copied.to_dict() == search.to_dict()
 
 
+def test_a_probe_that_was_rejected_is_not_chosen_after_a_resume() -> None:
+    def shows(probe: Probe) -> Observation:
+        seen = show(probe)
+        if probe.number:  # nothing is left for a third one
+            return replace(seen, tried=replace(seen.tried, seconds=1e9))
+        return replace(seen, tried=replace(seen.tried, losses=(2.0,) * len(seen.tried.losses)))
+
+    search = Search(JOB)
+    assert len(list(drive(search, shows=shows))) == 2
+    assert search.rejected
+    assert again(search).rejected == search.rejected
+    assert again(search).choice() == search.choice()
+
+
 def test_a_search_that_was_over_is_over() -> None:
     search = ended("random")
     copied = again(search)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_omni.errors import ConfigurationError
 from lightning_omni.strategy.pytorch_lightning import OmniStrategy
 from lightning_omni.tuner.pytorch_lightning import OmniTuner
 
@@ -34,7 +35,7 @@ class Line(pl.LightningModule):
         self.net = nn.Linear(4, 1)
         self.lr = lr
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
         return mse_loss(self.net(batch[0]), batch[1])
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -51,6 +52,14 @@ class Line(pl.LightningModule):
         return DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=8)
 
     train_dataloader = val_dataloader = test_dataloader = loader
+
+
+class OfLargeBatches(Line):
+    """Whose losses scatter little, so that no probe is taken for one that diverges."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        inputs = torch.randn(4096, 4, generator=torch.Generator().manual_seed(0))
+        return DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=64)
 
 
 def trainer_of(*callbacks: Any, **options: Any) -> pl.Trainer:
@@ -140,7 +149,10 @@ def test_a_run_that_is_saved_while_it_is_timed_again_is_timed_again_when_it_goes
     class TimesAgain(pl.Callback):
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
             if trainer.current_epoch == 0:
-                first._fit._tuning.begin_again("it is slower")  # type: ignore[union-attr]
+                run_of(first).problem = ""  # as if there were several ranks
+                timed = first._fit.by_first_batches  # type: ignore[union-attr]
+                timed.begin(run_of(first).hyperparameters())
+                timed.begin_again("it is slower")
                 trainer.save_checkpoint(tmp_path / "timed.ckpt")
 
     first, later = tuner_of(search="forecast"), tuner_of(search="forecast")
@@ -171,3 +183,172 @@ def test_a_learning_rate_finder_between_epochs_adds_no_time_to_training() -> Non
     trainer_of(Finder(num_training_steps=4), tuner).fit(Line())
     before, after = seconds
     assert 1000 < before <= after < 2000
+
+
+def test_what_was_chosen_is_known_after_a_resume_before_the_next_search(tmp_path: Path) -> None:
+    first, later = tuner_of(), tuner_of()
+    trainer = trainer_of(first)
+    trainer.fit(Line())
+    trainer.save_checkpoint(tmp_path / "chosen.ckpt")
+    trainer_of(later, max_epochs=3).fit(Line(), ckpt_path=tmp_path / "chosen.ckpt")
+    assert len(later.searches) == 1, "it has not searched again"
+    assert later.choice == first.choice is not None
+
+
+def test_a_search_that_was_interrupted_has_not_chosen() -> None:
+    class Stops(Line):
+        steps = 0
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+            self.steps += 1
+            if self.steps == 2:
+                raise RuntimeError("in the first probe")
+            return super().training_step(batch, batch_idx)
+
+    first = tuner_of()
+    with pytest.raises(RuntimeError, match="in the first probe"):
+        trainer_of(first).fit(Stops())
+    run = run_of(first)
+    assert run.state.unfinished
+    run.load_state_dict(run.state_dict())
+    assert first.choice is None
+
+
+def test_a_probe_skips_the_batches_that_a_training_step_skips() -> None:
+    class Skips(Line):
+        steps = 0
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+            self.steps += 1
+            return super().training_step(batch, batch_idx) if self.steps % 3 else None
+
+    tuner = tuner_of()
+    trainer = trainer_of(tuner, accumulate_grad_batches=2)
+    trainer.fit(Skips())
+    tried = [each.tried for search in tuner.searches for each in search.observations]
+    assert tried
+    assert not any(each.has_failed for each in tried)
+    assert tuner.choice is not None
+    assert trainer.current_epoch == 2
+
+
+def test_batches_that_are_all_skipped_tell_nothing_of_a_loss() -> None:
+    class SkipsEveryOther(Line):
+        steps = 0
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+            self.steps += 1
+            return super().training_step(batch, batch_idx) if self.steps % 2 else None
+
+    tuner = tuner_of()
+    trainer_of(tuner).fit(SkipsEveryOther())
+    search = tuner.searches[0]
+    assert search.profile is not None
+    for probe, each in zip(search.probes, search.tried, strict=True):
+        assert 2 * len(each.losses) == pytest.approx(probe.samples // 8, abs=1)
+
+
+def test_a_run_that_is_stopped_before_its_first_batch_is_not_searched() -> None:
+    class Stops(pl.Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            trainer.should_stop = True
+
+    tuner = tuner_of()
+    trainer = trainer_of(tuner, Stops())
+    trainer.fit(Line())
+    assert trainer.global_step == 0
+    assert not tuner.searches
+    assert tuner.problem == "training was stopped before the first batch"
+
+
+def test_a_run_that_may_not_stop_yet_is_searched() -> None:
+    class Stops(pl.Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            trainer.should_stop = True
+
+    tuner = tuner_of()
+    trainer = trainer_of(tuner, Stops(), min_epochs=1)
+    trainer.fit(Line())
+    assert trainer.global_step == 32
+    assert len(tuner.searches) == 1
+
+
+def test_a_run_without_limits_is_checked_at_each_end_of_an_epoch_however_long_it_takes() -> None:
+    asked: list[int] = []
+
+    def reason(epoch: int) -> str:
+        asked.append(epoch)
+        return ""
+
+    class Notes(pl.Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            tuner._fit.retuning.reason = reason  # type: ignore[union-attr]
+
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            trainer.should_stop = trainer.current_epoch == 12
+
+    tuner = tuner_of(retune_every=1)
+    trainer_of(Notes(), tuner, max_epochs=-1).fit(Line())
+    assert asked == list(range(1, 13))
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_a_run_that_diverges_is_rolled_back_whether_it_was_resumed_or_not(tmp_path: Path, is_resumed: bool) -> None:
+    class Diverges(OfLargeBatches):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return mse_loss(self.net(batch[0]), batch[1]) * (1e6 if self.current_epoch == 3 else 1.0)
+
+    tuner = tuner_of(budget=0.9, space={"lr": [0.01, 0.02]})
+    trainer = trainer_of(tuner, max_epochs=2 if is_resumed else 5)
+    trainer.fit(Diverges(lr=0.001))
+    if is_resumed:
+        trainer.save_checkpoint(tmp_path / "watched.ckpt")
+        tuner = tuner_of(budget=0.9, space={"lr": [0.01, 0.02]})
+        trainer_of(tuner, max_epochs=5).fit(Diverges(lr=0.001), ckpt_path=tmp_path / "watched.ckpt")
+    assert len(tuner.searches) == 1
+    assert run_of(tuner).state.is_final
+
+
+def test_momenta_that_differ_between_parameter_groups_stay_as_they_are() -> None:
+    class Differ(OfLargeBatches):
+        def configure_optimizers(self) -> Any:
+            groups = [{"params": [self.net.weight], "momentum": 0.9}, {"params": [self.net.bias], "momentum": 0.5}]
+            return torch.optim.SGD(groups, lr=self.lr)
+
+    tuner = tuner_of(budget=0.9)
+    trainer = trainer_of(tuner)
+    trainer.fit(Differ())
+    assert tuner.searches[0].spec.space.momentum == (0.9, 0.9)
+    assert [group["momentum"] for group in trainer.optimizers[0].param_groups] == [0.9, 0.5]
+
+
+def test_a_run_of_which_nothing_is_tuned_keeps_no_losses() -> None:
+    tuner = tuner_of(search="forecast")
+    trainer_of(tuner).fit(Line())
+    assert tuner.problem == "one rank is one group"
+    assert not tuner._fit.plateau._epoch  # type: ignore[union-attr]
+
+
+def test_where_max_time_alone_ends_a_run_the_budget_is_a_part_of_it() -> None:
+    class Stops(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            trainer.should_stop = True
+
+    tuner = tuner_of(budget=0.5)
+    trainer_of(tuner, Stops(), max_epochs=-1, max_time={"minutes": 1}).fit(Line())
+    assert 10 < tuner.searches[0].budget <= 0.4 * 0.5 * 60
+
+
+def test_where_epochs_end_a_run_before_max_time_the_budget_is_a_part_of_these() -> None:
+    tuner = tuner_of(budget=0.5)
+    trainer_of(tuner, max_time={"hours": 1}).fit(Line())
+    assert tuner.searches[0].budget < 60
+
+
+def test_a_training_step_without_a_loss_is_told_what_to_return() -> None:
+    class Returns(Line):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return {"output": self.net(batch[0])}
+
+    with pytest.raises(ConfigurationError, match='dictionary with it as "loss"'):
+        trainer_of(tuner_of()).fit(Returns())

@@ -44,6 +44,5 @@ class Round:
         search = Search.from_dict({**plain["search"], "observations": []})
         for each in plain["search"]["observations"]:
             search.tell(Observation.from_dict(each))
-        search.rejected.update((int(number), why) for number, why in plain["search"].get("rejected", {}).items())
         measured = {int(groups): float(rate) for groups, rate in plain["measured_after"].items()}
         return cls(search, plain["epoch"], plain["seconds_run"], measured, tuple(plain["reasons"]))

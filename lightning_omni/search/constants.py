@@ -37,18 +37,14 @@ CAUTION = 0.25
 """How many standard deviations of the forecast count against a setting when one is chosen."""
 POINTS = 600
 """Points at which the acquisition function is computed."""
-EARLY_DECISION = 3
-"""Optimizer steps of a run after which batches may be split by speed already, which changes nothing else."""
-FIRST_DECISION, DECISIONS = 6, 4
-"""Optimizer steps of a run after which it is decided by what they took, if it is clear by then; how often, each time
-after twice as many."""
+FIRST_DECISION, DECISIONS = 3, 5
+"""Optimizer steps of a run after which batches may be split by speed, if it is clear by then that this pays; and how
+often it is decided, each time after twice as many, from the second time on by all that is known."""
 LARGEST_PERIOD = 32
 """Local steps between two exchanges, in powers of two, that are thought of unless others are asked for."""
-FOREVER = 1048576
-"""Local steps after which an exchange does not count any more."""
-RELATED, UNKNOWN = 0.3, 0.6
-"""Added to the standard deviation of the prior, in squares, of a method that is judged by a relative, or by the worst
-of all."""
+RELATED = 0.3
+"""Added to the standard deviation of the prior, in squares, of a method that is judged by a relative; twice as much of
+one that is judged by the worst of all."""
 BEYOND, FARTHEST = 0.1, 2.0
 """Added to it for each interval of the prior's table that a setting lies beyond its end; and over how many intervals
 the table is continued in a line, to stay level after that."""

@@ -6,6 +6,7 @@ Rule: what probes showed stays as it was told. What is made of it, that one coun
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,7 +24,7 @@ from lightning_omni.search import constants as c
 from lightning_omni.search.experience import Experience
 from lightning_omni.search.prior import Prior
 from lightning_omni.search.rules import is_faster
-from lightning_omni.search.space import Period, wire_given
+from lightning_omni.search.space import wire_given
 from lightning_omni.search.specification import SearchSpec, StepSearchSpec
 
 
@@ -69,7 +70,7 @@ class Evidence:
         self._fitted: tuple[int, Profile] | None = None
         self._rates: dict[Setting, float] = {}
         self._uneven: dict[Setting, bool] = {}
-        self._speeds_differ: tuple[int, bool] | None = None
+        self._speeds_differ = False
         self._most: dict[tuple[int, str, str], float] = {}
         self._patterns: dict[tuple[str, int, str, bool, tuple[str, int] | tuple[()]], ExchangePattern] = {}
 
@@ -106,6 +107,7 @@ class Evidence:
             return None
         if self._fitted is None or self._fitted[0] != len(measured):
             self._fitted = (len(measured), Profile.fit(measured))
+            self._speeds_differ = speeds_differ(measured)
             self._rates.clear()
             self._uneven.clear()
             self._most.clear()
@@ -136,7 +138,7 @@ class Evidence:
         key = setting.groups, setting.all_reduce or "fp32", setting.merged
         if key not in self._most:
             none = 0 if self.profile.nbytes else None
-            free = ExchangePattern(period=c.FOREVER, push=none, pull=none)
+            free = ExchangePattern(period=sys.maxsize, push=none, pull=none)
             ways = (False, True) if self.spec.space.rebalance else (False,)
             head = self._head(setting)
             self._most[key] = max(
@@ -242,15 +244,8 @@ class Evidence:
         key = replace(setting, momentum=0.0, lr=0.0, rebalance=False, further=())
         if key not in self._uneven:
             split, plain = (replace(key, rebalance=how) for how in (True, False))
-            self._uneven[key] = self._differ() and is_faster(self.throughput(split), self.throughput(plain))
+            self._uneven[key] = self._speeds_differ and is_faster(self.throughput(split), self.throughput(plain))
         return self._uneven[key]
-
-    def _differ(self) -> bool:
-        """Whether ranks differ in speed, as measured."""
-        measured = self.measured
-        if self._speeds_differ is None or self._speeds_differ[0] != len(measured):
-            self._speeds_differ = (len(measured), bool(measured) and speeds_differ(measured))
-        return self._speeds_differ[1]
 
     def groups(self) -> list[int]:
         """Numbers of groups that are worth a thought: more of them have to be faster than fewer."""
@@ -268,7 +263,8 @@ class Evidence:
     @property
     def period(self) -> int:
         """Local steps between two exchanges, unless others are asked for."""
-        return Period(self.spec.space.period).default(self.spec.start.period)
+        own, allowed = self.spec.start.period, self.spec.space.period
+        return own if not allowed or own in allowed else min(allowed)
 
     def proposal(self, groups: int, factor: float = 1.0) -> Setting:
         """What theory proposes for that many groups."""
@@ -316,7 +312,7 @@ class Evidence:
     def candidates(self) -> list[Setting]:
         """What can be chosen: what was tried, and what theory proposes for each number of groups."""
         if isinstance(self.theory, Experience):
-            ways = self.spec.space.ways(self.spec.start, self.theory.suggested)
+            ways = self.spec.space.ways(self.spec.start, self._suggested)
             ranks = self.profile.ranks if self.profile is not None else math.inf
             heads = {"", *(self.profile.heads if self.profile is not None else ())}
             ways = [each for each in ways if each.groups == 1 or each.merged in heads]
@@ -327,6 +323,15 @@ class Evidence:
             sound = []
         proposed = [self.proposal(groups, factor) for groups in self.groups() if (factor := self.largest_step(groups))]
         return list(dict.fromkeys([*map(self.as_it_would_be, sound), *proposed])) or [self.spec.start]
+
+    def _suggested(self, setting: Setting) -> Setting:
+        """The same with the momentum and rate that suited such a setting best, of those that are allowed."""
+        assert isinstance(self.theory, Experience)
+        best, holds = self.theory.suggested(setting), self.spec.space.holds
+        if (momentum := holds(best).momentum) != best.momentum:  # a step as large
+            lr = self.scaling.lr(best.updates_per_batch, momentum, self.scaling.step(best))
+            best = replace(best, momentum=momentum, lr=lr)
+        return holds(best)
 
     def largest_step(self, groups: int) -> float:
         """By what the user's step has to be multiplied with that many groups; 0 if they are out of the question.

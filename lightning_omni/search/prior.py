@@ -29,8 +29,6 @@ _VALUES = ("momentum", "log_step", "log_cost", "deviation", "scatter")
 COST, DEVIATION, SCATTER = map(_VALUES.index, ("log_cost", "deviation", "scatter"))
 """Places in `PriorRow.values`."""
 
-SYNCHRONOUS = ("hardsync",)
-"""Methods that are synchronous training, whatever the number of groups."""
 RELATIVES = {
     "streaming": ("local_sgd",),
     "softsync": ("async_sgd",),
@@ -218,7 +216,8 @@ class Prior:
 
     @staticmethod
     def _is_synchronous(method: str, groups: int) -> bool:
-        return groups == 1 or method in SYNCHRONOUS
+        """Whether it is what all ranks would do together, whatever the number of groups."""
+        return groups == 1 or method == "hardsync"
 
     def _values(self, method: str, groups: int, period: int, scatter: float, is_adaptive: bool) -> Array:
         """Values of a row that was not measured, as in `PriorRow.values`."""
@@ -233,7 +232,7 @@ class Prior:
             (_interpolated(self._rows(name, is_adaptive), groups, period, scatter) for name in sorted(every)),
             key=lambda values: float(values[COST]),
         )
-        found[DEVIATION] = math.hypot(found[DEVIATION], c.UNKNOWN)
+        found[DEVIATION] = math.hypot(found[DEVIATION], 2 * c.RELATED)
         return found
 
     def _rows(self, method: str, is_adaptive: bool) -> list[PriorRow]:

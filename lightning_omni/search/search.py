@@ -51,6 +51,7 @@ class Search(Evidence):
         probes: what was tried.
         overhead: seconds that the search took beside its probes; what carries them out adds them up.
         stopped: why it was stopped, if it was.
+        is_over: whether there are no more probes.
 
     Args:
         spec: what is searched, and for how long.
@@ -87,7 +88,7 @@ class Search(Evidence):
         self.stopped = ""
         self._plan = self._go_through()
         self._current: Probe | None = None
-        self._is_over = False
+        self.is_over = False
         for observation in observations:
             if self.next() is None:
                 break
@@ -107,7 +108,7 @@ class Search(Evidence):
             "stopped": self.stopped,
             "overhead": self.overhead,
             "known": [each.to_dict() for each in self.known],
-            "is_over": self._is_over,
+            "is_over": self.is_over,
         }
 
     @classmethod
@@ -117,6 +118,7 @@ class Search(Evidence):
         known = [Measured.from_dict(each) for each in plain["known"]]
         search = cls(SearchSpec.from_dict(plain["job"]), plain["strategy"], observations, known)
         search.overhead = plain["overhead"]
+        search.rejected.update((int(number), why) for number, why in plain.get("rejected", {}).items())
         if plain["is_over"]:
             search.stop(plain["stopped"])
         return search
@@ -125,9 +127,9 @@ class Search(Evidence):
 
     def next(self) -> Probe | None:
         """The next probe, the same until its outcome is told; None if the search is over."""
-        if self._current is None and not self._is_over:
+        if self._current is None and not self.is_over:
             self._current = next(self._plan, None)
-            self._is_over = self._current is None
+            self.is_over = self._current is None
         return self._current
 
     def tell(self, observation: Observation) -> None:
@@ -139,7 +141,7 @@ class Search(Evidence):
 
     def stop(self, why: str) -> None:
         """No more probes: a rank was lost, or the user wants to go on."""
-        self.stopped, self._is_over, self._current = why, True, None
+        self.stopped, self.is_over, self._current = why, True, None
 
     def choice(self) -> Choice:
         """The setting that is expected to be at the target first, as far as is known."""

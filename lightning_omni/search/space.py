@@ -11,6 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 from typing import Any, ClassVar, Protocol
 
@@ -198,10 +199,6 @@ class Period(Dimension):
     def coordinate(self, setting: Setting, known: Known) -> float:
         return setting.period
 
-    def default(self, own: int) -> int:
-        """What is used unless another is asked for: the run's own if it is allowed."""
-        return own if not self.numbers or own in self.numbers else min(self.numbers)
-
 
 @dataclass(frozen=True)
 class ExchangeDimension(Dimension, ABC):
@@ -224,6 +221,13 @@ class ExchangeDimension(Dimension, ABC):
         """What it may be, beside what the setting has."""
         return self.values or (getattr(setting, self.name),)
 
+    def _check_texts(self, what: str, read: Callable[[str], object]) -> None:
+        """Raises `ConfigurationError` if a value is no text, or none that can be read."""
+        for each in self.values:
+            if not isinstance(each, str) or not each:
+                raise ConfigurationError(f'space={{"{self.name}": {each!r}}}: pass {what}')
+            read(each)
+
 
 @dataclass(frozen=True)
 class MethodName(ExchangeDimension):
@@ -232,10 +236,7 @@ class MethodName(ExchangeDimension):
     name = "method"
 
     def __post_init__(self) -> None:
-        for each in self.values:
-            if not isinstance(each, str):
-                raise ConfigurationError(f'space={{"method": {each!r}}}: pass names of methods, as "local_sgd"')
-            method_named(each)
+        self._check_texts('names of methods, as "local_sgd"', method_named)
 
 
 @dataclass(frozen=True)
@@ -267,10 +268,7 @@ class AllReduceFormat(ExchangeDimension):
     name = "all_reduce"
 
     def __post_init__(self) -> None:
-        for each in self.values:
-            if not isinstance(each, str):
-                raise ConfigurationError(f'space={{"all_reduce": {each!r}}}: pass formats, as "powersgd:4"')
-            all_reduce_of(each)
+        self._check_texts('formats, as "powersgd:4"', all_reduce_of)
 
 
 @dataclass(frozen=True)
@@ -280,12 +278,7 @@ class MergedName(ExchangeDimension):
     name = "merged"
 
     def __post_init__(self) -> None:
-        for each in self.values:
-            if not isinstance(each, str) or not each:
-                raise ConfigurationError(
-                    f'space={{"merged": {each!r}}}: pass names of submodules, as "classifier"; to merge none is always'
-                    " possible"
-                )
+        self._check_texts('names of submodules, as "classifier"; to merge none is always possible', str)
 
     @override
     def options(self, setting: Setting) -> Sequence[Any]:
@@ -346,7 +339,7 @@ class Space:
     def __post_init__(self) -> None:
         _ = self.dimensions  # each checks its bounds
 
-    @property
+    @cached_property
     def dimensions(self) -> tuple[Dimension, ...]:
         """All of them, in the order of a surrogate's axes."""
         own = Groups(self.groups), Momentum(self.momentum), LearningRate(self.lr), StepFactor(self.factor)

@@ -6,16 +6,17 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_omni.optimizer.balance import Balance
 from lightning_omni.optimizer.run_state import RollbackPoint
 from lightning_omni.performance.forecast import Setting
+from lightning_omni.search import constants as c
 from lightning_omni.search.space import apply_further
 from lightning_omni.tuner.communicating import communicate, communication_of
-from lightning_omni.tuner.divergence import DivergenceGuard, loss_in
+from lightning_omni.tuner.divergence import DivergenceGuard
 from lightning_omni.tuner.fit_space import FitSpace
 from lightning_omni.tuner.hyperparameters import Hyperparameters
 from lightning_omni.tuner.run import TunedRun
@@ -30,14 +31,13 @@ class AppliedSetting:
         space: what may be searched in it.
 
     Attributes:
-        seconds_to_form: that it took to apply the latest choice.
+        seconds_to_form: that it took to form the latest groups, if there were several.
     """
 
     def __init__(self, run: TunedRun, space: FitSpace) -> None:
         self._run, self._space = run, space
         self.seconds_to_form = 0.0
         self._guard: DivergenceGuard | None = None
-        self._threshold = math.nan
         self._before: RollbackPoint | None = None
         self._merged_before = ""
         self._exchanged = 0.0
@@ -51,18 +51,17 @@ class AppliedSetting:
 
     def apply(self, hyperparameters: Hyperparameters, command: Command) -> None:
         """From here on the run trains like that. On all ranks."""
-        state, began = self._run.state, time.perf_counter()
+        state = self._run.state
         hyperparameters.set_momentum(command.setting.momentum)
         hyperparameters.scale(command.scale)
         state.scaled *= command.scale
         state.setting = command.setting
         state.speeds = sorted(command.speeds.items()) if command.speeds and command.by_speed else []
         self.form(command.setting, command.speeds, command.by_speed)
-        self.seconds_to_form = time.perf_counter() - began
 
     def form(self, setting: Setting, speeds: Mapping[int, float] | None = None, by_speed: bool = False) -> None:
         """Forms the groups of a setting, which exchange and split batches as it says. On all ranks."""
-        strategy, world = self._run.strategy, self._run.world
+        strategy, world, began = self._run.strategy, self._run.world, time.perf_counter()
         again = communicate(strategy, communication_of(setting, world.communication))
         again |= apply_further(self._run.options.further, world, setting)
         if setting.groups > 1:
@@ -75,6 +74,8 @@ class AppliedSetting:
             strategy.share_out([speeds[rank] for rank in world.members])
         if not strategy.epochs.is_open:
             world.enter_world(strategy.fitted)
+        if setting.groups > 1:
+            self.seconds_to_form = time.perf_counter() - began
 
     def _merge(self, name: str) -> bool:
         """Several groups that are formed from now on have that submodule merged; says whether it was otherwise.
@@ -100,8 +101,7 @@ class AppliedSetting:
 
     def take_back(self) -> None:
         """The user's own setting once more, in one group. On all ranks."""
-        run, own = self._run, self._run.state.own
-        assert own is not None
+        run, own = self._run, self._run.own
         hyperparameters = run.hyperparameters()
         run.strategy.form_one()
         hyperparameters.set_momentum(own.momentum)
@@ -121,10 +121,11 @@ class AppliedSetting:
             threshold: NaN for none.
             keeps: whether the threshold before counts, too, if it is larger: the run may have learnt little since.
         """
-        known = [each for each in (threshold, self._threshold if keeps else math.nan) if math.isfinite(each)]
-        self._threshold = max(known, default=math.nan)
+        state = self._run.state
+        known = [each for each in (threshold, state.divergence_threshold if keeps else math.nan) if math.isfinite(each)]
+        state.divergence_threshold = max(known, default=math.nan)
         guards = known and self._before is not None and not self.is_users_own
-        self._guard = DivergenceGuard(self._threshold) if guards else None
+        self._guard = DivergenceGuard(state.divergence_threshold) if guards else None
 
     @property
     def is_users_own(self) -> bool:
@@ -140,12 +141,11 @@ class AppliedSetting:
         """Whether nothing that this rank's group pushes is applied any more."""
         return self._guard is not None and self._guard.gives_up
 
-    def batch_done(self, outputs: Any) -> None:
-        """A batch was trained, and its training step returned that."""
+    def batch_done(self, loss: Tensor | None) -> None:
+        """A batch was trained, and had that loss."""
         if self._guard is None:
             return
         world = self._run.world
-        loss = loss_in(outputs, int(self._run.trainer.accumulate_grad_batches))
         before, self._exchanged = self._exchanged, world.channel.traffic.seconds
         applied = world.core.heard.applied if world.channel.traffic.seconds != before else None
         self._guard.batch_done(loss, world.executor.exchanges, applied)
@@ -165,25 +165,26 @@ class AppliedSetting:
 
     def roll_back(self) -> None:
         """Back to the weights of before, in one group with the user's own setting; if it was that, in smaller steps."""
-        run, state, was = self._run, self._run.state, self._run.state.setting
-        assert was is not None
-        assert state.own is not None
-        assert self._guard is not None
+        run, state, was = self._run, self._run.state, self._run.setting
         assert self._before is not None
         run.strategy.form_one()
         self._merge(self._merged_before)  # a sender remembers what belongs to the weights that it sends
-        self._before.put_back(run.world.core)
-        run.world.reduction.forget()
-        state.diverged = True
-        if was.groups == 1 and was.all_reduce == state.own.all_reduce:
-            self._train_in_one_group(replace(was, lr=was.lr / 3), 1 / 3)
+        self.return_to(self._before)
+        state.is_final = True
+        if was.groups == 1 and was.all_reduce == run.own.all_reduce:
+            self._train_in_one_group(replace(was, lr=was.lr / c.SMALLER), 1 / c.SMALLER)
         else:
-            self._train_in_one_group(state.own, 1 / state.scaled)
-        self.watch(self._threshold)
+            self._train_in_one_group(run.own, 1 / state.scaled)
+        self.watch(state.divergence_threshold)
         run.say(
             f"OmniTuner: the run has diverged with {was}: it is rolled back to the weights that it had after the last"
             f" good epoch or search, and goes on with {state.setting}"
         )
+
+    def return_to(self, point: RollbackPoint) -> None:
+        """The weights of before, where all ranks are one group. On all ranks."""
+        point.put_back(self._run.world.core)
+        self._run.world.reduction.forget()
 
     # --- To try the user's own setting --------------------------------------------------------------------------------
 
@@ -194,11 +195,11 @@ class AppliedSetting:
             Where the run is, in case it is worse after the trial.
         """
         run, state = self._run, self._run.state
-        assert state.own is not None
-        state.before_trial = state.setting
+        speeds, state.before_trial = state.speeds, state.setting
         run.strategy.form_one()
         before = RollbackPoint.of(run.module, run.trainer.optimizers, run.world.core)
-        self._train_in_one_group(state.own, 1 / state.scaled)
+        self._train_in_one_group(run.own, 1 / state.scaled)
+        state.speeds = speeds  # by which groups are formed again
         self._guard = None
         return before
 
@@ -209,23 +210,21 @@ class AppliedSetting:
             to: where the run was, if it goes on from there; else it goes on from where the trial has brought it.
         """
         run, state = self._run, self._run.state
-        before, own = state.before_trial, state.own
+        before = state.before_trial
         assert before is not None
-        assert own is not None
         if to is not None:
-            to.put_back(run.world.core)
-            run.world.reduction.forget()
+            self.return_to(to)
         before = replace(before, groups=min(before.groups, len(run.world.live_ranks)))
         speeds = dict(state.speeds) or None
         state.before_trial = None
         state.reference = run.batch(len(run.world.live_ranks)) / before.groups
-        scale = before.lr / own.lr / state.scaled
+        scale = before.lr / run.own.lr / state.scaled
         self.apply(run.hyperparameters(), Command(before, speeds=speeds, by_speed=bool(speeds), scale=scale))
         self.watch(math.nan, keeps=True)
 
     # --- To give groups up --------------------------------------------------------------------------------------------
 
-    def return_to(self, setting: Setting) -> None:
+    def give_up_groups(self, setting: Setting) -> None:
         """One group from here on, and no other setting any more. On all ranks.
 
         Args:
@@ -233,23 +232,20 @@ class AppliedSetting:
         """
         self._run.strategy.form_one()
         self._train_in_one_group(setting, 1 / self._run.state.scaled)
-        self._run.state.returned = True
-        self._guard = self._before = None
+        self._run.state.is_final = True
+        self._before = None
+        self.watch(math.nan)
 
     def _train_in_one_group(self, setting: Setting, factor: float) -> None:
         """From here on all ranks, which are one group, train with a setting, and with rates times that factor.
 
         Batches are split by speed where that pays: it changes no update.
         """
-        run, state = self._run, self._run.state
-        hyperparameters = run.hyperparameters()
+        run = self._run
         rebalance = bool(run.strategy.epochs.leases) and self._space.may_rebalance
-        state.setting = replace(setting, groups=1, rebalance=rebalance)
-        state.reference = float(run.batch(len(run.world.live_ranks)))
-        hyperparameters.set_momentum(setting.momentum)
-        hyperparameters.scale(factor)
-        state.scaled *= factor
-        self.form(state.setting)
+        run.state.reference = float(run.batch(len(run.world.live_ranks)))
+        alone = replace(setting, groups=1, rebalance=rebalance)
+        self.apply(run.hyperparameters(), Command(alone, scale=factor))
 
 
 __all__ = ["AppliedSetting"]

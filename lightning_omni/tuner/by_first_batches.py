@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import time
 from statistics import mean
-from typing import Any
+
+from torch import Tensor
 
 from lightning_omni.errors import ConfigurationError, OmniError
 from lightning_omni.performance.measured import Measured
@@ -14,7 +15,6 @@ from lightning_omni.search import constants as c
 from lightning_omni.search.choice import gain_of_merging, gain_of_servers, verdict
 from lightning_omni.strategy._private import will_step
 from lightning_omni.tuner.applied import AppliedSetting
-from lightning_omni.tuner.divergence import loss_in
 from lightning_omni.tuner.first_batches import FirstBatches
 from lightning_omni.tuner.fit_space import FitSpace
 from lightning_omni.tuner.hyperparameters import Hyperparameters
@@ -44,7 +44,6 @@ class ByFirstBatches:
         self._run, self._space, self._applied = run, space, applied
         self._retuning, self._reports = retuning, reports
         self._batches: FirstBatches | None = None
-        self._spec: SearchSpec | None = None
         self._known: list[Measured] = []
         self._deciding = 0.0
         self._advised: set[str] = set()
@@ -58,11 +57,6 @@ class ByFirstBatches:
         run.state.own, run.state.reference = None, float(run.batch(run.world.size))
         spec = self._space.specification(hyperparameters, hyperparameters.lr, share=run.options.budget)
         run.state.own = spec.start
-        if not run.options.budget or run.world.size == 1:
-            run.problem = "budget=0" if not run.options.budget else "one rank is one group"
-            run.say(f"OmniTuner: nothing is tuned: {run.problem}")
-            run.world.dismiss_server()
-            return
         self._time(spec)
 
     def begin_again(self, reason: str) -> None:
@@ -78,14 +72,11 @@ class ByFirstBatches:
         self._time(self._space.specification(hyperparameters, hyperparameters.lr, share=run.options.budget))
 
     def _time(self, spec: SearchSpec, before: FirstBatches | None = None) -> None:
-        self._spec = spec
         heads = [name for name in spec.space.head.options(spec.start) if name]
         is_asked = bool(heads)
         if not is_asked and max(spec.space.groups) > 1:
             heads = self._space.mergeable()
-        self._batches = FirstBatches(
-            self._run.strategy, spec.start, spec.space.all_reduce, heads, before, is_asked=is_asked
-        )
+        self._batches = FirstBatches(self._run.strategy, spec, heads, before, is_asked=is_asked)
 
     # --- While it trains ----------------------------------------------------------------------------------------------
 
@@ -99,19 +90,19 @@ class ByFirstBatches:
         if self._batches is not None:
             self._batches.backward_done()
 
-    def batch_done(self, outputs: Any) -> None:
+    def batch_done(self, loss: Tensor | None) -> None:
         """A batch was trained: perhaps it is clear by now what is to be done.
 
         Args:
-            outputs: of the training step.
+            loss: of the batch; None if there is none.
         """
-        if self._batches is None:
+        batches, trainer = self._batches, self._run.trainer
+        if batches is None:
             return
-        trainer = self._run.trainer
         steps = will_step(trainer)
-        self._batches.batch_done(loss_in(outputs, int(trainer.accumulate_grad_batches)), steps)
-        if steps and self._batches.is_due and not trainer.is_last_batch:
-            self._decide()
+        batches.batch_done(loss, steps)
+        if steps and batches.is_due and not trainer.is_last_batch:
+            self._decide(batches)
 
     def close(self) -> None:
         """Nothing is timed any more."""
@@ -121,10 +112,9 @@ class ByFirstBatches:
 
     # --- To decide ----------------------------------------------------------------------------------------------------
 
-    def _decide(self) -> None:
+    def _decide(self, batches: FirstBatches) -> None:
         """By what the first batches have shown, on every rank; or they go on being timed."""
-        began, run, batches = time.perf_counter(), self._run, self._batches
-        assert batches is not None
+        began, run = time.perf_counter(), self._run
         observation, command = batches.seen(), None
         if run.speaks and observation is not None:
             command = self._command(observation, batches)
@@ -138,7 +128,7 @@ class ByFirstBatches:
             run.state.unfinished = False
         batches.interrupted()
         if command is not None and not (self._known and command.setting == run.state.setting):
-            self._adopt(command)
+            self._adopt(command, batches.spec)
             self._reports.chosen(command)
             if command.setting.groups == 1 and command.setting.rebalance and observation is not None:
                 self._time_again(observation, batches)
@@ -151,8 +141,7 @@ class ByFirstBatches:
 
     def _command(self, observation: Observation, batches: FirstBatches) -> Command | None:
         """What rank 0 makes of it: None to go on measuring."""
-        run, spec = self._run, self._spec
-        assert spec is not None
+        run, spec = self._run, batches.spec
         try:
             now = observation.measured
             known = [each for each in self._known if now is not None and each.ranks == now.ranks]
@@ -160,15 +149,14 @@ class ByFirstBatches:
             if not (batches.is_last or verdict(search, batches.is_early)):
                 return None
             if known and search.choice().setting in (run.state.setting, spec.start):
-                assert run.state.setting is not None
-                return Command(run.state.setting)  # as it was forecast, or nothing is better
+                return Command(run.setting)  # as it was forecast, or nothing is better
+            self._advise(search)
+            search.next()  # it is over
+            run.remember(search, run.seconds)
+            self._retuning.search_begins()
+            return run.conclude(search)
         except OmniError as error:
             return Command(spec.start, error=str(error))
-        self._advise(search)
-        search.next()  # it is over
-        run.remember(search, run.seconds)
-        self._retuning.search_begins()
-        return run.conclude(search)
 
     def _advise(self, search: Search) -> None:
         """The user is told of what cannot be changed in this run and would make it clearly faster."""
@@ -207,15 +195,13 @@ class ByFirstBatches:
 
     def _time_again(self, observation: Observation, before: FirstBatches) -> None:
         """The run goes on in one group with other batches: whether it is as fast as it should be is seen in these."""
-        assert self._spec is not None
         if not self._known and observation.measured is not None:
             self._known = [observation.measured]
-            self._time(self._spec, before)
+            self._time(before.spec, before)
 
-    def _adopt(self, command: Command) -> None:
+    def _adopt(self, command: Command, spec: SearchSpec) -> None:
         """Trains with what was chosen, from this batch on."""
-        run, spec = self._run, self._spec
-        assert spec is not None
+        run = self._run
         if command.setting == spec.start:
             run.state.setting = command.setting
             run.world.dismiss_server()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterable
 from dataclasses import replace
@@ -17,7 +18,7 @@ from lightning_omni.tuner.hyperparameters import Hyperparameters
 from lightning_omni.tuner.monitored_metric import MonitoredMetric
 from lightning_omni.tuner.probing import Prober
 from lightning_omni.tuner.reports import TunerReports
-from lightning_omni.tuner.retuning import AT_START, SPEED, Retuning
+from lightning_omni.tuner.retuning import BUDGET_PART, SPEED, Retuning
 from lightning_omni.tuner.run import TunedRun
 from lightning_omni.tuner.search_progress import SearchProgress
 from lightning_omni.tuner.state import Command
@@ -54,9 +55,11 @@ class ByProbes:
         """The search before the first batch, or what is left of one that was interrupted."""
         run = self._run
         run.state.own, run.state.reference = None, float(run.batch(run.world.size))
-        share = run.options.budget * AT_START
+        share = run.options.budget * BUDGET_PART
         spec = self._space.specification(hyperparameters, hyperparameters.lr, share)
         run.state.own = spec.start
+        if math.isfinite(run.seconds_left):
+            spec = replace(spec, seconds=share * run.seconds_left)
         if not spec.batches:
             run.problem = Search(spec, run.sampler).choice().why
             run.say(f"OmniTuner: {run.problem}")
@@ -183,9 +186,9 @@ class ByProbes:
             if probe is not None:
                 progress.tries(search, probe)
                 return replace(Command.to_form(search, probe.setting), probe=probe)
+            return self._run.conclude(search)
         except OmniError as error:
             return Command(search.spec.start, error=str(error))
-        return self._run.conclude(search)
 
 
 __all__ = ["ByProbes"]

@@ -21,15 +21,15 @@ from torch import Tensor
 from lightning_omni.optimizer.balance import Balance, gather, gather_values
 from lightning_omni.optimizer.reduction import seconds_of_arithmetic
 from lightning_omni.optimizer.serve_time import seconds_of_push
-from lightning_omni.performance.forecast import Setting, TrialResult
+from lightning_omni.performance.forecast import TrialResult
 from lightning_omni.performance.measured import HeadMeasured, Measured
 from lightning_omni.performance.step_timer import StepTimer
 from lightning_omni.protocol.all_reduce import all_reduce_of
-from lightning_omni.search import Observation
+from lightning_omni.search import Observation, SearchSpec
 from lightning_omni.search import constants as c
 from lightning_omni.strategy.declared import loader_of
 from lightning_omni.strategy.hooks import OmniStrategyHooks
-from lightning_omni.tuner.observed_heads import observed
+from lightning_omni.tuner.observed_heads import ObservedHead
 from lightning_omni.tuner.probing import batch_size_of
 from lightning_omni.tuner.step import say_nothing
 
@@ -65,8 +65,7 @@ class FirstBatches:
 
     Args:
         strategy: of the run, whose groups stand and whose first batch has not begun.
-        setting: that the run trains with.
-        all_reduces: formats by which its gradients may be averaged.
+        spec: what is searched, from the setting that the run trains with.
         heads: submodules that several groups may have merged.
         before: steps of the same group with other batches, whose messages need not be timed once more.
         is_asked: whether the user has named them; others are timed only where a gradient's bytes take long, and where
@@ -76,17 +75,16 @@ class FirstBatches:
     def __init__(
         self,
         strategy: OmniStrategyHooks,
-        setting: Setting,
-        all_reduces: Sequence[str] = (),
+        spec: SearchSpec,
         heads: Sequence[str] = (),
         before: FirstBatches | None = None,
         is_asked: bool = True,
     ) -> None:
-        self._all_reduces = all_reduces
+        self.spec = spec
         self._averaging: dict[str, float] = before._averaging if before else {}
         self._reduce_per_byte: float = before._reduce_per_byte if before else 0.0
         self._serve: float = before._serve if before else 0.0
-        self._strategy, self._world, self._setting = strategy, strategy.joined, setting
+        self._strategy, self._world = strategy, strategy.joined
         self._balance = Balance("auto", say_nothing, only_measures=True)
         self._kept = strategy.balance
         self._timer = StepTimer()
@@ -95,12 +93,14 @@ class FirstBatches:
         self._count = self._measured = 0
         self._tail = 0.0
         self._since: float | None = None
-        self._moments: Iterator[int] = iter(DECISION_STEPS if before else (c.EARLY_DECISION, *DECISION_STEPS))
+        self._moments: Iterator[int] = iter(DECISION_STEPS[1:] if before else DECISION_STEPS)
         self._next = next(self._moments)
         self._heads: dict[str, HeadMeasured] = before._heads if before else {}
         self._is_asked = is_asked
         batch = batch_size_of(loader_of(strategy.fitted.trainer))
-        self._observed = {} if before else observed(strategy.fitted, heads, batch)
+        self._observed = {
+            name: ObservedHead(strategy.fitted.get_submodule(name), batch) for name in heads if before is None
+        }
         strategy.balance = self._balance
         self._balance.begin(self._world, strategy.fitted, lambda: strategy.epochs.leases)
 
@@ -144,7 +144,7 @@ class FirstBatches:
     @property
     def is_early(self) -> bool:
         """Whether what was `seen` last is too little for anything but proportional batches."""
-        return self._next <= DECISION_STEPS[0]
+        return self._next <= DECISION_STEPS[1]
 
     @property
     def is_last(self) -> bool:
@@ -188,7 +188,7 @@ class FirstBatches:
             servers=self._world.server.count,
             per_node=self._world.server.per_node,
         )
-        return Observation(TrialResult(self._setting, tuple(ends), tuple(losses), gathers=False), measured)
+        return Observation(TrialResult(self.spec.start, tuple(ends), tuple(losses), gathers=False), measured)
 
     def _round_trip(self) -> float:
         """Seconds of a message of hardly any bytes to another rank and back: the shortest of a few, on rank 0.
@@ -243,10 +243,10 @@ class FirstBatches:
 
     def _seconds_of_averaging(self) -> dict[str, float]:
         """By format, what the slowest rank computes to average its gradients so."""
-        shapes, device = self._shapes, self._world.device
-        own = [seconds_of_arithmetic(all_reduce_of(each), shapes, device) for each in self._all_reduces]
+        shapes, device, formats = self._shapes, self._world.device, self.spec.space.all_reduce
+        own = [seconds_of_arithmetic(all_reduce_of(each), shapes, device) for each in formats]
         rows = gather(self._world, own) if own else []
-        return dict(zip(self._all_reduces, map(max, zip(*rows, strict=True)), strict=True))
+        return dict(zip(formats, map(max, zip(*rows, strict=True)), strict=True))
 
     def _measured_heads(self, step: float) -> dict[str, HeadMeasured]:
         """What merging each submodule would take, as rank 0 sees it: the server computes beside it.

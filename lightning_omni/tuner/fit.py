@@ -24,6 +24,7 @@ from lightning_omni.tuner import _private
 from lightning_omni.tuner.applied import AppliedSetting
 from lightning_omni.tuner.by_first_batches import ByFirstBatches
 from lightning_omni.tuner.by_probes import ByProbes
+from lightning_omni.tuner.divergence import loss_in
 from lightning_omni.tuner.fit_space import FitSpace
 from lightning_omni.tuner.forecast_check import ForecastCheck
 from lightning_omni.tuner.hyperparameters import Hyperparameters
@@ -153,18 +154,13 @@ class TunedFit(Fit):
         run = self.run
         run.strategy.stash_arrangement()
         run.begin()
-        if run.hear(int(stops_now(run.trainer))):
-            run.problem = "trainer.should_stop was set before the first batch"
+        if run.hear(stops_now(run.trainer)):
+            self._tune_nothing("training was stopped before the first batch")
             return
         try:
             hyperparameters = run.hyperparameters()
         except (ConfigurationError, UnsupportedError) as error:
-            run.problem = str(error)
-            run.strategy.form_as_arranged()
-            run.world.dismiss_server()
-            splits = self._may_split_all_the_same and self.applied.split_by_speed()
-            but = ", but batches are split in proportion to the ranks' speeds where that pays" if splits else ""
-            run.say(f"OmniTuner: nothing is tuned{but}: {run.problem}")
+            self._tune_nothing(str(error), may_split=self._may_split_all_the_same)
             return
         if run.state.setting is not None and run.state.ranks != run.world.size:
             self._search_once_more(hyperparameters)
@@ -172,9 +168,22 @@ class TunedFit(Fit):
             self._go_on()
         else:
             run.state.ranks = run.world.size
+            if run.learns_from_run and (not run.options.budget or run.world.size == 1):
+                self._tune_nothing("one rank is one group" if run.options.budget else "budget=0")
+                return
             self._tuning.begin(hyperparameters)
         run.begin()
         self.retuning.begin()
+
+    def _tune_nothing(self, problem: str, may_split: bool = False) -> None:
+        """The run goes on as the user has set it, but for batches that may be split by speed."""
+        run = self.run
+        run.problem = problem
+        run.strategy.form_as_arranged()
+        run.world.dismiss_server()
+        splits = may_split and self.applied.split_by_speed()
+        but = ", but batches are split in proportion to the ranks' speeds where that pays" if splits else ""
+        run.say(f"OmniTuner: nothing is tuned{but}: {problem}")
 
     @property
     def _tuning(self) -> ByFirstBatches | ByProbes:
@@ -201,17 +210,19 @@ class TunedFit(Fit):
     def _go_on(self) -> None:
         """A run is resumed with what was chosen; rates and momentum are in the checkpoint."""
         state = self.run.state
-        assert state.setting is not None
         if state.unfinished and self.run.learns_from_run:
             self.by_first_batches.begin_again("it was saved before that had shown what is faster")
             return
         if state.unfinished and self.run.rounds:  # a retuning was interrupted: it is done again when it is due
             state.forgotten += self.run.rounds.pop().search.spent
         state.unfinished = False
+        if state.before_trial is not None or not self.applied.is_users_own:
+            self.applied.keep()
         if state.before_trial is not None:
             self.applied.end_trial(None)
         else:
-            self.applied.form(state.setting, dict(state.speeds) or None, bool(state.speeds))
+            self.applied.form(self.run.setting, dict(state.speeds) or None, bool(state.speeds))
+            self.applied.watch(math.nan, keeps=True)
 
     # --- While it trains ----------------------------------------------------------------------------------------------
 
@@ -231,11 +242,13 @@ class TunedFit(Fit):
 
     @override
     def batch_done(self, outputs: Any, batch_idx: int) -> None:
-        if not self.run.problem:
-            self.retuning.throughput.batch_done(samples_in(self.run.trainer, batch_idx))
-        self.by_first_batches.batch_done(outputs)
-        self.applied.batch_done(outputs)
-        self.plateau.batch_done(outputs)
+        if self.run.problem:
+            return
+        self.retuning.throughput.batch_done(samples_in(self.run.trainer, batch_idx))
+        loss = loss_in(outputs, self.run.window)
+        self.by_first_batches.batch_done(loss)
+        self.applied.batch_done(loss)
+        self.plateau.batch_done(loss)
 
     @override
     def validation_starts(self) -> None:
@@ -262,6 +275,7 @@ class TunedFit(Fit):
 
     @override
     def ended(self) -> None:
+        self.plateau.ended()
         self.reports.ended()
 
     @override
@@ -277,17 +291,16 @@ class TunedFit(Fit):
         run.state.at_epochs.append(self._validated)
         self._validated = math.nan
         self.retuning.epoch_done()
-        self.reports.epoch_done()
         if self.applied.has_diverged:
             self.applied.roll_back()
             self.retuning.changed()
             return
         self.applied.keep_weights()
         self.plateau.epoch_done()
-        is_due = options.retune_every is not None and epoch % options.retune_every == 0
-        if not is_due or run.state.setting is None or run.trainer.should_stop or epoch >= run.epochs:
+        is_due = options.retune_every is not None and epoch % options.retune_every == 0 and not self.plateau.is_trying
+        if not is_due or run.state.setting is None or stops_now(run.trainer) or epoch >= run.epochs:
             return
-        if self.plateau.is_trying or self.check.epoch_done():
+        if self.check.epoch_done():
             return
         if reason := self.retuning.reason(epoch):
             self._tuning.begin_again(reason)

@@ -71,7 +71,7 @@ class FitSpace:
         return SearchSpec(
             start,
             batch,
-            run.horizon(batch),
+            run.horizon,
             share,
             self._space(hyperparameters, start),
             hyperparameters.scaling,

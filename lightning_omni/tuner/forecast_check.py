@@ -37,7 +37,7 @@ class ForecastCheck:
         run = self._run
         state = run.state
         is_known = state.checked == state.rounds or self._retuning.speed is None
-        if is_known or not run.learns_from_run or state.setting is None or state.setting.groups == 1 or state.returned:
+        if is_known or not run.learns_from_run or state.setting is None or state.setting.groups == 1 or state.is_final:
             return False
         state.checked = state.rounds
         command = self._command() if run.speaks else None
@@ -45,7 +45,7 @@ class ForecastCheck:
         if not said:
             return False
         command = Command.from_dict(json.loads(said))
-        self._applied.return_to(command.setting)
+        self._applied.give_up_groups(command.setting)
         self._retuning.changed()
         self._reports.chosen(command)
         return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.performance.forecast import Scaling, Setting
+
+if TYPE_CHECKING:
+    from pytorch_lightning import Trainer
 
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")
 _RATES_OF_SCHEDULERS = ("base_lrs", "max_lrs", "min_lrs", "_last_lr", "eta_min")
@@ -45,7 +48,12 @@ class Hyperparameters:
             raise ConfigurationError(f"lr={self.lr}: learning rates near it are searched, so pass one above 0")
         self._has_betas = "betas" in first
         self.has_momentum = self._has_betas or "momentum" in first
-        self.is_momentum_scheduled = any(getattr(each, "cycle_momentum", False) for each in self._schedulers)
+        self._is_momentum_scheduled = any(getattr(each, "cycle_momentum", False) for each in self._schedulers)
+
+    @classmethod
+    def of(cls, trainer: Trainer) -> Hyperparameters:
+        """Those of a Trainer that has one optimizer."""
+        return cls(trainer.optimizers[0], [config.scheduler for config in trainer.lr_scheduler_configs])
 
     @property
     def scaling(self) -> Scaling:
@@ -54,8 +62,9 @@ class Hyperparameters:
 
     @property
     def is_momentum_free(self) -> bool:
-        """Whether momentum can be chosen: there is one, and no schedule moves it."""
-        return self.has_momentum and not self.is_momentum_scheduled
+        """Whether momentum can be chosen: there is one, of all parameter groups, and no schedule moves it."""
+        is_common = len(set(map(self._momentum_of, self._optimizer.param_groups))) == 1
+        return self.has_momentum and is_common and not self._is_momentum_scheduled
 
     @property
     def lr(self) -> float:
@@ -70,10 +79,10 @@ class Hyperparameters:
     @property
     def momentum(self) -> float:
         """Momentum, or β1; 0.0 if there is none."""
-        first = self._optimizer.param_groups[0]
-        if self._has_betas:
-            return float(first["betas"][0])
-        return float(first.get("momentum", 0.0))
+        return self._momentum_of(self._optimizer.param_groups[0])
+
+    def _momentum_of(self, group: dict[str, Any]) -> float:
+        return float(group["betas"][0] if self._has_betas else group.get("momentum", 0.0))
 
     def set(self, setting: Setting, lr: float) -> None:
         """For a probe: momentum, and the rates; other groups' are in proportion to the first one's.
@@ -92,8 +101,8 @@ class Hyperparameters:
             _set(group, "lr", rate)
 
     def set_momentum(self, momentum: float) -> None:
-        """Sets the momentum (or β1) of all parameter groups, where it can be chosen and is another."""
-        if not self.is_momentum_free or momentum == self.momentum:
+        """Sets the momentum (or β1) of all parameter groups, where it can be set and is another."""
+        if not self.has_momentum or self._is_momentum_scheduled or momentum == self.momentum:
             return
         for group in self._optimizer.param_groups:
             if self._has_betas:

@@ -86,19 +86,14 @@ class JoinedFit(Fit):
     @override
     def begin(self) -> None:
         run = self.run
-        run.problem = self._problem
-        try:
-            hyperparameters = Hyperparameters(
-                run.trainer.optimizers[0], [config.scheduler for config in run.trainer.lr_scheduler_configs]
-            )
-        except ConfigurationError as error:
-            run.problem = run.problem or str(error)
         if run.options.budget and self._space.rebalance and len(run.world.members) > 1:
             AppliedSetting(run, FitSpace(run)).split_by_speed()  # it changes nothing but the speed
-        if run.problem:
+        try:
+            hyperparameters = self._hyperparameters = self._followed()
+        except ConfigurationError as error:
+            run.problem = str(error)
             run.say(f"OmniTuner: momentum and learning rate stay as they are: {run.problem}")
             return
-        self._hyperparameters = hyperparameters
         if run.state.own is None:  # a group that joins later is given that of the first one
             run.state.own = Setting(groups=1, momentum=hyperparameters.momentum, lr=hyperparameters.lr)
             run.state.setting = run.state.own
@@ -106,33 +101,33 @@ class JoinedFit(Fit):
         if not hyperparameters.is_momentum_free:
             self._space = replace(self._space, momentum=(hyperparameters.momentum, hyperparameters.momentum))
 
-    @property
-    def _problem(self) -> str:
+    def _followed(self) -> Hyperparameters:
+        """What follows the number of groups, or a `ConfigurationError` that says why nothing does."""
         run = self.run
         method, optimizers = run.world.method, len(run.trainer.optimizers)
         if not run.options.budget:
-            return "budget=0"
+            raise ConfigurationError("budget=0")
         if method.updates_per_batch(2) == 1:
-            return f"with {method} they do not depend on the number of groups"
-        return "" if optimizers == 1 else f"there are {optimizers} optimizers, and one can be followed"
+            raise ConfigurationError(f"with {method} they do not depend on the number of groups")
+        if optimizers != 1:
+            raise ConfigurationError(f"there are {optimizers} optimizers, and one can be followed")
+        return Hyperparameters.of(run.trainer)
 
     @override
     def batch_done(self, outputs: Any, batch_idx: int) -> None:
         groups = self.run.world.core.heard.groups
         if self._hyperparameters is None or not groups:
             return
-        assert self.run.state.setting is not None
-        if groups != self.run.state.setting.groups:
+        if groups != self.run.setting.groups:
             self._follow(groups, self._hyperparameters)
 
     def _follow(self, groups: int, hyperparameters: Hyperparameters) -> None:
         """There are so many groups from here on. On all members of this one."""
         run, state = self.run, self.run.state
-        assert state.own is not None
-        setting = suited_to(state.own, groups, run.world.method, hyperparameters.scaling, self._space)
+        setting = suited_to(run.own, groups, run.world.method, hyperparameters.scaling, self._space)
         hyperparameters.set_momentum(setting.momentum)
-        hyperparameters.scale(setting.lr / state.own.lr / state.scaled)
-        state.scaled, state.setting = setting.lr / state.own.lr, setting
+        hyperparameters.scale(setting.lr / run.own.lr / state.scaled)
+        state.scaled, state.setting = setting.lr / run.own.lr, setting
         run.say(f"OmniTuner: trains with {setting}, for so many groups are in the run")
         metrics = {"omni/groups": float(groups), "omni/momentum": setting.momentum, "omni/lr": setting.lr}
         for logger in run.trainer.loggers:

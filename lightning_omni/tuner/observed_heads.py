@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ class ObservedHead:
         self._inputs: Any = None
         self._count = 0
         self._outputs = 0
-        self._hook: Any = module.register_forward_hook(self._note, with_kwargs=True)
+        self._hook = module.register_forward_hook(self._note, with_kwargs=True)
 
     def _note(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """It was called. What it was called with is not kept, only tensors like that."""
@@ -44,9 +44,7 @@ class ObservedHead:
 
     def close(self) -> None:
         """It is not observed any more."""
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        self._hook.remove()
 
     def measured(self, steps: int, is_flat: bool = False) -> HeadMeasured | None:
         """What it would take, after so many steps; None if it was not called once in each, with its first one's batch.
@@ -99,17 +97,6 @@ class ObservedHead:
             for parameter, gradient in zip(parameters, found[len(wanted) - len(parameters) :], strict=True):
                 if gradient is not None:
                     parameter.add_(gradient)
-
-
-def observed(model: nn.Module, names: Sequence[str], batch: int) -> Mapping[str, ObservedHead]:
-    """The submodules of these names, which are observed from now on.
-
-    Args:
-        model: the whole model.
-        names: of submodules.
-        batch: samples of this rank in a step.
-    """
-    return {name: ObservedHead(model.get_submodule(name), batch) for name in names}
 
 
 def _alike(tensor: Tensor) -> Tensor:

@@ -120,17 +120,16 @@ class OmniTunerHooks(_CallbackBase):
         if mode not in (None, "min", "max"):
             raise ConfigurationError(f'mode={mode!r}: pass "min", "max" or None')
         check_whole("seed", seed, "a whole number from 0 up", high=_MOST_SEED)
-        Space.of(dict(space or {}), ranks=1 << 30)
+        self._space = dict(space or {})
+        self._further = Space.of(self._space, ranks=1 << 30).further
         if budget > 0:
             check_libraries(sampler.uses_scikit_optimize)
         self.target, self.monitor, self.budget, self.search = target, monitor, budget, search
         self.retune_every, self.seed = retune_every, seed
-        self._space = dict(space or {})
         self._mode = mode or ("min" if "loss" in monitor or "error" in monitor else "max")
         self._fit: Fit | None = None
         self._kept: dict[str, Any] = {}
         self._stage = ""
-        self._call: Callable[[], None] | None = None
 
     @property
     def _options(self) -> TunerOptions:
@@ -141,7 +140,7 @@ class OmniTunerHooks(_CallbackBase):
             budget=self.budget,
             search=self.search,
             space=self._space,
-            further=Space.of(self._space, ranks=1 << 30).further,
+            further=self._further,
             retune_every=self.retune_every,
             seed=self.seed,
         )
@@ -180,8 +179,7 @@ class OmniTunerHooks(_CallbackBase):
         world = run.strategy.world
         is_joined = world is not None and world.enlistment is not None
         self._fit = JoinedFit(run) if is_joined else TunedFit(run, self.mute_logger)
-        self._call = self._fit.begin
-        run.strategy.on_ready.append(self._call)
+        run.strategy.on_ready.append(self._fit.begin)
 
     def on_omni_launch(self, trainer: Trainer) -> None:
         """What a search needs comes up while the other ranks start: a server for several groups, and slow libraries."""
@@ -283,8 +281,8 @@ class OmniTunerHooks(_CallbackBase):
         if self._fit is None:
             return
         self._fit.close()
-        if self._call in self._fit.run.strategy.on_ready:
-            self._fit.run.strategy.on_ready.remove(self._call)
+        if self._fit.begin in self._fit.run.strategy.on_ready:
+            self._fit.run.strategy.on_ready.remove(self._fit.begin)
 
 
 __all__ = ["OmniTunerHooks"]

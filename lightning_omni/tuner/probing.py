@@ -54,7 +54,6 @@ class ProbedBatch:
     """What one rank noted of one batch of a probe."""
 
     stop: int
-    samples: int
     loss: float
     ended: float
     exchanged: float
@@ -62,10 +61,21 @@ class ProbedBatch:
 
 @dataclass(frozen=True)
 class ProbedRank:
-    """What one rank noted of a probe: of its batches, and samples and seconds of its own steps."""
+    """What one rank noted of a probe.
+
+    Attributes:
+        batches: that it trained.
+        own: samples and seconds of its own steps.
+        has_diverged: whether it saw gradients or weights that are not finite.
+        serve: seconds that the server takes for an update, on the recorder.
+        lost: ranks that it missed after the probe, and not before the first one.
+    """
 
     batches: tuple[ProbedBatch, ...]
     own: tuple[tuple[int, float], ...]
+    has_diverged: bool
+    serve: float
+    lost: tuple[int, ...] = ()
 
 
 class Prober:
@@ -134,23 +144,22 @@ class Prober:
         began = time.perf_counter()
         try:
             with self._state.swapped():
-                noted, has_diverged, serve = self._train(probe, speeds, by_speed)
+                noted = self._train(probe, speeds, by_speed)
                 groups = self._strategy.joined.topology.groups
                 self._strategy.form_one()
                 communicate(self._strategy, self._communication)
-            table = self._tell_all(noted)
+            table = self._tell_all(replace(noted, lost=tuple(set(self._strategy.joined.lost) - self._lost)))
         except BaseException as error:
             self._give_up(error)
             raise
-        lost = self._ranks(set(self._strategy.joined.lost) - self._lost)
-        diverged = self._ranks({self._strategy.joined.rank} if has_diverged else set())
+        lost = sorted({rank for row in table.values() for rank in row.lost})
+        diverged = [rank for rank, row in sorted(table.items()) if row.has_diverged]
         problem = f"diverged: gradients or weights are not finite on rank {diverged[0]}" if diverged else ""
         if lost:
             problem = f"rank {', '.join(map(str, lost))} was lost"
         seconds = float(self._strategy.joined.tell(repr(time.perf_counter() - began)))
-        serve = float(self._strategy.joined.tell(repr(serve)))
         tried = replace(_tried(probe.setting, table, seconds, problem), gathers=self._gathers)
-        measured = None if lost else _measured(groups, table, probe.setting.period, self._nbytes, serve, self._servers)
+        measured = None if lost else _measured(groups, table, probe.setting.period, self._nbytes, self._servers)
         return Observation(tried, measured)
 
     def names_of(self, setting: Setting, samples: int) -> set[str]:
@@ -168,9 +177,7 @@ class Prober:
             # DDP orders its buckets again after its first step, and sums are rounded as the buckets lie.
             self._strategy.wrap_for_group()
 
-    def _train(
-        self, probe: Probe, speeds: Mapping[int, float] | None, by_speed: bool
-    ) -> tuple[ProbedRank, bool, float]:
+    def _train(self, probe: Probe, speeds: Mapping[int, float] | None, by_speed: bool) -> ProbedRank:
         strategy, world = self._strategy, self._strategy.joined
         self._hyperparameters.set(probe.setting, self._lr)
         communicate(strategy, communication_of(probe.setting, self._communication))
@@ -189,7 +196,7 @@ class Prober:
             world.enter_world(strategy.fitted)
         window = int(self._trainer.accumulate_grad_batches)
         own = tuple((samples * window, seconds) for samples, seconds in balance.measured)
-        return ProbedRank(tuple(batches), own), has_diverged, serve
+        return ProbedRank(tuple(batches), own, has_diverged, serve)
 
     def _go_through(self, leases: Leases, balance: Balance) -> tuple[list[ProbedBatch], bool]:
         """All batches that this rank's group gets of the probe's samples, and whether it saw itself diverge."""
@@ -208,15 +215,12 @@ class Prober:
             loss = self._step(micro)
             micro = []
             balance.end_batch()
+            if loss is None:
+                continue
             now = time.perf_counter()
             current = leases.current
             assert current is not None
-            stop = current.stop
-            batches.append(
-                ProbedBatch(
-                    stop, (stop - current.start) * window, loss, now - began, world.channel.traffic.seconds - exchanged
-                )
-            )
+            batches.append(ProbedBatch(current.stop, loss, now - began, world.channel.traffic.seconds - exchanged))
             # A loss scaler that begins too high skips steps until it fits: that is its way, for a while.
             overflows = overflows + 1 if self._scale < scale else 0
             is_settling, scale = 0 < overflows < NON_FINITE_TOLERATED, self._scale
@@ -227,26 +231,37 @@ class Prober:
                 break
         return batches, False
 
-    def _step(self, micro: Sequence[Any]) -> float:
-        """One optimizer step, as Lightning's automatic optimization makes it. Returns the mean loss."""
+    def _step(self, micro: Sequence[Any]) -> float | None:
+        """One optimizer step, as Lightning's automatic optimization makes it.
+
+        Returns:
+            The mean loss; None if the training step has skipped all batches.
+        """
         strategy, module, optimizer = self._strategy, self._module, self._module.optimizers()
         assert not isinstance(optimizer, list)  # there is one: see `probed_loader`
         losses: list[Tensor] = []
 
-        def closure() -> Tensor:
+        def closure() -> Tensor | None:
+            loss = None
             for number, batch in enumerate(micro):
                 with ExitStack() as stack:
                     if number < len(micro) - 1:
                         stack.enter_context(strategy.block_backward_sync())
-                    loss = loss_of(strategy.training_step(self._on_device(batch), *self._arguments))
-                    losses.append(loss.detach())
+                    loss = self._loss(batch)
                     if number == 0:
                         optimizer.zero_grad()
-                    strategy.backward(loss / len(micro), None)
-            return losses[-1]
+                    if loss is not None:
+                        losses.append(loss.detach())
+                        strategy.backward(loss / len(micro), None)
+            return losses[-1] if loss is not None else None
 
         module.optimizer_step(self._trainer.current_epoch, 0, optimizer, closure)
-        return float(torch.stack(losses).mean())
+        return float(torch.stack(losses).mean()) if losses else None
+
+    def _loss(self, batch: Any) -> Tensor | None:
+        """Of one batch; None if the training step skips it, as Lightning allows where there is one rank."""
+        found = self._strategy.training_step(self._on_device(batch), *self._arguments)
+        return None if found is None and self._trainer.world_size == 1 else loss_of(found)
 
     @property
     def _scale(self) -> float:
@@ -304,12 +319,6 @@ class Prober:
         """What every live rank noted, on every rank."""
         world = self._strategy.joined
         return dict(zip(world.members, gather_values(world, noted, ProbedRank), strict=True))
-
-    def _ranks(self, own: set[int]) -> list[int]:
-        """All that any live rank names, the same on all."""
-        world = self._strategy.joined
-        named = world.agree([int(rank in own) for rank in range(world.size)])
-        return [rank for rank in range(world.size) if named[rank]]
 
     def _ask_serve_time(self) -> float:
         world = self._strategy.joined
@@ -377,12 +386,12 @@ class _ProbeIndices:
 
 def _tried(setting: Setting, table: Mapping[int, ProbedRank], seconds: float, problem: str) -> TrialResult:
     """The loss of each group batch, the mean over the members, in the order of the samples."""
-    losses: dict[int, tuple[list[float], int]] = {}
+    losses: dict[int, list[float]] = {}
     for row in table.values():
         for batch in row.batches:
-            losses.setdefault(batch.stop, ([], batch.samples))[0].append(batch.loss)
+            losses.setdefault(batch.stop, []).append(batch.loss)
     stops = sorted(losses)
-    means = [math.fsum(losses[stop][0]) / len(losses[stop][0]) for stop in stops]
+    means = [math.fsum(losses[stop]) / len(losses[stop]) for stop in stops]
     return TrialResult(setting, tuple(map(float, stops)), tuple(means), seconds, problem)
 
 
@@ -391,7 +400,6 @@ def _measured(
     table: Mapping[int, ProbedRank],
     period: int,
     nbytes: int,
-    serve: float,
     servers: tuple[int, bool],
 ) -> Measured | None:
     """The times of all ranks and groups; None if there are too few."""
@@ -413,7 +421,7 @@ def _measured(
         own=tuple(tuple(max(seconds, 1e-9) for _, seconds in own[rank]) for rank in ranks),
         steps=steps,
         exchanges=exchanges,
-        serve=serve if len(groups) > 1 else 0.0,
+        serve=table[ranks[0]].serve if len(groups) > 1 else 0.0,
         period=period if len(groups) > 1 else 1,
         nbytes=nbytes,
         servers=servers[0] if len(groups) > 1 else 1,

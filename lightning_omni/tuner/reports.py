@@ -24,7 +24,6 @@ class TunerReports:
     def __init__(self, run: TunedRun) -> None:
         self._run = run
         self._folder: Path | None = None
-        self._has_trained = False
 
     def chosen(self, command: Command) -> None:
         """The run goes on with that. On all ranks."""
@@ -50,10 +49,6 @@ class TunerReports:
             run.say(f"OmniTuner: {options.monitor}={value:.4g}: {run.times.sentence}")
             for logger in run.trainer.loggers:
                 logger.log_metrics(run.times.metrics, step=run.trainer.global_step)
-
-    def epoch_done(self) -> None:
-        """From now on a report says how long the run took."""
-        self._has_trained = True
 
     def ended(self) -> None:
         """The run is over: it is said if the target was not reached."""
@@ -85,7 +80,7 @@ class TunerReports:
         )
         if not rounds:
             return
-        times = run.times if self._has_trained or run.state.trained else None
+        times = run.times if run.state.at_epochs or run.state.trained else None  # of a run that has trained an epoch
         report = TuningReport(rounds, options.target, options.monitor, times)
         report.save(folder)
         for logger in run.trainer.loggers:

@@ -7,18 +7,15 @@ import math
 import torch
 
 from lightning_omni.search import SearchSpec
-from lightning_omni.strategy.declared import loader_of
-from lightning_omni.tuner.probing import batch_size_of
+from lightning_omni.search import constants as c
 from lightning_omni.tuner.run import TunedRun
 from lightning_omni.tuner.throughput import RunThroughput, Speed, SpeedHistory
 
-AT_START, UNDER_WAY = 0.4, 0.4
-"""The parts of the budget for the search before the first batch, and for the first retuning of the run under way. More
-is earned while the run trains: so a run that reaches its target early has not paid for all of its epochs."""
+BUDGET_PART = 0.4
+"""Of the budget for the search before the first batch, and as much for the first retuning of the run under way. More is
+earned while the run trains: so a run that reaches its target early has not paid for all of its epochs."""
 _EARLY = 0.25
 """Up to this part of the run it counts as early: the steps that are best then are best for most of it."""
-_SOON = 3.0
-"""How many times as long as now the run may last until the target for this to be near."""
 _CHANGED = 0.2
 """Speed that has changed by more than this part is a reason to search again."""
 _REASONS = _NONE, _UNDER_WAY_ALREADY, SPEED, _STALLED = (
@@ -52,7 +49,6 @@ class Retuning:
         self._totals: dict[int, tuple[float, float]] = {}
         self._changed_in = -1
         self._seconds_before = 0.0
-        self._whole = 0.0
 
     # --- What was measured --------------------------------------------------------------------------------------------
 
@@ -95,8 +91,6 @@ class Retuning:
             before = self._totals.get(groups, (0.0, 0.0))
             self._totals[groups] = before[0] + timed, before[1] + timed / rate
             run.rounds[-1].measured_after[groups] = self._totals[groups][0] / self._totals[groups][1]
-        batch = batch_size_of(loader_of(run.trainer)) * len(run.world.live_ranks)
-        self._whole = run.epochs * batch * run.trainer.num_training_batches
         seconds, self._seconds_before = run.seconds - self._seconds_before, run.seconds
         is_mixed = self._changed_in == run.trainer.current_epoch  # part of it was trained with another setting
         self.rate = trained / seconds if seconds > 0 and not is_mixed else 0.0
@@ -120,8 +114,7 @@ class Retuning:
         found = _NONE
         if run.learns_from_run:
             # The forecast does not know how the run went with its choice, and would choose the same again.
-            is_final = run.state.diverged or run.state.returned
-            found = SPEED if self._has_changed and not is_final else _NONE
+            found = SPEED if self._has_changed and not run.state.is_final else _NONE
         elif is_early:
             found = _UNDER_WAY_ALREADY
         elif self._has_changed:
@@ -147,8 +140,9 @@ class Retuning:
         earned = budget * (run.seconds + run.spent) - run.spent
         if reason != _UNDER_WAY_ALREADY or not self.rate:
             return earned
-        whole = min(self._whole / self.rate, run.options.seconds_to_target(run.state.reached))
-        return max(earned, budget * (AT_START + UNDER_WAY) * whole - run.spent)
+        by_epochs, by_time = run.epochs * run.samples_per_epoch / self.rate, run.seconds + run.seconds_left
+        whole = min(by_epochs, by_time, run.options.seconds_to_target(run.state.reached))
+        return max(earned, budget * 2 * BUDGET_PART * whole - run.spent)
 
     def specification_for_step(self, spec: SearchSpec) -> SearchSpec:
         """A search for the size of the step alone."""
@@ -168,7 +162,7 @@ def ends_soon(expected: float, seconds: float) -> bool:
         expected: seconds of training until the target.
         seconds: of training so far.
     """
-    return 0 < expected <= _SOON * seconds
+    return 0 < expected <= c.SMALLER * seconds
 
 
-__all__ = ["AT_START", "SPEED", "Retuning", "ends_soon"]
+__all__ = ["BUDGET_PART", "SPEED", "Retuning", "ends_soon"]

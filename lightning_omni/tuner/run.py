@@ -9,13 +9,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from lightning_omni.optimizer.world import World
+from lightning_omni.performance.forecast import Setting
 from lightning_omni.protocol.progress import ReferenceBatch
 from lightning_omni.report import Round, RunTimes
 from lightning_omni.search import Choice, Dimension, Search
 from lightning_omni.search.samplers import sampler_of
-from lightning_omni.strategy.declared import loader_of
+from lightning_omni.strategy.declared import callbacks_of, loader_of
 from lightning_omni.strategy.hooks import OmniStrategyHooks
 from lightning_omni.trace import reaches
+from lightning_omni.tuner.flatness import EpochLosses
 from lightning_omni.tuner.hyperparameters import Hyperparameters
 from lightning_omni.tuner.probing import batch_size_of, probed_loader
 from lightning_omni.tuner.state import Command, TunerState
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
 
 _UNLIMITED = 10
-"""Epochs that a run without limits is taken to train."""
+"""Epochs that a run without limits is taken to train, or twice as many as it has begun if that is more."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,18 @@ class TunedRun:
         return self.strategy.joined
 
     @property
+    def own(self) -> Setting:
+        """The user's own setting, once it is known."""
+        assert self.state.own is not None
+        return self.state.own
+
+    @property
+    def setting(self) -> Setting:
+        """What the run trains with, once a search has ended."""
+        assert self.state.setting is not None
+        return self.state.setting
+
+    @property
     def speaks(self) -> bool:
         """Whether this rank decides."""
         return bool(self.trainer.is_global_zero)
@@ -114,8 +128,7 @@ class TunedRun:
             ConfigurationError: it cannot.
         """
         probed_loader(self.trainer, self.learns_from_run)
-        schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
-        return Hyperparameters(self.trainer.optimizers[0], schedulers)
+        return Hyperparameters.of(self.trainer)
 
     # --- Its searches -------------------------------------------------------------------------------------------------
 
@@ -141,10 +154,15 @@ class TunedRun:
         self.rounds.append(Round(search, self.trainer.current_epoch, seconds))
 
     def conclude(self, search: Search) -> Command:
-        """What is to be trained with, when a search is over."""
-        choice, command = Command.to_conclude(search, len(self.world.live_ranks))
-        self.choice = choice or self.choice
-        return command
+        """What is to be trained with, when a search is over; and why."""
+        self.choice = search.choice()
+        setting = replace(self.choice.setting, groups=min(self.choice.setting.groups, len(self.world.live_ranks)))
+        return replace(
+            Command.to_form(search, setting),
+            scale=setting.lr / search.spec.start.lr,
+            divergence_threshold=search.divergence_threshold(setting),
+            why=self.choice.why,
+        )
 
     def forget(self) -> None:
         """What was found of other ranks does not hold for these."""
@@ -154,7 +172,9 @@ class TunedRun:
             scaled=1.0,
             speeds=[],
             unfinished=False,
+            divergence_threshold=math.nan,
             before_trial=None,
+            losses=EpochLosses(math.nan),
             forgotten=self.spent,
         )
         self.rounds = []
@@ -186,10 +206,14 @@ class TunedRun:
 
     # --- Its length ---------------------------------------------------------------------------------------------------
 
+    @property
+    def window(self) -> int:
+        """Batches in one optimizer step."""
+        return int(self.trainer.accumulate_grad_batches)
+
     def batch(self, ranks: int) -> int:
         """Samples in one synchronous step of so many ranks."""
-        window = int(self.trainer.accumulate_grad_batches)
-        return ReferenceBatch(ranks, batch_size_of(loader_of(self.trainer)), window).samples
+        return ReferenceBatch(ranks, batch_size_of(loader_of(self.trainer)), self.window).samples
 
     @property
     def batches(self) -> float:
@@ -200,17 +224,31 @@ class TunedRun:
     @property
     def epochs(self) -> float:
         """Epochs that the run will train."""
-        most = self.trainer.max_epochs
-        limits: list[float] = [] if most in (None, -1) else [float(most or 0)]
-        steps = self.strategy.epochs.max_steps
-        if steps != -1:
-            limits.append(steps * int(self.trainer.accumulate_grad_batches) / self.batches)
-        return float(min(limits)) if limits else float(_UNLIMITED)
+        return float(min(self._limits, default=max(_UNLIMITED, 2 * (self.trainer.current_epoch + 1))))
 
-    def horizon(self, batch: int) -> float:
+    @property
+    def _limits(self) -> list[float]:
+        """Epochs after which the run ends."""
+        most, steps = self.trainer.max_epochs, self.strategy.epochs.max_steps
+        by_epochs = [] if most in (None, -1) else [float(most or 0)]
+        return by_epochs if steps == -1 else [*by_epochs, steps * self.window / self.batches]
+
+    @property
+    def seconds_left(self) -> float:
+        """Until ``max_time`` ends the run; infinite if it has none, or ends by epochs or steps, too."""
+        timers = [each for each in callbacks_of(self.trainer) if hasattr(each, "time_remaining")]
+        left = [] if self._limits else [each.time_remaining() for each in timers]
+        return min((each for each in left if each is not None), default=math.inf)
+
+    @property
+    def samples_per_epoch(self) -> float:
+        """Of all ranks that are left."""
+        return self.batches * self.batch(len(self.world.live_ranks)) / self.window
+
+    @property
+    def horizon(self) -> float:
         """Samples that are left to train."""
-        left = max(0.0, self.epochs - self.trainer.current_epoch)
-        return float(left * self.batches * batch / int(self.trainer.accumulate_grad_batches))
+        return max(0.0, self.epochs - self.trainer.current_epoch) * self.samples_per_epoch
 
     # --- In a checkpoint ----------------------------------------------------------------------------------------------
 
@@ -230,6 +268,8 @@ class TunedRun:
         self.state = TunerState.from_dict(state)
         rounds = zip(state["searches"], state["when"], state["after"], strict=True)
         self.rounds = [Round(Search.from_dict(each), when[0], when[1], dict(after)) for each, when, after in rounds]
+        over = [each for each in self.searches if each.is_over]
+        self.choice = over[-1].choice() if over and self.speaks else None
         if self._began:  # under way, as where a learning-rate finder goes back: what was trained is in the state
             self.begin()
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lightning_omni.performance.forecast import log_costs
 from lightning_omni.search import Observation, Probe, Search
@@ -37,11 +37,10 @@ class SearchProgress:
             transient=True,
             disable=not visible,
         )
-        self._task: TaskID | None = None
+        self._task = self._bar.add_task("begins", total=1.0)
 
     def __enter__(self) -> SearchProgress:
         self._bar.start()
-        self._task = self._bar.add_task("begins", total=1.0)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -49,7 +48,6 @@ class SearchProgress:
 
     def tries(self, search: Search, probe: Probe) -> None:
         """A probe begins."""
-        assert self._task is not None
         known = math.isfinite(search.budget)
         left = f"{search.spent:.1f} of {search.budget:.1f} s spent" if known else "the first measurement"
         done = min(1.0, search.spent / search.budget) if known and search.budget else 0.0

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from lightning_omni.errors import OmniError
 from lightning_omni.performance.forecast import Setting
-from lightning_omni.search import Choice, Probe, Search
+from lightning_omni.search import Probe, Search
 from lightning_omni.serialization import Serializable
 from lightning_omni.topology import Topology
+from lightning_omni.tuner.flatness import EpochLosses
 
 
 @dataclass(frozen=True)
@@ -47,22 +47,6 @@ class Command(Serializable):
         by_speed = topology != Topology.of(topology.ranks, setting.groups)
         return cls(setting, speeds=dict(zip(topology.ranks, profile.speeds, strict=True)), by_speed=by_speed)
 
-    @classmethod
-    def to_conclude(cls, search: Search, ranks: int) -> tuple[Choice | None, Command]:
-        """What is to be trained with, when a search is over, by so many ranks; and why."""
-        try:
-            choice = search.choice()
-            setting = replace(choice.setting, groups=min(choice.setting.groups, ranks))
-            said = replace(
-                cls.to_form(search, setting),
-                scale=setting.lr / search.spec.start.lr,
-                divergence_threshold=search.divergence_threshold(setting),
-                why=choice.why,
-            )
-        except OmniError as error:
-            return None, cls(search.spec.start, error=str(error))
-        return choice, said
-
 
 @dataclass
 class TunerState(Serializable):
@@ -78,10 +62,12 @@ class TunerState(Serializable):
         unfinished: whether a search is under way.
         rounds: searches that were begun.
         checked: of these, the last one whose groups' speed was compared with the forecast.
-        diverged: whether the run has diverged with a setting that was chosen.
-        returned: whether the run went back to one group for good, because it learnt too slowly in groups, or because
-            groups were not fast enough.
+        divergence_threshold: the training loss above which the run has diverged; NaN if unknown.
+        is_final: whether the run went back to one group for good: it had diverged with what was chosen, learnt too
+            slowly, or groups were not fast enough.
         before_trial: what the run returns to if the user's own setting, which is tried, is no better; else None.
+        losses: with the setting, epoch by epoch.
+        samples: that were trained in epochs whose losses were followed.
         forgotten: seconds of searches that are not kept.
         reporting: seconds that writing reports took.
         at_target: all seconds, and those of them for tuning, when the target was reached; None before that.
@@ -99,9 +85,11 @@ class TunerState(Serializable):
     unfinished: bool = False
     rounds: int = 0
     checked: int = 0
-    diverged: bool = False
-    returned: bool = False
+    divergence_threshold: float = math.nan
+    is_final: bool = False
     before_trial: Setting | None = None
+    losses: EpochLosses = field(default_factory=lambda: EpochLosses(math.nan))
+    samples: float = 0.0
     forgotten: float = 0.0
     reporting: float = 0.0
     at_target: tuple[float, float] | None = None

@@ -31,9 +31,9 @@ def loss_of(found: Any) -> Tensor:
     Raises:
         ConfigurationError: it returned none.
     """
-    loss = found["loss"] if isinstance(found, Mapping) else found
+    loss = found.get("loss") if isinstance(found, Mapping) else found
     if not isinstance(loss, Tensor):
-        raise ConfigurationError("training_step returns no loss")
+        raise ConfigurationError('training_step returns no loss: return it, or a dictionary with it as "loss"')
     return loss
 
 
@@ -63,4 +63,3 @@ def silence(module: nn.Module, names: set[str] | None = None) -> Iterator[None]:
 
 def say_nothing(*_: Any, **__: Any) -> None:
     """In the place of ``log``."""
-    return None

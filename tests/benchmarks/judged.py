@@ -44,7 +44,6 @@ from lightning_omni.performance.measured import Measured
 from lightning_omni.protocol.wire_formats import wire_of
 from lightning_omni.search import Observation, Search, SearchSpec, Space
 from lightning_omni.search.choice import verdict
-from lightning_omni.search.constants import EARLY_DECISION
 from lightning_omni.search.evidence import Evidence
 from lightning_omni.search.experience import Experience
 from lightning_omni.search.space import ALL_REDUCES, METHODS, WIRES, wire_given
@@ -129,13 +128,13 @@ class Judged:
         space = replace(space, method=METHODS, wire=WIRES, all_reduce=ALL_REDUCES)
         horizon = float(self.task.batch * 1000)
         spec = SearchSpec(self.own, self.task.batch, horizon, 0.1, space, self.scaling)
-        for batches in (EARLY_DECISION, *DECISION_STEPS):
+        for batches in DECISION_STEPS:
             trace = self.train(self.own, batches).trace
             measured = Measured.of(trace)
             samples = tuple(float(self.task.batch * (number + 1)) for number in range(batches))
             tried = TrialResult(self.own, samples, (1.0,) * batches, trace.seconds)
             search = Search(spec, "forecast", [Observation(tried, measured)])
-            if verdict(search, is_early=batches == EARLY_DECISION):
+            if verdict(search, is_early=batches == DECISION_STEPS[0]):
                 break
         setting = search.choice().setting
         return Decided(setting, search.prediction(setting).topology, batches, trace.seconds, search)

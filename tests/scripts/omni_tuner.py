@@ -196,7 +196,9 @@ class State(pl.Callback):
         self.last_epoch += batch[2].tolist()
         self.sizes.append(len(batch[2]))
 
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:  # of the run: probes do not come here
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:  # of the run, and not of probes
+        if "stops_in_trial" in pl_module.options and pl_module.segments[-1][0]:
+            trainer.should_stop = True
         self.batches += 1
         if self.dies == [RANK, self.batches]:
             os._exit(3)

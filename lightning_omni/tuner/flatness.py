@@ -1,0 +1,129 @@
+"""Whether a training loss is flat, and whether a trial of the user's own setting has lowered it: numbers alone."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from lightning_omni.performance.forecast import Setting
+from lightning_omni.search import constants as c
+from lightning_omni.serialization import Serializable
+
+
+@dataclass
+class EpochLosses(Serializable):
+    """The mean training loss of each epoch with one setting, and whether it is flat.
+
+    Args:
+        first: loss at the start of the run.
+
+    Attributes:
+        epochs: mean loss of each epoch, the latest one last.
+        setting: that they were trained with.
+        next_trial: epochs after which the user's own setting may be tried.
+
+    Example:
+        >>> curve = EpochLosses(first=2.3, epochs=[1.0, 0.50, 0.49])
+        >>> curve.is_flat, round(curve.gained, 2)
+        (True, 0.01)
+    """
+
+    first: float
+    epochs: list[float] = field(default_factory=list)
+    setting: Setting | None = None
+    next_trial: float = 0.0
+
+    @property
+    def now(self) -> float:
+        """The mean of the last epochs; NaN if there are none."""
+        return self._mean(len(self.epochs))
+
+    @property
+    def gained(self) -> float:
+        """By how much the loss has fallen while the number of epochs grew by the factor `c.LONGER`."""
+        return self._mean(round(len(self.epochs) / c.LONGER)) - self.now
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether that is a small part of what was learnt since the start, and of the loss, which may be near zero.
+
+        It is not if there are too few epochs.
+        """
+        if len(self.epochs) < c.FEWEST_EPOCHS:
+            return False
+        return self.gained <= min(c.FLAT * abs(self.first - self.now), c.STEEP * abs(self.now))
+
+    def _mean(self, end: int) -> float:
+        """Of the last epochs up to there."""
+        count = max(1, round(c.LATE * len(self.epochs)))
+        last = self.epochs[max(0, end - count) : end]
+        return statistics.fmean(last) if last else math.nan
+
+
+class TrialOutcome(IntEnum):
+    """What a trial has come to: numbers, so that rank 0 can tell the others."""
+
+    BETTER = 0
+    """It has lowered the loss by more than the setting before is expected to."""
+    NEITHER = 1
+    """It has lowered the loss by less than that."""
+    WORSE = 2
+    """The loss is higher than before it."""
+
+    @classmethod
+    def of(cls, losses: Sequence[float], curve: EpochLosses) -> TrialOutcome:
+        """That of a trial.
+
+        Args:
+            losses: of all of its batches.
+            curve: of the setting before.
+        """
+        _, last = _latest(losses)
+        if last and lowers_more(last, curve):
+            return cls.BETTER
+        return cls.NEITHER if last and statistics.fmean(last) <= curve.now else cls.WORSE
+
+
+def is_falling(losses: Sequence[float]) -> bool:
+    """Whether the loss of a trial falls, by more than its scatter explains: larger steps may well raise it at first.
+
+    Args:
+        losses: of all of its batches.
+    """
+    earlier, last = _latest(losses)
+    if not earlier:
+        return False
+    return statistics.fmean(earlier) - statistics.fmean(last) > math.hypot(_error(earlier), _error(last))
+
+
+def _latest(losses: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
+    """The last part of them, which counts, and before it the part that is as long."""
+    count = math.ceil(c.LAST * len(losses))
+    return losses[-2 * count : -count], losses[-count:]
+
+
+def lowers_more(losses: Sequence[float], curve: EpochLosses) -> bool:
+    """Whether a trial has lowered the loss by more than the setting before is expected to.
+
+    What that lowered it by, while its epochs grew by the factor `c.LONGER`, it is expected to do once more: a run that
+    has taken so long may well take as long again. Less than the standard error of the trial's mean is not told from it.
+
+    Args:
+        losses: of the last batches of the trial.
+        curve: of the setting before.
+    """
+    rounding = 1e-6 * abs(curve.now)
+    return curve.now - statistics.fmean(losses) > max(0.0, curve.gained) + _error(losses) + rounding
+
+
+def _error(losses: Sequence[float]) -> float:
+    """Standard error of their mean; NaN if one is not finite."""
+    if not math.isfinite(math.fsum(losses)):
+        return math.nan
+    return statistics.stdev(losses) / math.sqrt(len(losses)) if len(losses) > 1 else 0.0
+
+
+__all__ = ["EpochLosses", "TrialOutcome", "is_falling", "lowers_more"]
