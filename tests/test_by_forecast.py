@@ -8,11 +8,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lightning_omni.performance.forecast import Scaling, Setting, TrialResult
 from lightning_omni.performance.measured import Measured
 from lightning_omni.search import Observation, Search, SearchSpec, Space
 from lightning_omni.search.choice import verdict
+from lightning_omni.tuner.first_batches import seconds_per_byte
 
 OWN = Setting(1, 0.9, 0.05, method="async_sgd", wire="fp32")
 AVERAGED = "diloco:outer_lr=1.0,outer_momentum=0"
@@ -166,3 +169,27 @@ def test_a_forecast_of_hundreds_of_settings_takes_a_moment() -> None:
     assert len(found._rates) - asked < len(found.candidates()) / 2, (
         "most of them are ruled out by what their groups could do at most"
     )
+
+
+@given(
+    megabytes=st.floats(0.1, 1000),
+    latency=st.floats(1e-5, 0.1),
+    burst=st.sampled_from([0, 1 << 12, 1 << 15]),
+    nbytes=st.integers(1 << 18, 1 << 26),
+)
+def test_what_a_byte_takes_is_told_although_a_link_lets_the_first_ones_pass_at_once(
+    megabytes: float, latency: float, burst: int, nbytes: int
+) -> None:
+    sent: list[int] = []
+
+    def timed(count: int) -> float:
+        sent.append(4 * count)
+        return latency + max(0, 4 * count - burst) / (1e6 * megabytes)
+
+    assert seconds_per_byte(timed, nbytes) == pytest.approx(1e-6 / megabytes, rel=1e-3)
+    assert max(sent) <= nbytes
+
+
+def test_of_a_small_gradient_one_message_tells_what_a_byte_takes() -> None:
+    assert seconds_per_byte(lambda count: 0.01 + count * 4e-6, 4000) == pytest.approx(1e-6)
+    assert seconds_per_byte(lambda count: 0.01, 4) > 0

@@ -36,9 +36,9 @@ from lightning_omni.tuner.step import say_nothing
 DECISION_STEPS = tuple(c.FIRST_DECISION << number for number in range(c.DECISIONS))
 MESSAGES = 5
 """Messages of which the shortest counts: one may have waited for a rank that was late."""
-MESSAGE_BYTES = 1 << 16, 1 << 20
-"""Of messages that take longer for what is in them. The second kind takes much longer than an empty one on fast links
-and is a small part of a large gradient; on slow links the first kind does."""
+MESSAGE_BYTES = 1 << 16, 1 << 18, 1 << 20
+"""Of messages that take longer for what is in them. The last kind takes much longer than an empty one on fast links
+and is a small part of a large gradient; on slow links smaller ones do."""
 CLEARLY_LONGER = 10.0
 """Times as long as an empty message is much longer."""
 
@@ -58,6 +58,30 @@ class TimedStep:
     own: float
     seconds: float
     loss: float
+
+
+def seconds_per_byte(timed: Callable[[int], float], nbytes: int) -> float:
+    """What each byte adds to a message, by two that differ in their bytes alone.
+
+    Neither is empty, if a gradient is large enough for two: many links let the first bytes of a message pass at once,
+    and a small one does not show what a large one takes.
+
+    Args:
+        timed: seconds of a message of so many numbers of four bytes each.
+        nbytes: of a gradient, which no message is larger than.
+    """
+    short = seconds = timed(1)
+    count, per_byte = 1, 0.0
+    for size in MESSAGE_BYTES:
+        more = max(2, min(nbytes, size) // 4)
+        if more <= count:
+            break
+        longer = timed(more)
+        per_byte = max(longer - seconds, 1e-9) / (4 * (more - count))
+        if count > 1 and longer > CLEARLY_LONGER * short:
+            break
+        count, seconds = more, longer
+    return per_byte
 
 
 class FirstBatches:
@@ -198,15 +222,8 @@ class FirstBatches:
         return 2 * self._shortest(lambda: gather(self._world, [0.0])) / max(1, len(self._world.members) - 1)
 
     def _seconds_per_byte(self) -> float:
-        """What each byte adds to an all-reduce, by the shortest of a few of hardly any bytes and of many. By rank 0."""
-        short, per_byte = self._seconds_of_all_reduce(1), 0.0
-        for nbytes in MESSAGE_BYTES:
-            count = max(2, min(self._nbytes, nbytes) // 4)
-            long = self._seconds_of_all_reduce(count)
-            per_byte = max(long - short, 1e-9) / (4 * count)
-            if nbytes >= self._nbytes or long > CLEARLY_LONGER * short:
-                break
-        return per_byte
+        """What each byte adds to an all-reduce, as rank 0 sees it."""
+        return seconds_per_byte(self._seconds_of_all_reduce, self._nbytes)
 
     def _seconds_of_all_reduce(self, count: int) -> float:
         """Of so many numbers, as rank 0 sees it: all ranks hear the same."""
