@@ -171,6 +171,18 @@ def test_a_forecast_of_hundreds_of_settings_takes_a_moment() -> None:
     )
 
 
+def test_members_get_what_their_leader_was_answered_over_the_links_of_their_group() -> None:
+    known = seen(equal(), allreduce=0.25)
+    assert known.measured is not None
+    at_once, handed = (search(replace(known, measured=replace(known.measured, hands_on=how))) for how in (False, True))
+    two, four = (replace(OWN, groups=groups, method="local_sgd", period=8) for groups in (2, 4))
+    per_step = at_once.spec.batch / at_once.throughput(two), handed.spec.batch / handed.throughput(two)
+    whole = 0.25 / 1.5  # a ring of four carries a gradient one and a half times over each link
+    assert per_step[1] - per_step[0] == pytest.approx(whole / 8, rel=0.1)
+    assert handed.throughput(four) == at_once.throughput(four), "a member is its own leader"
+    assert handed.throughput(OWN) == at_once.throughput(OWN)
+
+
 @given(
     megabytes=st.floats(0.1, 1000),
     latency=st.floats(1e-5, 0.1),

@@ -37,6 +37,7 @@ class CostModel:
         head_per_sample: seconds of a sample of a group's batch at a merged head.
         servers: that hold a share of the weights each. What an exchange costs is said of one that holds everything.
         per_node: whether they are one on each node.
+        hands_on: whether a group's leader hands answers on to the other members, and that is not in ``delay``.
         forecast: the same with an exchange that is forecast; None if it was measured, or cannot be forecast.
     """
 
@@ -58,6 +59,7 @@ class CostModel:
     knows_exchange: bool
     servers: int = 1
     per_node: bool = False
+    hands_on: bool = False
     forecast: CostModel | None = None
 
     @classmethod

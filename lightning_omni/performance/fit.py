@@ -187,4 +187,5 @@ def _forecast(model: CostModel, measured: Sequence[Measured], random: np.random.
         delay_per_byte=per_byte,
         serve=sum(known) / max(len(known), 1) * delay_off,
         link_per_byte=per_byte,
+        hands_on=any(each.hands_on for each in measured),
     )

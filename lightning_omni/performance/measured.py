@@ -66,6 +66,8 @@ class Measured(Serializable):
         reduce_per_byte: seconds that each byte adds to an all-reduce of all ranks, timed by itself; 0 if unknown. What
             a step takes beyond computation and all-reduce is then no part of the all-reduce. It is asked for only where
             no exchange was measured.
+        hands_on: whether a group's leader hands what it is answered on to the other members, over the links of their
+            all-reduce. It is in what is measured of groups; simulated members have it at once.
         shapes: of the parameters whose gradients a group averages; none if unknown.
         averaging: seconds that a rank computes to average them in an all-reduce format, where that is known.
         heads: by name, what merging a submodule would take, where that is known.
@@ -95,6 +97,7 @@ class Measured(Serializable):
     per_node: bool = False
     round_trip: float = 0.0
     reduce_per_byte: float = 0.0
+    hands_on: bool = False
     shapes: tuple[tuple[int, ...], ...] = ()
     averaging: Mapping[str, float] = field(default_factory=dict)
     heads: Mapping[str, HeadMeasured] = field(default_factory=dict)

@@ -80,6 +80,8 @@ class TrainingPlan:
         if len(groups) == 1:  # plain synchronous training, with no server and no head
             nothing = np.zeros_like(model.delay)
             return Outcome(sizes * self.batch, compute + between, allreduce, nothing, nothing, nothing, 0.0, nothing)
+        if model.hands_on:
+            allreduce = allreduce + self._handed_on(sizes)
         serve, link = self._serial()
         # What comes one after the other and takes equally long each time makes one queue only, at the longest.
         busy, rest = np.maximum(serve, link), np.minimum(serve, link)
@@ -115,6 +117,11 @@ class TrainingPlan:
         if self.exchanging.peers:
             return 0 * model.serve, 0 * model.serve
         return model.serve / model.servers, model.link_per_byte * nbytes / model.servers
+
+    def _handed_on(self, sizes: Array) -> Array:
+        """Seconds of a step in which members get what their leader was answered, shape (draws, groups): by a tree."""
+        rounds = np.ceil(np.log2(sizes))
+        return rounds * self.model.link_per_byte[:, None] * (self.exchanging.pull or 0) / self.period
 
     def _delay(self, groups: int) -> Array:
         """Seconds of an exchange but for these, for which no group waits for another."""

@@ -205,6 +205,7 @@ class FirstBatches:
             serve=self._serve,
             round_trip=round_trip,
             reduce_per_byte=self._reduce_per_byte,
+            hands_on=True,
             shapes=self._shapes,
             averaging=dict(self._averaging),
             heads=self._heads,
