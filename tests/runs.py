@@ -253,3 +253,23 @@ def run(
         finished = running.wait(timeout)
     assert finished.code == 0, f"exit code {finished.code}:\n{finished.output[-8000:]}"
     return finished
+
+
+def run_nodes(script: str, options: dict[str, Any], nodes: int = 2, *, timeout: float = 200.0) -> list[Run]:
+    """Runs a script as on several nodes, each started by itself, and expects all of them to succeed."""
+    port = str(free_port())
+    with contextlib.ExitStack() as stack:
+        started = [
+            stack.enter_context(
+                Running(
+                    script,
+                    options,
+                    {"NODE_RANK": str(node), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
+                    spares=0,
+                )
+            )
+            for node in range(nodes)
+        ]
+        ended = [each.wait(timeout) for each in started]
+    assert not any(each.code for each in ended), "".join(each.output for each in ended)
+    return ended

@@ -7,14 +7,13 @@ import html
 import io
 import json
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from processes import Process
-from runs import Run, Running, free_port, run
+from runs import Run, Running, run, run_nodes
 
 from lightning_omni.report import TuningReport
 from lightning_omni.report.digest import duration, number
@@ -288,21 +287,7 @@ def test_nodes_that_begin_as_groups_are_tuned_about_the_users_rate() -> None:
     # Steps take so long that several probes fit in, whatever else this machine does.
     nodes = {**EVEN, "seconds": {"0": 5e-3, "1": 5e-3}, "devices": 1, "tuner": {**ONCE, "budget": 0.9}}
     nodes["trainer"] = {"max_epochs": 4, "num_nodes": 2}
-    port = str(free_port())
-    with ExitStack() as stack:
-        started = [
-            stack.enter_context(
-                Running(
-                    "omni_tuner.py",
-                    {"fits": [nodes]},
-                    {"NODE_RANK": str(node), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
-                    spares=0,
-                )
-            )
-            for node in (0, 1)
-        ]
-        ended = [each.wait(200) for each in started]
-    assert [each.code for each in ended] == [0, 0], "".join(each.output for each in ended)
+    ended = run_nodes("omni_tuner.py", {"fits": [nodes]})
     first, second = (each.results[0][0] for each in ended)
     assert first["weights"] == second["weights"]
     tried = {setting["groups"]: (setting["momentum"], setting["lr"]) for setting, _ in reversed(first["tried"])}

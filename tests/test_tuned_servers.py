@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from runs import Running, free_port
+from runs import run_nodes
 from test_by_forecast import equal, search, seen
 
 from lightning_omni.search import Search
@@ -61,21 +60,7 @@ def test_two_nodes_whose_links_hold_groups_up_are_advised_to_have_two_servers_an
         },
     }
     fits = [slow, {**slow, "strategy": {"servers": "per-node"}}]
-    port = str(free_port())
-    with ExitStack() as stack:
-        nodes = [
-            stack.enter_context(
-                Running(
-                    "omni_tuner.py",
-                    {"fits": fits},
-                    {"NODE_RANK": str(node), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
-                    spares=0,
-                )
-            )
-            for node in (0, 1)
-        ]
-        ended = [each.wait(200) for each in nodes]
-    assert [each.code for each in ended] == [0, 0], "".join(each.output for each in ended)
+    ended = run_nodes("omni_tuner.py", {"fits": fits})
     assert ended[0].output.count('pass OmniStrategy(servers="per-node")') == 1, "of the fit that has one server"
     one, other = (each.results[0][1] for each in ended)
     assert one["chosen"] == 2

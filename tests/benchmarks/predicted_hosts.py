@@ -21,9 +21,7 @@ import json
 import os
 import random
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -33,14 +31,15 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 import torch
-from emulated_network import Hosts, Network, explained, with_own_network
+from emulated_network import Network, explained, with_own_network
 from rich.console import Console
 from rich.table import Table
-from slow_network import START, host_environment
+from slow_network import START
 from slow_network_worker import BATCH, lenet
 from torch import distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
+from tuned_hosts import on_hosts
 
 from lightning_omni.methods import method_named, with_period
 from lightning_omni.performance.forecast import Setting
@@ -175,25 +174,9 @@ def run(scene: Scene, setting: Mapping[str, Any] | None, arguments: argparse.Nam
         "servers": "per-node" if arguments.per_node else 1,
     }
     mbit = None if scene.mbit is None else scene.mbit * 0.1 / arguments.step
-    with tempfile.TemporaryDirectory() as folder, Hosts(Network((RANKS,), host_mbit=mbit)) as hosts:
-        files = [Path(folder, f"{host}.json") for host in range(RANKS)]
-        processes = [
-            hosts.start(
-                host,
-                [sys.executable, __file__, "--host", json.dumps(told), str(file)],
-                {**host_environment(hosts, host), "GROUP_RANK": str(host), "TORCHELASTIC_RUN_ID": "hosts"},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for host, file in enumerate(files)
-        ]
-        longest = START + 20 * max(FIRST, scene.steps) * arguments.step * scene.slow
-        said = [process.communicate(timeout=longest)[0] for process in processes]
-        for text, process in zip(said, processes, strict=True):
-            if process.returncode:
-                raise SystemExit(f"{setting}: {text[-3000:]}")
-        return [json.loads(file.read_text()) for file in files]
+    longest = START + 20 * max(FIRST, scene.steps) * arguments.step * scene.slow
+    found: list[dict[str, Any]] = on_hosts(Network((RANKS,), host_mbit=mbit), __file__, told, longest)[0]
+    return found
 
 
 def samples_per_second(hosts: list[dict[str, Any]]) -> float:

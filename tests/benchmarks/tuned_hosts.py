@@ -332,6 +332,45 @@ def slower(arguments: argparse.Namespace) -> float:
     return float(0.1 / arguments.step * weights / LENET_BYTES)
 
 
+class HostsError(RuntimeError):
+    """A host's process failed, or took too long."""
+
+
+def on_hosts(network: Network, script: str, told: dict[str, Any], seconds: float) -> tuple[list[dict[str, Any]], str]:
+    """Runs ``script --host TOLD FILE`` on each host.
+
+    Args:
+        network: of the hosts.
+        script: a path.
+        told: to all of them.
+        seconds: that they may take.
+
+    Returns:
+        What each has written into its file, and what the first has said.
+    """
+    with tempfile.TemporaryDirectory() as folder, Hosts(network) as hosts:
+        files = [Path(folder, f"{host}.json") for host in range(network.size)]
+        processes = [
+            hosts.start(
+                host,
+                [sys.executable, script, "--host", json.dumps(told), str(file)],
+                {**host_environment(hosts, host), "GROUP_RANK": str(host), "TORCHELASTIC_RUN_ID": "hosts"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for host, file in enumerate(files)
+        ]
+        try:
+            said = [process.communicate(timeout=seconds)[0] for process in processes]
+        except subprocess.TimeoutExpired as error:
+            raise HostsError("took too long") from error
+        for text, process in zip(said, processes, strict=True):
+            if process.returncode:
+                raise HostsError(text)
+        return [json.loads(file.read_text()) for file in files], said[0]
+
+
 def run(way: str, scene: Scene, data: Path, seed: int, arguments: argparse.Namespace) -> Row:
     """Trains once on emulated hosts."""
     told = {
@@ -352,28 +391,12 @@ def run(way: str, scene: Scene, data: Path, seed: int, arguments: argparse.Names
         "warmup": arguments.warmup,
     }
     network = Network((RANKS,), host_mbit=None if scene.mbit is None else scene.mbit * slower(arguments))
-    with tempfile.TemporaryDirectory() as folder, Hosts(network) as hosts:
-        files = [Path(folder, f"{host}.json") for host in range(RANKS)]
-        processes = [
-            hosts.start(
-                host,
-                [sys.executable, __file__, "--host", json.dumps(told), str(file)],
-                {**host_environment(hosts, host), "GROUP_RANK": str(host), "TORCHELASTIC_RUN_ID": "hosts"},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for host, file in enumerate(files)
-        ]
-        try:
-            said = [process.communicate(timeout=arguments.limit * 1.5 + START)[0] for process in processes]
-        except subprocess.TimeoutExpired:
-            return Row(failed="took too long")
-        if any(process.returncode for process in processes):
-            return Row(failed=next(text for process, text in zip(processes, said, strict=True) if process.returncode))
-        results = [json.loads(file.read_text()) for file in files]
+    try:
+        results, said = on_hosts(network, __file__, told, arguments.limit * 1.5 + START)
+    except HostsError as error:
+        return Row(failed=str(error))
     if arguments.verbose:
-        print(said[0])
+        print(said)
     first = results[0]
     work = sum(each["work"] for each in results)
     return Row(first["seconds"], first["steps"], work, first["chosen"], first["tuning"])
