@@ -15,6 +15,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(480)]
 TUNER = {"search": "forecast", "budget": 0.1}
 ALONE = {**TUNER, "space": {"groups": [1]}}
 EPOCHS = {"max_epochs": 2, "num_sanity_val_steps": 0}
+SLOWER: dict[str, Any] = {
+    "emulated": True,
+    "data": {"samples": 512, "batch_size": 4},
+    "tuner": {**TUNER, "space": {"rebalance": False, "wire": "fp32"}},
+    "seconds": {"0": 4e-3, "1": 4e-3},
+    "exponential": True,
+    "flat": "never",
+    "trainer": {**EPOCHS, "max_epochs": 5},
+}
 FITS: dict[str, dict[str, Any]] = {  # of those with "emulated", the time that steps take is no matter of this machine
     "plain": {"seconds": {"0": 2e-3, "1": 2e-3}, "trainer": EPOCHS},
     "equal": {"tuner": TUNER, "seconds": {"0": 2e-3, "1": 2e-3}, "trainer": EPOCHS},
@@ -37,26 +46,8 @@ FITS: dict[str, dict[str, Any]] = {  # of those with "emulated", the time that s
         "exponential": True,
         "trainer": EPOCHS,
     },
-    "steps take three times as long": {
-        "emulated": True,
-        "data": {"samples": 512, "batch_size": 4},
-        "tuner": {**TUNER, "space": {"rebalance": False, "wire": "fp32"}},
-        "seconds": {"0": 4e-3, "1": 4e-3},
-        "exponential": True,
-        "slower_from": 2,
-        "flat": "never",
-        "trainer": {**EPOCHS, "max_epochs": 5},
-    },
-    "groups are slower than predicted": {
-        "emulated": True,
-        "data": {"samples": 512, "batch_size": 4},
-        "tuner": {**TUNER, "space": {"rebalance": False, "wire": "fp32"}},
-        "seconds": {"0": 4e-3, "1": 4e-3},
-        "exponential": True,
-        "slower_in_groups": 3,
-        "flat": "never",
-        "trainer": {**EPOCHS, "max_epochs": 5},
-    },
+    "steps take three times as long": {**SLOWER, "slower_from": 2},
+    "groups are slower than predicted": {**SLOWER, "slower_in_groups": 3},
     "a callback of one group stops it": {
         "emulated": True,
         "tuner": {**TUNER, "space": {"rebalance": False, "wire": "fp32"}, "monitor": "none"},

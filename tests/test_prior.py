@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_omni.search.constants import RELATED
-from lightning_omni.search.experience import STREAMING
-from lightning_omni.search.prior import Prior, PriorRow, Steepness
+from lightning_omni.search.prior import STREAMING, Prior, PriorRow, Steepness
 from lightning_omni.search.space import ALL_REDUCES
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "benchmarks"))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from lightning_omni.optimizer import serve_time
+from lightning_omni.optimizer import reduction
 from lightning_omni.optimizer.serve_time import TIMED_PUSHES, seconds_of_push
 
 
@@ -36,7 +36,7 @@ def test_the_optimizers_step_is_in_it_and_the_users_own_optimizer_and_weights_st
 
 def test_a_large_model_is_timed_with_a_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = [Parameter(torch.ones(64)) for _ in range(8)]
-    monkeypatch.setattr(serve_time, "TIMED_BYTES", 2 * weights[0].nbytes)
+    monkeypatch.setattr(reduction, "TIMED_BYTES", 2 * weights[0].nbytes)
     assert seconds_of_push(Slow(weights, lr=0.1)) >= 4 * 0.01
 
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_omni.protocol.all_reduce import AllReduce, Exact, Memory, run_through
+
+T = TypeVar("T")
 
 BUCKET_MB = 64
 """Of gradients in one bucket on a CPU: there is nothing beside which smaller ones could travel, and each takes as many
@@ -128,6 +130,16 @@ class KeptMemory:
         self.reduction.memory = dict(self.memory)
 
 
+def timed_part(items: Iterable[T], nbytes: Callable[[T], int]) -> list[T]:
+    """The largest of what there is that fit into `TIMED_BYTES` together; memory may be what is short."""
+    found, left = list[T](), TIMED_BYTES
+    for item in sorted(items, key=nbytes, reverse=True):
+        if nbytes(item) <= left:
+            found.append(item)
+            left -= nbytes(item)
+    return found
+
+
 def seconds_of_arithmetic(format_: AllReduce, shapes: Iterable[Sequence[int]], device: torch.device) -> float:
     """How long a rank computes to average its gradients once, but for what travels.
 
@@ -136,11 +148,8 @@ def seconds_of_arithmetic(format_: AllReduce, shapes: Iterable[Sequence[int]], d
         shapes: of all parameters. The largest that fit into `TIMED_BYTES` are timed, and the rest is taken to be alike.
         device: where the gradients are.
     """
-    shapes, timed = list(shapes), list[Tensor]()
-    for shape in sorted(shapes, key=math.prod, reverse=True):
-        left = TIMED_BYTES - sum(each.nbytes for each in timed)
-        if 4 * math.prod(shape) <= left:
-            timed.append(torch.ones(tuple(shape), device=device))
+    shapes = list(shapes)
+    timed = [torch.ones(tuple(shape), device=device) for shape in timed_part(shapes, lambda each: 4 * math.prod(each))]
     numbers = sum(each.numel() for each in timed)
     if not numbers:
         return 0.0

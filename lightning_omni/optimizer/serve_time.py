@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_omni.errors import UnsupportedError
 from lightning_omni.methods.master import Master, describe, hyperparameters_of, rebuild
-from lightning_omni.optimizer.reduction import TIMED_BYTES
+from lightning_omni.optimizer.reduction import timed_part
 
 TIMED_PUSHES = 3
 """Of which the shortest counts: in the first one, the optimizer makes its state."""
@@ -39,12 +39,8 @@ def seconds_of_push(optimizer: Optimizer) -> float:
         True
     """
     every: list[Tensor] = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
-    names: dict[Tensor, str] = {}
-    left = TIMED_BYTES
-    for parameter in sorted(every, key=lambda each: each.nbytes, reverse=True):
-        if parameter.nbytes <= left:
-            names[parameter] = str(len(names))
-            left -= parameter.nbytes
+    timed = timed_part(every, lambda each: each.nbytes)
+    names = {parameter: str(number) for number, parameter in enumerate(timed)}
     if not names:
         return 0.0
     weights = {name: Parameter(torch.zeros(like.shape, dtype=like.dtype)) for like, name in names.items()}
@@ -55,7 +51,7 @@ def seconds_of_push(optimizer: Optimizer) -> float:
     master, settings, seconds = Master(weights, twin), hyperparameters_of(twin), math.inf
     came = [torch.full_like(weight, 1e-3) for weight in master.weights()]
     pushed, answer = ([torch.empty_like(each) for each in came] for _ in range(2))  # memory that is used again
-    with _one_thread():
+    with one_thread():
         for _ in range(TIMED_PUSHES):
             began = time.perf_counter()
             torch._foreach_copy_(pushed, came)
@@ -66,7 +62,8 @@ def seconds_of_push(optimizer: Optimizer) -> float:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
+    """As a server computes by default."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

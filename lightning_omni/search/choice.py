@@ -106,7 +106,8 @@ def _gain_with(evidence: Evidence, other: Evidence, observations: Sequence[Obser
     gain = math.exp(evidence.forecast().log_seconds(chosen) - other.forecast().log_seconds(best))
     if gain < c.GAIN:
         return None
-    return Choice(best, f"{gain:.2f} times faster ({best})", other.forecast().of(best))
+    why = f"the target is predicted to be reached {gain:.2f} times faster ({best})"
+    return Choice(best, why, other.forecast().of(best))
 
 
 def best_as_measured(evidence: Evidence) -> Setting:

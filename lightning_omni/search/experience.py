@@ -9,10 +9,7 @@ from typing_extensions import override
 
 from lightning_omni.methods import DiLoCo, LocalSGD, method_named
 from lightning_omni.performance.forecast import Setting, Theory
-from lightning_omni.search.prior import Prior
-
-STREAMING = "streaming"
-"""Name by which the prior knows averages in fragments that travel while groups train on, with their steps kept."""
+from lightning_omni.search.prior import STREAMING, Prior
 
 
 @cache
@@ -22,9 +19,8 @@ def _known_as(method: str) -> str:
         return "async_sgd"
     value = method_named(method)
     # An outer step of plain SGD with a rate of 1 takes over the mean of the groups' weights.
-    if isinstance(value, DiLoCo) and value.outer_lr == 1.0 and not value.outer_momentum:
-        return STREAMING if value.keep_steps else "local_sgd"
-    if isinstance(value, LocalSGD):
+    is_plain = isinstance(value, DiLoCo) and value.outer_lr == 1.0 and not value.outer_momentum
+    if isinstance(value, (DiLoCo, LocalSGD)) and (is_plain or isinstance(value, LocalSGD)):
         return STREAMING if value.keep_steps else "local_sgd"
     return method.partition(":")[0]
 

@@ -29,8 +29,10 @@ _VALUES = ("momentum", "log_step", "log_cost", "deviation", "scatter")
 COST, DEVIATION, SCATTER = map(_VALUES.index, ("log_cost", "deviation", "scatter"))
 """Places in `PriorRow.values`."""
 
+STREAMING = "streaming"
+"""Averages in fragments that travel while groups train on, with their steps kept: a name of this table alone."""
 RELATIVES = {
-    "streaming": ("local_sgd",),
+    STREAMING: ("local_sgd",),
     "softsync": ("async_sgd",),
     "delay_compensated": ("async_sgd",),
     "downpour": ("async_sgd",),

@@ -228,13 +228,13 @@ class AppliedSetting:
         """One group from here on, and no other setting any more. On all ranks.
 
         Args:
-            setting: with the user's own momentum and rate.
+            setting: of one group.
         """
-        self._run.strategy.form_one()
-        self._train_in_one_group(setting, 1 / self._run.state.scaled)
-        self._run.state.is_final = True
-        self._before = None
-        self.watch(math.nan)
+        run, state = self._run, self._run.state
+        run.strategy.form_one()
+        self._train_in_one_group(setting, setting.lr / run.own.lr / state.scaled)
+        state.is_final = True
+        self.watch(state.divergence_threshold)
 
     def _train_in_one_group(self, setting: Setting, factor: float) -> None:
         """From here on all ranks, which are one group, train with a setting, and with rates times that factor.

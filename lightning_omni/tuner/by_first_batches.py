@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from statistics import mean
 
@@ -11,11 +10,10 @@ from torch import Tensor
 from lightning_omni.errors import ConfigurationError, OmniError
 from lightning_omni.performance.measured import Measured
 from lightning_omni.search import Observation, Search, SearchSpec
-from lightning_omni.search import constants as c
 from lightning_omni.search.choice import gain_of_merging, gain_of_servers, verdict
 from lightning_omni.strategy._private import will_step
 from lightning_omni.tuner.applied import AppliedSetting
-from lightning_omni.tuner.first_batches import FirstBatches
+from lightning_omni.tuner.first_batches import FirstBatches, bytes_take_long
 from lightning_omni.tuner.fit_space import FitSpace
 from lightning_omni.tuner.hyperparameters import Hyperparameters
 from lightning_omni.tuner.reports import TunerReports
@@ -118,12 +116,10 @@ class ByFirstBatches:
         observation, command = batches.seen(), None
         if run.speaks and observation is not None:
             command = self._command(observation, batches)
-        said = run.world.tell(json.dumps(command.to_dict()) if command is not None else "")
-        if said:
-            command = Command.from_dict(json.loads(said))
-            if command.error:
-                raise ConfigurationError(command.error)
-        if said or batches.is_last:
+        command = run.hear_command(command)
+        if command is not None and command.error:
+            raise ConfigurationError(command.error)
+        if command is not None or batches.is_last:
             self.close()
             run.state.unfinished = False
         batches.interrupted()
@@ -171,7 +167,7 @@ class ByFirstBatches:
         if not (search.spec.space.merged or search.spec.start.merged):
             self._advise_to_merge(search)
         server, options = run.world.server, run.world.options
-        if server.nodes > 1 and server.count == 1 and options.server is None and _bytes_count(search):
+        if server.nodes > 1 and server.count == 1 and options.server is None and "servers" not in self._advised:
             self._advise_servers(search, server.nodes)
 
     def _advise_to_merge(self, search: Search) -> None:
@@ -180,17 +176,20 @@ class ByFirstBatches:
             name = found.setting.merged
             self._advised.add(name)
             self._run.say(
-                f"OmniTuner: with {name} merged the target is predicted to be reached {found.why}; for that, pass"
+                f"OmniTuner: with {name} merged {found.why}; for that, pass"
                 f' OmniTuner(space={{"merged": ["{name}"]}}), or OmniStrategy(merged="{name}")'
             )
 
     def _advise_servers(self, search: Search, nodes: int) -> None:
+        measured = search.measured[-1]
+        if not bytes_take_long(measured.reduce_per_byte * measured.nbytes, mean(measured.steps[0])):
+            return
         found = gain_of_servers(search, nodes)
-        if found is not None and "servers" not in self._advised:
+        if found is not None:
             self._advised.add("servers")
             self._run.say(
-                f"OmniTuner: with a parameter server on each node the target is predicted to be reached {found.why};"
-                ' for that, pass OmniStrategy(servers="per-node")'
+                f"OmniTuner: with a parameter server on each node {found.why}; for that, pass"
+                ' OmniStrategy(servers="per-node")'
             )
 
     def _time_again(self, observation: Observation, before: FirstBatches) -> None:
@@ -212,12 +211,6 @@ class ByFirstBatches:
         self._applied.watch(command.divergence_threshold, keeps=True)
         run.state.rounds += 1
         self._retuning.changed(in_mid_epoch=True)
-
-
-def _bytes_count(search: Search) -> bool:
-    """Whether the bytes of a gradient take so long that it may pay to send them otherwise."""
-    measured = search.measured[-1]
-    return measured.reduce_per_byte * measured.nbytes > (c.GAIN - 1) * mean(measured.steps[0])
 
 
 __all__ = ["ByFirstBatches"]

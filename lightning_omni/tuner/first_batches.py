@@ -84,6 +84,11 @@ def seconds_per_byte(timed: Callable[[int], float], nbytes: int) -> float:
     return per_byte
 
 
+def bytes_take_long(seconds: float, step: float) -> bool:
+    """Whether it may pay to send a gradient otherwise, whose bytes take so many seconds of a step."""
+    return seconds > (c.GAIN - 1) * step
+
+
 class FirstBatches:
     """Times a run's first steps on every rank of one group.
 
@@ -274,7 +279,7 @@ class FirstBatches:
         """
         self._unobserve()
         found: dict[str, HeadMeasured] = {}
-        may_gain = self._is_asked or self._reduce_per_byte * self._nbytes > (c.GAIN - 1) * step
+        may_gain = self._is_asked or bytes_take_long(self._reduce_per_byte * self._nbytes, step)
         if may_gain and self._world.rank == self._world.members[0]:
             for name, head in self._observed.items():
                 if (measured := head.measured(self._count, is_flat=not self._is_asked)) is not None:

@@ -6,7 +6,6 @@ others use, a lock in the user's data. Then one group may be faster after all fo
 
 from __future__ import annotations
 
-import json
 import math
 
 from lightning_omni.search.choice import Choice, best_by_forecast
@@ -36,15 +35,15 @@ class ForecastCheck:
         """Goes back to one group if groups are slower than that; says whether it has. On all ranks."""
         run = self._run
         state = run.state
-        is_known = state.checked == state.rounds or self._retuning.speed is None
-        if is_known or not run.learns_from_run or state.setting is None or state.setting.groups == 1 or state.is_final:
+        is_groups = (
+            run.learns_from_run and not state.is_final and state.setting is not None and state.setting.groups > 1
+        )
+        if not is_groups or self._retuning.speed is None or state.checked == state.rounds:
             return False
         state.checked = state.rounds
-        command = self._command() if run.speaks else None
-        said = run.world.tell(json.dumps(command.to_dict()) if command is not None else "")
-        if not said:
+        command = run.hear_command(self._command() if run.speaks else None)
+        if command is None:
             return False
-        command = Command.from_dict(json.loads(said))
         self._applied.give_up_groups(command.setting)
         self._retuning.changed()
         self._reports.chosen(command)

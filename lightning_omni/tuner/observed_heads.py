@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_omni.methods.modules import tensors_of, with_tensors
+from lightning_omni.optimizer.serve_time import one_thread
 from lightning_omni.performance.measured import HeadMeasured
 
 TIMED_PASSES = 3
@@ -68,18 +69,14 @@ class ObservedHead:
 
     def _seconds(self) -> float:
         """Of a batch's forward and backward pass and a step, with a copy where a server computes: on one CPU thread."""
-        twin, threads = copy.deepcopy(self._module).cpu(), torch.get_num_threads()
+        twin = copy.deepcopy(self._module).cpu()
         parameters = [each for each in twin.parameters() if each.requires_grad]
         found = []
-        torch.set_num_threads(1)
-        try:
-            with torch.random.fork_rng(devices=[]):
-                for _ in range(TIMED_PASSES):
-                    began = time.perf_counter()
-                    self._pass(twin, parameters)
-                    found.append(time.perf_counter() - began)
-        finally:
-            torch.set_num_threads(threads)
+        with one_thread(), torch.random.fork_rng(devices=[]):
+            for _ in range(TIMED_PASSES):
+                began = time.perf_counter()
+                self._pass(twin, parameters)
+                found.append(time.perf_counter() - began)
         return min(found)
 
     def _pass(self, twin: nn.Module, parameters: Sequence[nn.Parameter]) -> None:

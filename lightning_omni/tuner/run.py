@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -120,6 +121,15 @@ class TunedRun:
     def hear(self, number: int) -> int:
         """What rank 0 has found: a number, 0 or more. All ranks ask."""
         return self.world.agree([number if self.speaks else 0])[0]
+
+    def hear_command(self, command: Command | None) -> Command | None:
+        """What rank 0 says is to be done, if anything. All ranks ask.
+
+        Args:
+            command: of rank 0; of others it does not matter.
+        """
+        said = self.world.tell(json.dumps(command.to_dict()) if command is not None else "")
+        return Command.from_dict(json.loads(said)) if said else None
 
     def hyperparameters(self) -> Hyperparameters:
         """The optimizer, if this fit can be probed at all.

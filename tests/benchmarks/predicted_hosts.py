@@ -17,7 +17,6 @@ whether the one helps most that was named.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import statistics
@@ -39,7 +38,7 @@ from slow_network_worker import BATCH, lenet
 from torch import distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
-from tuned_hosts import on_hosts
+from tuned_hosts import has_been_host, on_hosts
 
 from lightning_omni.methods import method_named, with_period
 from lightning_omni.performance.forecast import Setting
@@ -221,8 +220,7 @@ def named(setting: Mapping[str, Any]) -> str:
 
 def main() -> None:
     """Compares, and prints the table."""
-    if len(sys.argv) == 4 and sys.argv[1] == "--host":
-        Path(sys.argv[3]).write_text(json.dumps(train(json.loads(sys.argv[2]))))
+    if has_been_host(train):
         return
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--scenes", nargs="+", choices=SCENES, default=list(SCENES))

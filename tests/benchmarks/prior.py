@@ -59,8 +59,8 @@ from torch import nn
 from lightning_omni.methods import Method, method_named, with_period
 from lightning_omni.performance.forecast import Scaling, Setting, Theory
 from lightning_omni.protocol.all_reduce import PowerSGD, all_reduce_of
-from lightning_omni.search.experience import STREAMING, Experience
-from lightning_omni.search.prior import Prior, PriorRow, Steepness
+from lightning_omni.search.experience import Experience
+from lightning_omni.search.prior import STREAMING, Prior, PriorRow, Steepness
 from lightning_omni.search.space import ALL_REDUCES, METHODS
 
 STREAMED = METHODS[-1]

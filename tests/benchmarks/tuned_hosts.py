@@ -33,6 +33,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -371,6 +372,14 @@ def on_hosts(network: Network, script: str, told: dict[str, Any], seconds: float
         return [json.loads(file.read_text()) for file in files], said[0]
 
 
+def has_been_host(train: Callable[[dict[str, Any]], dict[str, Any]]) -> bool:
+    """Does a host's part and says so, in a process that `on_hosts` has started."""
+    if len(sys.argv) != 4 or sys.argv[1] != "--host":
+        return False
+    Path(sys.argv[3]).write_text(json.dumps(train(json.loads(sys.argv[2]))))
+    return True
+
+
 def run(way: str, scene: Scene, data: Path, seed: int, arguments: argparse.Namespace) -> Row:
     """Trains once on emulated hosts."""
     told = {
@@ -404,8 +413,7 @@ def run(way: str, scene: Scene, data: Path, seed: int, arguments: argparse.Names
 
 def main() -> None:
     """Compares, and prints the table."""
-    if len(sys.argv) == 4 and sys.argv[1] == "--host":
-        Path(sys.argv[3]).write_text(json.dumps(train(json.loads(sys.argv[2]))))
+    if has_been_host(train):
         return
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--scenes", nargs="+", choices=SCENES, default=list(SCENES))
