@@ -138,7 +138,8 @@ def test_groups_that_wait_for_nothing_but_their_answers_are_predicted_as_before(
 
 def test_at_a_barrier_the_slowest_group_counts_and_answers_leave_one_after_the_other() -> None:
     steps, none = np.array([[[1.0], [1.0], [3.0]]]), np.zeros((1, 3, 1))
-    costs = BarrierExchange(way=np.array([0.5]), serve=np.array([0.1]), send=np.array([0.2]))
+    ones = np.ones((1, 3))
+    costs = BarrierExchange(way=0.5 * ones, serve=0.1 * ones, send=0.2 * ones)
     # The slowest comes last, and is answered last: 3 s, both ways, its push, and three answers.
     assert costs.cycle(none, steps)[0] == pytest.approx(3 + 0.5 + 0.1 + 0.6)
 

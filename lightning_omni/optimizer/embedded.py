@@ -119,6 +119,17 @@ class RunServer:
         return len(self._ranks_per_node)
 
     @property
+    def node(self) -> int | None:
+        """The node that all servers are on; None if it is unknown, or if each node has one."""
+        return 0 if self._options.server is None and not self.per_node else None
+
+    def nodes_of(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """The node of each rank; nothing if all are on one, or if some were started by themselves."""
+        known = [node for node, count in enumerate(self._ranks_per_node) for _ in range(count)]
+        found = tuple(known[rank] for rank in ranks if rank < len(known))
+        return found if len(found) == len(ranks) and len(set(found)) > 1 else ()
+
+    @property
     def per_node(self) -> bool:
         """Whether there is one server on each of several nodes."""
         return self._options.servers == "per-node" and self.count > 1

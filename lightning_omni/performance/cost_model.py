@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -12,6 +12,7 @@ from lightning_omni.errors import ConfigurationError
 from lightning_omni.performance.cluster_change import ClusterChange
 from lightning_omni.performance.costs import Costs
 from lightning_omni.performance.exchanging import ExchangePattern
+from lightning_omni.performance.placement import Placement
 
 Array = np.ndarray[Any, Any]
 Drawn = TypeVar("Drawn")
@@ -38,6 +39,9 @@ class CostModel:
         servers: that hold a share of the weights each. What an exchange costs is said of one that holds everything.
         per_node: whether they are one on each node.
         hands_on: whether a group's leader hands answers on to the other members, and that is not in ``delay``.
+        placement: where ranks are, and what messages between those on one node take.
+        node_ring: ``ring`` of a group that is on one node; None if it is not known to be another.
+        node_hop: ``hop`` of such a group.
         forecast: the same with an exchange that is forecast; None if it was measured, or cannot be forecast.
     """
 
@@ -60,6 +64,9 @@ class CostModel:
     servers: int = 1
     per_node: bool = False
     hands_on: bool = False
+    placement: Placement = field(default_factory=Placement)
+    node_ring: float | None = None
+    node_hop: float = 0.0
     forecast: CostModel | None = None
 
     @classmethod
@@ -92,6 +99,16 @@ class CostModel:
         """What part of an exchange's bytes crosses links."""
         return part_away(self.servers, self.per_node)
 
+    def averaging(self, share: float, messages: int = 1) -> CostModel:
+        """With gradients of which so large a part travels, in so many all-reduces."""
+        return replace(
+            self,
+            ring=share * self.ring,
+            hop=messages * self.hop,
+            node_ring=None if self.node_ring is None else share * self.node_ring,
+            node_hop=messages * self.node_hop,
+        )
+
     def known(self, exchanging: ExchangePattern) -> ExchangePattern:
         """With what was measured in place of what is not said."""
         for name in ("push", "pull"):
@@ -117,10 +134,12 @@ class CostModel:
         if model.forecast is not None:
             model = replace(model, forecast=model.forecast.changed(change))
         if change.servers is not None:
-            model = replace(model, servers=change.servers, per_node=change.per_node)
+            placement = replace(model.placement, server=None) if change.per_node else model.placement
+            model = replace(model, servers=change.servers, per_node=change.per_node, placement=placement)
         if change.ranks is not None:
             known = list(model.devices.values())
-            model = replace(model, devices={rank: known[rank % len(known)] for rank in range(change.ranks)})
+            devices = {rank: known[rank % len(known)] for rank in range(change.ranks)}
+            model = replace(model, devices=devices, placement=model.placement.repeated(change.ranks))
         if change.bandwidth is not None:
             per_byte = alike / change.bandwidth
             model = replace(model, ring=model.nbytes * per_byte, delay_per_byte=per_byte, link_per_byte=per_byte)

@@ -14,6 +14,7 @@ from lightning_omni.errors import ConfigurationError
 from lightning_omni.performance import constants as c
 from lightning_omni.performance.cost_model import first_draw
 from lightning_omni.performance.measured import servers_of
+from lightning_omni.performance.placement import over_links
 from lightning_omni.performance.queueing import residence
 from lightning_omni.performance.resampled import Resampled
 
@@ -27,9 +28,10 @@ class _Exchanges:
     Attributes:
         think: of a cycle without the exchange, by group, shape (draws, groups).
         variance: of that, shape (draws, groups).
-        mean: of an exchange, shape (draws,).
-        least: the shortest exchange of all. Most likely it did not wait; later, among many, all may.
+        mean: of an exchange that crosses a link, shape (draws,).
+        least: the shortest of these. Most likely it did not wait; later, among many, all may.
         nbytes: of an exchange.
+        crosses: of each group, whether its exchanges cross a link.
     """
 
     think: Array
@@ -37,29 +39,37 @@ class _Exchanges:
     mean: Array
     least: float
     nbytes: int
+    crosses: tuple[bool, ...]
 
     @classmethod
     def of(cls, drawn: Resampled) -> _Exchanges:
-        period = drawn.measured.period
+        period, crossing = drawn.measured.period, over_links(drawn.measured)
         rest = [steps - exchanges for steps, exchanges in zip(drawn.steps, drawn.exchanges, strict=True)]
-        exchanged = np.concatenate(drawn.exchanges, axis=1)
-        steady = np.concatenate(drawn.steady, axis=1)
+        exchanged, steady = (
+            np.concatenate([rows[number] for number in crossing], axis=1) for rows in (drawn.exchanges, drawn.steady)
+        )
         return cls(
             think=period * np.stack([row.mean(axis=1) for row in rest], axis=1),
             variance=period * np.stack([row.var(axis=1) for row in rest], axis=1),
             mean=period * (exchanged * steady).sum(axis=1) / np.maximum(steady.sum(axis=1), 1),
-            least=min((number for row in drawn.measured.exchanges for number in row if number > 0), default=0.0),
+            least=min(
+                (each for number in crossing for each in drawn.measured.exchanges[number] if each > 0), default=0.0
+            ),
             nbytes=drawn.measured.nbytes,
+            crosses=tuple(number in crossing for number in range(len(rest))),
         )
 
-    def misses(self, away: Array, busy: Array) -> list[Array]:
+    def misses(self, away: Array, busy: Array, serve: float) -> list[Array]:
         """By what part of a cycle the mean is missed, and the shortest; both of shape (draws,).
 
         Args:
             away: seconds of an exchange that are not at the busiest station, shape (draws,).
             busy: seconds that are, but for waiting, shape (draws,).
+            serve: seconds that the server is known to take: all of it for a group whose exchanges cross no link.
         """
-        there = residence(self.think + away[:, None], self.variance, busy[:, None], np.ones(1))
+        part = min(1.0, serve / busy[0]) if serve else 1.0
+        think = self.think + away[:, None] * np.array(self.crosses)
+        there = residence(think, self.variance, busy[:, None], np.ones(1), np.where(self.crosses, 1.0, part))
         cycle, over = float(self.think[0].mean() + self.mean[0]), away + busy - self.least
         return [(away + there - self.mean) / cycle, (np.maximum(over, 0.0) + c.SHORTEST_EXCHANGE * over) / cycle]
 
@@ -106,9 +116,8 @@ def _exchange_costs(segments: Sequence[_Exchanges], serve: float, nbytes: int) -
         for each in of:
             part = each.nbytes / max(nbytes, 1)
             # What is busy beyond the server's known time is its link.
-            found += each.misses(
-                spread[:, 0] + spread[:, 1] * part, serve + spread[:, 2] * (part if serve and nbytes else 1.0)
-            )
+            busy = serve + spread[:, 2] * (part if serve and nbytes else 1.0)
+            found += each.misses(spread[:, 0] + spread[:, 1] * part, busy, serve)
         return np.stack(found, axis=1)
 
     first = [first_draw(each) for each in segments]

@@ -13,6 +13,7 @@ from lightning_omni.performance import constants as c
 from lightning_omni.performance.cost_model import CostModel, messages_of, part_away
 from lightning_omni.performance.exchange_fit import fit_exchange, scipy_optimize
 from lightning_omni.performance.measured import Measured, mean_samples, servers_of
+from lightning_omni.performance.placement import Placement, over_links
 from lightning_omni.performance.queueing import means_of_parts
 from lightning_omni.performance.resampled import Resampled
 
@@ -44,6 +45,7 @@ def fit_model(measured: Sequence[Measured], draws: int, seed: int) -> CostModel:
     # A group has its batch of samples there.
     batches = [mean_samples([each]) * len(each.ranks) / len(each.groups) for each in heads]
     sizes = {number for each in measured for row in each.samples for number in row}
+    placement, nbytes = Placement.measured(measured), max(each.nbytes for each in measured)
     model = CostModel(
         devices={rank: (device, 1.0) for device, rank in enumerate(ranks)},
         overhead=np.stack(overhead, axis=1),
@@ -58,11 +60,14 @@ def fit_model(measured: Sequence[Measured], draws: int, seed: int) -> CostModel:
         link_per_byte=link_per_byte * servers / away,
         head_per_sample=sum(each.head for each in heads) / max(sum(batches), 1e-300),
         period=several[0].period if several else 1,
-        nbytes=max(each.nbytes for each in measured),
+        nbytes=nbytes,
         knows_overhead=len(sizes) > 1,
         knows_exchange=bool(several),
         servers=servers,
         per_node=per_node,
+        placement=placement,
+        node_ring=None if placement.per_byte is None else placement.per_byte * nbytes,
+        node_hop=placement.round_trip / 2,
     )
     can_forecast = not several and model.nbytes and len(ranks) > 1
     return replace(model, forecast=_forecast(model, measured, random)) if can_forecast else model
@@ -112,12 +117,16 @@ def _jitter(factors: Sequence[Array]) -> Array:
 def _fit_allreduce(drawn: Sequence[Resampled]) -> tuple[Array, Array, Array]:
     """Seconds of the bytes, of a hop, and of what a step takes beside all that, each of shape (draws,)."""
     rows: list[tuple[int, Array]] = []
+    within: list[tuple[int, Array]] = []  # a node, whose messages cross no link
     for each in drawn:
         head = each.measured.head if len(each.measured.groups) > 1 else 0.0
+        placement = Placement.measured([each.measured])
         for members, steps, exchanges in zip(each.measured.groups, each.steps, each.exchanges, strict=True):
             if len(members) > 1:
                 own = np.max([each.own[rank] for rank in members], axis=0)
-                rows.append((len(members), np.maximum((steps - exchanges - own).mean(axis=1) - head, 0.0)))
+                row = len(members), np.maximum((steps - exchanges - own).mean(axis=1) - head, 0.0)
+                (within if placement.are_together(members) else rows).append(row)
+    rows = rows or within
     nothing = np.zeros(len(drawn[0].steps[0]))
     if not rows:
         return nothing, nothing, nothing
@@ -153,7 +162,7 @@ def _seconds_of_bytes(drawn: Sequence[Resampled]) -> Array:
     """What the bytes of a gradient can take at most on their way between two ranks, shape (draws,)."""
     shortest = [
         each.measured.period
-        * np.min([row.mean(axis=1) for row in each.exchanges], axis=0)
+        * np.min([each.exchanges[number].mean(axis=1) for number in over_links(each.measured)], axis=0)
         / (2 * part_away(each.measured.servers, each.measured.per_node))
         for each in drawn
         if len(each.measured.groups) > 1

@@ -65,7 +65,7 @@ class HeadCost:
         travels = sum(_nbytes(each, self.head.outputs * self.rows) for each in self._formats)
         link, delay = float(model.link_per_byte[0]), float(model.delay[0])
         seconds = self.head.seconds + (link * travels + 2 * delay) / self.rows
-        return replace(model, head_per_sample=seconds, ring=self.body / self.nbytes * model.ring)
+        return replace(model.averaging(self.body / self.nbytes), head_per_sample=seconds)
 
     @property
     def _formats(self) -> Both:

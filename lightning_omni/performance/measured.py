@@ -68,6 +68,12 @@ class Measured(Serializable):
             no exchange was measured.
         hands_on: whether a group's leader hands what it is answered on to the other members, over the links of their
             all-reduce. It is in what is measured of groups; simulated members have it at once.
+        nodes: of each rank, in ascending order: the node that it is on; none if each has links of its own, if all are
+            on one, or if it is unknown.
+        server_node: the node that a single server is on, or would be; None if it is on none of these, or unknown.
+        node_round_trip: seconds until a message of hardly any bytes between two ranks on one node is answered; 0 if
+            unknown.
+        node_per_byte: seconds of each byte of such a message, one way; 0 if unknown.
         shapes: of the parameters whose gradients a group averages; none if unknown.
         averaging: seconds that a rank computes to average them in an all-reduce format, where that is known.
         heads: by name, what merging a submodule would take, where that is known.
@@ -98,6 +104,10 @@ class Measured(Serializable):
     round_trip: float = 0.0
     reduce_per_byte: float = 0.0
     hands_on: bool = False
+    nodes: tuple[int, ...] = ()
+    server_node: int | None = None
+    node_round_trip: float = 0.0
+    node_per_byte: float = 0.0
     shapes: tuple[tuple[int, ...], ...] = ()
     averaging: Mapping[str, float] = field(default_factory=dict)
     heads: Mapping[str, HeadMeasured] = field(default_factory=dict)
@@ -106,6 +116,7 @@ class Measured(Serializable):
         for name in ("groups", "samples", "own", "steps", "exchanges"):  # lists and arrays are as good
             kind = int if name == "groups" else float
             object.__setattr__(self, name, tuple(tuple(map(kind, row)) for row in getattr(self, name)))
+        object.__setattr__(self, "nodes", tuple(map(int, self.nodes)))
         object.__setattr__(self, "shapes", tuple(tuple(map(int, shape)) for shape in self.shapes))
         _check_counts(self)
         _check_numbers(self)
@@ -205,6 +216,8 @@ def _check_counts(measured: Measured) -> None:
     ):
         if len(getattr(measured, name)) != count:
             raise ConfigurationError(f"{name}: {len(getattr(measured, name))} rows; pass one for each {of}, {count}")
+    if len(measured.nodes) not in (0, len(ranks)):
+        raise ConfigurationError(f"nodes: of {len(measured.nodes)} ranks; pass that of each of {len(ranks)}, or none")
     order = sorted(ranks)
     for number, members in enumerate(measured.groups):
         count = len(measured.steps[number])
@@ -227,6 +240,7 @@ def _check_numbers(measured: Measured) -> None:
             raise ConfigurationError(f"{name}: pass numbers above 0; leave out steps that were not measured")
     if not all(0 <= number < math.inf for row in measured.exchanges for number in row):
         raise ConfigurationError("exchanges: pass seconds, 0 or more")
-    least = dict.fromkeys(("serve", "head", "nbytes", "round_trip", "reduce_per_byte"), 0) | {"period": 1, "servers": 1}
+    seconds = "serve", "head", "round_trip", "reduce_per_byte", "node_round_trip", "node_per_byte"
+    least = dict.fromkeys((*seconds, "nbytes"), 0) | {"period": 1, "servers": 1}
     for name, low in least.items():
         check_number(name, getattr(measured, name), f"a number, {low} or more", low, below=math.inf)

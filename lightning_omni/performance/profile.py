@@ -332,7 +332,7 @@ class Profile(Serializable):
         share, messages, computed = self._averages[all_reduce]
         if (share, messages, computed) == (1.0, 1, 0.0):
             return model
-        return replace(model, ring=share * model.ring, hop=messages * model.hop, overhead=model.overhead + computed)
+        return replace(model.averaging(share, messages), overhead=model.overhead + computed)
 
     @cached_property
     def _averages(self) -> dict[str, tuple[float, int, float]]:

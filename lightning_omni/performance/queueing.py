@@ -118,7 +118,7 @@ def _distribution_of_slowest(values: Array, counts: Array) -> tuple[Array, Array
     return times, np.diff(product, axis=1, prepend=0.0)
 
 
-def residence(think: Array, variance: Array, service: Array, visits: Array) -> Array:
+def residence(think: Array, variance: Array, service: Array, visits: Array, parts: Array | None = None) -> Array:
     """Seconds of a group's cycle at the stations that it shares with the others: service, and waiting for it.
 
     A closed network of queues. To a station the groups seem as many equal ones that come as often together; for
@@ -133,9 +133,11 @@ def residence(think: Array, variance: Array, service: Array, visits: Array) -> A
         variance: of these, in seconds squared, shape (draws, groups).
         service: seconds of a visit to each station, shape (draws, stations).
         visits: to each station in a cycle, shape (stations,).
+        parts: of a service that each group takes, shape (groups,): there are as many groups as these add up to. None if
+            each takes all of it.
 
     Returns:
-        Shape (draws,).
+        Shape (draws,); of a group that takes a part of a service, it is that part.
 
     Example:
         >>> none, groups = np.zeros((1, 4)), np.full((1, 4), 2.0)
@@ -147,11 +149,13 @@ def residence(think: Array, variance: Array, service: Array, visits: Array) -> A
     References:
         Reiser and Lavenberg 1980 (mean value analysis); Reiser 1979 (its form for services without scatter).
     """
-    groups = think.shape[1]
-    scatter = variance.mean(axis=1) + think.var(axis=1)
+    parts = np.ones(think.shape[1]) if parts is None else parts
+    groups = float(parts.sum())
+    mean = (parts * think).sum(axis=1) / groups
+    scatter = (parts * variance).sum(axis=1) / groups + (parts * (think - mean[:, None]) ** 2).sum(axis=1) / groups
     spent = service @ visits
     for number in range(c.QUEUE_ROUNDS):
-        cycle = groups / (1 / (think + spent[:, None])).sum(axis=1)
+        cycle = groups / (parts / (think + parts * spent[:, None])).sum(axis=1)
         if service.size == 1:  # as in every step of a fit
             one = _residence_at_one_station(
                 groups, (cycle - spent).item(), scatter.item(), service.item(), float(visits[0])
@@ -167,12 +171,12 @@ def residence(think: Array, variance: Array, service: Array, visits: Array) -> A
     return np.asarray(spent)
 
 
-def _residence_of_equals(groups: int, think: Array, scatter: Array, service: Array, visits: Array) -> Array:
+def _residence_of_equals(groups: float, think: Array, scatter: Array, service: Array, visits: Array) -> Array:
     demand = service * visits
     rhythm = np.maximum(think + demand.sum(axis=1), groups * demand.max(axis=1))
     queue, busy = np.zeros_like(service), np.zeros_like(service)
     cycle = rhythm
-    for group in range(1, groups + 1):
+    for group in _one_by_one(groups):
         seen = service * (1 + queue - busy / 2)
         cycle = think + seen @ visits
         queue = group * visits * seen / cycle[:, None]
@@ -186,12 +190,17 @@ def _residence_of_equals(groups: int, think: Array, scatter: Array, service: Arr
     return np.asarray(rhythm + random * np.maximum(cycle - rhythm, 0.0) - think)
 
 
-def _residence_at_one_station(groups: int, think: float, scatter: float, service: float, visits: float) -> float:
+def _one_by_one(groups: float) -> list[float]:
+    """Networks of one group more each; where their number is not whole, the first is of a part of a group."""
+    return [groups - number for number in reversed(range(math.ceil(groups)))]
+
+
+def _residence_at_one_station(groups: float, think: float, scatter: float, service: float, visits: float) -> float:
     """The same, bitwise, in numbers: with arrays of one it takes nineteen times longer."""
     demand = service * visits
     cycle = rhythm = max(think + demand, groups * demand)
     queue = busy = 0.0
-    for group in range(1, groups + 1):
+    for group in _one_by_one(groups):
         seen = service * (1 + queue - busy / 2)
         cycle = think + seen * visits
         queue = group * visits * seen / cycle if cycle else math.nan
@@ -214,7 +223,7 @@ def _picked(groups: int, quantiles: int, chains: int) -> Array:
 
 @dataclass(frozen=True)
 class BarrierExchange:
-    """What an exchange costs groups that wait for each other in it; seconds, each of shape (draws,).
+    """What an exchange costs groups that wait for each other in it; seconds of each, of shape (draws, groups).
 
     Args:
         way: to the server, and with the answer back, each half of it.
@@ -243,7 +252,7 @@ class BarrierExchange:
             Four groups of one second; 0.1 s of each push and 0.2 s of each answer are on one link:
 
             >>> steps, none = np.ones((1, 4, 1)), np.zeros((1, 4, 1))
-            >>> link = BarrierExchange(way=np.zeros(1), serve=np.array([0.1]), send=np.array([0.2]))
+            >>> link = BarrierExchange(way=np.zeros((1, 4)), serve=np.full((1, 4), 0.1), send=np.full((1, 4), 0.2))
             >>> link.cycle(none, steps).round(3).tolist()  # the last answer and, of pushes apart, the last one
             [1.9]
             >>> link.cycle(steps, none).round(3).tolist()  # most of it all lies in the midst of the next second
@@ -263,19 +272,23 @@ class BarrierExchange:
             np.ascontiguousarray(steps[:, np.arange(groups), which].transpose(1, 0, 2, 3))
             for steps, which in zip((hidden, rest), _picked(groups, quantiles, chains), strict=True)
         )
-        behind = np.arange(groups, 0, -1) * self.serve[:, None, None]
-        half = self.way[:, None, None] / 2
-        answers = np.broadcast_to(np.arange(1, groups + 1) * self.send[:, None, None] + half, firsts.shape[1:])
+        half, serve, send = (
+            np.broadcast_to(each[:, None, :], firsts.shape[1:]) for each in (self.way / 2, self.serve, self.send)
+        )
         begins = (np.arange(draws * chains) * groups).reshape(draws, chains, 1)
         sent = answered = np.zeros((draws, chains, groups))
         ends = np.empty((len(thens), draws, chains))
         for number, (first, then) in enumerate(zip(firsts, thens, strict=True)):
             sent = np.maximum(sent + first, answered) + then
-            order = sent.argsort(axis=2) + begins  # places in all of them: quicker than along an axis
-            served = (sent.take(order) + behind).max(axis=2, keepdims=True) + half
+            come = sent + half
+            order = come.argsort(axis=2) + begins  # places in all of them: quicker than along an axis
+            behind = np.cumsum(serve.take(order)[:, :, ::-1], axis=2)[
+                :, :, ::-1
+            ]  # its own service, and all that follow
+            served = (come.take(order) + behind).max(axis=2, keepdims=True)
             sent = sent - served  # from now on the barrier's end is 0
             answered = np.empty_like(sent)
-            answered.put(order, answers)
+            answered.put(order, np.cumsum(send.take(order), axis=2) + half.take(order))
             ends[number] = served[:, :, 0]
         spent, longest = np.zeros((2, draws))
         for end, then in list(zip(ends, thens.max(axis=3), strict=True))[c.BARRIER_CYCLES // 4 :]:

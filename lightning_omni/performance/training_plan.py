@@ -76,63 +76,76 @@ class TrainingPlan:
         work = self._work(groups, slowest)
         compute, variance = (np.stack(column, axis=1) for column in zip(*work, strict=True))
         between = model.between[:, None]
-        allreduce = 2 * (sizes - 1) * (model.ring[:, None] / sizes + model.hop[:, None])
+        together = np.array([model.placement.are_together(members) for members in groups])
+        allreduce = self._allreduce(sizes, together)
+        nothing = np.zeros_like(allreduce)
         if len(groups) == 1:  # plain synchronous training, with no server and no head
-            nothing = np.zeros_like(model.delay)
-            return Outcome(sizes * self.batch, compute + between, allreduce, nothing, nothing, nothing, 0.0, nothing)
+            idle = np.zeros_like(model.serve)
+            return Outcome(sizes * self.batch, compute + between, allreduce, nothing, idle, nothing, 0.0, nothing)
         if model.hands_on:
-            allreduce = allreduce + self._handed_on(sizes)
-        serve, link = self._serial()
-        # What comes one after the other and takes equally long each time makes one queue only, at the longest.
-        busy, rest = np.maximum(serve, link), np.minimum(serve, link)
-        delay = self._delay(len(groups)) + rest
+            allreduce = allreduce + self._handed_on(sizes, together)
+        ways = self._ways(groups)
         head = model.head_per_sample * self.batch * float(sizes.mean())
-        per_step = delay / self.period, serve / self.period, link / self.period
+        per_step = ways.delay / self.period, ways.serve / self.period, ways.link / self.period
         if self.exchanging.barrier or self.exchanging.delay:
             alone = allreduce + head + between
             hidden, then = (self._steps(groups, count, compute, variance, alone) for count in self._hidden_and_others)
-            play = self._at_a_barrier if self.exchanging.barrier else self._beside
-            cycle, waiting = play(hidden, then, self.period * variance, delay, busy)
+            if self.exchanging.barrier:
+                cycle, waiting = self._at_a_barrier(hidden, then, ways)
+            else:
+                cycle, waiting = self._beside(hidden, then, self.period * variance, ways)
             cycle = np.maximum(cycle / self.period, len(groups) * head)
             compute = np.maximum(waiting / self.period - alone, compute)
-            exposed = np.maximum(cycle - compute - alone, 0.0).mean(axis=1)
+            exposed = np.maximum(cycle - compute - alone, 0.0)
             parts = compute + between, allreduce, exposed
-            return Outcome(sizes * self.batch, *parts, *per_step[1:], head, 0 * delay, cycle)
-        service, visits = np.stack([busy, np.full_like(busy, head)], axis=1), np.array([1, self.period])
+            return Outcome(sizes * self.batch, *parts, *per_step[1:], head, nothing, cycle)
+        service, visits = np.stack([ways.longest, np.full_like(model.serve, head)], axis=1), np.array([1, self.period])
         compute = compute + between
-        think = self.period * (compute + allreduce) + delay[:, None]
-        shared = residence(think, self.period * variance, service, visits) / self.period
+        think = self.period * (compute + allreduce) + ways.delay
+        come = None if head else ways.parts  # all groups go to a head
+        shared = residence(think, self.period * variance, service, visits, come)[:, None] * ways.parts / self.period
         return Outcome(sizes * self.batch, compute, allreduce, *per_step, head, shared)
 
-    # --- The exchange ------------------------------------------------------------------------------------------------
+    # --- What is sent ------------------------------------------------------------------------------------------------
 
-    @property
-    def _nbytes(self) -> tuple[float, float]:
-        """Of a push and of its answer, as far as they cross links."""
-        return self.model.away * (self.exchanging.push or 0), self.model.away * (self.exchanging.pull or 0)
+    def _allreduce(self, sizes: Array, together: Array) -> Array:
+        """Seconds of an all-reduce in each group, shape (draws, groups)."""
+        model, ring, hop = self.model, self.model.ring[:, None], self.model.hop[:, None]
+        if model.node_ring is not None:
+            ring, hop = np.where(together, model.node_ring, ring), np.where(together, model.node_hop, hop)
+        return np.asarray(2 * (sizes - 1) * (ring / sizes + hop))
 
-    def _serial(self) -> tuple[Array, Array]:
-        """Seconds of the server, and of its link in the direction that is busier, for an exchange."""
-        model, nbytes = self.model, max(self._nbytes)
-        if self.exchanging.peers:
-            return 0 * model.serve, 0 * model.serve
-        return model.serve / model.servers, model.link_per_byte * nbytes / model.servers
-
-    def _handed_on(self, sizes: Array) -> Array:
+    def _handed_on(self, sizes: Array, together: Array) -> Array:
         """Seconds of a step in which members get what their leader was answered, shape (draws, groups): by a tree."""
-        rounds = np.ceil(np.log2(sizes))
-        return rounds * self.model.link_per_byte[:, None] * (self.exchanging.pull or 0) / self.period
+        per_byte, within = self.model.link_per_byte[:, None], self.model.placement.per_byte
+        if within is not None:
+            per_byte = np.where(together, within, per_byte)
+        return np.ceil(np.log2(sizes)) * per_byte * (self.exchanging.pull or 0) / self.period
 
-    def _delay(self, groups: int) -> Array:
-        """Seconds of an exchange but for these, for which no group waits for another."""
-        model, (push, pull) = self.model, self._nbytes
-        if self.exchanging.peers:  # now and then the peer that is drawn is the group itself
-            per_byte = (model.delay_per_byte + model.link_per_byte) / 2
-            return (1 - 1 / groups) * (model.delay + per_byte * pull) * (not self.exchanging.delay)
-        mean = (push + pull) / 2
+    def _ways(self, groups: Groups) -> ExchangeSeconds:
+        """What an exchange takes each group."""
+        model, pattern = self.model, self.exchanging
+        none = np.zeros((len(model.delay), len(groups)))
+        # Of the weights a part may be on the group's own node.
+        push, pull = (model.away * (nbytes or 0) for nbytes in (pattern.push, pattern.pull))
+        per_byte, delay, delay_per_byte = (
+            each[:, None] + none for each in (model.link_per_byte, model.delay, model.delay_per_byte)
+        )
+        if pattern.peers:  # now and then the peer that is drawn is the group itself
+            seconds = (1 - 1 / len(groups)) * (delay + (delay_per_byte + per_byte) / 2 * pull)
+            return ExchangeSeconds(seconds * (not pattern.delay), 0 * model.serve, none, none)
+        if any(here := model.placement.are_here(groups)):
+            per_byte = np.where(here, 0.0, per_byte)
+            delay = np.where(here, model.placement.round_trip, delay)
+            delay_per_byte = np.where(here, model.placement.per_byte or 0.0, delay_per_byte)
+        serve, per_byte = model.serve / model.servers, per_byte / model.servers
+        mean, most = (push + pull) / 2, max(push, pull)
         # The other direction of the server's link is a part of the delay.
-        other = model.link_per_byte / model.servers * (mean - max(push, pull))
-        return model.delay * messages_of(model.servers) + np.maximum(model.delay_per_byte * mean + other, 0.0)
+        other = per_byte * (mean - most)
+        seconds = delay * messages_of(model.servers) + np.maximum(delay_per_byte * mean + other, 0.0)
+        # What comes one after the other and takes equally long each time makes one queue only, at the longest.
+        least = np.minimum(serve[:, None], per_byte * most)
+        return ExchangeSeconds(seconds + least, serve, per_byte * push, per_byte * pull)
 
     @property
     def _hidden_and_others(self) -> tuple[int, int]:
@@ -140,25 +153,25 @@ class TrainingPlan:
         hidden = min(self.exchanging.delay, self.period)
         return hidden, self.period - hidden
 
-    def _at_a_barrier(self, hidden: Array, rest: Array, _: Array, delay: Array, busy: Array) -> tuple[Array, Array]:
+    def _at_a_barrier(self, hidden: Array, rest: Array, ways: ExchangeSeconds) -> tuple[Array, Array]:
         """Seconds from exchange to exchange, and what they would be if exchanges took no time; (draws, groups)."""
-        model, (push, pull) = self.model, self._nbytes
-        serve, link = model.serve / model.servers, model.link_per_byte / model.servers
-        came = np.maximum(serve, link * push)
+        came = np.maximum(ways.serve[:, None], ways.push)
         # Answers go out one after the other, too; what of an exchange is neither no group waits for but its own.
-        sent = np.minimum(link * pull, np.maximum(delay + busy - came, 0.0))
-        costs = BarrierExchange(np.maximum(delay + busy - came - sent, 0.0), came, sent)
+        both = ways.delay + ways.busy - came
+        sent = np.minimum(ways.pull, np.maximum(both, 0.0))
+        costs = BarrierExchange(np.maximum(both - sent, 0.0), came, sent)
         cycle = costs.cycle(hidden, rest, self.is_rough)[:, None] + 0 * rest[:, :, 0]
-        nothing = np.zeros(1)
+        nothing = np.zeros((1, rest.shape[1]))
         alone = BarrierExchange(nothing, nothing, nothing).cycle(hidden[:1], rest[:1], is_rough=True)
         return cycle, alone + 0 * cycle
 
-    def _beside(self, hidden: Array, rest: Array, variance: Array, delay: Array, busy: Array) -> tuple[Array, Array]:
+    def _beside(self, hidden: Array, rest: Array, variance: Array, ways: ExchangeSeconds) -> tuple[Array, Array]:
         """The same where no group waits for another."""
-        spent, then = busy, rest.mean(axis=2)
+        spent, then, service = ways.longest, rest.mean(axis=2), ways.longest[:, None]
         for _ in range(c.OVERLAP_ROUNDS):
-            cycle = np.maximum(hidden, (delay + spent)[:, None, None]).mean(axis=2) + then
-            found = residence(cycle - spent[:, None], variance, busy[:, None], np.ones(1))
+            own = spent[:, None] * ways.parts
+            cycle = np.maximum(hidden, (ways.delay + own)[:, :, None]).mean(axis=2) + then
+            found = residence(cycle - own, variance, service, np.ones(1), ways.parts)
             spent = (spent + found) / 2
         return cycle, hidden.mean(axis=2) + then
 
@@ -201,8 +214,46 @@ class TrainingPlan:
 
 
 @dataclass(frozen=True)
+class ExchangeSeconds:
+    """What an exchange takes each group, in seconds.
+
+    Attributes:
+        delay: for which no group waits for another, shape (draws, groups).
+        serve: of the server, shape (draws,).
+        push: on the server's link, shape (draws, groups); nothing for a group on the server's node.
+        pull: of the answer, likewise.
+    """
+
+    delay: Array
+    serve: Array
+    push: Array
+    pull: Array
+
+    @property
+    def link(self) -> Array:
+        """Of the server's link in the direction that is busier, shape (draws, groups)."""
+        return np.maximum(self.push, self.pull)
+
+    @cached_property
+    def busy(self) -> Array:
+        """Of what groups queue for, the server or its link, shape (draws, groups)."""
+        return np.maximum(self.serve[:, None], self.link)
+
+    @cached_property
+    def longest(self) -> Array:
+        """The same of the group that takes most, shape (draws,)."""
+        return np.asarray(self.busy.max(axis=1))
+
+    @cached_property
+    def parts(self) -> Array:
+        """Of that, what each group takes, shape (groups,)."""
+        longest = self.longest[0]
+        return np.asarray(self.busy[0] / longest if longest else np.ones(self.busy.shape[1]))
+
+
+@dataclass(frozen=True)
 class Outcome:
-    """What became of a plan; seconds of one step, shape (draws, groups) or (draws,).
+    """What became of a plan; seconds of one step, of shape (draws, groups), and ``serve`` of shape (draws,).
 
     ``whole`` is all of a step, where that is no sum of its parts.
     """
@@ -220,14 +271,15 @@ class Outcome:
     @cached_property
     def _rates(self) -> Array:
         """Steps per second of each group."""
-        parts = self.compute + self.allreduce + (self.exchange + self.shared)[:, None]
+        parts = self.compute + self.allreduce + self.exchange + self.shared
         rates = 1 / (parts if self.whole is None else self.whole)
-        busy = np.maximum(self._serial * rates.sum(axis=1), 1.0)  # by a rounding error, at most
+        busy = np.maximum(self._busy(rates), 1.0)  # by a rounding error, at most
         return np.asarray(rates / busy[:, None])
 
-    @property
-    def _serial(self) -> Array:
-        return np.maximum(np.maximum(self.serve, self.link), self.head)
+    def _busy(self, rates: Array) -> Array:
+        """Part of the time in which the busiest serial part is, at so many steps per second; shape (draws,)."""
+        serial = np.maximum(np.maximum(self.serve, self.head)[:, None], self.link)
+        return np.asarray((serial * rates).sum(axis=1))
 
     @property
     def seconds_per_update(self) -> Array:
@@ -244,22 +296,22 @@ class Outcome:
         return {
             "compute": float(self.compute[0] @ weights),
             "allreduce": float(self.allreduce[0] @ weights),
-            "exchange": float(self.exchange[0]) / groups,
+            "exchange": float(self.exchange[0] @ weights),
             "serve": float(self.serve[0]),
-            "link": float(self.link[0]),
+            "link": float(self.link[0] @ weights) * groups,
             "head": self.head,
         }
 
     @property
     def is_saturated(self) -> bool:
         """Whether groups that did not wait would bring more than a serial part can take."""
-        alone = self.exchange[0] + max(self.serve[0], self.link[0]) + self.head
-        return bool(self._serial[0] * (1 / (self.compute[0] + self.allreduce[0] + alone)).sum() >= 1 - 1e-9)
+        alone = self.exchange + np.maximum(self.serve[:, None], self.link) + self.head
+        return bool(self._busy(1 / (self.compute + self.allreduce + alone))[0] >= 1 - 1e-9)
 
     @property
     def is_busy(self) -> bool:
         """Whether something that all groups share is busy nearly all the time."""
-        return bool(self._serial[0] * self._rates[0].sum() > 1 - c.IDLE)
+        return bool(self._busy(self._rates)[0] > 1 - c.IDLE)
 
     @property
     def bottleneck(self) -> str:

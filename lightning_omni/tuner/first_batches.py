@@ -113,6 +113,7 @@ class FirstBatches:
         self._averaging: dict[str, float] = before._averaging if before else {}
         self._reduce_per_byte: float = before._reduce_per_byte if before else 0.0
         self._serve: float = before._serve if before else 0.0
+        self._within_node: tuple[float, float] | None = before._within_node if before else None
         self._strategy, self._world = strategy, strategy.joined
         self._balance = Balance("auto", say_nothing, only_measures=True)
         self._kept = strategy.balance
@@ -190,6 +191,8 @@ class FirstBatches:
             self._reduce_per_byte = self._seconds_per_byte()
         if not self._serve:
             self._serve = self._seconds_of_push()
+        if self._within_node is None:
+            self._within_node = self._seconds_within_node()
         rows: list[list[TimedStep]] = gather_values(self._world, self._steps, list[TimedStep])
         count = min(map(len, rows))
         if count < 2:
@@ -217,6 +220,10 @@ class FirstBatches:
             nbytes=self._nbytes,
             servers=self._world.server.count,
             per_node=self._world.server.per_node,
+            nodes=self._world.server.nodes_of(self._world.members),
+            server_node=self._world.server.node,
+            node_round_trip=self._within_node[0],
+            node_per_byte=self._within_node[1],
         )
         return Observation(TrialResult(self.spec.start, tuple(ends), tuple(losses), gathers=False), measured)
 
@@ -236,6 +243,38 @@ class FirstBatches:
         numbers = torch.zeros(count, device=self._world.device)
         found = self._shortest(partial(dist.all_reduce, numbers, group=self._world.compute_group))
         return gather(self._world, [found])[0][0]
+
+    def _seconds_within_node(self) -> tuple[float, float]:
+        """What a message of hardly any bytes takes to a rank on the same node and back, and each byte one way.
+
+        Zeros if no link is between any two nodes, or none has two ranks. The first node that has is timed.
+        """
+        places = dict[int, list[int]]()
+        for place, node in enumerate(self._world.server.nodes_of(self._world.members)):
+            places.setdefault(node, []).append(place)
+        pair = next((each[:2] for each in places.values() if len(each) > 1), None)
+        if pair is None:
+            return 0.0, 0.0
+        first, second = pair
+        there = partial(self._seconds_between, first, second)
+        return 2 * there(1), seconds_per_byte(there, self._nbytes)
+
+    def _seconds_between(self, first: int, second: int, count: int) -> float:
+        """Seconds of so many numbers from one member to another, there and back halved: all ranks hear the same."""
+        numbers, group = torch.zeros(count, device=self._world.device), self._world.compute_group
+
+        def there_and_back() -> None:
+            dist.send(numbers, group=group, group_dst=second)
+            dist.recv(numbers, group=group, group_src=second)
+
+        def back_and_there() -> None:
+            dist.recv(numbers, group=group, group_src=first)
+            dist.send(numbers, group=group, group_dst=first)
+
+        own, found = self._world.members.index(self._world.rank), 0.0
+        if own in (first, second):
+            found = self._shortest(there_and_back if own == first else back_and_there)
+        return gather(self._world, [found])[first][0] / 2
 
     def _shortest(self, send: Callable[[], object]) -> float:
         """Seconds of the shortest of a few messages of one kind."""

@@ -160,6 +160,9 @@ class Prober:
         seconds = float(self._strategy.joined.tell(repr(time.perf_counter() - began)))
         tried = replace(_tried(probe.setting, table, seconds, problem), gathers=self._gathers)
         measured = None if lost else _measured(groups, table, probe.setting.period, self._nbytes, self._servers)
+        if measured is not None:
+            server = self._strategy.joined.server
+            measured = replace(measured, nodes=server.nodes_of(measured.ranks), server_node=server.node)
         return Observation(tried, measured)
 
     def names_of(self, setting: Setting, samples: int) -> set[str]:

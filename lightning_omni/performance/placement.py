@@ -1,0 +1,64 @@
+"""Which ranks are on one node, and what messages between them take: they cross no link."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from lightning_omni.performance.measured import Measured
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where ranks are. Empty if each is on a node of its own, and the server on none of these.
+
+    Args:
+        of: the node of each rank.
+        server: the node that all servers are on; None if they are on none of them, or on each, or it is unknown.
+        per_byte: seconds of each byte between two ranks on one node; None if unknown.
+        round_trip: seconds until a message of hardly any bytes is answered there.
+
+    Example:
+        >>> placement = Placement({0: 0, 1: 0, 2: 1, 3: 1}, server=0)
+        >>> placement.are_together([2, 3]), placement.are_together([1, 2]), placement.are_here([(0, 2), (1, 3), (2, 0)])
+        (True, False, [True, True, False])
+    """
+
+    of: Mapping[int, int] = field(default_factory=dict)
+    server: int | None = None
+    per_byte: float | None = None
+    round_trip: float = 0.0
+
+    @classmethod
+    def measured(cls, measured: Sequence[Measured]) -> Placement:
+        """As the last segment says that knows them."""
+        known = [each for each in measured if each.nodes]
+        if not known:
+            return cls()
+        of = dict(zip(known[-1].ranks, known[-1].nodes, strict=True))
+        timed = [each for each in known if each.node_per_byte]
+        per_byte = min((each.node_per_byte for each in timed), default=None)
+        round_trip = min((each.node_round_trip for each in timed), default=0.0)
+        server = None if known[-1].per_node else known[-1].server_node
+        return cls(of, server, per_byte, round_trip)
+
+    def are_together(self, members: Sequence[int]) -> bool:
+        """Whether all of them are on one node."""
+        return bool(self.of) and len({self.of[rank] for rank in members}) == 1
+
+    def are_here(self, groups: Sequence[Sequence[int]]) -> list[bool]:
+        """Of each group, whether its leader, which speaks with the server, is on the server's node."""
+        return [self.server is not None and self.of[members[0]] == self.server for members in groups]
+
+    def repeated(self, ranks: int) -> Placement:
+        """Of so many ranks: more nodes like these."""
+        if not self.of:
+            return self
+        known, more = list(self.of.values()), 1 + max(self.of.values())
+        return replace(self, of={r: known[r % len(known)] + more * (r // len(known)) for r in range(ranks)})
+
+
+def over_links(measured: Measured) -> list[int]:
+    """Numbers of the groups whose exchanges cross links: all but those that are led on the server's node."""
+    here = Placement.measured([measured]).are_here(measured.groups)
+    return [number for number, is_here in enumerate(here) if not is_here] or [*range(len(here))]

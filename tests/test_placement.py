@@ -1,0 +1,193 @@
+"""Groups on the server's node cross no link, and neither do the messages of a group that is on one node."""
+
+from __future__ import annotations
+
+import heapq
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from runs import run_nodes
+
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.performance.exchanging import ExchangePattern
+from lightning_omni.performance.measured import Measured
+from lightning_omni.performance.profile import Profile
+
+NBYTES = 4_000_000
+LINK = 40e6
+"""Bytes per second: the weights cross it in a step's time."""
+STEP, BATCH = 0.1, 8
+DRAWS = np.random.default_rng(0)
+
+
+def one_group(ranks: int = 4, scatter: float = 0.0, **known: Any) -> Measured:
+    """So many ranks in one group, over links on which the all-reduce of the gradient takes its bytes' time."""
+    own = STEP * DRAWS.gamma(1 / scatter**2, scatter**2, (ranks, 200)) if scatter else np.full((ranks, 12), STEP)
+    count = own.shape[1]
+    return Measured(
+        groups=(tuple(range(ranks)),),
+        samples=((BATCH,) * count,) * ranks,
+        own=own,
+        steps=(own.max(axis=0) + 2 * (ranks - 1) / ranks * NBYTES / LINK,),
+        exchanges=((0.0,) * count,),
+        nbytes=NBYTES,
+        round_trip=1e-6,
+        **known,
+    )
+
+
+def rate(measured: Measured, groups: int, method: str, wire: str = "fp32") -> float:
+    exchanging = ExchangePattern.of(method, wire, nbytes=NBYTES)
+    return Profile.fit([measured]).predict(groups, exchanging=exchanging).samples_per_second.value
+
+
+HOSTS: dict[str, Any] = {"nodes": (0, 1, 2, 3), "server_node": 0}
+
+
+def test_the_group_on_the_servers_node_trains_at_its_own_pace_and_the_others_share_the_link() -> None:
+    every = rate(one_group(**HOSTS), 4, "async_sgd")
+    assert every == pytest.approx(BATCH * (1 / STEP + LINK / NBYTES), rel=0.01)
+    assert every > 1.9 * rate(one_group(), 4, "async_sgd")
+
+
+def test_at_a_barrier_the_server_waits_for_the_pushes_that_cross_the_link_alone() -> None:
+    for method, period in (("local_sgd:period=8", 8), ("hardsync", 1)):
+        found = rate(one_group(**HOSTS), 4, method)
+        # Three pushes, one after the other, and their answers; the first of these to come is the first to push again.
+        assert period * 4 * BATCH / found == pytest.approx(period * STEP + 4 * NBYTES / LINK, rel=0.02)
+
+
+def test_where_each_node_has_a_server_or_the_server_is_elsewhere_all_groups_cross_links() -> None:
+    apart = one_group(nodes=(0, 1, 2, 3))
+    assert rate(apart, 4, "async_sgd") == rate(one_group(), 4, "async_sgd")
+    spread = one_group(servers=4, per_node=True)
+    assert rate(replace(spread, **HOSTS), 4, "async_sgd") == rate(spread, 4, "async_sgd")
+
+
+# --- Beside a queue that is played ------------------------------------------------------------------------------------
+
+
+def played(scatter: float, link: float, serve: float, near: int = 1, groups: int = 4) -> float:
+    """Samples per second of groups that push over one link, first come, first served, but for those near the server."""
+    random, free, made, until = np.random.default_rng(1), {"link": 0.0, "server": 0.0}, 0, 400.0
+
+    def step() -> float:
+        return float(STEP * random.gamma(1 / scatter**2, scatter**2))
+
+    events = [(step(), group, "link") for group in range(groups)]
+    heapq.heapify(events)
+    while events[0][0] < until:
+        now, group, wants = heapq.heappop(events)
+        if wants == "link" and group >= near:
+            free["link"] = max(free["link"], now) + link
+            heapq.heappush(events, (free["link"], group, "server"))
+        else:
+            free["server"] = max(free["server"], now) + serve
+            made += 1
+            heapq.heappush(events, (free["server"] + (link if group >= near else 0.0) + step(), group, "link"))
+    return made * BATCH / until
+
+
+@pytest.mark.parametrize("part", [0.1, 0.4, 1.0], ids=["idle", "busy", "saturated"])
+@pytest.mark.parametrize("scatter", [0.1, 1.0], ids=["steady", "random"])
+def test_groups_that_queue_for_a_link_beside_one_that_does_not_are_predicted(part: float, scatter: float) -> None:
+    measured = one_group(scatter=scatter, serve=0.01 * STEP, **HOSTS)
+    nbytes = round(part * NBYTES)
+    found = Profile.fit([measured]).predict(4, exchanging=ExchangePattern(1, nbytes, nbytes)).samples_per_second.value
+    assert found == pytest.approx(played(scatter, part * STEP, 0.01 * STEP), rel=0.06)
+
+
+@pytest.mark.parametrize("serve", [0.05, 0.4], ids=["a quick server", "a slow server"])
+def test_for_a_server_that_is_busier_than_its_link_all_groups_queue(serve: float) -> None:
+    measured = one_group(scatter=0.3, serve=serve * STEP, **HOSTS)
+    pattern = ExchangePattern(1, NBYTES // 100, NBYTES // 100)
+    found = Profile.fit([measured]).predict(4, exchanging=pattern).samples_per_second.value
+    assert found == pytest.approx(played(0.3, 0.01 * STEP, serve * STEP), rel=0.06)
+
+
+# --- Where exchanges were measured ------------------------------------------------------------------------------------
+
+
+def test_what_the_group_near_the_server_waits_says_nothing_of_the_link() -> None:
+    """Three groups whose exchanges take 20 ms, and one whose exchanges take 1 ms, which is the server's time."""
+    count, far, near = 40, 0.02, 0.001
+    exchanges = [[near] * count, *[[far] * count] * 3]
+    measured = Measured(
+        groups=((0,), (1,), (2,), (3,)),
+        samples=((BATCH,) * count,) * 4,
+        own=((STEP,) * count,) * 4,
+        steps=[[STEP + each for each in row] for row in exchanges],
+        exchanges=exchanges,
+        serve=near,
+        nbytes=NBYTES,
+        **HOSTS,
+    )
+    found = Profile.fit([measured]).predict(4)
+    assert found.samples_per_second.value == pytest.approx(BATCH * (1 / (STEP + near) + 3 / (STEP + far)), rel=0.01)
+    seldom = Profile.fit([measured]).predict(4, period=4)
+    assert seldom.samples_per_second.value == pytest.approx(
+        BATCH * (1 / (STEP + near / 4) + 3 / (STEP + far / 4)), rel=0.01
+    )
+
+
+# --- Several ranks on a node ------------------------------------------------------------------------------------------
+
+NODES: dict[str, Any] = {
+    "nodes": (0, 0, 1, 1),
+    "server_node": 0,
+    "node_round_trip": 2e-5,
+    "node_per_byte": 1e-9,
+}
+
+
+def test_a_group_that_is_on_one_node_averages_its_gradients_at_the_nodes_pace() -> None:
+    apart, together = one_group(), one_group(**NODES)
+    seldom = "elastic_averaging:period=64"
+    assert rate(together, 1, seldom) == rate(apart, 1, seldom)
+    within = 2 * (NBYTES / 2 * 1e-9 + 1e-5)
+    assert rate(together, 2, seldom) == pytest.approx(4 * BATCH / (STEP + within + 2 * 0.1 / 64 / 2), rel=0.02)
+    assert rate(together, 2, seldom) > 1.5 * rate(apart, 2, seldom)
+
+
+def test_a_format_with_half_the_bytes_halves_them_within_a_node_too() -> None:
+    slow = one_group(**NODES | {"node_per_byte": 1e-8}, shapes=((1000, 1000),))
+    pattern = ExchangePattern.of("elastic_averaging:period=1000", nbytes=NBYTES)
+    seconds = [
+        4 * BATCH / Profile.fit([slow]).predict(2, exchanging=pattern, all_reduce=each).samples_per_second.value
+        for each in ("fp32", "bf16")
+    ]
+    assert seconds[0] - seconds[1] == pytest.approx(NBYTES * 1e-8 / 2, rel=0.01)
+
+
+def test_more_ranks_are_on_more_nodes_like_those_that_were_measured() -> None:
+    larger = Profile.fit([one_group(**NODES)]).scaled(ranks=8)
+    seldom = ExchangePattern.of("elastic_averaging:period=1000", nbytes=NBYTES)
+    found = larger.predict(4, exchanging=seldom).samples_per_second.value
+    assert found == pytest.approx(8 * BATCH / (STEP + NBYTES * 1e-9), rel=0.02)
+
+
+def test_nodes_are_of_all_ranks_and_survive_json() -> None:
+    measured = one_group(**NODES)
+    assert Measured.from_dict(json.loads(json.dumps(measured.to_dict()))) == measured
+    with pytest.raises(ConfigurationError, match="nodes: of 2 ranks"):
+        one_group(nodes=(0, 1))
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+def test_a_run_on_two_nodes_of_two_ranks_tells_where_ranks_are_and_what_messages_take_there() -> None:
+    fit: dict[str, Any] = {
+        "devices": 2,
+        "data": {"samples": 1024},
+        "trainer": {"max_epochs": 1, "num_nodes": 2, "num_sanity_val_steps": 0},
+        "tuner": {"search": "forecast", "retune_every": None},
+        "dump": True,
+    }
+    ended = run_nodes("omni_tuner.py", {"fits": [fit]})
+    measured = [Measured.from_dict(each["measured"]) for each in ended[0].results[0][0]["dump"]]
+    assert {(each.nodes, each.server_node) for each in measured} == {((0, 0, 1, 1), 0)}
+    assert all(0 < each.node_per_byte < 1e-6 and 0 < each.node_round_trip < 1 for each in measured)
