@@ -30,8 +30,8 @@ def one_group(ranks: int = 4, scatter: float = 0.0, **known: Any) -> Measured:
     return Measured(
         groups=(tuple(range(ranks)),),
         samples=((BATCH,) * count,) * ranks,
-        own=own,
-        steps=(own.max(axis=0) + 2 * (ranks - 1) / ranks * NBYTES / LINK,),
+        own=tuple(map(tuple, own.tolist())),
+        steps=(tuple((own.max(axis=0) + 2 * (ranks - 1) / ranks * NBYTES / LINK).tolist()),),
         exchanges=((0.0,) * count,),
         nbytes=NBYTES,
         round_trip=1e-6,
@@ -114,12 +114,12 @@ def test_for_a_server_that_is_busier_than_its_link_all_groups_queue(serve: float
 def test_what_the_group_near_the_server_waits_says_nothing_of_the_link() -> None:
     """Three groups whose exchanges take 20 ms, and one whose exchanges take 1 ms, which is the server's time."""
     count, far, near = 40, 0.02, 0.001
-    exchanges = [[near] * count, *[[far] * count] * 3]
+    exchanges = ((near,) * count, *((far,) * count,) * 3)
     measured = Measured(
         groups=((0,), (1,), (2,), (3,)),
         samples=((BATCH,) * count,) * 4,
         own=((STEP,) * count,) * 4,
-        steps=[[STEP + each for each in row] for row in exchanges],
+        steps=tuple(tuple(STEP + each for each in row) for row in exchanges),
         exchanges=exchanges,
         serve=near,
         nbytes=NBYTES,

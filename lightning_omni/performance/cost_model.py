@@ -39,6 +39,7 @@ class CostModel:
         servers: that hold a share of the weights each. What an exchange costs is said of one that holds everything.
         per_node: whether they are one on each node.
         hands_on: whether a group's leader hands answers on to the other members, and that is not in ``delay``.
+        is_fair: whether messages that are on a link at once share it evenly; otherwise one comes after the other.
         placement: where ranks are, and what messages between those on one node take.
         node_ring: ``ring`` of a group that is on one node; None if it is not known to be another.
         node_hop: ``hop`` of such a group.
@@ -64,6 +65,7 @@ class CostModel:
     servers: int = 1
     per_node: bool = False
     hands_on: bool = False
+    is_fair: bool = False
     placement: Placement = field(default_factory=Placement)
     node_ring: float | None = None
     node_hop: float = 0.0

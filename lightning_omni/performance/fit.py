@@ -197,4 +197,5 @@ def _forecast(model: CostModel, measured: Sequence[Measured], random: np.random.
         serve=sum(known) / max(len(known), 1) * delay_off,
         link_per_byte=per_byte,
         hands_on=any(each.hands_on for each in measured),
+        is_fair=any(each.fair_links for each in measured),
     )

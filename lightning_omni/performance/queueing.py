@@ -5,8 +5,10 @@ Everything has a first axis of draws, so that an interval costs little more than
 
 from __future__ import annotations
 
+import itertools
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from statistics import NormalDist
 from typing import Any
@@ -190,6 +192,61 @@ def _residence_of_equals(groups: float, think: Array, scatter: Array, service: A
     return np.asarray(rhythm + random * np.maximum(cycle - rhythm, 0.0) - think)
 
 
+def residence_on_fair_links(think: Array, demand: Array, is_queue: Array) -> Array:
+    """Seconds of a group's cycle at stations of which most serve all that is there at once, as links do over TCP.
+
+    Exact for groups that come at random: a group that arrives finds the queue of a network without it (mean value
+    analysis). Messages on a link share it evenly; in a queue half of the service under way is waited for.
+
+    Args:
+        think: seconds of a cycle elsewhere, by group, shape (draws, groups).
+        demand: seconds of a cycle at each station, if no other group is there, shape (draws, groups, stations).
+        is_queue: of each station, whether it serves one after the other, shape (stations,).
+
+    Returns:
+        Shape (draws, groups).
+
+    Example:
+        >>> demand = np.full((1, 2, 1), 1.0)  # two groups, which now and then share a link
+        >>> residence_on_fair_links(np.full((1, 2), 2.0), demand, np.array([False])).round(3).tolist()
+        [[1.333, 1.333]]
+
+    References:
+        Reiser and Lavenberg 1980 (mean value analysis); Baskett et al. 1975 (stations that are shared evenly).
+    """
+    _, firsts, kinds, counts = np.unique(
+        demand[0].round(9), axis=0, return_index=True, return_inverse=True, return_counts=True
+    )
+    which, each = kinds.reshape(-1), demand[:, firsts]
+    spent = each.sum(axis=2)
+    for number in range(c.QUEUE_ROUNDS):
+        rates = 1 / (think + spent[:, which])
+        cycle = counts / np.stack([rates[:, which == kind].sum(axis=1) for kind in range(len(counts))], axis=1)
+        found = _residence_of_kinds(counts.tolist(), cycle - spent, each, is_queue)
+        change = np.abs(found - spent).max(initial=0.0)
+        spent = found if number == 0 else (spent + found) / 2
+        if change <= c.QUEUE_TOLERANCE * cycle.max():
+            break
+    return np.asarray(spent[:, which])
+
+
+def _residence_of_kinds(counts: Sequence[int], think: Array, demand: Array, is_queue: Array) -> Array:
+    """The same for so many groups of each kind, which are equal: shape (draws, kinds)."""
+    nothing = np.zeros_like(demand[:, 0])
+    queues: dict[tuple[int, ...], Array] = {}
+    found = demand
+    for some in itertools.product(*(range(count + 1) for count in counts)):
+        queue, busy, found = nothing, nothing, np.zeros_like(demand)
+        for kind, number in enumerate(some):
+            if number:
+                fewer = (*some[:kind], number - 1, *some[kind + 1 :])
+                found[:, kind] = demand[:, kind] * (1 + queues[fewer])
+                rate = number / (think[:, kind] + found[:, kind].sum(axis=1))[:, None]
+                queue, busy = queue + rate * found[:, kind], busy + rate * demand[:, kind]
+        queues[some] = queue - np.minimum(busy, 1.0) / 2 * is_queue
+    return np.asarray(found.sum(axis=2))
+
+
 def _one_by_one(groups: float) -> list[float]:
     """Networks of one group more each; where their number is not whole, the first is of a part of a group."""
     return [groups - number for number in reversed(range(math.ceil(groups)))]
@@ -229,11 +286,13 @@ class BarrierExchange:
         way: to the server, and with the answer back, each half of it.
         serve: of a push where pushes queue.
         send: of an answer where answers queue.
+        is_fair: whether answers that are sent at once share what they queue for evenly, so that none comes first.
     """
 
     way: Array
     serve: Array
     send: Array
+    is_fair: bool = False
 
     def cycle(self, hidden: Array, rest: Array, is_rough: bool = False) -> Array:
         """Seconds from one exchange of all groups to the next, in the mean.
@@ -262,7 +321,7 @@ class BarrierExchange:
         few = self._mean_cycle(hidden, rest, c.BARRIER_CHAINS)
         if is_rough:
             return few
-        first = BarrierExchange(self.way[:1], self.serve[:1], self.send[:1])
+        first = replace(self, way=self.way[:1], serve=self.serve[:1], send=self.send[:1])
         many = first._mean_cycle(hidden[:1], rest[:1], max(c.BARRIER_CHAINS, c.BARRIER_SAMPLES // rest.shape[1]))
         return np.asarray(few * (many / few[:1]))
 
@@ -288,7 +347,9 @@ class BarrierExchange:
             served = (come.take(order) + behind).max(axis=2, keepdims=True)
             sent = sent - served  # from now on the barrier's end is 0
             answered = np.empty_like(sent)
-            answered.put(order, np.cumsum(send.take(order), axis=2) + half.take(order))
+            answers = send.take(order)
+            behind = answers.sum(axis=2, keepdims=True) * (answers > 0) if self.is_fair else answers.cumsum(axis=2)
+            answered.put(order, behind + half.take(order))
             ends[number] = served[:, :, 0]
         spent, longest = np.zeros((2, draws))
         for end, then in list(zip(ends, thens.max(axis=3), strict=True))[c.BARRIER_CYCLES // 4 :]:

@@ -18,6 +18,7 @@ from lightning_omni.performance.queueing import (
     quantiles_of_slowest,
     quantiles_of_sum,
     residence,
+    residence_on_fair_links,
     slowest,
 )
 from lightning_omni.protocol.leases import apportion
@@ -82,29 +83,31 @@ class TrainingPlan:
         if len(groups) == 1:  # plain synchronous training, with no server and no head
             idle = np.zeros_like(model.serve)
             return Outcome(sizes * self.batch, compute + between, allreduce, nothing, idle, nothing, 0.0, nothing)
-        if model.hands_on:
-            allreduce = allreduce + self._handed_on(sizes, together)
-        ways = self._ways(groups)
+        here = np.array(model.placement.are_here(groups))
+        handed = self._handed_on(sizes, together)
+        seconds = self._seconds(here, np.where(here & ~together, self.period * handed, 0.0))
+        # Of a group on the server's node with members elsewhere all messages cross the server's link.
+        ring = np.where(here & ~together, self.period * allreduce, 0.0)
+        allreduce = allreduce + np.where(here & ~together, 0.0, handed)
         head = model.head_per_sample * self.batch * float(sizes.mean())
-        per_step = ways.delay / self.period, ways.serve / self.period, ways.link / self.period
+        per_step = seconds.delay / self.period, seconds.serve / self.period, seconds.link / self.period
+        shared = SharedStations(model.is_fair, seconds, ring, self.period * head)
         if self.exchanging.barrier or self.exchanging.delay:
             alone = allreduce + head + between
             hidden, then = (self._steps(groups, count, compute, variance, alone) for count in self._hidden_and_others)
             if self.exchanging.barrier:
-                cycle, waiting = self._at_a_barrier(hidden, then, ways)
+                cycle, waiting = self._at_a_barrier(hidden, then, seconds)
             else:
-                cycle, waiting = self._beside(hidden, then, self.period * variance, ways)
+                cycle, waiting = self._beside(hidden, then, self.period * variance, replace(shared, head=0.0))
             cycle = np.maximum(cycle / self.period, len(groups) * head)
             compute = np.maximum(waiting / self.period - alone, compute)
             exposed = np.maximum(cycle - compute - alone, 0.0)
             parts = compute + between, allreduce, exposed
             return Outcome(sizes * self.batch, *parts, *per_step[1:], head, nothing, cycle)
-        service, visits = np.stack([ways.longest, np.full_like(model.serve, head)], axis=1), np.array([1, self.period])
         compute = compute + between
-        think = self.period * (compute + allreduce) + ways.delay
-        come = None if head else ways.parts  # all groups go to a head
-        shared = residence(think, self.period * variance, service, visits, come)[:, None] * ways.parts / self.period
-        return Outcome(sizes * self.batch, compute, allreduce, *per_step, head, shared)
+        think = self.period * (compute + allreduce) + seconds.delay
+        spent = shared.spent(think, self.period * variance, self.period) / self.period
+        return Outcome(sizes * self.batch, compute, allreduce, *per_step, head, spent)
 
     # --- What is sent ------------------------------------------------------------------------------------------------
 
@@ -117,35 +120,44 @@ class TrainingPlan:
 
     def _handed_on(self, sizes: Array, together: Array) -> Array:
         """Seconds of a step in which members get what their leader was answered, shape (draws, groups): by a tree."""
+        if not self.model.hands_on:
+            return np.zeros((len(self.model.delay), len(sizes)))
         per_byte, within = self.model.link_per_byte[:, None], self.model.placement.per_byte
         if within is not None:
             per_byte = np.where(together, within, per_byte)
-        return np.ceil(np.log2(sizes)) * per_byte * (self.exchanging.pull or 0) / self.period
+        return np.asarray(np.ceil(np.log2(sizes)) * per_byte * (self.exchanging.pull or 0) / self.period)
 
-    def _ways(self, groups: Groups) -> ExchangeSeconds:
-        """What an exchange takes each group."""
+    def _seconds(self, here: Array, handed: Array) -> ExchangeSeconds:
+        """What an exchange takes each group.
+
+        Args:
+            here: of each group, whether its leader is on the server's node, shape (groups,).
+            handed: seconds on the server's link in which answers are handed on, shape (draws, groups).
+        """
         model, pattern = self.model, self.exchanging
-        none = np.zeros((len(model.delay), len(groups)))
         # Of the weights a part may be on the group's own node.
         push, pull = (model.away * (nbytes or 0) for nbytes in (pattern.push, pattern.pull))
         per_byte, delay, delay_per_byte = (
-            each[:, None] + none for each in (model.link_per_byte, model.delay, model.delay_per_byte)
+            each[:, None] + 0 * handed for each in (model.link_per_byte, model.delay, model.delay_per_byte)
         )
         if pattern.peers:  # now and then the peer that is drawn is the group itself
-            seconds = (1 - 1 / len(groups)) * (delay + (delay_per_byte + per_byte) / 2 * pull)
-            return ExchangeSeconds(seconds * (not pattern.delay), 0 * model.serve, none, none)
-        if any(here := model.placement.are_here(groups)):
+            seconds = (1 - 1 / len(here)) * (delay + (delay_per_byte + per_byte) / 2 * pull)
+            return ExchangeSeconds(seconds * (not pattern.delay), 0 * model.serve, 0 * handed, 0 * handed)
+        if here.any():
             per_byte = np.where(here, 0.0, per_byte)
             delay = np.where(here, model.placement.round_trip, delay)
             delay_per_byte = np.where(here, model.placement.per_byte or 0.0, delay_per_byte)
         serve, per_byte = model.serve / model.servers, per_byte / model.servers
         mean, most = (push + pull) / 2, max(push, pull)
+        delay = delay * messages_of(model.servers)
+        if model.is_fair:
+            rest = np.maximum((delay_per_byte - per_byte) * mean, 0.0)
+            return ExchangeSeconds(delay + rest, serve, per_byte * push, per_byte * pull + handed)
         # The other direction of the server's link is a part of the delay.
-        other = per_byte * (mean - most)
-        seconds = delay * messages_of(model.servers) + np.maximum(delay_per_byte * mean + other, 0.0)
+        delay = delay + np.maximum(delay_per_byte * mean + per_byte * (mean - most), 0.0)
         # What comes one after the other and takes equally long each time makes one queue only, at the longest.
         least = np.minimum(serve[:, None], per_byte * most)
-        return ExchangeSeconds(seconds + least, serve, per_byte * push, per_byte * pull)
+        return ExchangeSeconds(delay + least, serve, per_byte * push, per_byte * pull)
 
     @property
     def _hidden_and_others(self) -> tuple[int, int]:
@@ -153,26 +165,29 @@ class TrainingPlan:
         hidden = min(self.exchanging.delay, self.period)
         return hidden, self.period - hidden
 
-    def _at_a_barrier(self, hidden: Array, rest: Array, ways: ExchangeSeconds) -> tuple[Array, Array]:
+    def _at_a_barrier(self, hidden: Array, rest: Array, seconds: ExchangeSeconds) -> tuple[Array, Array]:
         """Seconds from exchange to exchange, and what they would be if exchanges took no time; (draws, groups)."""
-        came = np.maximum(ways.serve[:, None], ways.push)
-        # Answers go out one after the other, too; what of an exchange is neither no group waits for but its own.
-        both = ways.delay + ways.busy - came
-        sent = np.minimum(ways.pull, np.maximum(both, 0.0))
-        costs = BarrierExchange(np.maximum(both - sent, 0.0), came, sent)
+        came = np.maximum(seconds.serve[:, None], seconds.push)
+        if self.model.is_fair:
+            way, sent = seconds.delay + np.minimum(seconds.serve[:, None], seconds.push), seconds.pull
+        else:
+            # Answers go out one after the other, too; what of an exchange is neither no group waits for but its own.
+            both = seconds.delay + seconds.busy - came
+            sent = np.minimum(seconds.pull, np.maximum(both, 0.0))
+            way = np.maximum(both - sent, 0.0)
+        costs = BarrierExchange(way, came, sent, self.model.is_fair)
         cycle = costs.cycle(hidden, rest, self.is_rough)[:, None] + 0 * rest[:, :, 0]
         nothing = np.zeros((1, rest.shape[1]))
         alone = BarrierExchange(nothing, nothing, nothing).cycle(hidden[:1], rest[:1], is_rough=True)
         return cycle, alone + 0 * cycle
 
-    def _beside(self, hidden: Array, rest: Array, variance: Array, ways: ExchangeSeconds) -> tuple[Array, Array]:
+    def _beside(self, hidden: Array, rest: Array, variance: Array, shared: SharedStations) -> tuple[Array, Array]:
         """The same where no group waits for another."""
-        spent, then, service = ways.longest, rest.mean(axis=2), ways.longest[:, None]
+        then, delay = rest.mean(axis=2), shared.seconds.delay
+        spent = shared.seconds.busy
         for _ in range(c.OVERLAP_ROUNDS):
-            own = spent[:, None] * ways.parts
-            cycle = np.maximum(hidden, (ways.delay + own)[:, :, None]).mean(axis=2) + then
-            found = residence(cycle - own, variance, service, np.ones(1), ways.parts)
-            spent = (spent + found) / 2
+            cycle = np.maximum(hidden, (delay + spent)[:, :, None]).mean(axis=2) + then
+            spent = (spent + shared.spent(cycle - spent, variance, 1)) / 2
         return cycle, hidden.mean(axis=2) + then
 
     # --- The steps ---------------------------------------------------------------------------------------------------
@@ -249,6 +264,42 @@ class ExchangeSeconds:
         """Of that, what each group takes, shape (groups,)."""
         longest = self.longest[0]
         return np.asarray(self.busy[0] / longest if longest else np.ones(self.busy.shape[1]))
+
+
+@dataclass(frozen=True)
+class SharedStations:
+    """What groups share: the server, its link, and a merged head.
+
+    Attributes:
+        is_fair: whether messages that are on the link at once share it evenly.
+        seconds: what an exchange takes each group.
+        ring: of the seconds of a cycle that a group needs elsewhere, those of an all-reduce on the server's link, shape
+            (draws, groups).
+        head: seconds of a cycle at a merged head.
+    """
+
+    is_fair: bool
+    seconds: ExchangeSeconds
+    ring: Array
+    head: float
+
+    def spent(self, think: Array, variance: Array, period: int) -> Array:
+        """Seconds of a cycle there, with waiting, shape (draws, groups).
+
+        Args:
+            think: seconds of a cycle elsewhere, shape (draws, groups).
+            variance: of these, in seconds squared, shape (draws, groups).
+            period: visits to a merged head in a cycle.
+        """
+        seconds, nothing = self.seconds, np.zeros_like(think)
+        if self.is_fair:
+            both = self.ring / 2  # is in both directions at once
+            stations = seconds.push + both, seconds.pull + both, seconds.serve[:, None] + nothing, self.head + nothing
+            demand, is_queue = np.stack(stations, axis=2), np.array([False, False, True, True])
+            return residence_on_fair_links(think - self.ring, demand, is_queue) - self.ring
+        service = np.stack([seconds.longest, np.full_like(seconds.serve, self.head / period)], axis=1)
+        come = None if self.head else seconds.parts  # all groups go to a head
+        return residence(think, variance, service, np.array([1, period]), come)[:, None] * seconds.parts
 
 
 @dataclass(frozen=True)
