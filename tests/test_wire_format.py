@@ -296,3 +296,27 @@ def test_through_a_real_server_and_other_groups_nothing_given_is_lost_or_sent_tw
         torch.testing.assert_close(torch.tensor(weight, dtype=torch.float64), -0.1 * (total - owed))
     assert finished.output.count("the checkpoint holds residuals that its groups had not pushed yet") == 1
     assert "training has ended, and group 1 has not pushed the residual of optimizer 0" in finished.output
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize(
+    ("wire", "method", "part"),
+    [
+        ("fp32", "elastic_averaging:period=1", 1.0),
+        ({"push": "int8", "pull": "bf16"}, "async_sgd", 0.5),
+        ({"push": "fp32", "pull": "bf16"}, "diloco:period=2", 0.5),
+        ({"push": "fp32", "pull": "int8"}, "diloco:period=1", 0.25),
+    ],
+    ids=["as they are", "halves", "halves now and then", "quarters"],
+)
+def test_a_leader_hands_on_what_it_is_answered_in_as_few_bytes_as_it_came(
+    wire: Any, method: str, part: float, servers: int
+) -> None:
+    finished = run("handed_on.py", {"wire": wire, "method": method, "servers": servers})
+    ranks = [finished.results[rank] for rank in range(4)]
+    for leader, member in (ranks[:2], ranks[2:]):
+        assert leader["weights"] == member["weights"]
+        exchanges = 2 if "period=2" in method else 4
+        about = part * exchanges * leader["nbytes"]
+        assert leader["handed"] == member["handed"]
+        assert about < leader["handed"] < about + 1_000, "scales, and what else was said, are little"

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -508,11 +510,15 @@ class Channel:
             memory: for what is said, and for them.
         """
         part = self._place.parts[ask.optimizer]
-        prefix, numbers = memory[:_NUMBERS].view(torch.int64), memory[_NUMBERS:PREFIX].view(torch.float64)
         by_member, own_clock = self._place.share is not None, -1
+        coded = self._coded(ask, layout)
+        letter = memory if coded is None else part.handed.room(PREFIX + coded.nbytes)
+        prefix, numbers = letter[:_NUMBERS].view(torch.int64), letter[_NUMBERS:PREFIX].view(torch.float64)
         with self.timed():
             if self._place.speaks:
-                answer = self._hear(ask, layout, memory[PREFIX:])
+                answer = self._hear(
+                    ask, layout, memory[PREFIX:], None if coded is None else coded.parts(letter[PREFIX:])
+                )
                 prefix[:9] = torch.tensor(
                     [
                         answer.clock,
@@ -527,9 +533,11 @@ class Channel:
                     ]
                 )
                 numbers[0], own_clock = answer.note, answer.clock
-            self.broadcast_in_group(memory[:PREFIX] if by_member else memory)
+            self.broadcast_in_group(letter[:PREFIX] if by_member else letter)
             if by_member and ask.pulls:
                 self.broadcast_to_replicas(memory[PREFIX:])
+            if coded is not None:
+                coded.decode(letter[PREFIX:], memory[PREFIX:], part)
         if by_member and self._place.speaks and own_clock != int(prefix[0]):
             raise ProtocolError(
                 f"servers have applied {own_clock} and {int(prefix[0])} updates to the shares of a group"
@@ -543,14 +551,36 @@ class Channel:
         self.warn_of_refusal(heard.applied, refused)
         return pulled
 
-    def _hear(self, ask: Ask, layout: Layout, into: Tensor) -> m.Weights:
-        """The server's answer, its tensors in memory as the layout has it. For leaders."""
+    def _coded(self, ask: Ask, layout: Layout) -> CodedAnswer | None:
+        """The answer as the whole group gets it, where it travels in fewer bytes than its tensors have."""
+        answers = self._answers(ask)
+        if answers == RAW or not ask.pulls or len(self._place.members) == 1 or self._place.share is not None:
+            return None
+        assert self._place.control is not None
+        coded = CodedAnswer(answers, self._divided(ask, layout, self._place.control.shards))
+        return coded if coded.are_sizes_known and coded.nbytes < layout.nbytes else None
+
+    def _divided(self, ask: Ask, layout: Layout, servers: int) -> Split:
+        """How the tensors of an answer are divided over the servers."""
+        if servers == 1:
+            return Split.whole(layout)
+        return self._split(self._place.parts[ask.optimizer], servers).fragment(
+            ask.fragment, self._place.method.fragments
+        )
+
+    def _hear(self, ask: Ask, layout: Layout, into: Tensor, coded: Sequence[Tensor] | None) -> m.Weights:
+        """The server's answer. For leaders.
+
+        Args:
+            ask: what was asked.
+            layout: of the tensors that come.
+            into: memory for them, as the layout has it.
+            coded: memory for each server's part of them, as they travel, in place of ``into``; or None.
+        """
         answers = self._answers(ask)
         is_flat = answers == RAW or not ask.pulls
         requests, part = self._servers(), self._place.parts[ask.optimizer]
-        split = Split.whole(layout)
-        if requests.count > 1:
-            split = self._split(part, requests.count).fragment(ask.fragment, self._place.method.fragments)
+        split = self._divided(ask, layout, requests.count)
         if ask.optimizer in self._arrived:
             heard = self._arrived.pop(ask.optimizer)
         else:
@@ -558,9 +588,14 @@ class Channel:
             heard = requests.receive(m.Weights, split.memories(into) if is_flat and ask.pulls else None)
         payloads = [payload for _, payload in alike(heard)]
         if not is_flat:
-            shares = zip(payloads, split.shares, part.backs(requests.count), strict=True)
-            payloads = [_decoded(answers, payload, share, memory) for payload, share, memory in shares]
-        if ask.pulls:
+            for payload, share in zip(payloads, split.shares, strict=True):
+                check_size(answers, payload.numel(), share)
+        if coded is not None:
+            for memory, payload in zip(coded, payloads, strict=True):
+                memory.copy_(payload)
+        elif ask.pulls:
+            if not is_flat:
+                payloads = _decoded(answers, payloads, split, part)
             split.write(into, payloads)
         return heard[0][0]
 
@@ -669,6 +704,48 @@ def _told(note: bytes | None, broadcast: Callable[[Tensor], None]) -> bytes:
     return long.numpy().tobytes()
 
 
-def _decoded(answers: WireFormat, payload: Tensor, layout: Layout, memory: Memory) -> Tensor:
-    check_size(answers, payload.numel(), layout)
-    return decode(answers, payload, layout, memory)
+@dataclass(frozen=True)
+class CodedAnswer:
+    """Tensors that a leader hands on to its group as they came, so that they cross its links in as few bytes.
+
+    Attributes:
+        answers: how they became bytes.
+        split: how they are divided over the servers.
+    """
+
+    answers: WireFormat
+    split: Split
+
+    @cached_property
+    def _bounds(self) -> list[tuple[int, int]]:
+        return [self.answers.sizes(share) for share in self.split.shares]
+
+    @property
+    def are_sizes_known(self) -> bool:
+        """Whether they are before the tensors come."""
+        return all(smallest == largest for smallest, largest in self._bounds)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Of all of it."""
+        return sum(_aligned(largest) for _, largest in self._bounds)
+
+    def parts(self, coded: Tensor) -> list[Tensor]:
+        """What each server has sent, in memory of so many bytes."""
+        places = accumulate((_aligned(largest) for _, largest in self._bounds), initial=0)
+        return [coded[place : place + largest] for place, (_, largest) in zip(places, self._bounds, strict=False)]
+
+    def decode(self, coded: Tensor, into: Tensor, part: Part) -> None:
+        """The tensors, in flat memory as the layout has it."""
+        self.split.write(into, _decoded(self.answers, self.parts(coded), self.split, part))
+
+
+def _aligned(nbytes: int) -> int:
+    """So many bytes or a few more, so that numbers of any kind may follow."""
+    return -(-nbytes // 8) * 8
+
+
+def _decoded(answers: WireFormat, payloads: Sequence[Tensor], split: Split, part: Part) -> list[Tensor]:
+    """The tensors of each server's part, as its share of the layout has them."""
+    shares = zip(payloads, split.shares, part.backs(len(payloads)), strict=True)
+    return [decode(answers, payload, share, memory) for payload, share, memory in shares]

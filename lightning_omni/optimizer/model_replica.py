@@ -313,6 +313,8 @@ class Part:
     replica: ModelReplica
     into: Tensor | None = None
     coded: Memory | None = None
+    handed: Memory = field(default_factory=Memory)
+    """For an answer as it travels, with what else it says, on its way from a leader to its group."""
     spare: Tensor | None = None
     """Takes the place of ``into`` while an exchange is under way."""
     split: Split | None = None
