@@ -25,7 +25,8 @@ DRAWS = np.random.default_rng(0)
 
 def one_group(ranks: int = 4, scatter: float = 0.0, **known: Any) -> Measured:
     """So many ranks in one group, over links on which the all-reduce of the gradient takes its bytes' time."""
-    own = STEP * DRAWS.gamma(1 / scatter**2, scatter**2, (ranks, 200)) if scatter else np.full((ranks, 12), STEP)
+    own = DRAWS.gamma(1 / scatter**2, scatter**2, (ranks, 200)) if scatter else np.ones((ranks, 12))
+    own *= STEP / own.mean(axis=1, keepdims=True)
     count = own.shape[1]
     return Measured(
         groups=(tuple(range(ranks)),),
@@ -106,6 +107,77 @@ def test_for_a_server_that_is_busier_than_its_link_all_groups_queue(serve: float
     pattern = ExchangePattern(1, NBYTES // 100, NBYTES // 100)
     found = Profile.fit([measured]).predict(4, exchanging=pattern).samples_per_second.value
     assert found == pytest.approx(played(0.3, 0.01 * STEP, serve * STEP), rel=0.06)
+
+
+# --- Links that messages share ----------------------------------------------------------------------------------------
+
+REAL: dict[str, Any] = {**HOSTS, "fair_links": True, "hands_on": True}
+
+
+def test_on_a_link_that_is_shared_all_answers_of_a_barrier_are_there_when_the_last_one_is() -> None:
+    for here, links in ((REAL, 3), (REAL | {"server_node": None}, 4)):
+        found = rate(one_group(**here), 4, "local_sgd:period=8")
+        assert 8 * 4 * BATCH / found == pytest.approx(8 * STEP + 2 * links * NBYTES / LINK, rel=0.01)
+
+
+class FairLink:
+    """Carries all that is on it at once, each as fast as the others."""
+
+    def __init__(self) -> None:
+        self.left: dict[int, float] = {}
+
+    def until_next(self) -> float:
+        return min(self.left.values(), default=np.inf) * max(len(self.left), 1)
+
+    def go_on(self, seconds: float) -> list[int]:
+        for message in self.left:
+            self.left[message] -= seconds / len(self.left)
+        over = [message for message, left in self.left.items() if left < 1e-12]
+        for message in over:
+            del self.left[message]
+        return over
+
+
+def shared(scatter: float, push: float, pull: float, far: int = 3, near: int = 1) -> float:
+    """Samples per second of groups whose pushes, and whose answers, share a link each."""
+    random, ways = np.random.default_rng(1), (FairLink(), FairLink())
+
+    def step() -> float:
+        return float(STEP * random.gamma(1 / scatter**2, scatter**2))
+
+    computes = {group: step() for group in range(far)}
+    now, made, until = 0.0, 0, 400.0
+    while now < until:
+        passed = min(*computes.values(), *(way.until_next() for way in ways), np.inf)
+        now += passed
+        answered, pushed = ways[1].go_on(passed), ways[0].go_on(passed)
+        computes = {group: left - passed for group, left in computes.items()}
+        made += len(answered)
+        for group in [group for group, left in computes.items() if left < 1e-12]:
+            del computes[group]
+            ways[0].left[group] = push
+        ways[1].left.update(dict.fromkeys(pushed, pull))
+        computes |= {group: step() for group in answered}
+    return BATCH * (made / until + near / STEP)
+
+
+@pytest.mark.parametrize(("push", "pull"), [(0.2, 0.2), (0.25, 0.5), (1.0, 1.0)])
+@pytest.mark.parametrize("scatter", [0.2, 1.0], ids=["steady", "random"])
+def test_groups_that_share_both_directions_of_a_link_are_predicted(push: float, pull: float, scatter: float) -> None:
+    pattern = ExchangePattern(1, round(push * NBYTES), round(pull * NBYTES))
+    found = Profile.fit([one_group(scatter=scatter, **REAL)]).predict(4, exchanging=pattern).samples_per_second.value
+    assert found == pytest.approx(shared(scatter, push * STEP, pull * STEP), rel=0.05)
+
+
+def test_the_group_on_the_servers_node_shares_its_link_if_it_has_members_elsewhere() -> None:
+    """Rank 0 sends its gradient to rank 1, and hands answers on to it, over the link that the others push through."""
+    seconds = NBYTES / LINK  # of the gradient in an all-reduce of two ranks, and of each other message
+    alone = [2 * BATCH / (STEP + 2 * seconds), 2 * BATCH / (STEP + 4 * seconds)]
+    found = rate(one_group(**REAL), 2, "async_sgd")
+    assert 0.7 * sum(alone) < found < 0.95 * sum(alone)
+    apart = rate(one_group(**REAL | {"nodes": (0, 0, 1, 1), "node_per_byte": 1e-12}), 2, "async_sgd")
+    # Where its members are together it crosses no link at all, nor does the other's all-reduce.
+    assert apart == pytest.approx(2 * BATCH * (1 / STEP + 1 / (STEP + 2 * seconds)), rel=0.01)
 
 
 # --- Where exchanges were measured ------------------------------------------------------------------------------------

@@ -192,7 +192,7 @@ def _residence_of_equals(groups: float, think: Array, scatter: Array, service: A
     return np.asarray(rhythm + random * np.maximum(cycle - rhythm, 0.0) - think)
 
 
-def residence_on_fair_links(think: Array, demand: Array, is_queue: Array) -> Array:
+def residence_on_fair_links(think: Array, demand: Array, is_queue: Array, counted: Array | None = None) -> Array:
     """Seconds of a group's cycle at stations of which most serve all that is there at once, as links do over TCP.
 
     Exact for groups that come at random: a group that arrives finds the queue of a network without it (mean value
@@ -202,6 +202,8 @@ def residence_on_fair_links(think: Array, demand: Array, is_queue: Array) -> Arr
         think: seconds of a cycle elsewhere, by group, shape (draws, groups).
         demand: seconds of a cycle at each station, if no other group is there, shape (draws, groups, stations).
         is_queue: of each station, whether it serves one after the other, shape (stations,).
+        counted: of what a group spends at each station, the part in which it is at no other, shape of ``demand``; None
+            for all of it.
 
     Returns:
         Shape (draws, groups).
@@ -218,11 +220,12 @@ def residence_on_fair_links(think: Array, demand: Array, is_queue: Array) -> Arr
         demand[0].round(9), axis=0, return_index=True, return_inverse=True, return_counts=True
     )
     which, each = kinds.reshape(-1), demand[:, firsts]
-    spent = each.sum(axis=2)
+    parts = np.ones_like(each) if counted is None else counted[:, firsts]
+    spent = (each * parts).sum(axis=2)
     for number in range(c.QUEUE_ROUNDS):
         rates = 1 / (think + spent[:, which])
         cycle = counts / np.stack([rates[:, which == kind].sum(axis=1) for kind in range(len(counts))], axis=1)
-        found = _residence_of_kinds(counts.tolist(), cycle - spent, each, is_queue)
+        found = _residence_of_kinds(counts.tolist(), cycle - spent, each, parts, is_queue)
         change = np.abs(found - spent).max(initial=0.0)
         spent = found if number == 0 else (spent + found) / 2
         if change <= c.QUEUE_TOLERANCE * cycle.max():
@@ -230,7 +233,7 @@ def residence_on_fair_links(think: Array, demand: Array, is_queue: Array) -> Arr
     return np.asarray(spent[:, which])
 
 
-def _residence_of_kinds(counts: Sequence[int], think: Array, demand: Array, is_queue: Array) -> Array:
+def _residence_of_kinds(counts: Sequence[int], think: Array, demand: Array, parts: Array, is_queue: Array) -> Array:
     """The same for so many groups of each kind, which are equal: shape (draws, kinds)."""
     nothing = np.zeros_like(demand[:, 0])
     queues: dict[tuple[int, ...], Array] = {}
@@ -241,10 +244,10 @@ def _residence_of_kinds(counts: Sequence[int], think: Array, demand: Array, is_q
             if number:
                 fewer = (*some[:kind], number - 1, *some[kind + 1 :])
                 found[:, kind] = demand[:, kind] * (1 + queues[fewer])
-                rate = number / (think[:, kind] + found[:, kind].sum(axis=1))[:, None]
+                rate = number / (think[:, kind] + (found * parts)[:, kind].sum(axis=1))[:, None]
                 queue, busy = queue + rate * found[:, kind], busy + rate * demand[:, kind]
         queues[some] = queue - np.minimum(busy, 1.0) / 2 * is_queue
-    return np.asarray(found.sum(axis=2))
+    return np.asarray((found * parts).sum(axis=2))
 
 
 def _one_by_one(groups: float) -> list[float]:

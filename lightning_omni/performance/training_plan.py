@@ -293,10 +293,12 @@ class SharedStations:
         """
         seconds, nothing = self.seconds, np.zeros_like(think)
         if self.is_fair:
-            both = self.ring / 2  # is in both directions at once
-            stations = seconds.push + both, seconds.pull + both, seconds.serve[:, None] + nothing, self.head + nothing
-            demand, is_queue = np.stack(stations, axis=2), np.array([False, False, True, True])
-            return residence_on_fair_links(think - self.ring, demand, is_queue) - self.ring
+            ring = np.stack([self.ring, self.ring, nothing, nothing], axis=2)  # is in both directions at once
+            others = seconds.push, seconds.pull, seconds.serve[:, None] + nothing, self.head + nothing
+            demand = np.stack(others, axis=2) + ring
+            counted = np.divide(demand - ring / 2, demand, out=np.ones_like(demand), where=demand > 0)
+            is_queue = np.array([False, False, True, True])
+            return residence_on_fair_links(think - self.ring, demand, is_queue, counted) - self.ring
         service = np.stack([seconds.longest, np.full_like(seconds.serve, self.head / period)], axis=1)
         come = None if self.head else seconds.parts  # all groups go to a head
         return residence(think, variance, service, np.array([1, period]), come)[:, None] * seconds.parts
