@@ -11,6 +11,7 @@ from test_by_forecast import equal, search, seen
 
 from lightning_omni.search import Search
 from lightning_omni.search.choice import gain_of_servers
+from lightning_omni.search.space import METHODS
 
 SPACE = {"rebalance": False, "all_reduce": "fp32", "wire": "fp32"}
 
@@ -43,26 +44,26 @@ def test_what_a_server_on_each_node_would_gain_is_told_where_links_bind_and_only
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(300)
-def test_two_nodes_whose_links_hold_groups_up_are_advised_to_have_two_servers_and_train_in_groups_with_them() -> None:
+def test_nodes_whose_links_hold_groups_up_are_advised_to_have_a_server_each_and_train_in_groups_with_them() -> None:
     slow: dict[str, Any] = {
         "emulated": True,  # how long steps take is no matter of this machine
         "devices": 1,
         "tail": 2048,
-        "seconds": {"0": 8e-3, "1": 8e-3},
+        "seconds": {str(rank): 8e-3 for rank in range(4)},
         "exponential": True,
-        "per_byte": 4e-8,
-        "data": {"samples": 512},
-        "trainer": {"max_epochs": 2, "num_nodes": 2, "num_sanity_val_steps": 0},
+        "per_byte": 4e-7,
+        "data": {"samples": 1024},
+        "trainer": {"max_epochs": 2, "num_nodes": 4, "num_sanity_val_steps": 0},
         "tuner": {
             "search": "forecast",
             "retune_every": None,
-            "space": {**SPACE, "method": "elastic_averaging", "period": 1},
+            "space": {**SPACE, "method": METHODS[-1], "period": [4, 8]},
         },
     }
     fits = [slow, {**slow, "strategy": {"servers": "per-node"}}]
-    ended = run_nodes("omni_tuner.py", {"fits": fits})
+    ended = run_nodes("omni_tuner.py", {"fits": fits}, nodes=4)
     assert ended[0].output.count('pass OmniStrategy(servers="per-node")') == 1, "of the fit that has one server"
-    one, other = (each.results[0][1] for each in ended)
-    assert one["chosen"] == 2
-    assert one["updates"] > 0
-    assert one["weights"] == other["weights"]
+    first, *others = (each.results[0][1] for each in ended)
+    assert first["chosen"] == 4
+    assert first["updates"] > 0
+    assert all(first["weights"] == other["weights"] for other in others)
