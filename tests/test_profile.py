@@ -619,6 +619,10 @@ def test_a_trace_keeps_its_times_in_a_file_and_old_files_load(tmp_path: Path) ->
         Measured.of(old)
 
 
+def test_simulated_members_get_answers_from_their_leader_as_real_ones_do() -> None:
+    assert [Measured.of(run("lognormal", groups, 20, seed=0)).hands_on for groups in (1, 2)] == [True, False]
+
+
 def test_the_steps_of_a_group_fill_its_time_but_for_synchronization() -> None:
     trace = run("speeds 1:2:4", 4, 200, seed=0)
     steps, work = trace.steps, trace.work

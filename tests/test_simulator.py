@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from lightning_omni.performance.costs import Costs
 from lightning_omni.performance.profile import Profile
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.record import Event, RecordFile, read_record
+from lightning_omni.protocol.wire_format import register
+from lightning_omni.protocol.wire_formats import BF16
 from lightning_omni.simulator import (
     Cluster,
     Device,
@@ -501,7 +504,8 @@ def test_a_slowdown_slows_for_as_long_as_it_lasts() -> None:
 
 # --- Links ---------------------------------------------------------------------------------------------------------
 
-NBYTES = Layout.of({name: value.detach() for name, value in new_model().named_parameters()}).nbytes
+LAYOUT = Layout.of({name: value.detach() for name, value in new_model().named_parameters()})
+NBYTES = LAYOUT.nbytes
 
 
 @pytest.mark.parametrize("network", [{"server": Link(bandwidth=NBYTES / 0.02)}, {"update_seconds": 0.02}])
@@ -522,6 +526,79 @@ def test_a_group_takes_the_slowest_members_time_and_a_ring_all_reduce() -> None:
     cluster = Cluster.of_speeds([1, 2, 1, 2], 0.01, group_link=Link(bandwidth=NBYTES / 0.1, latency=0.001))
     trace = run("async_sgd", 1, cluster, max_updates=5, data=many(1000))
     assert trace.seconds / 5 == pytest.approx(0.04 + 2 * 3 / 4 * 0.1 + 2 * 3 * 0.001)
+
+
+@register
+class Loose(BF16, frozen=True, kw_only=True, tag="loose"):
+    """Says of its bytes only how many there are at most."""
+
+    def sizes(self, layout: Layout) -> tuple[int, int]:
+        return 0, BF16.sizes(self, layout)[1]
+
+
+TREE = Link(bandwidth=NBYTES / 0.1, latency=0.001)
+"""A link inside groups. Among three members a message is passed on twice."""
+EMPTY, WEIGHTS = 0.002, 0.202
+CODED: Any = {"wire": {"push": "int8", "pull": "bf16"}}
+IN_BF16 = 2 * TREE.seconds(BF16().sizes(LAYOUT)[1])
+HALVES = {2 * TREE.seconds(LAYOUT.fragment(number, of=2).nbytes) for number in range(2)}
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "waits"),
+    [
+        ("async_sgd", {}, {WEIGHTS}),
+        ("async_sgd", CODED, {IN_BF16}),
+        ("async_sgd", {"wire": {"push": "fp32", "pull": Loose()}}, {WEIGHTS}),
+        ("async_sgd", {"overlap": True}, {0.0, WEIGHTS}),
+        ("downpour:n_push=1,n_fetch=2", {}, {EMPTY, WEIGHTS}),
+        ("downpour:n_push=4,n_fetch=2", CODED, {0.0, IN_BF16, WEIGHTS}),
+        ("elastic_averaging:period=2", {"wire": "int8"}, {0.0, WEIGHTS}),
+        ("diloco:period=2,fragments=2", {}, HALVES),
+        ("diloco:period=4,fragments=2,delay=1", {}, {0.0, *HALVES}),
+        (Gossip(), {"wire": "bf16"}, {0.0, EMPTY + WEIGHTS}),
+        (Gossip(kind="push"), {}, {EMPTY, EMPTY + WEIGHTS}),
+    ],
+    ids=[
+        "weights",
+        "in fewer bytes",
+        "in bytes that nobody knows",
+        "not beside the computation",
+        "no weights",
+        "fetched",
+        "now and then",
+        "fragments",
+        "fragments that come late",
+        "read of peers",
+        "sent by peers",
+    ],
+)
+def test_a_group_waits_until_its_leader_has_passed_on_what_it_heard(
+    method: str | Method, options: dict[str, Any], waits: set[float]
+) -> None:
+    cluster = Cluster.even(6, 0.01, group_link=TREE)
+    trace = run(method, Topology.even(6, 2), cluster, max_updates=8, data=many(1000), **options)
+    steps = trace.steps
+    assert set(steps["exchange"].round(9)) == {round(seconds, 9) for seconds in waits}
+    assert steps["seconds"] - steps["exchange"] == pytest.approx(0.04 + 2 * 2 / 3 * 0.1 + 2 * 2 * 0.001)
+
+
+def test_each_time_that_a_message_is_passed_on_twice_as_many_members_have_it() -> None:
+    assert [round(Link(1e3, 0.5).broadcast_seconds(500, k)) for k in (1, 2, 3, 4, 5, 8, 9)] == [0, 1, 2, 2, 3, 3, 4]
+
+
+def test_weights_are_the_groups_own_when_all_members_have_them() -> None:
+    trace = run("async_sgd", Topology.even(6, 2), Cluster.even(6, 0.01, group_link=TREE), max_updates=6)
+    pushed = trace.rows["time"][trace.rows["group"] == 0]
+    assert np.diff(pushed) == pytest.approx(0.04 + 2 * 2 / 3 * 0.1 + 2 * 2 * 0.001 + WEIGHTS)
+
+
+def test_where_no_member_waits_for_a_leader_the_links_of_groups_change_nothing() -> None:
+    cluster = Cluster.even(4, jitter=RANDOM_TIMES, link=Link(1e6, 1e-4))
+    plain, slow = (run("async_sgd", 4, replace(cluster, group_link=link)) for link in (Link(), TREE))
+    assert all(np.array_equal(plain.rows[name], slow.rows[name]) for name in plain.rows)
+    one = run("async_sgd", 1, replace(cluster, group_link=TREE), max_updates=5)
+    assert not one.steps["exchange"].any(), "nobody was asked anything"
 
 
 def test_with_one_group_no_server_is_in_the_path() -> None:

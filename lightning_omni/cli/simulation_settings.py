@@ -106,7 +106,7 @@ class Machines:
         devices: One entry for each kind, in the order of ranks.
         link: From each group to the server, and from group to group.
         server: The server's network card, which all transfers share.
-        group_link: Between neighbours in a group's ring all-reduce.
+        group_link: Between the members of a group: for its all-reduce, and for answers, which its leader passes on.
         update_seconds: Time that the server takes for one push.
         head_seconds_per_sample: Time that a merged head takes for one sample.
         events: Ranks that die (rank, time), or are slow for a while (rank, start, stop, factor); and the server, which

@@ -67,7 +67,7 @@ class Measured(Serializable):
             a step takes beyond computation and all-reduce is then no part of the all-reduce. It is asked for only where
             no exchange was measured.
         hands_on: whether a group's leader hands what it is answered on to the other members, over the links of their
-            all-reduce. It is in what is measured of groups; simulated members have it at once.
+            all-reduce. It is in what is measured of groups.
         fair_links: whether messages that are on a link at once share it evenly, as over TCP. On simulated links one
             comes after the other.
         nodes: of each rank, in ascending order: the node that it is on; none if each has links of its own, if all are
@@ -164,7 +164,7 @@ class Measured(Serializable):
 def _of_one_group(trace: Trace, ranks: int) -> dict[str, Any]:
     """What there is to be measured beside the steps of one group of so many ranks."""
     bandwidth = float(trace.meta["cluster"]["group_link"]["bandwidth"])
-    return {"serve": _serve_time(trace), "reduce_per_byte": 2 * (ranks - 1) / ranks / bandwidth}
+    return {"serve": _serve_time(trace), "reduce_per_byte": 2 * (ranks - 1) / ranks / bandwidth, "hands_on": True}
 
 
 def _serve_time(trace: Trace) -> float:

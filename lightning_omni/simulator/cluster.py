@@ -127,6 +127,11 @@ class Link:
         rounds = 2 * (members - 1)
         return rounds * (nbytes / members / self.bandwidth + self.latency)
 
+    def broadcast_seconds(self, nbytes: int, members: int) -> float:
+        """Time until one of that many members has sent a message to all others, by a tree, in seconds."""
+        rounds = (members - 1).bit_length()  # in each, all that have it pass it on: twice as many have it then
+        return rounds * self.seconds(nbytes)
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -215,7 +220,8 @@ class Cluster:
             it.
         server: the server's network card, which all transfers share: one at a time inwards, one at a time outwards. Of
             several servers each has one.
-        group_link: between neighbours in a group's ring all-reduce.
+        group_link: between the members of a group: neighbours in its ring all-reduce, and those that pass on what their
+            leader was answered.
         update_seconds: time that the server takes for one push, in seconds; one at a time. A server that holds a
             share of the weights takes that part of it.
         head_seconds_per_sample: time that a merged head takes for one sample, forward and backward, in seconds; one

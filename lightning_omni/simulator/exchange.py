@@ -112,6 +112,10 @@ class Exchanges:
             arrival = max(arrival, left + (self._link.seconds(behind) + self._card.latency))
         return arrival
 
+    def passed_on(self, nbytes: int, members: int) -> float:
+        """Seconds in which the leader of so many members passes what it was answered on to the others."""
+        return self._cluster.group_link.broadcast_seconds(nbytes, members)
+
     def resolve_pending(self) -> None:
         """What the server has heard and said at this moment is done: groups may be idle, or gone, that were not."""
 

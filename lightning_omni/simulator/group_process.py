@@ -1,4 +1,9 @@
-"""One simulated compute group: a process that drives its state machine through virtual time."""
+"""One simulated compute group: a process that drives its state machine through virtual time.
+
+Rule: its leader alone speaks with the server and with other groups. It passes on what it hears to the other members,
+and the group goes on when all of them have it. A message without weights takes the latency of their links. Where that
+takes no time, or there is one member, each moment is bitwise what it would be if all of them heard.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +29,13 @@ from lightning_omni.methods.contract import (
     SendPeer,
 )
 from lightning_omni.methods.master import hyperparameters_of
-from lightning_omni.methods.replica import Pulled, Replica, copies
+from lightning_omni.methods.replica import Replica, copies
 from lightning_omni.methods.totals import Total
 from lightning_omni.protocol import Batch, EpochPlan
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.group import Action, Ask, GroupCore, Heard
 from lightning_omni.protocol.lessee import Lessee
+from lightning_omni.protocol.wire_format import RAW
 from lightning_omni.simulator.engine import Engine, Process, Timeline
 from lightning_omni.simulator.gradients import Assignment, Gradients, Members
 from lightning_omni.simulator.monitor import Batches as TrainedBatches
@@ -298,7 +304,7 @@ class SimulatedGroup:
                     self._published = copies(action.tensors)
                 case SendPeer():
                     self._around.engine.start(self._send(action))
-                case ReadInbox():
+                case ReadInbox() if not self._told_of_peers(is_there=True):
                     answer = self._read_inbox()
                 case _:
                     return action
@@ -312,11 +318,15 @@ class SimulatedGroup:
             case Receive():
                 return (yield from self._receive())
             case Ask(need=Exchange()):
-                return self._hear((yield from self._push(action)), action.fragment)
+                return (yield from self._hear(action, (yield from self._push(action))))
             case Ask():
                 return (yield from self._fetch(action))
             case ReadPeer():
                 return (yield from self._read_peer(action.group))
+            case ReadInbox():
+                inbox = self._read_inbox()
+                yield self._around.engine.now + self._told_of_peers(is_there=inbox.count > 0)
+                return inbox
             case _:
                 raise TypeError(f"{action!r} is nothing that a simulated group can do")
 
@@ -336,7 +346,7 @@ class SimulatedGroup:
         ask, self._under_way = self._under_way, None
         answer = yield self._exchange
         self._exchange = None
-        return self._hear(answer, ask.fragment)
+        return (yield from self._hear(ask, answer))
 
     def stop(self) -> None:
         """The group has died, and what it has under way comes to no one."""
@@ -408,7 +418,7 @@ class SimulatedGroup:
             )
 
     def _fetch(self, ask: Ask) -> Timeline:
-        return self._hear((yield from self._until_answered(lambda: self._try_to_fetch(ask))))
+        return (yield from self._hear(ask, (yield from self._until_answered(lambda: self._try_to_fetch(ask)))))
 
     def _try_to_fetch(self, ask: Ask) -> Timeline:
         yield self._around.network.costs.ask(self.number)
@@ -417,9 +427,25 @@ class SimulatedGroup:
         self._around.network.deliver(out)
         return (yield None)
 
-    def _hear(self, answer: tuple[m.Weights, list[Tensor]], fragment: int | None = None) -> Pulled:
+    def _hear(self, ask: Ask, answer: tuple[m.Weights, list[Tensor]]) -> Timeline:
+        """Returns what the server's answer is to the method, once all members have it."""
         message, tensors = answer
-        return self.core.hear(Heard.of(message), tensors, message.clock, message.note, fragment)
+        if len(self.ranks) > 1 and (seconds := self._passed_on(self._bytes_of_answer(ask))):
+            yield self._around.engine.now + seconds
+        return self.core.hear(Heard.of(message), tensors, message.clock, message.note, ask.fragment)
+
+    def _bytes_of_answer(self, ask: Ask) -> int:
+        """On its way to the other members: as it came, if it is smaller so, and if they know beforehand how large."""
+        if not ask.pulls:
+            return 0
+        layout = self._around.server.shard.layout.fragment(ask.fragment, self.core.method.fragments)
+        answers = self.core.wire_format.answers if isinstance(ask.need, Exchange) else RAW
+        smallest, largest = answers.sizes(layout)
+        return min(largest, layout.nbytes) if smallest == largest else layout.nbytes
+
+    def _passed_on(self, nbytes: int) -> float:
+        """Seconds until all members have so many bytes of their leader."""
+        return self._around.network.costs.passed_on(nbytes, len(self.ranks))
 
     # --- From group to group -----------------------------------------------------------------------------------------
 
@@ -429,12 +455,19 @@ class SimulatedGroup:
         peer = self._around.groups.get(number)
         published = peer._published if peer is not None else None
         yield self._around.network.to_peer(self._peer_bytes if published is not None else 0)
+        if seconds := self._told_of_peers(is_there=published is not None):
+            yield self._around.engine.now + seconds
         return published
 
     @property
     def _peer_bytes(self) -> int:
         """Of the weights of a group, as they travel."""
         return self.core.wire_format.pushes.sizes(self._around.server.shard.layout)[1]
+
+    def _told_of_peers(self, is_there: bool) -> float:
+        """Seconds in which members are told whether another group's weights are there, and then get them."""
+        told = self._passed_on(0)
+        return told + self._passed_on(self._around.server.shard.layout.nbytes) if is_there else told
 
     def _send(self, need: SendPeer) -> Timeline:
         """A process: weights travel to a group's inbox."""
