@@ -351,6 +351,13 @@ def test_ways_of_exchanging_that_were_not_measured_are_predicted_to_ten_per_cent
     assert ("forecast" in found.statement) == (measured == "one")
 
 
+@pytest.mark.parametrize("measured", ["one", "both"])
+@pytest.mark.parametrize("wire", ["fp32", {"push": "int8", "pull": "int8"}], ids=["fp32", "int8"])
+def test_what_members_get_of_their_leader_is_predicted_whatever_was_measured(wire: Any, measured: str) -> None:
+    cell = Cell("equal", "slow", WAYS[0]._replace(pushes=15), wire, groups=2)
+    assert cell.predicted(measured).samples_per_second.value == pytest.approx(cell.rate(), rel=0.02)
+
+
 @cache
 def rate(cell: Cell) -> float:
     """In the simulator."""

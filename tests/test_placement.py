@@ -254,7 +254,7 @@ def test_nodes_are_of_all_ranks_and_survive_json() -> None:
 def test_a_run_on_two_nodes_of_two_ranks_tells_where_ranks_are_and_what_messages_take_there() -> None:
     fit: dict[str, Any] = {
         "devices": 2,
-        "data": {"samples": 1024},
+        "data": {"samples": 4096},
         "trainer": {"max_epochs": 1, "num_nodes": 2, "num_sanity_val_steps": 0},
         "tuner": {"search": "forecast", "retune_every": None},
         "dump": True,

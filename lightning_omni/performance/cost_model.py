@@ -38,7 +38,10 @@ class CostModel:
         head_per_sample: seconds of a sample of a group's batch at a merged head.
         servers: that hold a share of the weights each. What an exchange costs is said of one that holds everything.
         per_node: whether they are one on each node.
-        hands_on: whether a group's leader hands answers on to the other members, and that is not in ``delay``.
+        hand_ring: seconds for the gradient's bytes on a link over which a leader hands an answer on to another member,
+            shape (draws,): ``ring``, whatever is averaged, and in which format.
+        hand_hop: seconds of such a message whatever its bytes, likewise.
+        hands_on: whether a group's leader hands answers on to the other members. It is not in ``delay``.
         is_fair: whether messages that are on a link at once share it evenly; otherwise one comes after the other.
         placement: where ranks are, and what messages between those on one node take.
         node_ring: ``ring`` of a group that is on one node; None if it is not known to be another.
@@ -57,6 +60,8 @@ class CostModel:
     delay_per_byte: Array
     serve: Array
     link_per_byte: Array
+    hand_ring: Array
+    hand_hop: Array
     head_per_sample: float
     period: int
     nbytes: int
@@ -87,6 +92,8 @@ class CostModel:
             delay_per_byte=0 * ones,
             serve=costs.serve * ones,
             link_per_byte=costs.link / max(costs.nbytes, 1) * ones,
+            hand_ring=costs.allreduce * ones,
+            hand_hop=costs.allreduce_latency * ones,
             head_per_sample=costs.head_per_sample,
             period=costs.period,
             nbytes=costs.nbytes,
@@ -144,11 +151,12 @@ class CostModel:
             model = replace(model, devices=devices, placement=model.placement.repeated(change.ranks))
         if change.bandwidth is not None:
             per_byte = alike / change.bandwidth
-            model = replace(model, ring=model.nbytes * per_byte, delay_per_byte=per_byte, link_per_byte=per_byte)
+            ring = model.nbytes * per_byte
+            model = replace(model, ring=ring, hand_ring=ring, delay_per_byte=per_byte, link_per_byte=per_byte)
             model = replace(model, knows_exchange=True)
         if change.latency is not None:
             hop = alike * change.latency
-            model = replace(model, hop=hop, delay=2 * hop, knows_exchange=True)
+            model = replace(model, hop=hop, hand_hop=hop, delay=2 * hop, knows_exchange=True)
         if change.slowest is not None:
             last = max(model.devices)
             device, slower = model.devices[last]

@@ -13,7 +13,7 @@ import numpy as np
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.performance import constants as c
 from lightning_omni.performance.cost_model import first_draw
-from lightning_omni.performance.measured import servers_of
+from lightning_omni.performance.measured import Measured, servers_of
 from lightning_omni.performance.placement import over_links
 from lightning_omni.performance.queueing import residence
 from lightning_omni.performance.resampled import Resampled
@@ -42,18 +42,26 @@ class _Exchanges:
     crosses: tuple[bool, ...]
 
     @classmethod
-    def of(cls, drawn: Resampled) -> _Exchanges:
+    def of(cls, drawn: Resampled, handed: Sequence[Array]) -> _Exchanges:
+        """What is left without the seconds of an exchange in which each group's leader hands it on, shape (draws,)."""
         period, crossing = drawn.measured.period, over_links(drawn.measured)
         rest = [steps - exchanges for steps, exchanges in zip(drawn.steps, drawn.exchanges, strict=True)]
         exchanged, steady = (
             np.concatenate([rows[number] for number in crossing], axis=1) for rows in (drawn.exchanges, drawn.steady)
         )
+        mean = period * (exchanged * steady).sum(axis=1) / np.maximum(steady.sum(axis=1), 1)
         return cls(
-            think=period * np.stack([row.mean(axis=1) for row in rest], axis=1),
+            think=period * np.stack([row.mean(axis=1) for row in rest], axis=1) + np.stack(handed, axis=1),
             variance=period * np.stack([row.var(axis=1) for row in rest], axis=1),
-            mean=period * (exchanged * steady).sum(axis=1) / np.maximum(steady.sum(axis=1), 1),
+            mean=np.maximum(mean - np.mean([handed[number] for number in crossing], axis=0), 0.0),
             least=min(
-                (each for number in crossing for each in drawn.measured.exchanges[number] if each > 0), default=0.0
+                (
+                    max(each - float(handed[number][0]), 0.0)
+                    for number in crossing
+                    for each in drawn.measured.exchanges[number]
+                    if each > 0
+                ),
+                default=0.0,
             ),
             nbytes=drawn.measured.nbytes,
             crosses=tuple(number in crossing for number in range(len(rest))),
@@ -74,8 +82,14 @@ class _Exchanges:
         return [(away + there - self.mean) / cycle, (np.maximum(over, 0.0) + c.SHORTEST_EXCHANGE * over) / cycle]
 
 
-def fit_exchange(drawn: Sequence[Resampled]) -> tuple[Array, Array, Array, Array]:
-    """Delay, delay of a byte, the server's time, and the link's of a byte: each in seconds, of shape (draws,)."""
+def fit_exchange(drawn: Sequence[Resampled], ring: Array, hop: Array) -> tuple[Array, Array, Array, Array]:
+    """Delay, delay of a byte, the server's time, and the link's of a byte: each in seconds, of shape (draws,).
+
+    Args:
+        drawn: segments of training.
+        ring: seconds for a gradient's bytes on the links of a group, over which answers are handed on, shape (draws,).
+        hop: of a message there, whatever its bytes, shape (draws,).
+    """
     servers = servers_of([each.measured for each in drawn])
     several = [
         each
@@ -85,7 +99,8 @@ def fit_exchange(drawn: Sequence[Resampled]) -> tuple[Array, Array, Array, Array
     if not several:
         nothing = np.zeros(len(drawn[0].steps[0]))
         return nothing, nothing, nothing, nothing
-    segments = [_Exchanges.of(each) for each in several]
+    largest = max(each.measured.nbytes for each in drawn)
+    segments = [_Exchanges.of(each, _handed_on(each.measured, ring, hop, largest)) for each in several]
     known = [each.measured.serve for each in several if each.measured.serve]
     serve, nbytes = sum(known) / max(len(known), 1), max(each.nbytes for each in segments)
     costs = _exchange_costs(segments, serve, nbytes)
@@ -100,6 +115,12 @@ def fit_exchange(drawn: Sequence[Resampled]) -> tuple[Array, Array, Array, Array
         return np.maximum(delay - serve, 0.0), per_byte, busy, np.zeros_like(busy)
     per_byte = np.maximum(per_byte - np.maximum(serve - delay, 0.0) / nbytes, 0.0)
     return np.maximum(delay - serve, 0.0), per_byte, served, busy / nbytes
+
+
+def _handed_on(measured: Measured, ring: Array, hop: Array, nbytes: int) -> list[Array]:
+    """Seconds of an exchange of each group in which its leader hands on what it was answered."""
+    once = (hop + ring * (measured.nbytes / nbytes if nbytes else 1.0)) * measured.hands_on
+    return [(len(members) - 1).bit_length() * once for members in measured.groups]
 
 
 def _exchange_costs(segments: Sequence[_Exchanges], serve: float, nbytes: int) -> Array:

@@ -40,7 +40,7 @@ def fit_model(measured: Sequence[Measured], draws: int, seed: int) -> CostModel:
     several = [each for each in measured if len(each.groups) > 1]
     servers, per_node = servers_of(measured)
     away = part_away(servers, per_node)
-    delay, delay_per_byte, serve, link_per_byte = fit_exchange(drawn)
+    delay, delay_per_byte, serve, link_per_byte = fit_exchange(drawn, ring, hop)
     heads = [each for each in several if each.head]
     # A group has its batch of samples there.
     batches = [mean_samples([each]) * len(each.ranks) / len(each.groups) for each in heads]
@@ -58,6 +58,9 @@ def fit_model(measured: Sequence[Measured], draws: int, seed: int) -> CostModel:
         delay_per_byte=delay_per_byte / away,
         serve=serve * servers,
         link_per_byte=link_per_byte * servers / away,
+        hand_ring=ring,
+        hand_hop=hop,
+        hands_on=any(each.hands_on for each in measured),
         head_per_sample=sum(each.head for each in heads) / max(sum(batches), 1e-300),
         period=several[0].period if several else 1,
         nbytes=nbytes,
@@ -196,6 +199,6 @@ def _forecast(model: CostModel, measured: Sequence[Measured], random: np.random.
         delay_per_byte=per_byte,
         serve=sum(known) / max(len(known), 1) * delay_off,
         link_per_byte=per_byte,
-        hands_on=any(each.hands_on for each in measured),
+        hand_ring=ring * bytes_off,
         is_fair=any(each.fair_links for each in measured),
     )

@@ -67,7 +67,7 @@ class Measured(Serializable):
             a step takes beyond computation and all-reduce is then no part of the all-reduce. It is asked for only where
             no exchange was measured.
         hands_on: whether a group's leader hands what it is answered on to the other members, over the links of their
-            all-reduce. It is in what is measured of groups.
+            all-reduce. With several groups it is in what was measured of exchanges.
         fair_links: whether messages that are on a link at once share it evenly, as over TCP. On simulated links one
             comes after the other.
         nodes: of each rank, in ascending order: the node that it is on; none if each has links of its own, if all are
@@ -181,6 +181,7 @@ def _of_exchanges(trace: Trace, members: float) -> dict[str, Any]:
     per_access = members * float(trace.meta["batch_size"])
     return {
         "serve": _serve_time(trace) / servers,
+        "hands_on": True,
         "head": per_access * float(cluster["head_seconds_per_sample"]) if trace.meta.get("merged") else 0.0,
         "period": max(1, round(float(steps.mean()))) if len(steps) else 1,
         "servers": servers,

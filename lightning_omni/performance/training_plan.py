@@ -31,7 +31,7 @@ _T = TypeVar("_T")
 
 _TWICE_AS_FAST = {
     "compute": ("overhead", "per_sample", "between"),
-    "allreduce": ("ring", "hop"),
+    "allreduce": ("ring", "hop", "hand_ring", "hand_hop"),
     "exchange": ("delay", "delay_per_byte"),
     "server": ("serve",),
     "link": ("link_per_byte",),
@@ -120,12 +120,17 @@ class TrainingPlan:
 
     def _handed_on(self, sizes: Array, together: Array) -> Array:
         """Seconds of a step in which members get what their leader was answered, shape (draws, groups): by a tree."""
-        if not self.model.hands_on:
-            return np.zeros((len(self.model.delay), len(sizes)))
-        per_byte, within = self.model.link_per_byte[:, None], self.model.placement.per_byte
-        if within is not None:
-            per_byte = np.where(together, within, per_byte)
-        return np.asarray(np.ceil(np.log2(sizes)) * per_byte * (self.exchanging.pull or 0) / self.period)
+        model, placement = self.model, self.model.placement
+        if not model.hands_on:
+            return np.zeros((len(model.delay), len(sizes)))
+        ring, hop = model.hand_ring[:, None], model.hand_hop[:, None]
+        if placement.per_byte is not None:
+            ring = np.where(together, placement.per_byte * model.nbytes, ring)
+            hop = np.where(together, placement.round_trip / 2, hop)
+        part = (self.exchanging.pull or 0) / model.nbytes if model.nbytes else 1.0
+        if self.exchanging.peers:  # now and then the peer that is drawn is the group itself
+            part *= 1 - 1 / len(sizes)
+        return np.asarray(np.ceil(np.log2(sizes)) * (hop + ring * part) / self.period)
 
     def _seconds(self, here: Array, handed: Array) -> ExchangeSeconds:
         """What an exchange takes each group.

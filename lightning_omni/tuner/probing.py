@@ -427,6 +427,7 @@ def _measured(
         serve=table[ranks[0]].serve if len(groups) > 1 else 0.0,
         period=period if len(groups) > 1 else 1,
         nbytes=nbytes,
+        hands_on=True,
         servers=servers[0] if len(groups) > 1 else 1,
         per_node=servers[1] and len(groups) > 1,
     )
