@@ -54,6 +54,7 @@ WAYS = (
     Way("local_sgd:period=4", 40),
     Way("diloco:period=16", 15),
     Way("diloco:period=16,fragments=4,delay=2", 40),
+    Way("diloco:period=8,fragments=2,delay=2,keep_steps=true,dynamic_steps=true", 40),
 )
 
 

@@ -338,6 +338,7 @@ def test_where_no_bytes_are_known_the_exchange_counts_as_nothing() -> None:
         ("equal", "slow", 4, "fp32", "link"),
         ("equal", "middling", 7, "int8", "compute"),
         ("one slow", "slow", 2, "int8", "link"),
+        ("one slow", "middling", 8, "fp32", "compute"),
     ],
 )
 @pytest.mark.parametrize("measured", ["one", "both"])

@@ -1018,6 +1018,84 @@ def test_once_the_fastest_is_gone_the_next_one_sets_the_pace() -> None:
     assert local_steps(cluster, 2) == 6
 
 
+PACED = pytest.mark.parametrize(
+    "method",
+    [
+        LocalSGD(period=8, dynamic_steps=True),
+        DiLoCo(period=8, dynamic_steps=True),
+        DiLoCo(period=16, fragments=2, delay=2, keep_steps=True, dynamic_steps=True),
+    ],
+    ids=["local_sgd", "diloco", "diloco in fragments, delayed, steps kept"],
+)
+
+
+def steps_at_barriers(cluster: Cluster, barriers: int) -> list[list[int]]:
+    """Steps of each group from each of so many barriers to the next; all go on at their own pace."""
+    found, before, clock, now = list[list[int]](), cluster.steps[:], cluster.master.clock, [0.0] * len(cluster.steps)
+    while len(found) < barriers:
+        group = min(cluster.alive - cluster.waiting, key=lambda each: (now[each], each))
+        now[group] += cluster.step_time[group]
+        cluster.compute(group)
+        if cluster.master.clock > clock:
+            found.append([after - number for after, number in zip(cluster.steps, before, strict=True)])
+            before, clock = cluster.steps[:], cluster.master.clock
+    return found
+
+
+@PACED
+def test_groups_that_wait_for_each_other_come_at_one_time_if_slow_ones_make_fewer_steps(method: Method) -> None:
+    cluster = Cluster(method, 4, [torch.zeros(1), torch.zeros(1)])
+    cluster.step_time = [0.5, 0.52, 1.0, 4.0]
+    # A group that does not wait has made a step or two more, or less, when the last push comes.
+    first, *_, last = steps_at_barriers(cluster, 8)
+    slack = 0 if not method.fragments > 1 else 2
+    assert all(abs(found - 8) <= slack for found in first), "nothing is known of their pace yet"
+    assert all(abs(found - wanted) <= slack for found, wanted in zip(last, [8, 8, 4, 1], strict=True))
+
+
+@PACED
+def test_groups_of_one_pace_train_bit_for_bit_as_without_dynamic_steps(method: Method) -> None:
+    clusters = [Cluster(each, 3) for each in (method, msgspec.structs.replace(method, dynamic_steps=False))]
+    for cluster in clusters:
+        steps_at_barriers(cluster, 5)
+    for paced, plain in zip(*(cluster.master.weights() for cluster in clusters), strict=True):
+        assert torch.equal(paced, plain)
+
+
+def test_a_step_that_took_long_once_changes_no_groups_steps_for_long() -> None:
+    cluster = Cluster(DiLoCo(period=8, dynamic_steps=True), 2, [torch.zeros(1)])
+    steps_at_barriers(cluster, 20)
+    cluster.step_time = [1.0, 3.0]
+    steps_at_barriers(cluster, 1)
+    cluster.step_time = [1.0, 1.0]
+    assert steps_at_barriers(cluster, 1) == [[8, 7]]  # a mean over sixteen exchanges: 1.125
+
+
+def test_the_pace_of_groups_that_wait_for_each_other_is_remembered_and_forgotten_with_them() -> None:
+    method = DiLoCo(period=8, dynamic_steps=True)
+    cluster = Cluster(method, 3, [torch.zeros(1)])
+    cluster.step_time = [0.25, 0.5, 1.0]
+    steps_at_barriers(cluster, 3)
+    resumed = Cluster(method, 3, state=cluster.state())
+    resumed.step_time = [0.25, 0.5, 1.0]
+    steps_at_barriers(resumed, 1)
+    assert steps_at_barriers(resumed, 1) == [[8, 4, 2]]
+    resumed.evict(0)
+    steps_at_barriers(resumed, 1)
+    assert steps_at_barriers(resumed, 1) == [[0, 8, 4]]
+
+
+def test_a_mean_has_as_much_of_a_group_as_it_has_learned() -> None:
+    """Groups move by one a step: four steps and one are a mean of two and a half."""
+    method = DiLoCo(period=4, outer_lr=1.0, outer_momentum=0.0, dynamic_steps=True)
+    cluster = Cluster(method, 2, [torch.zeros(1)], make=sgd(lr=1.0), gradient=lambda weights, *_: [-torch.ones(1)])
+    cluster.step_time = [1.0, 4.0]
+    steps_at_barriers(cluster, 2)
+    before = float(cluster.master.weights()[0])
+    assert steps_at_barriers(cluster, 1) == [[4, 1]]
+    assert float(cluster.master.weights()[0]) - before == 2.5
+
+
 def test_speeds_are_remembered() -> None:
     cluster = Cluster(AsyncDiLoCo(period=12), 2, [torch.zeros(1)])
     cluster.step_time = [0.5, 1.0]

@@ -9,14 +9,14 @@ import torch
 from torch.nn import Parameter
 
 from lightning_omni.checks import check_number
-from lightning_omni.methods.contract import Barrier, Exchange, GroupSide, NextGradient, Push, Step, Tensors
+from lightning_omni.methods.contract import Exchange, GroupSide, NextGradient, Push, Step, Tensors
 from lightning_omni.methods.fragments import states_in, write
 from lightning_omni.methods.replica import Pulled, Replica
-from lightning_omni.methods.streaming import Streaming
+from lightning_omni.methods.streaming import PacedBarrier, Streaming
 from lightning_omni.methods.totals import Total
 
 
-class _OuterStep(Barrier):
+class _OuterStep(PacedBarrier):
     """One outer step when all working groups have pushed."""
 
     method: DiLoCo
@@ -74,6 +74,7 @@ class DiLoCo(Streaming, frozen=True, kw_only=True, tag="diloco"):
         alpha: :math:`\alpha`, the weight that a group gives to its own parameters, from 0 to less than 1. With 0 what
             it learned in the last :math:`\tau` steps is lost.
         keep_steps: whether all that it learned in these steps is kept, which is added to :math:`\theta_p`.
+        dynamic_steps: whether slow groups make fewer steps between two exchanges, at their own pace.
 
     The model that is evaluated is the server's outer weights.
 
@@ -81,8 +82,8 @@ class DiLoCo(Streaming, frozen=True, kw_only=True, tag="diloco"):
         ConfigurationError: an argument is out of range.
 
     Example:
-        >>> DiLoCo(period=48, fragments=4, delay=2, alpha=0.5)
-        DiLoCo(period=48, fragments=4, delay=2, alpha=0.5, keep_steps=False, outer_lr=0.7, outer_momentum=0.9)
+        >>> DiLoCo(period=48, fragments=4, delay=2, alpha=0.5)  # doctest: +ELLIPSIS
+        DiLoCo(period=48, fragments=4, delay=2, alpha=0.5, ..., outer_lr=0.7, outer_momentum=0.9)
 
     References:
         Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv:2311.08105;

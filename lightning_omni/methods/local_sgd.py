@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from lightning_omni.checks import check_whole
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.methods.contract import Barrier, Exchange, GroupSide, NextGradient, Push, Step
+from lightning_omni.methods.contract import Exchange, GroupSide, NextGradient, Push, Step
 from lightning_omni.methods.replica import Replica
-from lightning_omni.methods.streaming import Streaming
+from lightning_omni.methods.streaming import PacedBarrier, Streaming
 from lightning_omni.methods.totals import Total
 
 
-class _Mean(Barrier):
+class _Mean(PacedBarrier):
     """Averages when all working groups have pushed."""
 
     def merge(self, total: Total, last: Push) -> None:
@@ -33,6 +33,7 @@ class LocalSGD(Streaming, frozen=True, kw_only=True, tag="local_sgd"):
         delay: steps that a group makes while an average is in flight, fewer than H/P; 0 waits for it.
         alpha: part of its own weights that a group keeps at an average, from 0 to less than 1.
         keep_steps: whether all that it learned while an average was in flight is kept, and added to that.
+        dynamic_steps: whether slow groups make fewer steps between two averages, at their own pace.
 
     The model that is evaluated is the exact mean of all groups' weights.
 
@@ -41,7 +42,7 @@ class LocalSGD(Streaming, frozen=True, kw_only=True, tag="local_sgd"):
 
     Example:
         >>> LocalSGD(period=8, fragments=4, delay=1)
-        LocalSGD(period=8, fragments=4, delay=1, alpha=0.0, keep_steps=False, warmup_steps=0)
+        LocalSGD(period=8, fragments=4, delay=1, alpha=0.0, keep_steps=False, dynamic_steps=False, warmup_steps=0)
 
     References:
         Stich 2019, "Local SGD Converges Fast and Communicates Little", arXiv:1805.09767;

@@ -26,6 +26,7 @@ class ExchangePattern(Serializable):
         barrier: whether each exchange waits for those of all other groups.
         delay: steps that a group makes while an exchange is under way, before it waits for the answer.
         peers: whether groups exchange with one another, and not with a server.
+        dynamic: whether slow groups make fewer local steps, so that all come to a barrier at about the same time.
 
     Raises:
         ConfigurationError: a number is out of range.
@@ -34,7 +35,7 @@ class ExchangePattern(Serializable):
         Four fragments, one of them sent every twelve steps and waited for after two more:
 
         >>> ExchangePattern.of("diloco:period=48,fragments=4,delay=2", nbytes=4_000_000)
-        ExchangePattern(period=12, push=1000000, pull=1000000, barrier=True, delay=2, peers=False)
+        ExchangePattern(period=12, push=1000000, pull=1000000, barrier=True, delay=2, peers=False, dynamic=False)
     """
 
     period: int | None = None
@@ -43,6 +44,7 @@ class ExchangePattern(Serializable):
     barrier: bool = False
     delay: int = 0
     peers: bool = False
+    dynamic: bool = False
 
     def __post_init__(self) -> None:
         if self.period is not None:
@@ -76,9 +78,9 @@ class ExchangePattern(Serializable):
 
         Example:
             >>> ExchangePattern.of("elastic_averaging:period=8", wire="bf16", nbytes=4_000_000)
-            ExchangePattern(period=8, push=2000000, pull=4000000, barrier=False, delay=0, peers=False)
+            ExchangePattern(period=8, push=2000000, pull=4000000, barrier=False, delay=0, peers=False, dynamic=False)
             >>> ExchangePattern.of("hardsync", wire={"push": "int8", "pull": "bf16"}, overlap=True, nbytes=4_096)
-            ExchangePattern(period=1, push=1056, pull=2048, barrier=True, delay=1, peers=False)
+            ExchangePattern(period=1, push=1056, pull=2048, barrier=True, delay=1, peers=False, dynamic=False)
         """
         method = method_named(method) if isinstance(method, str) else method
         wire = wire_of(wire)
@@ -94,7 +96,8 @@ class ExchangePattern(Serializable):
             round(_mean_bytes(each, nbytes, method.fragments) * period / every) if nbytes else None
             for each, every in ((wire.pushes, method.push_period), (wire.answers, method.pull_period))
         )
-        return cls(period, push, pull, method.has_barrier, period if delay is None else delay)
+        dynamic = method.has_barrier and getattr(method, "dynamic_steps", False)
+        return cls(period, push, pull, method.has_barrier, period if delay is None else delay, dynamic=dynamic)
 
     @classmethod
     def _between_peers(cls, method: Method, wire: WireFormat, nbytes: int | Layout) -> ExchangePattern:

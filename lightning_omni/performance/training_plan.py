@@ -81,8 +81,7 @@ class TrainingPlan:
         allreduce = self._allreduce(sizes, together)
         nothing = np.zeros_like(allreduce)
         if len(groups) == 1:  # plain synchronous training, with no server and no head
-            idle = np.zeros_like(model.serve)
-            return Outcome(sizes * self.batch, compute + between, allreduce, nothing, idle, nothing, 0.0, nothing)
+            return Outcome(sizes * self.batch, compute + between, allreduce, nothing, nothing, nothing, 0.0, nothing)
         here = np.array(model.placement.are_here(groups))
         handed = self._handed_on(sizes, together)
         seconds = self._seconds(here, np.where(here & ~together, self.period * handed, 0.0))
@@ -90,17 +89,19 @@ class TrainingPlan:
         ring = np.where(here & ~together, self.period * allreduce, 0.0)
         allreduce = allreduce + np.where(here & ~together, 0.0, handed)
         head = model.head_per_sample * self.batch * float(sizes.mean())
-        per_step = seconds.delay / self.period, seconds.serve / self.period, seconds.link / self.period
+        steps = self._local_steps(compute + allreduce + between)
+        per_step = seconds.delay / steps, seconds.serve[:, None] / steps, seconds.link / steps
         shared = SharedStations(model.is_fair, seconds, ring, self.period * head)
         if self.exchanging.barrier or self.exchanging.delay:
             alone = allreduce + head + between
-            hidden, then = (self._steps(groups, count, compute, variance, alone) for count in self._hidden_and_others)
+            few = np.minimum(self.exchanging.delay, steps)  # that are made while an exchange is under way
+            hidden, then = (self._steps(groups, count, compute, variance, alone) for count in (few, steps - few))
             if self.exchanging.barrier:
                 cycle, waiting = self._at_a_barrier(hidden, then, seconds)
             else:
                 cycle, waiting = self._beside(hidden, then, self.period * variance, replace(shared, head=0.0))
-            cycle = np.maximum(cycle / self.period, len(groups) * head)
-            compute = np.maximum(waiting / self.period - alone, compute)
+            cycle = np.maximum(cycle / steps, len(groups) * head)
+            compute = np.maximum(waiting / steps - alone, compute)
             exposed = np.maximum(cycle - compute - alone, 0.0)
             parts = compute + between, allreduce, exposed
             return Outcome(sizes * self.batch, *parts, *per_step[1:], head, nothing, cycle)
@@ -164,11 +165,11 @@ class TrainingPlan:
         least = np.minimum(serve[:, None], per_byte * most)
         return ExchangeSeconds(delay + least, serve, per_byte * push, per_byte * pull)
 
-    @property
-    def _hidden_and_others(self) -> tuple[int, int]:
-        """Steps between two exchanges that are made while one is under way, and the others."""
-        hidden = min(self.exchanging.delay, self.period)
-        return hidden, self.period - hidden
+    def _local_steps(self, seconds: Array) -> Array:
+        """Of each group, between two exchanges, if a step takes so long, shape (draws, groups); shape (groups,)."""
+        if not self.exchanging.dynamic:
+            return np.full(seconds.shape[1], self.period)
+        return np.asarray(np.maximum(1, np.rint(self.period * seconds[0].min() / seconds[0])), int)
 
     def _at_a_barrier(self, hidden: Array, rest: Array, seconds: ExchangeSeconds) -> tuple[Array, Array]:
         """Seconds from exchange to exchange, and what they would be if exchanges took no time; (draws, groups)."""
@@ -197,12 +198,12 @@ class TrainingPlan:
 
     # --- The steps ---------------------------------------------------------------------------------------------------
 
-    def _steps(self, groups: Groups, count: int, compute: Array, variance: Array, alone: Array) -> Array:
+    def _steps(self, groups: Groups, counts: Array, compute: Array, variance: Array, alone: Array) -> Array:
         """Equally likely seconds of so many steps of each group, shape (draws, groups, quantiles)."""
-        if count == 1:
+        if (counts == 1).all():
             return np.asarray(np.stack(self._work(groups, quantiles_of_slowest), axis=1) + alone[:, :, None])
-        sums = quantiles_of_sum(count * compute, count * variance, self.model.jitter.shape[2])
-        return np.asarray(sums + count * alone[:, :, None])
+        sums = quantiles_of_sum(counts * compute, counts * variance, self.model.jitter.shape[2])
+        return np.asarray(sums + (counts * alone)[:, :, None])
 
     def _work(self, groups: Groups, of: Callable[[Array, Array], _T]) -> list[_T]:
         """What is asked of the compute times of each group's members: see `lightning_omni.performance.queueing`."""
@@ -311,7 +312,7 @@ class SharedStations:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a plan; seconds of one step, of shape (draws, groups), and ``serve`` of shape (draws,).
+    """What became of a plan; seconds of one step, of shape (draws, groups).
 
     ``whole`` is all of a step, where that is no sum of its parts.
     """
@@ -336,7 +337,7 @@ class Outcome:
 
     def _busy(self, rates: Array) -> Array:
         """Part of the time in which the busiest serial part is, at so many steps per second; shape (draws,)."""
-        serial = np.maximum(np.maximum(self.serve, self.head)[:, None], self.link)
+        serial = np.maximum(np.maximum(self.serve, self.head), self.link)
         return np.asarray((serial * rates).sum(axis=1))
 
     @property
@@ -355,7 +356,7 @@ class Outcome:
             "compute": float(self.compute[0] @ weights),
             "allreduce": float(self.allreduce[0] @ weights),
             "exchange": float(self.exchange[0] @ weights),
-            "serve": float(self.serve[0]),
+            "serve": float(self.serve[0] @ weights) * groups,
             "link": float(self.link[0] @ weights) * groups,
             "head": self.head,
         }
@@ -363,7 +364,7 @@ class Outcome:
     @property
     def is_saturated(self) -> bool:
         """Whether groups that did not wait would bring more than a serial part can take."""
-        alone = self.exchange + np.maximum(self.serve[:, None], self.link) + self.head
+        alone = self.exchange + np.maximum(self.serve, self.link) + self.head
         return bool(self._busy(1 / (self.compute + self.allreduce + alone))[0] >= 1 - 1e-9)
 
     @property
