@@ -27,7 +27,7 @@ from lightning_omni.protocol.wire_formats import wire_of
 from lightning_omni.search import constants as c
 
 _AVERAGED = "diloco:outer_lr=1.0,outer_momentum=0"
-_STREAMED = f"{_AVERAGED},fragments=2,delay=2,keep_steps=true,dynamic_steps=true"
+_STREAMED = f"{_AVERAGED},fragments=4,delay=1,keep_steps=true,dynamic_steps=true"
 METHODS = ("async_sgd", "local_sgd", "elastic_averaging", _AVERAGED, _STREAMED)
 WIRES = ("fp32", "int8", "int8/bf16")
 """How groups may exchange unless a user has chosen it: DiLoCo's outer step with a rate of 1 is local SGD that sends

@@ -81,7 +81,7 @@ OUTER_STEPS = (-3, -2, -1, 0, 1)
 SYNCHRONOUS = "synchronous"
 GROUPS, PERIODS = (2, 4, 8), (2, 8, 32)
 """Of the table."""
-STREAMED_PERIODS = (4, 8, 32)
+STREAMED_PERIODS = (4, 8, 16, 32)
 """Of averages in fragments, which are four."""
 ORDERS = 3
 """Of the data, with each of which all-reduce formats are measured."""

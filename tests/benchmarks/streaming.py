@@ -2,6 +2,7 @@
 
     OMP_NUM_THREADS=1 python tests/benchmarks/streaming.py [--seeds 5] [--epochs 16]
     OMP_NUM_THREADS=1 python tests/benchmarks/streaming.py --tasks --seeds 2    # samples to a target, 20 minutes
+    OMP_NUM_THREADS=1 python tests/benchmarks/streaming.py --slow               # with a slow host, 5 minutes
 
 Four groups on a simulated cluster train a softmax classifier on noisy labels, with a period of 16 steps. Told are, for
 each setting, the loss over that of the plain method after the same samples, as mean and 95 % confidence interval over
@@ -11,24 +12,34 @@ those of a plain push (wanted are at most 1.2 / P).
 With ``--tasks`` four and eight groups average their weights on tasks to develop on (`tasks.py`), with step times that
 hardly differ and links that take no time: told are the samples to the target over those of one group, the geometric
 mean over tasks and orders of the data, for delays whose steps are lost and for those whose steps are kept.
+
+With ``--slow`` one of four groups is four times slower, on all tasks with SGD: told are samples to the target over
+those of one group, and samples per second over those of groups that all wait for the slow one, without and with dynamic
+steps.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
 import numpy
 import torch
 from scipy import stats
-from tasks import DEVELOPING, PRIOR_CLUSTERS
+from tasks import DEVELOPING, PRIOR_CLUSTERS, Task, cluster_of
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lightning_omni.methods import method_named
+from lightning_omni.performance.forecast import Scaling, Setting
 from lightning_omni.protocol.layout import Layout
+from lightning_omni.search.experience import Experience
+from lightning_omni.search.prior import Prior
 from lightning_omni.simulator import Cluster, simulate
 
 GROUPS, PERIOD = 4, 16
@@ -47,6 +58,10 @@ KEPT_ON = ("digits", "fashion", "words", "powerlaw", "fraud", "characters", "fri
 """Tasks on which it is measured what steps are worth that are made while a fragment travels."""
 DELAYS = ("period=4", "period=4,fragments=2,delay=1", "period=2,delay=1", "period=8,fragments=4,delay=1",
           "period=8,fragments=2,delay=3")  # fmt: skip
+PACES = tuple(
+    f"period={period},fragments=4,delay=1,keep_steps=true{dynamic}"
+    for period, dynamic in product((8, 16, 32), ("", ",dynamic_steps=true"))
+)
 LONGEST = 4.0
 """Times as many samples as one group needs, after which a run is given up."""
 
@@ -111,14 +126,45 @@ def show_delays(seeds: int) -> None:
         print(line, flush=True)
 
 
+def paced(settings: str, task: Task) -> tuple[float, float]:
+    """Samples to the target of four groups, one of which is slow, over those of one group; and samples per second."""
+    method = method_named(f"diloco:outer_lr=1.0,outer_momentum=0,{settings}")
+    most = LONGEST * task.updates
+    own = Setting(1, task.momentum, task.own_lr)
+    theory = Experience(own, Scaling(task.is_adaptive), prior=Prior.load())
+    whole = theory.suggested(replace(own, groups=GROUPS, period=method.push_period * 4, method="local_sgd"))
+    alone = task.train(PRIOR_CLUSTERS["nearly equal"], most=most)
+    cluster = cluster_of("one slow", task)
+    groups = task.train(cluster, method, GROUPS, momentum=whole.momentum, lr=whole.lr, most=most)
+    return min(groups.samples, LONGEST * alone.samples) / alone.samples, groups.trained / groups.trace.seconds
+
+
+def show_paces() -> None:
+    """One line for each setting."""
+    tasks = [task for task in DEVELOPING.values() if not task.is_adaptive]
+    with ProcessPoolExecutor(initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        found = {each: list(pool.map(partial(paced, each), tasks)) for each in PACES}
+    waiting = [rate for _, rate in found[PACES[0]]]
+    print("| settings | samples | samples per second |")
+    print("|---|---|---|")
+    for each, rows in found.items():
+        rates = [rate / before for (_, rate), before in zip(rows, waiting, strict=True)]
+        costs = [cost for cost, _ in rows]
+        print(f"| `{each}` | {stats.gmean(costs):.2f} | {stats.gmean(rates):.2f} |", flush=True)
+
+
 def main() -> None:
     """Trains and prints."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=16)
+    parser.add_argument("--slow", action="store_true", help="with a slow host, without and with dynamic steps")
     parser.add_argument("--tasks", action="store_true", help="samples to a target, of steps that are lost and kept")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    if arguments.slow:
+        show_paces()
+        return
     if arguments.tasks:
         show_delays(arguments.seeds)
         return
