@@ -48,6 +48,7 @@ FITS: dict[str, dict[str, Any]] = {  # of those with "emulated", the time that s
     },
     "steps take three times as long": {**SLOWER, "slower_from": 2},
     "groups are slower than predicted": {**SLOWER, "slower_in_groups": 3},
+    "all is slower than predicted": {**SLOWER, "slower_since_groups": 3, "trainer": {**EPOCHS, "max_epochs": 3}},
     "a callback of one group stops it": {
         "emulated": True,
         "tuner": {**TUNER, "space": {"rebalance": False, "wire": "fp32"}, "monitor": "none"},
@@ -256,6 +257,15 @@ def test_groups_that_are_slower_than_predicted_are_given_up_after_an_epoch_for_g
     tuned = fits["groups are slower than predicted"][0]
     assert tuned["chosen"] == 1
     assert "were predicted" in tuned["why"]
+
+
+def test_groups_that_are_slower_than_predicted_are_not_given_up_if_one_group_would_be_too(
+    finished: Run, fits: dict[str, list[dict[str, Any]]]
+) -> None:
+    said = "\n".join(line for line in finished.output.splitlines() if "OmniTuner:" in line or "Trainer.fit" in line)
+    for rank in fits["all is slower than predicted"]:
+        assert rank["world"][0] == rank["setting"]["groups"] == 2, said
+    assert fits["all is slower than predicted"][0]["searches"] >= 2, "one group was timed again"
 
 
 def test_where_a_callback_of_one_group_stops_the_run_it_ends_for_all(fits: dict[str, list[dict[str, Any]]]) -> None:

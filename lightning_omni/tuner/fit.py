@@ -116,7 +116,7 @@ class TunedFit(Fit):
         self.check = ForecastCheck(run, self.applied, self.retuning, self.reports)
         self.plateau = PlateauWatch(run, self.applied, self.retuning, self.reports)
         parts = run, self.space, self.applied, self.retuning, self.reports
-        self.by_first_batches = ByFirstBatches(*parts)
+        self.by_first_batches = ByFirstBatches(*parts, self.check)
         self.by_probes = ByProbes(*parts, self.monitor, mute_logger)
         self._validated = math.nan  # the metric, if it was validated in this epoch
 
@@ -300,9 +300,7 @@ class TunedFit(Fit):
         is_due = options.retune_every is not None and epoch % options.retune_every == 0 and not self.plateau.is_trying
         if not is_due or run.state.setting is None or stops_now(run.trainer) or epoch >= run.epochs:
             return
-        if self.check.epoch_done():
-            return
-        if reason := self.retuning.reason(epoch):
+        if reason := self.check.epoch_done() or self.retuning.reason(epoch):
             self._tuning.begin_again(reason)
         elif self.plateau.is_due:
             self.plateau.begin_trial()
