@@ -72,7 +72,8 @@ class ByFirstBatches:
         self.close()
         self._applied.take_back()
         run.state.unfinished = True
-        self._retuning.changed()  # as fast as one group: no reason to begin again once more, if an epoch is too short
+        # As fast as one group: no reason to begin again once more, if an epoch is too short.
+        self._retuning.changed(in_mid_epoch=run.strategy.epochs.is_open)
         hyperparameters = run.hyperparameters()
         self._deciding, self._known = 0.0, []
         self._time(self._space.specification(hyperparameters, hyperparameters.lr, share=run.options.budget))

@@ -272,6 +272,15 @@ class TunedFit(Fit):
         if (value := metrics.get(options.monitor)) is not None:
             self._validated = float(value)
             self.reports.validated(self._validated)
+        self._check_in_mid_epoch()
+
+    def _check_in_mid_epoch(self) -> None:
+        """The epoch may be the only one: groups are checked where all of them validate."""
+        run, trainer = self.run, self.run.trainer
+        is_inside = run.strategy.epochs.is_open and not trainer.is_last_batch and not run.world.is_computing
+        may_change = run.options.retune_every is not None and not run.problem and not self.plateau.is_trying
+        if is_inside and may_change and (reason := self.check.validated()):
+            self._tuning.begin_again(reason)
 
     @override
     def ended(self) -> None:

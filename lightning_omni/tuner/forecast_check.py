@@ -13,7 +13,9 @@ import math
 
 from lightning_omni.performance.forecast import Setting
 from lightning_omni.search import Search
+from lightning_omni.search import constants as c
 from lightning_omni.search.choice import Choice, best_by_forecast
+from lightning_omni.strategy._private import stops_now
 from lightning_omni.tuner.applied import AppliedSetting
 from lightning_omni.tuner.reports import TunerReports
 from lightning_omni.tuner.retuning import Retuning
@@ -44,12 +46,26 @@ class ForecastCheck:
         Returns:
             Why one group is to be timed again, or nothing.
         """
-        run, state, speed = self._run, self._run.state, self._retuning.speed
-        is_groups = (
-            run.learns_from_run and not state.is_final and state.setting is not None and state.setting.groups > 1
-        )
-        if not is_groups or speed is None or state.checked == state.rounds:
+        speed = self._retuning.speed
+        return self._check(speed) if self._is_due and speed is not None else ""
+
+    def validated(self) -> str:
+        """The same where groups synchronize inside an epoch, once their speed is known well enough. On all ranks."""
+        run = self._run
+        if not self._is_due or any(run.world.agree([int(stops_now(run.trainer))])):  # a callback of one rank, perhaps
             return ""
+        speed = self._retuning.speed_so_far()
+        return self._check(speed) if speed is not None and speed.is_known_within(c.GAIN) else ""
+
+    @property
+    def _is_due(self) -> bool:
+        """Whether groups were chosen, and not checked since; the same on all ranks."""
+        state = self._run.state
+        is_groups = not state.is_final and state.setting is not None and state.setting.groups > 1
+        return self._run.learns_from_run and is_groups and state.checked != state.rounds
+
+    def _check(self, speed: Speed) -> str:
+        run, state = self._run, self._run.state
         state.checked = state.rounds
         is_known = run.speaks and run.searches
         command = run.hear_command(self._refutes(run.searches[-1], run.setting, speed) if is_known else None)
@@ -59,7 +75,7 @@ class ForecastCheck:
             state.doubted, self._doubted = True, (run.setting, speed)
             return command.why
         self._applied.give_up_groups(command.setting)
-        self._retuning.changed()
+        self._retuning.changed(in_mid_epoch=run.strategy.epochs.is_open)
         self._reports.chosen(command)
         return ""
 
