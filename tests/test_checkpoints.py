@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 from runs import Run, run
 
+from lightning_omni.strategy.loop_states import end_whole_epoch, go_on_after
+
 
 @pytest.fixture(scope="module")
 def saved() -> Run:
-    return run("checkpoints.py", {"servers": 10}, timeout=230)
+    return run("checkpoints.py", {"servers": 12}, timeout=230)
 
 
 def rank0(saved: Run, name: str) -> Any:
@@ -89,6 +91,33 @@ def test_groups_resume_inside_an_epoch_of_ddp_with_the_samples_that_are_left(sav
     left = [sample for rank in after for sample in rank["seen"]["1"]]
     assert sorted(trained + left) == list(range(256))
     assert {rank["scheduled"] for rank in before + after} == {32}
+
+
+def test_ddp_trains_the_rest_of_an_epoch_in_which_groups_were_saved(saved: Run) -> None:
+    trained = rank0(saved, "groups inside an epoch")["trained"]
+    assert 48 <= trained < 96, "the group that has saved was ahead of the other"
+    for rank in saved.results.values():
+        assert len(rank["ddp from inside"]["seen"]) == 8 * (16 - trained // 16)
+        assert rank["ddp from inside"]["epochs"] == 1
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_an_epoch_whose_last_batch_is_trained_stays_over_and_another_goes_on_where_ddp_would(is_last: bool) -> None:
+    counted = {"ready": 9, "started": 9, "processed": 9, "completed": 8}
+    loops = {"fit_loop": {"epoch_loop.batch_progress": {"is_last_batch": is_last, "current": dict(counted)}}}
+    (end_whole_epoch if is_last else go_on_after)(loops, 6)
+    moved: Any = {"ready": 6, "started": 6, "processed": 6, "completed": 5}
+    assert loops["fit_loop"]["epoch_loop.batch_progress"]["current"] == moved
+    (go_on_after if is_last else end_whole_epoch)(loops, 4)
+    assert loops["fit_loop"]["epoch_loop.batch_progress"]["current"] == moved
+
+
+@pytest.mark.parametrize("name", ["groups from inside of groups", "one group from inside of groups"])
+def test_groups_and_one_group_resume_inside_an_epoch_with_the_samples_that_are_left(saved: Run, name: str) -> None:
+    trained, ranks = rank0(saved, "groups inside an epoch")["trained"], saved.results.values()
+    seen = sorted(sample for rank in ranks for sample in rank[name]["seen"])
+    assert len(seen) == len(set(seen)) == 256 - trained
+    assert {rank[name]["epochs"] for rank in ranks} == {1}
 
 
 def test_after_fit_rank_zero_has_the_servers_state_for_a_last_save(saved: Run) -> None:

@@ -48,6 +48,14 @@ FITS: dict[str, dict[str, Any]] = {  # of those with "emulated", the time that s
     },
     "steps take three times as long": {**SLOWER, "slower_from": 2},
     "groups are slower than predicted": {**SLOWER, "slower_in_groups": 3},
+    "all is slower than predicted": {**SLOWER, "slower_since_groups": 3, "trainer": {**EPOCHS, "max_epochs": 3}},
+    "groups are slower than predicted in the only epoch": {
+        **SLOWER,
+        "data": {"samples": 4096, "batch_size": 4},
+        "seconds": {"0": 1e-3, "1": 1e-3},
+        "slower_in_groups": 3,
+        "trainer": {**EPOCHS, "max_epochs": 1, "val_check_interval": 128, "enable_checkpointing": True},
+    },
     "a callback of one group stops it": {
         "emulated": True,
         "tuner": {**TUNER, "space": {"rebalance": False, "wire": "fp32"}, "monitor": "none"},
@@ -203,8 +211,9 @@ def test_gradients_of_a_few_bytes_are_not_said_to_be_slow_however_busy_the_machi
 def test_every_sample_is_trained_once_an_epoch_and_no_batch_is_thrown_away(
     fits: dict[str, list[dict[str, Any]]], name: str
 ) -> None:
-    assert sum(sum(rank["sizes"]) for rank in fits[name]) == FITS[name]["trainer"]["max_epochs"] * 512
-    assert sorted(number for rank in fits[name] for number in rank["last_epoch"]) == list(range(512))
+    samples = FITS[name].get("data", {}).get("samples", 512)
+    assert sum(sum(rank["sizes"]) for rank in fits[name]) == FITS[name]["trainer"]["max_epochs"] * samples
+    assert sorted(number for rank in fits[name] for number in rank["last_epoch"]) == list(range(samples))
     assert [rank["steps"] for rank in fits[name]] == [len(rank["sizes"]) for rank in fits[name]]
 
 
@@ -246,16 +255,28 @@ def test_a_run_whose_speed_changes_is_timed_anew_and_goes_on_in_groups_if_it_cho
         assert rank["world"][0] == rank["setting"]["groups"] == chosen["chosen"] == 2, said
 
 
-def test_groups_that_are_slower_than_predicted_are_given_up_after_an_epoch_for_good(
-    fits: dict[str, list[dict[str, Any]]],
+@pytest.mark.parametrize(
+    "name", ["groups are slower than predicted", "groups are slower than predicted in the only epoch"]
+)
+def test_groups_that_are_slower_than_predicted_are_given_up_for_good(
+    fits: dict[str, list[dict[str, Any]]], name: str
 ) -> None:
-    for rank in fits["groups are slower than predicted"]:
+    for rank in fits[name]:
         assert rank["world"][0] == rank["setting"]["groups"] == 1
         assert rank["updates"] > 0, "there were groups"
         assert (rank["lr"], rank["momentum"]) == (0.05, 0.9)
-    tuned = fits["groups are slower than predicted"][0]
+    tuned = fits[name][0]
     assert tuned["chosen"] == 1
     assert "were predicted" in tuned["why"]
+
+
+def test_groups_that_are_slower_than_predicted_are_not_given_up_if_one_group_would_be_too(
+    finished: Run, fits: dict[str, list[dict[str, Any]]]
+) -> None:
+    said = "\n".join(line for line in finished.output.splitlines() if "OmniTuner:" in line or "Trainer.fit" in line)
+    for rank in fits["all is slower than predicted"]:
+        assert rank["world"][0] == rank["setting"]["groups"] == 2, said
+    assert fits["all is slower than predicted"][0]["searches"] >= 2, "one group was timed again"
 
 
 def test_where_a_callback_of_one_group_stops_the_run_it_ends_for_all(fits: dict[str, list[dict[str, Any]]]) -> None:

@@ -667,13 +667,14 @@ def test_however_often_a_rank_was_refused_no_part_of_a_request_waits_for_ever() 
         assert all(isinstance(answer, m.RefusedMessage) for answer, _ in group.hear())
 
 
-def test_a_push_that_counts_batches_which_were_not_drawn_is_refused_by_all() -> None:
-    ensemble = run_of(2, 1)
+@pytest.mark.parametrize("pushes", [True, False])
+def test_what_counts_batches_that_were_not_drawn_is_refused_by_all(pushes: bool) -> None:
+    ensemble = run_of(2, 1, "delay_compensated")  # which remembers what a group has fetched
     (group,) = ensemble.groups
     plan = EpochPlan(epoch=0, total=64, batch_size=2, budget=64)
     ensemble.control(0, m.OpenEpoch(plan=plan), m.EpochOpened)
     gradient = Gradient([torch.ones(shape) for shape in SHAPES], hyperparameters_of(group.replica.optimizer))
-    action = group.core.gradient(0, gradient)
+    action = group.core.gradient(0, gradient) if pushes else group.core.fetch(0)
     assert isinstance(action, Ask)
     said = group.core.say_parts(action, group.split, [Memory(), Memory()])
     group.ask([Said(msgspec.structs.replace(each.message, epoch=0, trained=7), each.payload) for each in said])

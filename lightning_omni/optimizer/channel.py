@@ -652,6 +652,11 @@ class Channel:
             self._peers.close()
             self._peers = None
 
+    @property
+    def is_free(self) -> bool:
+        """Whether the server answers at once: what is asked while an exchange is under way waits for its answer."""
+        return self._travels is None
+
     def _free_connections(self) -> Requests:
         """The data connections, with nothing under way: the answer to what was sent is waited for, and kept."""
         requests = self._servers()

@@ -81,6 +81,8 @@ class Row:
         in_parts: whether each of several servers that hold a share gets a part of it.
         is_finite: the method that says whether the numbers of such a part are, called as ``handle`` is; None if it has
             none that must be.
+        check: the method that raises what all servers are to refuse such a part for, called with the service, a
+            `Sender` and the message; None for nothing.
         told: whether the other servers must do it, too, before it is answered.
     """
 
@@ -97,6 +99,7 @@ class Row:
     does: str = ""
     in_parts: bool = False
     is_finite: Callable[..., bool] | None = None
+    check: Callable[..., None] | None = None
     told: bool = False
 
 
@@ -154,9 +157,9 @@ TABLE = (
     # training
     Row(
         m.PushMessage, DATA, Role.LEADER, Training, Training.push, Training.check_push,
-        resolves=True, in_parts=True, is_finite=Training.is_push_finite,
+        resolves=True, in_parts=True, is_finite=Training.is_push_finite, check=Training.check_counts,
     ),
-    Row(m.FetchMessage, DATA, Role.RANK, Training, Training.fetch, in_parts=True),
+    Row(m.FetchMessage, DATA, Role.RANK, Training, Training.fetch, in_parts=True, check=Training.check_counts),
     Row(
         m.AverageMessage, DATA, Role.LEADER, Training, Training.average, Training.check_average,
         resolves=True, in_parts=True, is_finite=Training.is_average_finite,
@@ -293,6 +296,8 @@ class Router:
         try:
             self._check(row, sender)
             self._servers.check_number(sender.rank, message.request)
+            if row.check is not None:
+                row.check(service, sender, message)
             finite = row.is_finite is None or row.is_finite(service, sender, message, payload)
         except OmniError as error:
             self._servers.refuse(sender.rank, message.request, refusal_of(error))

@@ -174,9 +174,13 @@ class Training(Service):
         """Bytes of a push."""
         layout = self._shards.shard(message.optimizer).layout_of_push(sender.group, message)
         wire_format.check_size(self._wire_format, message.nbytes, layout)
-        if message.epoch >= 0 and self._servers.count > 1:  # the others know of no draws, and merge
-            self._epochs.check_trained(sender.group, message.epoch, message.trained)
         return message.nbytes
+
+    def check_counts(self, sender: Sender, message: m.PushMessage | m.FetchMessage) -> None:
+        """Raises `ProtocolError` for batches that were not drawn. Other servers know of no draws, and would go on."""
+        is_told = isinstance(message, m.PushMessage) or self._epochs.holds(sender.group, message.epoch)
+        if message.epoch >= 0 and is_told:
+            self._epochs.check_trained(sender.group, message.epoch, message.trained)
 
     def push(self, sender: Sender, message: m.PushMessage, payload: Payload) -> list[Out]:
         """A group pushes to one optimizer; answered when the method says so."""

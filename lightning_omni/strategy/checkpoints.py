@@ -21,7 +21,9 @@ from lightning_omni.optimizer.folders import Folder, by_names, without_tensors
 from lightning_omni.optimizer.folders import save as save_folder
 from lightning_omni.optimizer.saved import ENTRY, Saved
 from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.progress import Progress
 from lightning_omni.strategy.epochs import EpochDriver
+from lightning_omni.strategy.loop_states import go_on_after
 from lightning_omni.strategy.published import Version
 from lightning_omni.strategy.whole_files import write_whole
 
@@ -150,10 +152,13 @@ class Checkpoints:
         if snapshot is None:
             progress, cut = epochs.moment()
             if progress is not None:
+                if cut.epoch != -1:
+                    _count_as_ddp(checkpoint, progress)
                 schedules = epochs.schedules_at(progress)
                 checkpoint[ENTRY] = Saved(cut, groups, progress, schedules=schedules).to_plain()
             return
         progress = None if epochs.progress is None else snapshot.cut.progress(epochs.progress)
+        _count_as_ddp(checkpoint, progress)
         if "optimizer_states" in checkpoint:  # save_weights_only means it
             server, states = [part["method"] for part in snapshot.parts], snapshot.groups
             if tensors is not None:
@@ -232,6 +237,20 @@ class Checkpoints:
         names = names_of(module)
         numbered = enumerate(optimizers[: self.folder.optimizers])
         return [self.folder.optimizer_state(number, optimizer, names) for number, optimizer in numbered]
+
+
+def _count_as_ddp(checkpoint: dict[str, Any], progress: Progress | None) -> None:
+    """DDP is to train as many batches more of the epoch under way as all groups have left of it.
+
+    Args:
+        checkpoint: Lightning's, whose loops count those of one group; changed in place.
+        progress: of the run; None if it does not tell.
+    """
+    if progress is None or not progress.samples or "loops" not in checkpoint:
+        return
+    batches = max(1, progress.samples // progress.reference.samples) * progress.reference.window
+    if batches < progress.batches:
+        go_on_after(checkpoint["loops"], batches)
 
 
 def _without_tensors(world: World, trees: Sequence[Any], tensors: dict[str, Any]) -> list[Any]:

@@ -62,8 +62,23 @@ def end_whole_epoch(loops: Mapping[str, Any], batches: int) -> None:
     """
     progress = loops["fit_loop"]["epoch_loop.batch_progress"]
     if progress["is_last_batch"]:
-        current = progress["current"]
-        _set(current, **{name: count - current["ready"] + batches for name, count in current.items()})
+        _count(progress["current"], batches)
+
+
+def go_on_after(loops: Mapping[str, Any], batches: int) -> None:
+    """Inside an epoch, DDP resumes after so many batches, whatever the loops have counted; changed in place.
+
+    Args:
+        loops: an entry of a checkpoint.
+        batches: that each rank of DDP would have trained.
+    """
+    progress = loops["fit_loop"]["epoch_loop.batch_progress"]
+    if not progress["is_last_batch"]:
+        _count(progress["current"], batches)
+
+
+def _count(current: dict[str, int], batches: int) -> None:
+    _set(current, **{name: count - current["ready"] + batches for name, count in current.items()})
 
 
 def _set(scope: dict[str, int], **counts: int) -> None:

@@ -15,6 +15,7 @@ from lightning_omni.strategy._private import will_step
 from lightning_omni.tuner.applied import AppliedSetting
 from lightning_omni.tuner.first_batches import FirstBatches, bytes_take_long
 from lightning_omni.tuner.fit_space import FitSpace
+from lightning_omni.tuner.forecast_check import ForecastCheck
 from lightning_omni.tuner.hyperparameters import Hyperparameters
 from lightning_omni.tuner.reports import TunerReports
 from lightning_omni.tuner.retuning import Retuning
@@ -34,13 +35,20 @@ class ByFirstBatches:
         applied: what it trains with.
         retuning: is told of changes.
         reports: tell of the choice.
+        check: knows what was trained by an earlier choice that seemed to be wrong.
     """
 
     def __init__(
-        self, run: TunedRun, space: FitSpace, applied: AppliedSetting, retuning: Retuning, reports: TunerReports
+        self,
+        run: TunedRun,
+        space: FitSpace,
+        applied: AppliedSetting,
+        retuning: Retuning,
+        reports: TunerReports,
+        check: ForecastCheck,
     ) -> None:
         self._run, self._space, self._applied = run, space, applied
-        self._retuning, self._reports = retuning, reports
+        self._retuning, self._reports, self._check = retuning, reports, check
         self._batches: FirstBatches | None = None
         self._known: list[Measured] = []
         self._deciding = 0.0
@@ -64,7 +72,8 @@ class ByFirstBatches:
         self.close()
         self._applied.take_back()
         run.state.unfinished = True
-        self._retuning.changed()  # as fast as one group: no reason to begin again once more, if an epoch is too short
+        # As fast as one group: no reason to begin again once more, if an epoch is too short.
+        self._retuning.changed(in_mid_epoch=run.strategy.epochs.is_open)
         hyperparameters = run.hyperparameters()
         self._deciding, self._known = 0.0, []
         self._time(self._space.specification(hyperparameters, hyperparameters.lr, share=run.options.budget))
@@ -126,7 +135,8 @@ class ByFirstBatches:
         if command is not None and not (self._known and command.setting == run.state.setting):
             self._adopt(command, batches.spec)
             self._reports.chosen(command)
-            if command.setting.groups == 1 and command.setting.rebalance and observation is not None:
+            splits = command.setting.groups == 1 and command.setting.rebalance and not command.gives_up
+            if splits and observation is not None:
                 self._time_again(observation, batches)
         took = time.perf_counter() - began
         self._deciding += took
@@ -150,7 +160,8 @@ class ByFirstBatches:
             search.next()  # it is over
             run.remember(search, run.seconds)
             self._retuning.search_begins()
-            return run.conclude(search)
+            found = run.conclude(search)
+            return self._check.refutes(search, found.setting) or found
         except OmniError as error:
             return Command(spec.start, error=str(error))
 
@@ -201,7 +212,9 @@ class ByFirstBatches:
     def _adopt(self, command: Command, spec: SearchSpec) -> None:
         """Trains with what was chosen, from this batch on."""
         run = self._run
-        if command.setting == spec.start:
+        if command.gives_up:
+            self._applied.give_up_groups(command.setting)
+        elif command.setting == spec.start:
             run.state.setting = command.setting
             run.world.dismiss_server()
         else:

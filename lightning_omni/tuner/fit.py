@@ -116,7 +116,7 @@ class TunedFit(Fit):
         self.check = ForecastCheck(run, self.applied, self.retuning, self.reports)
         self.plateau = PlateauWatch(run, self.applied, self.retuning, self.reports)
         parts = run, self.space, self.applied, self.retuning, self.reports
-        self.by_first_batches = ByFirstBatches(*parts)
+        self.by_first_batches = ByFirstBatches(*parts, self.check)
         self.by_probes = ByProbes(*parts, self.monitor, mute_logger)
         self._validated = math.nan  # the metric, if it was validated in this epoch
 
@@ -272,6 +272,15 @@ class TunedFit(Fit):
         if (value := metrics.get(options.monitor)) is not None:
             self._validated = float(value)
             self.reports.validated(self._validated)
+        self._check_in_mid_epoch()
+
+    def _check_in_mid_epoch(self) -> None:
+        """The epoch may be the only one: groups are checked where all of them validate."""
+        run, trainer = self.run, self.run.trainer
+        is_inside = run.strategy.epochs.is_open and not trainer.is_last_batch and not run.world.is_computing
+        may_change = run.options.retune_every is not None and not run.problem and not self.plateau.is_trying
+        if is_inside and may_change and (reason := self.check.validated()):
+            self._tuning.begin_again(reason)
 
     @override
     def ended(self) -> None:
@@ -300,9 +309,7 @@ class TunedFit(Fit):
         is_due = options.retune_every is not None and epoch % options.retune_every == 0 and not self.plateau.is_trying
         if not is_due or run.state.setting is None or stops_now(run.trainer) or epoch >= run.epochs:
             return
-        if self.check.epoch_done():
-            return
-        if reason := self.retuning.reason(epoch):
+        if reason := self.check.epoch_done() or self.retuning.reason(epoch):
             self._tuning.begin_again(reason)
         elif self.plateau.is_due:
             self.plateau.begin_trial()

@@ -2,18 +2,26 @@
 
 A forecast may be wrong about what it has not seen: a server that shares its cores with something else, a link that
 others use, a lock in the user's data. Then one group may be faster after all for the samples that groups cost.
+
+It may also be one group's forecast that is wrong: the batches that it is from were a few fast ones, or the machine has
+become slower since, for groups and for one. So one group is timed again, and groups are compared with that.
 """
 
 from __future__ import annotations
 
 import math
 
+from lightning_omni.performance.forecast import Setting
+from lightning_omni.search import Search
+from lightning_omni.search import constants as c
 from lightning_omni.search.choice import Choice, best_by_forecast
+from lightning_omni.strategy._private import stops_now
 from lightning_omni.tuner.applied import AppliedSetting
 from lightning_omni.tuner.reports import TunerReports
 from lightning_omni.tuner.retuning import Retuning
 from lightning_omni.tuner.run import TunedRun
 from lightning_omni.tuner.state import Command
+from lightning_omni.tuner.throughput import Speed
 
 
 class ForecastCheck:
@@ -30,31 +38,68 @@ class ForecastCheck:
 
     def __init__(self, run: TunedRun, applied: AppliedSetting, retuning: Retuning, reports: TunerReports) -> None:
         self._run, self._applied, self._retuning, self._reports = run, applied, retuning, reports
+        self._doubted: tuple[Setting, Speed] | None = None
 
-    def epoch_done(self) -> bool:
-        """Goes back to one group if groups are slower than that; says whether it has. On all ranks."""
+    def epoch_done(self) -> str:
+        """Goes back to one group if groups are slower than that, and were not found to be before. On all ranks.
+
+        Returns:
+            Why one group is to be timed again, or nothing.
+        """
+        speed = self._retuning.speed
+        return self._check(speed) if self._is_due and speed is not None else ""
+
+    def validated(self) -> str:
+        """The same where groups synchronize inside an epoch, once their speed is known well enough. On all ranks."""
         run = self._run
-        state = run.state
-        is_groups = (
-            run.learns_from_run and not state.is_final and state.setting is not None and state.setting.groups > 1
-        )
-        if not is_groups or self._retuning.speed is None or state.checked == state.rounds:
-            return False
-        state.checked = state.rounds
-        command = run.hear_command(self._command() if run.speaks else None)
-        if command is None:
-            return False
-        self._applied.give_up_groups(command.setting)
-        self._retuning.changed()
-        self._reports.chosen(command)
-        return True
+        if not self._is_due or any(run.world.agree([int(stops_now(run.trainer))])):  # a callback of one rank, perhaps
+            return ""
+        speed = self._retuning.speed_so_far()
+        return self._check(speed) if speed is not None and speed.is_known_within(c.GAIN) else ""
 
-    def _command(self) -> Command | None:
-        """What rank 0 makes of it: None if groups are worth their samples, or if it is not clear that they are not."""
-        run, speed, setting = self._run, self._retuning.speed, self._run.state.setting
-        if speed is None or setting is None or not run.searches or run.searches[-1].profile is None:
+    @property
+    def _is_due(self) -> bool:
+        """Whether groups were chosen, and not checked since; the same on all ranks."""
+        state = self._run.state
+        is_groups = not state.is_final and state.setting is not None and state.setting.groups > 1
+        return self._run.learns_from_run and is_groups and state.checked != state.rounds
+
+    def _check(self, speed: Speed) -> str:
+        run, state = self._run, self._run.state
+        state.checked = state.rounds
+        is_known = run.speaks and run.searches
+        command = run.hear_command(self._refutes(run.searches[-1], run.setting, speed) if is_known else None)
+        if command is None:
+            return ""
+        if not state.doubted:
+            state.doubted, self._doubted = True, (run.setting, speed)
+            return command.why
+        self._applied.give_up_groups(command.setting)
+        self._retuning.changed(in_mid_epoch=run.strategy.epochs.is_open)
+        self._reports.chosen(command)
+        return ""
+
+    def refutes(self, search: Search, setting: Setting) -> Command | None:
+        """Whether groups that are chosen once more, by new batches of one group, were slower than that. On rank 0.
+
+        Args:
+            search: by these batches.
+            setting: that it has chosen.
+
+        Returns:
+            None if they were not, or if they are other groups; else what is to be done instead.
+        """
+        if setting.groups == 1:
             return None
-        search = run.searches[-1]
+        doubted, self._doubted = self._doubted, None
+        if doubted is None or doubted[0] != setting:
+            return None
+        return self._refutes(search, *doubted)
+
+    def _refutes(self, search: Search, setting: Setting, speed: Speed) -> Command | None:
+        """None if groups of that speed are worth their samples, or if it is not clear that they are not."""
+        if search.profile is None:
+            return None
         one = best_by_forecast(search, groups=1)
         costs = search.forecast().efficiency
         one_at_least = math.log(search.prediction(one).samples_per_second.low)
@@ -65,8 +110,8 @@ class ForecastCheck:
             f"{setting.groups} groups train {speed.rate:.3g} samples per second, and {predicted:.3g} were predicted;"
             " for the samples that they need, one group is faster"
         )
-        run.choice = Choice(one, why, search.forecast().of(one))
-        return Command(one, why=why)
+        self._run.choice = Choice(one, why, search.forecast().of(one))
+        return Command(one, why=why, gives_up=True)
 
 
 __all__ = ["ForecastCheck"]

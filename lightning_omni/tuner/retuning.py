@@ -9,7 +9,7 @@ import torch
 from lightning_omni.search import SearchSpec
 from lightning_omni.search import constants as c
 from lightning_omni.tuner.run import TunedRun
-from lightning_omni.tuner.throughput import RunThroughput, Speed, SpeedHistory
+from lightning_omni.tuner.throughput import RunThroughput, Speed, SpeedHistory, Trained
 
 BUDGET_PART = 0.4
 """Of the budget for the search before the first batch, and as much for the first retuning of the run under way. More is
@@ -81,11 +81,8 @@ class Retuning:
 
     def epoch_done(self) -> None:
         """An epoch has ended, or what was trained of it. On all ranks; validations do not count for the report."""
-        run, strategy = self._run, self._run.strategy
-        own = self.throughput.take()
-        variance = (own.rate * own.error) ** 2 if own.rate else 0.0
-        counts = torch.tensor([own.samples, own.timed, own.rate, variance], device=strategy.root_device)
-        trained, timed, rate, variance = strategy.reduce(counts, reduce_op="sum").tolist()
+        run = self._run
+        trained, timed, rate, variance = self._of_all(self.throughput.take())
         if run.rounds and run.state.setting is not None and rate > 0:
             groups = run.state.setting.groups
             before = self._totals.get(groups, (0.0, 0.0))
@@ -94,12 +91,23 @@ class Retuning:
         seconds, self._seconds_before = run.seconds - self._seconds_before, run.seconds
         is_mixed = self._changed_in == run.trainer.current_epoch  # part of it was trained with another setting
         self.rate = trained / seconds if seconds > 0 and not is_mixed else 0.0
-        # Ranks that wait for each other say the same with their batches, and count once: those of a group, or all.
-        is_one = len(run.world.topology.alive) == 1 or run.world.method.has_barrier
-        variance *= len(run.world.live_ranks) / (1 if is_one else len(run.world.topology.alive))
-        tells = rate > 0 and math.isfinite(variance)
-        self.speed = Speed(timed, timed / rate, math.sqrt(variance) / rate) if tells else None
+        self.speed = _speed(timed, rate, variance)
         self._has_changed = self.speed is not None and not is_mixed and self._speeds.add(self.speed)
+
+    def speed_so_far(self) -> Speed | None:
+        """The same of an epoch under way, in which all groups are at a synchronization point. On all ranks."""
+        _, *counts = self._of_all(self.throughput.trained)
+        return _speed(*counts)
+
+    def _of_all(self, own: Trained) -> list[float]:
+        """Samples of all ranks, those of them that are timed, and their samples per second with the variance."""
+        world, strategy = self._run.world, self._run.strategy
+        variance = (own.rate * own.error) ** 2 if own.rate else 0.0
+        counts = torch.tensor([own.samples, own.timed, own.rate, variance], device=strategy.root_device)
+        *sums, variance = strategy.reduce(counts, reduce_op="sum").tolist()
+        # Ranks that wait for each other say the same with their batches, and count once: those of a group, or all.
+        is_one = len(world.topology.alive) == 1 or world.method.has_barrier
+        return [*sums, variance * len(world.live_ranks) / (1 if is_one else len(world.topology.alive))]
 
     # --- What follows from it -----------------------------------------------------------------------------------------
 
@@ -151,6 +159,11 @@ class Retuning:
         first_loss = tried[0].first_loss if tried else None  # rank 0 knows it from its first probe
         is_final = ends_soon(run.options.seconds_to_target(run.state.reached), run.seconds)
         return spec.for_step(first_loss, is_final and not run.trainer.lr_scheduler_configs)
+
+
+def _speed(timed: float, rate: float, variance: float) -> Speed | None:
+    """None if nothing was timed, or on some rank too little."""
+    return Speed(timed, timed / rate, math.sqrt(variance) / rate) if rate > 0 and math.isfinite(variance) else None
 
 
 def ends_soon(expected: float, seconds: float) -> bool:

@@ -25,6 +25,7 @@ class Command(Serializable):
         scale: by what learning rates are multiplied, if the search is over.
         divergence_threshold: the training loss above which the run has diverged with that setting; NaN if unknown.
         why: of the choice.
+        gives_up: whether groups are given up for good with it.
         error: why nothing can go on; every rank raises it.
     """
 
@@ -35,6 +36,7 @@ class Command(Serializable):
     scale: float = 1.0
     divergence_threshold: float = math.nan
     why: str = ""
+    gives_up: bool = False
     error: str = ""
 
     @classmethod
@@ -62,6 +64,7 @@ class TunerState(Serializable):
         unfinished: whether a search is under way.
         rounds: searches that were begun.
         checked: of these, the last one whose groups' speed was compared with the forecast.
+        doubted: whether one group was timed again since groups seemed slower; they are given up if they do once more.
         divergence_threshold: the training loss above which the run has diverged; NaN if unknown.
         is_final: whether the run went back to one group for good: it had diverged with what was chosen, learnt too
             slowly, or groups were not fast enough.
@@ -85,6 +88,7 @@ class TunerState(Serializable):
     unfinished: bool = False
     rounds: int = 0
     checked: int = 0
+    doubted: bool = False
     divergence_threshold: float = math.nan
     is_final: bool = False
     before_trial: Setting | None = None

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _FALSE_ALARM = 0.05
 """How likely noise alone may make a run that never changes look as if it had, however many epochs it has."""
+_BOTH_SIDES = NormalDist().inv_cdf(1 - _FALSE_ALARM / 2)
+"""Standard errors that as much noise exceeds."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,11 @@ class Speed:
     @property
     def log_most(self) -> float:
         """Logarithm of the most samples per second that noise can have hidden."""
-        return math.log(self.rate) + NormalDist().inv_cdf(1 - _FALSE_ALARM / 2) * self.error
+        return math.log(self.rate) + _BOTH_SIDES * self.error
+
+    def is_known_within(self, factor: float) -> bool:
+        """Whether noise has hidden no more than that factor."""
+        return _BOTH_SIDES * self.error <= math.log(factor)
 
 
 class SpeedHistory:
@@ -137,6 +143,9 @@ class RunThroughput:
     Args:
         clock: gives the time in seconds.
 
+    Attributes:
+        trained: since `take` was last called.
+
     Example:
         >>> moments = iter([0.0, 2.0, 4.0, 100.0, 102.0])
         >>> counted = RunThroughput(clock=lambda: next(moments))
@@ -154,7 +163,7 @@ class RunThroughput:
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
         self._timer = StepTimer(clock)
         self._is_on = False
-        self._trained = Trained()
+        self.trained = Trained()
 
     def go(self) -> None:
         """Training begins, or goes on."""
@@ -175,11 +184,11 @@ class RunThroughput:
             return
         seconds = self._timer.done()
         timed = Trained() if seconds is None else Trained(0, samples, seconds, 1, seconds**2)
-        self._trained = self._trained + Trained(samples) + timed
+        self.trained = self.trained + Trained(samples) + timed
 
     def take(self) -> Trained:
         """What was trained since this was last called."""
-        taken, self._trained = self._trained, Trained()
+        taken, self.trained = self.trained, Trained()
         return taken
 
 

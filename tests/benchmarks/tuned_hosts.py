@@ -10,10 +10,12 @@ the batch. A LeNet of 431,080 weights learns Fashion-MNIST from batches of 256, 
 0.9: with `DDPStrategy`, alone or with torch's PowerSGD or its post-local SGD (see --rank and --period), and with
 `OmniStrategy` and an `OmniTuner` that is told nothing. With --task, one of `tests/benchmarks/tasks.py` is trained
 instead, with its user's own optimizer, to its held-out loss; links are slower or faster with its number of weights.
-Every other step rank 0 copies the weights that Lightning would validate and save: its own, or the server's where the
-groups' own weights circle around these. The copies are evaluated when training is over (those of --task by a thread
-beside it, and training ends at the target), so no evaluation is in any time; nothing is validated in between. Times
-count from the first batch, and whatever the tuner does is in them.
+Every other step rank 0 copies the weights that Lightning would validate and save: its own with one group, and else what
+the method evaluates (`validated.py`). The server's cross no link, for it is on this host (but with --per-node), and the
+mean of all groups' is taken in memory that hosts share. While an exchange is under way, whose answer the server's would
+have to wait for, the copy is of those read last. Copies are evaluated when training is over (those of --task by a
+thread beside it, and training ends at the target), so no evaluation is in any time; nothing is validated in between.
+Times count from the first batch, and whatever the tuner does is in them.
 
 Nothing of the tuner was set on these scenes but what `tests/benchmarks/tasks.py` says is for developing. A row counts
 only where what all hosts really did, communication and tuning included, is less than half of what this machine's cores
@@ -54,6 +56,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook, powe
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
+from validated import ValidatedWeights
 
 
 @dataclass(frozen=True)
@@ -121,10 +124,14 @@ def train(told: dict[str, Any]) -> dict[str, Any]:
 
     class Copies(pl.Callback):
         began, working = 0.0, 0.0
+        validated: ValidatedWeights
+        newest: Tensor | None = None
+        is_late = False
         together, groups = 0, None
         """Batches that all members of this rank's group have trained since it was formed, and with which others."""
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            self.validated = ValidatedWeights(told["own"], pl_module, RANKS)
             self.began, self.working = time.perf_counter(), time.process_time()
 
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -133,8 +140,9 @@ def train(told: dict[str, Any]) -> dict[str, Any]:
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
             peer.stepped(pl_module)
             now = time.perf_counter() - self.began
-            if rank == 0 and pl_module.steps % COPY_EVERY == 0:
-                copies.append((now, weights_to_validate(trainer, pl_module)))
+            self.validated.leave_own(rank)
+            if rank == 0:
+                self.copy(trainer, pl_module, now)
             world = getattr(trainer.strategy, "world", None)
             if world is not None and world.topology.groups != self.groups:
                 self.together, self.groups = 0, world.topology.groups
@@ -143,6 +151,16 @@ def train(told: dict[str, Any]) -> dict[str, Any]:
             if self.together % STOP_EVERY == 0:
                 is_over = now > told["limit"] or (rank == 0 and problem.is_over(copies))
                 trainer.should_stop |= trainer.strategy.reduce_boolean_decision(is_over, all=False)
+
+        def copy(self, trainer: Any, pl_module: Any, now: float) -> None:
+            is_due = pl_module.steps % COPY_EVERY == 0
+            if is_due or self.is_late:
+                found = self.validated.read(trainer.strategy)
+                self.is_late = found is None
+                if found is not None:
+                    self.newest = torch.cat([each.flatten().float() for each in [*found, *pl_module.net.buffers()]])
+            if is_due and self.newest is not None:
+                copies.append((now, self.newest))
 
     peer = Peer(told)
 
@@ -208,15 +226,6 @@ class Peer:
         """An optimizer has stepped: post-local SGD averages weights now and then."""
         if self._averager is not None:
             self._averager.average_parameters(model.parameters())
-
-
-def weights_to_validate(trainer: Any, module: Any) -> Tensor:
-    """Those that Lightning would validate now, flat, and buffers. The server is on this host: no link is crossed."""
-    weights = [each.detach() for each in module.net.parameters()]
-    world = getattr(trainer.strategy, "joined", None)
-    if world is not None and world.executor.exchanges and world.method.evaluated == "centre":
-        weights = list(world.channel.snapshot(with_state=False).parts[0]["weights"].values())
-    return torch.cat([each.flatten().float() for each in [*weights, *module.net.buffers()]])
 
 
 # --- What is trained -------------------------------------------------------------------------------------------------
@@ -400,10 +409,11 @@ def run(way: str, scene: Scene, data: Path, seed: int, arguments: argparse.Names
         "warmup": arguments.warmup,
     }
     network = Network((RANKS,), host_mbit=None if scene.mbit is None else scene.mbit * slower(arguments))
-    try:
-        results, said = on_hosts(network, __file__, told, arguments.limit * 1.5 + START)
-    except HostsError as error:
-        return Row(failed=str(error))
+    with tempfile.NamedTemporaryFile() as own:
+        try:
+            results, said = on_hosts(network, __file__, {**told, "own": own.name}, arguments.limit * 1.5 + START)
+        except HostsError as error:
+            return Row(failed=str(error))
     if arguments.verbose:
         print(said)
     first = results[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 import torch
@@ -77,6 +78,32 @@ def inside_an_epoch(strategy: Any, resume: bool = False) -> dict[str, Any]:
     return {"seen": samples.seen, "scheduled": run.lr_scheduler_configs[0].scheduler.last_epoch}
 
 
+class SlowRank(pl.Callback):
+    """The last rank takes longer for each batch."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        time.sleep(0.05 * RANK)
+
+
+def inside_an_epoch_of_groups() -> dict[str, Any]:
+    """Saves after six batches of a group that has trained more of the epoch than the other."""
+    pl.seed_everything(1, verbose=False)
+    saving = pl.callbacks.ModelCheckpoint(FOLDER, "groups-{step}", every_n_train_steps=6, save_top_k=-1)
+    run = trainer(omni.OmniStrategy(groups=2), 2, callbacks=[InTime(), SlowRank(), saving], enable_checkpointing=True)
+    run.fit(CycleNet(norm=False), *loaders())
+    checkpoint = torch.load(FOLDER / "groups-step=6.ckpt", weights_only=True)
+    return {"trained": sum(stop - start for start, stop in checkpoint["omni"]["run"]["cut"]["trained"])}
+
+
+def from_inside(strategy: Any) -> dict[str, Any]:
+    """Goes on from there."""
+    pl.seed_everything(1, verbose=False)
+    samples = Samples()
+    run = trainer(strategy, 2, callbacks=[samples])
+    run.fit(CycleNet(norm=False), *loaders(), ckpt_path=f"{FOLDER}/groups-step=6.ckpt")
+    return {"seen": samples.seen[0], "epochs": run.current_epoch}
+
+
 def in_fragments(servers: int) -> Any:
     """Groups that exchange fragments with so many servers."""
     method = "diloco:period=4,fragments=2,delay=1,outer_momentum=0.5"
@@ -114,6 +141,10 @@ def main() -> None:
         "groups from ddp": fit(omni.OmniStrategy(groups=2), 2, resume="ddp"),
         "ddp inside an epoch": inside_an_epoch(ddp()),
         "groups from inside": inside_an_epoch(omni.OmniStrategy(groups=2), resume=True),
+        "groups inside an epoch": inside_an_epoch_of_groups(),
+        "ddp from inside": from_inside(ddp()),
+        "groups from inside of groups": from_inside(omni.OmniStrategy(groups=2)),
+        "one group from inside of groups": from_inside(omni.OmniStrategy(groups=1)),
         # fragments, cut out of the shares of two servers
         "fragments half": fit(in_fragments(2), 1, save="fragments"),
         "fragments from fragments": fit(in_fragments(2), 2, resume="fragments", save="fragments later"),

@@ -89,6 +89,7 @@ class Classifier(pl.LightningModule):
         self.noted: list[float] = []
         self.segments: list[tuple[bool, float]] = []
         self.steps = 0
+        self.had_groups = False
         self.rng = random.Random(RANK)
 
     def on_train_epoch_start(self) -> None:
@@ -108,6 +109,8 @@ class Classifier(pl.LightningModule):
         seconds *= 3 if self.current_epoch >= self.options.get("slower_from", 1 << 30) else 1
         if self.trainer.strategy.world.executor.exchanges:
             seconds *= self.options.get("slower_in_groups", 1)
+            self.had_groups = True
+        seconds *= self.options.get("slower_since_groups", 1) if self.had_groups else 1
         if self.options.get("exponential"):
             seconds *= self.rng.expovariate(1.0)
         time.sleep(seconds)
