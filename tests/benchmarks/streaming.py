@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy
 import torch
+from prior import CENSORED, MOST
 from scipy import stats
 from tasks import DEVELOPING, PRIOR_CLUSTERS, Task, cluster_of
 from torch import Tensor, nn
@@ -129,14 +130,15 @@ def show_delays(seeds: int) -> None:
 def paced(settings: str, task: Task) -> tuple[float, float]:
     """Samples to the target of four groups, one of which is slow, over those of one group; and samples per second."""
     method = method_named(f"diloco:outer_lr=1.0,outer_momentum=0,{settings}")
-    most = LONGEST * task.updates
+    most = MOST * task.updates
     own = Setting(1, task.momentum, task.own_lr)
     theory = Experience(own, Scaling(task.is_adaptive), prior=Prior.load())
     whole = theory.suggested(replace(own, groups=GROUPS, period=method.push_period * 4, method="local_sgd"))
     alone = task.train(PRIOR_CLUSTERS["nearly equal"], most=most)
     cluster = cluster_of("one slow", task)
     groups = task.train(cluster, method, GROUPS, momentum=whole.momentum, lr=whole.lr, most=most)
-    return min(groups.samples, LONGEST * alone.samples) / alone.samples, groups.trained / groups.trace.seconds
+    samples = min(groups.samples, groups.trained * math.exp(CENSORED))
+    return samples / alone.samples, groups.trained / groups.trace.seconds
 
 
 def show_paces() -> None:
