@@ -180,6 +180,26 @@ def test_the_group_on_the_servers_node_shares_its_link_if_it_has_members_elsewhe
     assert apart == pytest.approx(2 * BATCH * (1 / STEP + 1 / (STEP + 2 * seconds)), rel=0.01)
 
 
+def test_with_a_server_on_each_node_all_links_carry_as_much_at_once() -> None:
+    spread = one_group(**REAL | {"server_node": None}, servers=4, per_node=True)
+    # Three quarters of the weights leave each node, and three quarters come to it; then answers do.
+    found = rate(spread, 4, "local_sgd:period=8")
+    assert 8 * 4 * BATCH / found == pytest.approx(8 * STEP + 2 * 0.75 * NBYTES / LINK, rel=0.01)
+    seldom = rate(spread, 4, "elastic_averaging:period=64")  # no two at once
+    assert 64 * 4 * BATCH / seldom == pytest.approx(64 * STEP + 2 * 0.75 * NBYTES / LINK, rel=0.01)
+
+
+def test_several_servers_on_one_node_share_its_link() -> None:
+    one, several = (rate(one_group(**REAL, servers=servers), 4, "async_sgd") for servers in (1, 4))
+    assert several == pytest.approx(one, rel=0.01)
+
+
+def test_a_server_that_is_busy_beside_a_busy_link_slows_the_groups_beyond_it_alone() -> None:
+    quick, slow = (rate(one_group(**REAL, serve=part * STEP), 4, "async_sgd") for part in (1e-6, 0.2))
+    alone = BATCH / STEP - BATCH / (1.2 * STEP)  # what the group on the server's node loses
+    assert 0.9 * alone < quick - slow < 2.5 * alone
+
+
 # --- Where exchanges were measured ------------------------------------------------------------------------------------
 
 

@@ -153,12 +153,17 @@ class TrainingPlan:
             per_byte = np.where(here, 0.0, per_byte)
             delay = np.where(here, model.placement.round_trip, delay)
             delay_per_byte = np.where(here, model.placement.per_byte or 0.0, delay_per_byte)
-        serve, per_byte = model.serve / model.servers, per_byte / model.servers
+        # Servers on one node share its link.
+        links = model.servers if model.placement.server is None else 1
+        serve, per_byte, own = model.serve / model.servers, per_byte / links, per_byte
         mean, most = (push + pull) / 2, max(push, pull)
         delay = delay * messages_of(model.servers)
         if model.is_fair:
-            rest = np.maximum((delay_per_byte - per_byte) * mean, 0.0)
-            return ExchangeSeconds(delay + rest, serve, per_byte * push, per_byte * pull + handed)
+            # The group's own link carries as much as servers elsewhere get of it: at a barrier while all others push.
+            alone = (delay_per_byte + (delay_per_byte if model.per_node else own)) * mean
+            meanwhile = 2 * per_byte * mean * (len(here) if pattern.barrier else 1)
+            delay = delay + np.maximum(alone - meanwhile, 0.0)
+            return ExchangeSeconds(delay, serve, per_byte * push, per_byte * pull + handed)
         # The other direction of the server's link is a part of the delay.
         delay = delay + np.maximum(delay_per_byte * mean + per_byte * (mean - most), 0.0)
         # What comes one after the other and takes equally long each time makes one queue only, at the longest.
@@ -337,8 +342,7 @@ class Outcome:
 
     def _busy(self, rates: Array) -> Array:
         """Part of the time in which the busiest serial part is, at so many steps per second; shape (draws,)."""
-        serial = np.maximum(np.maximum(self.serve, self.head), self.link)
-        return np.asarray((serial * rates).sum(axis=1))
+        return np.asarray(np.max([(each * rates).sum(axis=1) for each in (self.serve, self.head, self.link)], axis=0))
 
     @property
     def seconds_per_update(self) -> Array:
