@@ -12,9 +12,11 @@ import pytest
 from runs import run_nodes
 
 from lightning_omni.errors import ConfigurationError
+from lightning_omni.performance import constants
 from lightning_omni.performance.exchanging import ExchangePattern
 from lightning_omni.performance.measured import Measured
 from lightning_omni.performance.profile import Profile
+from lightning_omni.performance.queueing import residence_on_fair_links
 
 NBYTES = 4_000_000
 LINK = 40e6
@@ -167,6 +169,20 @@ def test_groups_that_share_both_directions_of_a_link_are_predicted(push: float, 
     pattern = ExchangePattern(1, round(push * NBYTES), round(pull * NBYTES))
     found = Profile.fit([one_group(scatter=scatter, **REAL)]).predict(4, exchanging=pattern).samples_per_second.value
     assert found == pytest.approx(shared(scatter, push * STEP, pull * STEP), rel=0.05)
+
+
+@pytest.mark.parametrize("load", [0.3, 1.0, 3.0])
+def test_of_many_groups_the_queue_is_nearly_what_it_is_one_group_at_a_time(
+    load: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    demand = np.zeros((1, 33, 2))
+    demand[:, :32] = load / 32
+    pace = []
+    for states in (10_000, 1):
+        monkeypatch.setattr(constants, "QUEUE_STATES", states)
+        pace.append(1 + residence_on_fair_links(np.ones((1, 33)), demand, np.array([False, False]))[0, 0])
+    assert pace[0] == pytest.approx(pace[1], rel=0.03)
+    assert pace[0] >= max(1.0, 32 * load / 32)
 
 
 def test_the_group_on_the_servers_node_shares_its_link_if_it_has_members_elsewhere() -> None:

@@ -20,6 +20,8 @@ QUEUE_ROUNDS = 40
 """Rounds of the fixed point for the times that groups spend in queues, at most."""
 QUEUE_TOLERANCE = 1e-6
 """Part of a cycle by which that fixed point may still change in the last round."""
+QUEUE_STATES = 96
+"""Numbers of groups at shared links for which queues are computed one group at a time; beyond it nearly."""
 QUEUE_SCATTER = 0.2
 """How much small scatter counts near saturation."""
 FORECAST_ERROR = 0.3

@@ -214,7 +214,8 @@ def residence_on_fair_links(think: Array, demand: Array, is_queue: Array, counte
         [[1.333, 1.333]]
 
     References:
-        Reiser and Lavenberg 1980 (mean value analysis); Baskett et al. 1975 (stations that are shared evenly).
+        Reiser and Lavenberg 1980 (mean value analysis); Baskett et al. 1975 (stations that are shared evenly);
+        Schweitzer 1979 (approximate mean value analysis, for many groups).
     """
     _, firsts, kinds, counts = np.unique(
         demand[0].round(9), axis=0, return_index=True, return_inverse=True, return_counts=True
@@ -235,6 +236,8 @@ def residence_on_fair_links(think: Array, demand: Array, is_queue: Array, counte
 
 def _residence_of_kinds(counts: Sequence[int], think: Array, demand: Array, parts: Array, is_queue: Array) -> Array:
     """The same for so many groups of each kind, which are equal: shape (draws, kinds)."""
+    if math.prod(count + 1 for count in counts) > c.QUEUE_STATES:
+        return _residence_of_many(np.array(counts), think, demand, parts, is_queue)
     nothing = np.zeros_like(demand[:, 0])
     queues: dict[tuple[int, ...], Array] = {}
     found = demand
@@ -247,6 +250,19 @@ def _residence_of_kinds(counts: Sequence[int], think: Array, demand: Array, part
                 rate = number / (think[:, kind] + (found * parts)[:, kind].sum(axis=1))[:, None]
                 queue, busy = queue + rate * found[:, kind], busy + rate * demand[:, kind]
         queues[some] = queue - np.minimum(busy, 1.0) / 2 * is_queue
+    return np.asarray((found * parts).sum(axis=2))
+
+
+def _residence_of_many(counts: Array, think: Array, demand: Array, parts: Array, is_queue: Array) -> Array:
+    """The same, nearly: a group that arrives finds its part of the queue of its own kind missing (Schweitzer 1979)."""
+    queues = np.zeros_like(demand)
+    found = demand
+    for _ in range(c.QUEUE_ROUNDS):
+        rates = (counts / (think + (found * parts).sum(axis=2)))[:, :, None]
+        busy = np.minimum((rates * demand).sum(axis=1, keepdims=True), 1.0) / 2 * is_queue
+        queues = (queues + rates * found) / 2
+        seen = queues.sum(axis=1, keepdims=True) - queues / counts[:, None] - busy
+        found = demand * (1 + np.maximum(seen, 0.0))
     return np.asarray((found * parts).sum(axis=2))
 
 
