@@ -22,6 +22,7 @@ from lightning_omni.methods.contract import (
     Send,
     Step,
     StepTime,
+    Sum,
     Tensors,
     check_fragments,
     check_period,
@@ -41,12 +42,20 @@ class PacedBarrier(Barrier):
         super().setup()
         self._step_times: dict[int, tuple[float, int]] = {}  # by group: the mean, and of how many exchanges
 
-    def _wait(self, push: Push) -> list[Reply]:
+    def receive(self, push: Push) -> list[Reply]:
+        self._remember_pace(push)
+        return super().receive(push)
+
+    def receive_sum(self, pushes: Sum) -> list[Reply]:
+        for push in pushes.parts:
+            self._remember_pace(push)
+        return super().receive_sum(pushes)
+
+    def _remember_pace(self, push: Push) -> None:
         if push.note > 0:
             mean, count = self._step_times.get(push.group, (0.0, 0))
             count = min(count + 1, STEADY)
             self._step_times[push.group] = mean + (push.note - mean) / count, count
-        return super()._wait(push)
 
     def released(self) -> list[Reply]:
         replies = super().released()
