@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Hashable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import msgspec
 import torch
@@ -119,9 +119,12 @@ class PowerSGD(AllReduce, frozen=True, kw_only=True, tag="powersgd"):
 
     Args:
         rank: columns of the thin matrices, 1 or more: the larger, the closer, and the more bytes.
+        dtype: in which all of it travels: ``"fp32"``, or ``"bf16"`` for half the bytes. By how much thin matrices are
+            rounded is a part of what is added to the next gradient; what travels as it is stays rounded, as with the
+            format ``"bf16"``.
 
     Raises:
-        ConfigurationError: the rank is not above 0.
+        ConfigurationError: the rank is not above 0, or there is no such dtype.
 
     Example:
         >>> PowerSGD(rank=4).nbytes([(500, 800), (500,)]) / Exact().nbytes([(500, 800), (500,)]) < 1 / 50
@@ -134,13 +137,20 @@ class PowerSGD(AllReduce, frozen=True, kw_only=True, tag="powersgd"):
 
     messages: ClassVar[int] = 2
     rank: int = 4
+    dtype: Literal["fp32", "bf16"] = "fp32"
 
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise ConfigurationError(f"rank={self.rank}: pass the columns of the thin matrices, 1 or more")
+        if self.dtype not in ("fp32", "bf16"):
+            raise ConfigurationError(f'dtype={self.dtype!r}: pass "fp32" or "bf16"')
 
     def nbytes(self, shapes: Iterable[Sequence[int]]) -> int:
-        return 4 * sum(self._numbers(shape) for shape in shapes)
+        return (2 if self.dtype == "bf16" else 4) * sum(self._numbers(shape) for shape in shapes)
+
+    def is_thin(self, shape: Sequence[int]) -> bool:
+        """Whether a gradient of this shape travels as thin matrices."""
+        return self._columns(shape) > 0
 
     def average(self, gradients: Sequence[Tensor], keys: Sequence[Hashable], memory: Memory) -> Steps:
         thin = [self._columns(each.shape) for each in gradients]
@@ -154,12 +164,13 @@ class PowerSGD(AllReduce, frozen=True, kw_only=True, tag="powersgd"):
         matrices = [(each.to(dtype) + unsent.error).flatten(1) for each, unsent, _ in known]
         factors = [unsent.factor for _, unsent, _ in known]
         left = [matrix @ factor for matrix, factor in zip(matrices, factors, strict=True)]
-        _put((yield _flat([*whole, *left], dtype)), [*whole, *left])
+        sent = torch.bfloat16 if self.dtype == "bf16" else dtype
+        _put((yield _flat([*whole, *left], sent)), [*whole, *left])
         left = [torch.linalg.qr(each).Q for each in left]
         factors = [matrix.T @ each for matrix, each in zip(matrices, left, strict=True)]
         if not factors:
             return
-        _put((yield _flat(factors, dtype)), factors)
+        _put((yield _flat(factors, sent)), factors)
         for (each, unsent, key), matrix, rows, factor in zip(known, matrices, left, factors, strict=True):
             found = rows @ factor.T
             is_finite = found.isfinite().all()  # on all members or none; not asked, for a device would be waited for

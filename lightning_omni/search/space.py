@@ -33,7 +33,7 @@ WIRES = ("fp32", "int8", "int8/bf16")
 """How groups may exchange unless a user has chosen it: DiLoCo's outer step with a rate of 1 is local SGD that sends
 changes, so that answers may be rounded, too, and fragments may travel beside the computation."""
 
-ALL_REDUCES = ("bf16", "powersgd:16", "powersgd:8", "powersgd:4")
+ALL_REDUCES = ("bf16", "powersgd:16,dtype=bf16", "powersgd:8,dtype=bf16", "powersgd:4,dtype=bf16")
 """How the members of a group may average their gradients unless a user has chosen it."""
 
 Axis = list[Any] | tuple[float, float]

@@ -83,6 +83,8 @@ GROUPS, PERIODS = (2, 4, 8), (2, 8, 32)
 """Of the table."""
 STREAMED_PERIODS = (4, 8, 16, 32)
 """Of averages in fragments, which are four."""
+MEASURED_ALL_REDUCES = (*ALL_REDUCES, "powersgd:16", "powersgd:8", "powersgd:4")
+"""Those that a search tries, and others that users name."""
 ORDERS = 3
 """Of the data, with each of which all-reduce formats are measured."""
 WIDENED = ("fashion", "powerlaw", "teacher", "characters_sgd", "characters", "fashion_adamw", "fraud")
@@ -544,16 +546,23 @@ def streaming_cost(name: str, groups: int, period: int) -> tuple[float, float]:
 
 def of_all_reduces(is_adaptive: bool) -> dict[str, list[float]]:
     """By all-reduce format, the mean logarithm of the samples and its deviation."""
-    return {each: _summary(all_reduce_costs(each, is_adaptive, ORDERS)) for each in ALL_REDUCES}
+    return {each: _summary(all_reduce_costs(each, is_adaptive, ORDERS)) for each in MEASURED_ALL_REDUCES}
 
 
 def all_reduce_costs(format_: str, is_adaptive: bool, seeds: int) -> list[float]:
     """Logarithms of the samples to the target in one group that averages gradients so, relative to exact means."""
-    cluster, found = PRIOR_CLUSTERS["nearly equal"], []
-    tasks = [task for task in DEVELOPING.values() if task.is_adaptive == is_adaptive]
-    for task, seed in product(tasks, range(seeds)):
-        if all_reduce_of(format_).share(tuple(weight.shape) for weight in task.subject.model.parameters()) == 1:
-            continue  # its matrices are too small for that rank, and travel as they are
+    names = [name for name, task in DEVELOPING.items() if task.is_adaptive == is_adaptive]
+    with ProcessPoolExecutor(initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        return [cost for found in pool.map(partial(all_reduce_costs_of, format_, seeds), names) for cost in found]
+
+
+def all_reduce_costs_of(format_: str, seeds: int, name: str) -> list[float]:
+    """The same of one task; nothing if its matrices are too small for that rank, and travel as they are."""
+    task, cluster, found = DEVELOPING[name], PRIOR_CLUSTERS["nearly equal"], []
+    value = all_reduce_of(format_)
+    if isinstance(value, PowerSGD) and not any(value.is_thin(each.shape) for each in task.subject.model.parameters()):
+        return []
+    for seed in range(seeds):
         exact, other = (
             task.train(cluster, groups=1, seed=seed, most=MOST * task.updates, all_reduce=each)
             for each in ("fp32", format_)
