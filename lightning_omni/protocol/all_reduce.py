@@ -255,8 +255,8 @@ def all_reduce_of(given: str | AllReduce) -> AllReduce:
         ConfigurationError: it is none.
 
     Example:
-        >>> all_reduce_of("powersgd:2")
-        PowerSGD(rank=2)
+        >>> all_reduce_of("powersgd:2,dtype=bf16")
+        PowerSGD(rank=2, dtype='bf16')
     """
     if isinstance(given, str):
         return _registry.named(given)
