@@ -270,6 +270,13 @@ def test_a_format_with_half_the_bytes_halves_them_within_a_node_too() -> None:
     assert seconds[0] - seconds[1] == pytest.approx(NBYTES * 1e-8 / 2, rel=0.01)
 
 
+def test_an_all_reduce_within_nodes_is_the_bottleneck_where_it_takes_longest() -> None:
+    slow = Profile.fit([one_group(**NODES | {"node_per_byte": 1e-6})])
+    seldom = ExchangePattern.of("elastic_averaging:period=64", nbytes=NBYTES)
+    assert slow.predict(2, exchanging=seldom).bottleneck == "allreduce"
+    assert slow.predict(4, exchanging=seldom).bottleneck == "compute"
+
+
 def test_more_ranks_are_on_more_nodes_like_those_that_were_measured() -> None:
     larger = Profile.fit([one_group(**NODES)]).scaled(ranks=8)
     seldom = ExchangePattern.of("elastic_averaging:period=1000", nbytes=NBYTES)
