@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +18,9 @@ from lightning_omni.performance.measured import Measured
 from lightning_omni.search import Observation, Search, SearchSpec, Space
 from lightning_omni.search.choice import verdict
 from lightning_omni.tuner.first_batches import seconds_per_byte
+from lightning_omni.tuner.forecast_check import ForecastCheck
+from lightning_omni.tuner.state import TunerState
+from lightning_omni.tuner.throughput import Speed
 
 OWN = Setting(1, 0.9, 0.05, method="async_sgd", wire="fp32")
 AVERAGED = "diloco:outer_lr=1.0,outer_momentum=0"
@@ -205,3 +210,23 @@ def test_what_a_byte_takes_is_told_although_a_link_lets_the_first_ones_pass_at_o
 def test_of_a_small_gradient_one_message_tells_what_a_byte_takes() -> None:
     assert seconds_per_byte(lambda count: 0.01 + count * 4e-6, 4000) == pytest.approx(1e-6)
     assert seconds_per_byte(lambda count: 0.01, 4) > 0
+
+
+@pytest.mark.parametrize("epochs", [0, 1])
+def test_slow_groups_are_given_up_if_they_are_chosen_again_by_the_next_batches_and_not_epochs_later(
+    epochs: int,
+) -> None:
+    found = search(seen(exponential()))
+    groups = replace(OWN, groups=4)
+    run: Any = SimpleNamespace(
+        state=TunerState(setting=groups, rounds=1), setting=groups, searches=[found], learns_from_run=True, speaks=True
+    )
+    run.hear_command = lambda command: command
+    retuning: Any = SimpleNamespace(speed=Speed(256, 10.0, error=0.01))
+    check = ForecastCheck(run, SimpleNamespace(), retuning, SimpleNamespace())  # type: ignore[arg-type]
+    assert "were predicted" in check.epoch_done()
+    assert check.refutes(found, OWN) is None, "the next batches speak for one group, which is timed once more"
+    for _ in range(epochs):
+        run.state.setting = OWN
+        assert not check.epoch_done()
+    assert (check.refutes(found, groups) is None) is (epochs > 0)

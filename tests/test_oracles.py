@@ -1477,6 +1477,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("local_sgd", {"period": 0}, r"period=0.*1 or more"),
     ("local_sgd", {"warmup_steps": -1}, r"warmup_steps=-1.*0"),
     ("local_sgd", {"warmup_steps": 1, "delay": 1}, r"warmup_steps=1 with fragments=, delay=.*leave either out"),
+    ("local_sgd", {"warmup_steps": 1, "dynamic_steps": True}, r"warmup_steps=1 with.* dynamic_steps=.*leave"),
     ("local_sgd", {"fragments": 0}, r"fragments=0.*1 or more"),
     ("local_sgd", {"period": 6, "fragments": 4}, r"fragments=4 with period=6.*divides the period"),
     ("diloco", {"period": 6, "fragments": 3, "delay": 2}, r"delay=2.*0 to 1 steps"),

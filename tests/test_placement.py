@@ -270,6 +270,32 @@ def test_a_format_with_half_the_bytes_halves_them_within_a_node_too() -> None:
     assert seconds[0] - seconds[1] == pytest.approx(NBYTES * 1e-8 / 2, rel=0.01)
 
 
+def test_groups_within_nodes_that_were_measured_beside_one_over_links_are_as_fast_as_measured() -> None:
+    within, exchange, count = NBYTES * 1e-9, 0.2, 12
+    two = Measured(
+        groups=((0, 1), (2, 3)),
+        samples=((BATCH,) * count,) * 4,
+        own=((STEP,) * count,) * 4,
+        steps=((STEP + within + 1e-3,) * count, (STEP + within + exchange,) * count),
+        exchanges=((1e-3,) * count, (exchange,) * count),
+        nbytes=NBYTES,
+        **HOSTS | {"nodes": (0, 0, 1, 1)},
+    )
+    profile = Profile.fit([one_group(nodes=(0, 0, 1, 1), server_node=0), two])
+    found = profile.predict(2)
+    assert found.parts["allreduce"] == pytest.approx(within / 2, rel=0.01)
+    measured = sum(2 * BATCH / row[0] for row in two.steps)
+    assert found.samples_per_second.value == pytest.approx(measured, rel=0.05)
+    assert profile.predict(1).parts["allreduce"] == pytest.approx(1.5 * NBYTES / LINK, rel=0.01)
+
+
+def test_an_all_reduce_within_nodes_is_the_bottleneck_where_it_takes_longest() -> None:
+    slow = Profile.fit([one_group(**NODES | {"node_per_byte": 1e-6})])
+    seldom = ExchangePattern.of("elastic_averaging:period=64", nbytes=NBYTES)
+    assert slow.predict(2, exchanging=seldom).bottleneck == "allreduce"
+    assert slow.predict(4, exchanging=seldom).bottleneck == "compute"
+
+
 def test_more_ranks_are_on_more_nodes_like_those_that_were_measured() -> None:
     larger = Profile.fit([one_group(**NODES)]).scaled(ranks=8)
     seldom = ExchangePattern.of("elastic_averaging:period=1000", nbytes=NBYTES)

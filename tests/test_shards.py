@@ -404,6 +404,33 @@ def test_servers_that_are_handed_what_others_remembered_of_fragments_go_on_bitwi
         assert same(mine.method_side.state(), theirs.method_side.state())
 
 
+@pytest.mark.parametrize("parameters", [1, 2, 4])
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_the_pace_of_groups_is_saved_and_divided_whole_however_many_parameters_there_are(
+    parameters: int, fragments: int
+) -> None:
+    method = method_named(f"diloco:period=8,fragments={fragments},dynamic_steps=true")
+    weights = [torch.ones(64, 4) for _ in range(parameters)]
+    split = Split.of(Layout.of({f"p{place}": each for place, each in enumerate(weights)}), 2, elementwise=True)
+
+    def new(states: Sequence[Any]) -> list[Shard]:
+        shares = zip(split.parts(weights), split.shares, states, strict=True)
+        parts = [
+            ({spec.name: each for spec, each in zip(of.specs, part, strict=True)}, state) for part, of, state in shares
+        ]
+        return [Shard(None, part, 0, method, (0, 1), resolver(()), state) for part, state in parts]  # type: ignore[arg-type]
+
+    shards, pushed = new([None, None]), split.fragment(0, fragments)
+    given = pushed.parts([torch.ones(spec.local_shape) for spec in pushed.layout.specs])
+    for group, seconds in enumerate((0.5, 1.0)):
+        for shard, part in zip(shards, given, strict=True):
+            shard.method_side.receive(Push(group, 0, part, note=seconds, fragment=0))
+    states = [shard.method_side.state() for shard in shards]
+    again = new(split.tree_parts(split.merged_tree(states)))
+    for mine, theirs in zip(states, again, strict=True):
+        assert same(mine, theirs.method_side.state())
+
+
 def test_a_server_stands_for_a_number_of_servers_that_there_may_be() -> None:
     for servers in (0, -1, 1 << 40):
         with pytest.raises(MalformedMessage, match="stands for 1 to"):

@@ -64,8 +64,8 @@ class LocalSGD(Streaming, frozen=True, kw_only=True, tag="local_sgd"):
         check_whole("warmup_steps", self.warmup_steps, "a number of steps, 0 for none")
         if self.warmup_steps and self.streams:
             raise ConfigurationError(
-                f"warmup_steps={self.warmup_steps} with fragments=, delay= or alpha=: in the warm-up all weights are"
-                " averaged at every step; leave either out"
+                f"warmup_steps={self.warmup_steps} with fragments=, delay=, alpha= or dynamic_steps=: in the warm-up"
+                " all weights are averaged at every step; leave either out"
             )
 
     def group_side(self, replica: Replica) -> GroupSide:

@@ -74,13 +74,16 @@ class PacedBarrier(Barrier):
         return super().evict(group)
 
     def state(self) -> dict[str, Any]:
-        own = {"step_times": {group: list(each) for group, each in self._step_times.items()}}
+        # No lists, for one with an entry for each parameter is divided over several servers.
+        means = {group: mean for group, (mean, _) in self._step_times.items()}
+        counts = {group: count for group, (_, count) in self._step_times.items()}
+        own = {"step_times": means, "step_times_of": counts}
         return {**super().state(), **(own if self._step_times else {})}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         super().load_state(state)
-        known = state.get("step_times", {})
-        self._step_times = {int(group): (float(mean), int(count)) for group, (mean, count) in known.items()}
+        means, counts = (state.get(name, {}) for name in ("step_times", "step_times_of"))
+        self._step_times = {int(group): (float(mean), int(counts[group])) for group, mean in means.items()}
 
 
 class Streaming(Method, frozen=True, kw_only=True):

@@ -14,7 +14,7 @@ from lightning_omni.errors import ConfigurationError
 from lightning_omni.performance import constants as c
 from lightning_omni.performance.cost_model import first_draw
 from lightning_omni.performance.measured import Measured, servers_of
-from lightning_omni.performance.placement import over_links
+from lightning_omni.performance.placement import Placement, over_links
 from lightning_omni.performance.queueing import residence
 from lightning_omni.performance.resampled import Resampled
 
@@ -82,13 +82,16 @@ class _Exchanges:
         return [(away + there - self.mean) / cycle, (np.maximum(over, 0.0) + c.SHORTEST_EXCHANGE * over) / cycle]
 
 
-def fit_exchange(drawn: Sequence[Resampled], ring: Array, hop: Array) -> tuple[Array, Array, Array, Array]:
+def fit_exchange(
+    drawn: Sequence[Resampled], ring: Array, hop: Array, placement: Placement
+) -> tuple[Array, Array, Array, Array]:
     """Delay, delay of a byte, the server's time, and the link's of a byte: each in seconds, of shape (draws,).
 
     Args:
         drawn: segments of training.
         ring: seconds for a gradient's bytes on the links of a group, over which answers are handed on, shape (draws,).
         hop: of a message there, whatever its bytes, shape (draws,).
+        placement: knows what messages within a node take.
     """
     servers = servers_of([each.measured for each in drawn])
     several = [
@@ -100,7 +103,7 @@ def fit_exchange(drawn: Sequence[Resampled], ring: Array, hop: Array) -> tuple[A
         nothing = np.zeros(len(drawn[0].steps[0]))
         return nothing, nothing, nothing, nothing
     largest = max(each.measured.nbytes for each in drawn)
-    segments = [_Exchanges.of(each, _handed_on(each.measured, ring, hop, largest)) for each in several]
+    segments = [_Exchanges.of(each, _handed_on(each.measured, ring, hop, largest, placement)) for each in several]
     known = [each.measured.serve for each in several if each.measured.serve]
     serve, nbytes = sum(known) / max(len(known), 1), max(each.nbytes for each in segments)
     costs = _exchange_costs(segments, serve, nbytes)
@@ -117,10 +120,16 @@ def fit_exchange(drawn: Sequence[Resampled], ring: Array, hop: Array) -> tuple[A
     return np.maximum(delay - serve, 0.0), per_byte, served, busy / nbytes
 
 
-def _handed_on(measured: Measured, ring: Array, hop: Array, nbytes: int) -> list[Array]:
+def _handed_on(measured: Measured, ring: Array, hop: Array, nbytes: int, placement: Placement) -> list[Array]:
     """Seconds of an exchange of each group in which its leader hands on what it was answered."""
-    once = (hop + ring * (measured.nbytes / nbytes if nbytes else 1.0)) * measured.hands_on
-    return [(len(members) - 1).bit_length() * once for members in measured.groups]
+    over = hop + ring * (measured.nbytes / nbytes if nbytes else 1.0)
+    within = over
+    if placement.per_byte is not None:
+        within = placement.round_trip / 2 + placement.per_byte * measured.nbytes + 0 * ring
+    return [
+        (len(members) - 1).bit_length() * measured.hands_on * (within if placement.are_together(members) else over)
+        for members in measured.groups
+    ]
 
 
 def _exchange_costs(segments: Sequence[_Exchanges], serve: float, nbytes: int) -> Array:

@@ -19,6 +19,9 @@ from lightning_omni.performance.resampled import Resampled
 
 Array = np.ndarray[Any, Any]
 
+_Rows = list[tuple[int, Array]]
+"""Sizes of groups, and seconds of each, of shape (draws,)."""
+
 
 def fit_model(measured: Sequence[Measured], draws: int, seed: int) -> CostModel:
     """The costs that explain what was measured best, and draws of them.
@@ -36,16 +39,19 @@ def fit_model(measured: Sequence[Measured], draws: int, seed: int) -> CostModel:
     ranks = measured[0].ranks
     times = [_fit_rank(drawn, rank) for rank in ranks]
     overhead, per_sample, factors = (list(column) for column in zip(*times, strict=True))
-    ring, hop, between = _fit_allreduce(drawn)
+    placement, nbytes = Placement.measured(measured), max(each.nbytes for each in measured)
+    over, within = _beyond_computation(drawn)
+    ring, hop, between = _fit_allreduce(drawn, over or within)
+    if over and within and nbytes and placement.per_byte is None:
+        placement = replace(placement, per_byte=_seconds_of_gradient(within) / nbytes)
     several = [each for each in measured if len(each.groups) > 1]
     servers, per_node = servers_of(measured)
     away = part_away(servers, per_node)
-    delay, delay_per_byte, serve, link_per_byte = fit_exchange(drawn, ring, hop)
+    delay, delay_per_byte, serve, link_per_byte = fit_exchange(drawn, ring, hop, placement)
     heads = [each for each in several if each.head]
     # A group has its batch of samples there.
     batches = [mean_samples([each]) * len(each.ranks) / len(each.groups) for each in heads]
     sizes = {number for each in measured for row in each.samples for number in row}
-    placement, nbytes = Placement.measured(measured), max(each.nbytes for each in measured)
     model = CostModel(
         devices={rank: (device, 1.0) for device, rank in enumerate(ranks)},
         overhead=np.stack(overhead, axis=1),
@@ -117,10 +123,10 @@ def _jitter(factors: Sequence[Array]) -> Array:
     return np.asarray(jitter / jitter.mean(axis=2, keepdims=True))
 
 
-def _fit_allreduce(drawn: Sequence[Resampled]) -> tuple[Array, Array, Array]:
-    """Seconds of the bytes, of a hop, and of what a step takes beside all that, each of shape (draws,)."""
-    rows: list[tuple[int, Array]] = []
-    within: list[tuple[int, Array]] = []  # a node, whose messages cross no link
+def _beyond_computation(drawn: Sequence[Resampled]) -> tuple[_Rows, _Rows]:
+    """What steps take beyond computation and exchanges: in groups over links, and in those that are on one node."""
+    rows: _Rows = []
+    within: _Rows = []
     for each in drawn:
         head = each.measured.head if len(each.measured.groups) > 1 else 0.0
         placement = Placement.measured([each.measured])
@@ -129,7 +135,16 @@ def _fit_allreduce(drawn: Sequence[Resampled]) -> tuple[Array, Array, Array]:
                 own = np.max([each.own[rank] for rank in members], axis=0)
                 row = len(members), np.maximum((steps - exchanges - own).mean(axis=1) - head, 0.0)
                 (within if placement.are_together(members) else rows).append(row)
-    rows = rows or within
+    return rows, within
+
+
+def _seconds_of_gradient(rows: _Rows) -> float:
+    """Seconds of all bytes of a gradient from one member to another, if hops take none."""
+    return float(np.mean([row[0] / (2 * (size - 1) / size) for size, row in rows]))
+
+
+def _fit_allreduce(drawn: Sequence[Resampled], rows: _Rows) -> tuple[Array, Array, Array]:
+    """Seconds of the bytes, of a hop, and of what a step takes beside all that, each of shape (draws,)."""
     nothing = np.zeros(len(drawn[0].steps[0]))
     if not rows:
         return nothing, nothing, nothing

@@ -31,7 +31,7 @@ _T = TypeVar("_T")
 
 _TWICE_AS_FAST = {
     "compute": ("overhead", "per_sample", "between"),
-    "allreduce": ("ring", "hop", "hand_ring", "hand_hop"),
+    "allreduce": ("ring", "hop", "hand_ring", "hand_hop", "node_ring", "node_hop"),
     "exchange": ("delay", "delay_per_byte"),
     "server": ("serve",),
     "link": ("link_per_byte",),
@@ -64,8 +64,9 @@ class TrainingPlan:
         model, rough = first_draw(self.model), replace(self, is_rough=True)
 
         def rate(halved: Sequence[str]) -> float:
-            changed = replace(model, **{name: getattr(model, name) / 2 for name in halved})
-            return float(replace(rough, model=changed).outcome(topology).samples_rate[0])
+            costs = {name: getattr(model, name) for name in halved}
+            changed = {name: cost / 2 for name, cost in costs.items() if cost is not None}
+            return float(replace(rough, model=replace(model, **changed)).outcome(topology).samples_rate[0])
 
         rates = {name: rate(halved) for name, halved in _TWICE_AS_FAST.items()}
         return max(rates, key=rates.__getitem__)

@@ -46,6 +46,8 @@ class ForecastCheck:
         Returns:
             Why one group is to be timed again, or nothing.
         """
+        if not self._run.state.unfinished:  # one group was timed again: if groups are chosen later, times have changed
+            self._doubted = None
         speed = self._retuning.speed
         return self._check(speed) if self._is_due and speed is not None else ""
 
