@@ -444,6 +444,27 @@ def test_a_data_connection_that_broke_is_noticed_while_the_control_connection_st
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="descriptors are found in /proc")
+def test_why_the_run_ends_is_told_rather_than_that_the_connection_broke(serving: Serving) -> None:
+    """The server closes what it has, and its reason is still on its way when another connection is refused."""
+    with ranks(serving.address, 2) as (first, _):
+        first.begin((0,), (1,), method=HardSync())
+        buffer, _ = first.gradient(0)
+        for wire in connected_to(serving.data_address):
+            wire.shutdown(socket.SHUT_RDWR)
+        assert eventually(lambda: first.data._has_broken)
+        first.data.send(first.push_message(0, buffer), buffer)
+        told = time.monotonic() + 0.5
+
+        def check() -> None:
+            if time.monotonic() > told:
+                raise RankLost("rank 1 cannot go on: odd has dtype float8")
+
+        first.data._check = check
+        with pytest.raises(RankLost, match="odd has dtype float8"):
+            first.data.receive(m.Weights)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="descriptors are found in /proc")
 def test_connections_that_are_silent_are_kept_alive_by_the_system(serving: Serving) -> None:
     with ranks(serving.address, 1):
         for address in (serving.address, serving.data_address):

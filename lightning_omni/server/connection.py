@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import zmq
@@ -63,6 +63,8 @@ CONNECT_TIME = 60.0
 """Seconds in which a data connection must stand."""
 GRACE = 60.0
 """Seconds within which a rank hears that its server is gone when a data connection broke: the server may be busy."""
+TOLD_WHY = 5.0
+"""Seconds within which a rank hears why its server is ending, if that still answers on a data connection."""
 _BROKEN = "the data connection broke, and what was under way on it is lost: the other side has ended it, or the network"
 LONGEST_REASON = 4000
 """Characters of a reason that are sent."""
@@ -463,7 +465,7 @@ class DataConnection(Data):
         if place is not None:
             self._offered.discard(place)
         if isinstance(answer, m.RefusedMessage) and self._has_broken:  # ZeroMQ has made another one: a stranger
-            raise ConnectionLost(_BROKEN)
+            self._hear_why_it_broke()
         answer = answer_of(answer, expect)
         nbytes = getattr(answer, "nbytes", 0)
         self.moved += nbytes
@@ -490,6 +492,15 @@ class DataConnection(Data):
     @property
     def _has_broken(self) -> bool:
         return bool(self._dialed.monitor.poll(0))
+
+    def _hear_why_it_broke(self) -> NoReturn:
+        """Raises what the control connection knows, or hears soon: an ending server tells it there."""
+        clock = AwakeClock()
+        deadline = clock() + min(self._grace, TOLD_WHY)
+        while clock() < deadline:
+            self._check()
+            time.sleep(_PAUSE)
+        raise ConnectionLost(_BROKEN)
 
     def _receive(self) -> list[Any]:
         clock = AwakeClock()
