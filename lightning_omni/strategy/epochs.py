@@ -219,6 +219,8 @@ class EpochDriver:
                     self.leases.begin(self.published.dealt(self._plan))
             elif self.is_open_ended:
                 self.leases.begin_local(self._plan, goes_on=True)
+                if self._pacer is None:  # what is left may be in more pieces than DDP would have batches of
+                    self._pace()
             self.run.limit_steps(self.is_open_ended)
         else:
             self.progress = None  # the last epoch's, if a reload has brought several loaders, say
