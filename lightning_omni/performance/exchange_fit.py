@@ -13,7 +13,7 @@ import numpy as np
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.performance import constants as c
 from lightning_omni.performance.cost_model import first_draw
-from lightning_omni.performance.measured import Measured, servers_of
+from lightning_omni.performance.measured import servers_of
 from lightning_omni.performance.placement import Placement, over_links
 from lightning_omni.performance.queueing import residence
 from lightning_omni.performance.resampled import Resampled
@@ -42,8 +42,8 @@ class _Exchanges:
     crosses: tuple[bool, ...]
 
     @classmethod
-    def of(cls, drawn: Resampled, handed: Sequence[Array]) -> _Exchanges:
-        """What is left without the seconds of an exchange in which each group's leader hands it on, shape (draws,)."""
+    def of(cls, drawn: Resampled, handed: Array) -> _Exchanges:
+        """What is left without the seconds of an exchange in which leaders hand it on, shape (draws, groups)."""
         period, crossing = drawn.measured.period, over_links(drawn.measured)
         rest = [steps - exchanges for steps, exchanges in zip(drawn.steps, drawn.exchanges, strict=True)]
         exchanged, steady = (
@@ -51,12 +51,12 @@ class _Exchanges:
         )
         mean = period * (exchanged * steady).sum(axis=1) / np.maximum(steady.sum(axis=1), 1)
         return cls(
-            think=period * np.stack([row.mean(axis=1) for row in rest], axis=1) + np.stack(handed, axis=1),
+            think=period * np.stack([row.mean(axis=1) for row in rest], axis=1) + handed,
             variance=period * np.stack([row.var(axis=1) for row in rest], axis=1),
-            mean=np.maximum(mean - np.mean([handed[number] for number in crossing], axis=0), 0.0),
+            mean=np.maximum(mean - handed[:, crossing].mean(axis=1), 0.0),
             least=min(
                 (
-                    max(each - float(handed[number][0]), 0.0)
+                    max(each - float(handed[0, number]), 0.0)
                     for number in crossing
                     for each in drawn.measured.exchanges[number]
                     if each > 0
@@ -103,7 +103,11 @@ def fit_exchange(
         nothing = np.zeros(len(drawn[0].steps[0]))
         return nothing, nothing, nothing, nothing
     largest = max(each.measured.nbytes for each in drawn)
-    segments = [_Exchanges.of(each, _handed_on(each.measured, ring, hop, largest, placement)) for each in several]
+    segments = []
+    for each in several:
+        told, part = each.measured, each.measured.nbytes / largest if largest else 1.0
+        handed = placement.handed_on(told.groups, hop + ring * part, told.nbytes) * told.hands_on
+        segments.append(_Exchanges.of(each, handed))
     known = [each.measured.serve for each in several if each.measured.serve]
     serve, nbytes = sum(known) / max(len(known), 1), max(each.nbytes for each in segments)
     costs = _exchange_costs(segments, serve, nbytes)
@@ -118,18 +122,6 @@ def fit_exchange(
         return np.maximum(delay - serve, 0.0), per_byte, busy, np.zeros_like(busy)
     per_byte = np.maximum(per_byte - np.maximum(serve - delay, 0.0) / nbytes, 0.0)
     return np.maximum(delay - serve, 0.0), per_byte, served, busy / nbytes
-
-
-def _handed_on(measured: Measured, ring: Array, hop: Array, nbytes: int, placement: Placement) -> list[Array]:
-    """Seconds of an exchange of each group in which its leader hands on what it was answered."""
-    over = hop + ring * (measured.nbytes / nbytes if nbytes else 1.0)
-    within = over
-    if placement.per_byte is not None:
-        within = placement.round_trip / 2 + placement.per_byte * measured.nbytes + 0 * ring
-    return [
-        (len(members) - 1).bit_length() * measured.hands_on * (within if placement.are_together(members) else over)
-        for members in measured.groups
-    ]
 
 
 def _exchange_costs(segments: Sequence[_Exchanges], serve: float, nbytes: int) -> Array:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
 
 from lightning_omni.performance.measured import Measured
+
+Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,23 @@ class Placement:
     def are_here(self, groups: Sequence[Sequence[int]]) -> list[bool]:
         """Of each group, whether its leader, which speaks with the server, is on the server's node."""
         return [self.server is not None and self.of[members[0]] == self.server for members in groups]
+
+    def handed_on(self, groups: Sequence[Sequence[int]], over: Array, nbytes: float) -> Array:
+        """Seconds in which each group's leader hands so many bytes on to its other members, shape (draws, groups).
+
+        By a tree, whose depth is how many messages come one after the other.
+
+        Args:
+            groups: the members of each.
+            over: seconds of one message that crosses links, shape (draws,).
+            nbytes: of it.
+        """
+        depths = np.array([(len(members) - 1).bit_length() for members in groups])
+        message = over[:, None]
+        if self.per_byte is not None:
+            within = self.round_trip / 2 + self.per_byte * nbytes
+            message = np.where([self.are_together(members) for members in groups], within, message)
+        return np.asarray(depths * message)
 
     def repeated(self, ranks: int) -> Placement:
         """Of so many ranks: more nodes like these."""

@@ -84,7 +84,7 @@ class TrainingPlan:
         if len(groups) == 1:  # plain synchronous training, with no server and no head
             return Outcome(sizes * self.batch, compute + between, allreduce, nothing, nothing, nothing, 0.0, nothing)
         here = np.array(model.placement.are_here(groups))
-        handed = self._handed_on(sizes, together)
+        handed = self._handed_on(groups)
         seconds = self._seconds(here, np.where(here & ~together, self.period * handed, 0.0))
         # Of a group on the server's node with members elsewhere all messages cross the server's link.
         ring = np.where(here & ~together, self.period * allreduce, 0.0)
@@ -120,19 +120,16 @@ class TrainingPlan:
             ring, hop = np.where(together, model.node_ring, ring), np.where(together, model.node_hop, hop)
         return np.asarray(2 * (sizes - 1) * (ring / sizes + hop))
 
-    def _handed_on(self, sizes: Array, together: Array) -> Array:
-        """Seconds of a step in which members get what their leader was answered, shape (draws, groups): by a tree."""
-        model, placement = self.model, self.model.placement
+    def _handed_on(self, groups: Groups) -> Array:
+        """Seconds of a step in which members get what their leader was answered, shape (draws, groups)."""
+        model = self.model
         if not model.hands_on:
-            return np.zeros((len(model.delay), len(sizes)))
-        ring, hop = model.hand_ring[:, None], model.hand_hop[:, None]
-        if placement.per_byte is not None:
-            ring = np.where(together, placement.per_byte * model.nbytes, ring)
-            hop = np.where(together, placement.round_trip / 2, hop)
+            return np.zeros((len(model.delay), len(groups)))
         part = (self.exchanging.pull or 0) / model.nbytes if model.nbytes else 1.0
         if self.exchanging.peers:  # now and then the peer that is drawn is the group itself
-            part *= 1 - 1 / len(sizes)
-        return np.asarray(np.ceil(np.log2(sizes)) * (hop + ring * part) / self.period)
+            part *= 1 - 1 / len(groups)
+        over = model.hand_hop + model.hand_ring * part
+        return model.placement.handed_on(groups, over, part * model.nbytes) / self.period
 
     def _seconds(self, here: Array, handed: Array) -> ExchangeSeconds:
         """What an exchange takes each group.

@@ -148,10 +148,6 @@ class PowerSGD(AllReduce, frozen=True, kw_only=True, tag="powersgd"):
     def nbytes(self, shapes: Iterable[Sequence[int]]) -> int:
         return (2 if self.dtype == "bf16" else 4) * sum(self._numbers(shape) for shape in shapes)
 
-    def is_thin(self, shape: Sequence[int]) -> bool:
-        """Whether a gradient of this shape travels as thin matrices."""
-        return self._columns(shape) > 0
-
     def average(self, gradients: Sequence[Tensor], keys: Sequence[Hashable], memory: Memory) -> Steps:
         thin = [self._columns(each.shape) for each in gradients]
         whole = [each for each, columns in zip(gradients, thin, strict=True) if not columns]

@@ -53,7 +53,7 @@ from typing import Any
 import numpy as np
 import torch
 from stacked import PATIENCE, StackedRun
-from tasks import DEVELOPING, PRIOR_CLUSTERS, RANKS, Subject, Task
+from tasks import DEVELOPING, PRIOR_CLUSTERS, RANKS, Outcome, Subject, Task
 from torch import nn
 
 from lightning_omni.methods import Method, method_named, with_period
@@ -62,6 +62,7 @@ from lightning_omni.protocol.all_reduce import PowerSGD, all_reduce_of
 from lightning_omni.search.experience import Experience
 from lightning_omni.search.prior import STREAMING, Prior, PriorRow, Steepness
 from lightning_omni.search.space import ALL_REDUCES, METHODS
+from lightning_omni.simulator import Cluster
 
 STREAMED = METHODS[-1]
 FILE = Path(__file__).resolve().parents[2] / "lightning_omni" / "search" / "prior.json"
@@ -531,17 +532,29 @@ def streaming_row(groups: int, period: int, is_adaptive: bool) -> PriorRow:
 
 def streaming_cost(name: str, groups: int, period: int) -> tuple[float, float]:
     """Logarithm of the samples to a task's target relative to its user's own, and the scatter of groups' step times."""
-    task, cluster = DEVELOPING[name], PRIOR_CLUSTERS["nearly equal"]
-    own = Setting(1, task.momentum, task.own_lr)
+    method = with_period(method_named(STREAMED), period)
+    ratio, streamed = beside_one_group(DEVELOPING[name], method, groups, PRIOR_CLUSTERS["nearly equal"])
+    busy = streamed.trace.steps["seconds"] - streamed.trace.steps["exchange"]
+    return max(0.0, math.log(ratio)), float(np.std(busy) / np.mean(busy))  # fewer samples count as equal, as everywhere
+
+
+def beside_one_group(task: Task, method: Method, groups: int, cluster: Cluster) -> tuple[float, Outcome]:
+    """Samples to a task's target of groups that average, over its user's own in one group; and what groups did.
+
+    Their momentum and step are those that whole averages suggest.
+    """
+    own, period = Setting(1, task.momentum, task.own_lr), method.push_period * method.fragments
     theory = Experience(own, Scaling(task.is_adaptive), prior=Prior.load())
     whole = theory.suggested(replace(own, groups=groups, period=period, method="local_sgd"))
-    alone = task.train(cluster, most=MOST * task.updates)
-    method = with_period(method_named(STREAMED), period)
-    options = {"momentum": whole.momentum, "lr": whole.lr, "most": MOST * task.updates}
-    streamed = task.train(cluster, method, groups, **options)
-    busy = streamed.trace.steps["seconds"] - streamed.trace.steps["exchange"]
-    ratio = min(streamed.samples, streamed.trained * math.exp(CENSORED)) / alone.samples
-    return max(0.0, math.log(ratio)), float(np.std(busy) / np.mean(busy))  # fewer samples count as equal, as everywhere
+    most = MOST * task.updates
+    alone = task.train(PRIOR_CLUSTERS["nearly equal"], most=most)
+    found = task.train(cluster, method, groups, momentum=whole.momentum, lr=whole.lr, most=most)
+    return samples_at_least(found) / alone.samples, found
+
+
+def samples_at_least(found: Outcome) -> float:
+    """To the target; of a run that was given up, a little more than it trained."""
+    return float(min(found.samples, found.trained * math.exp(CENSORED)))
 
 
 def of_all_reduces(is_adaptive: bool) -> dict[str, list[float]]:
@@ -559,15 +572,15 @@ def all_reduce_costs(format_: str, is_adaptive: bool, seeds: int) -> list[float]
 def all_reduce_costs_of(format_: str, seeds: int, name: str) -> list[float]:
     """The same of one task; nothing if its matrices are too small for that rank, and travel as they are."""
     task, cluster, found = DEVELOPING[name], PRIOR_CLUSTERS["nearly equal"], []
-    value = all_reduce_of(format_)
-    if isinstance(value, PowerSGD) and not any(value.is_thin(each.shape) for each in task.subject.model.parameters()):
+    value, shapes = all_reduce_of(format_), [tuple(each.shape) for each in task.subject.model.parameters()]
+    if isinstance(value, PowerSGD) and PowerSGD(rank=value.rank).share(shapes) == 1:
         return []
     for seed in range(seeds):
         exact, other = (
             task.train(cluster, groups=1, seed=seed, most=MOST * task.updates, all_reduce=each)
             for each in ("fp32", format_)
         )
-        found.append(math.log(min(other.samples, other.trained * math.exp(CENSORED)) / exact.samples))
+        found.append(math.log(samples_at_least(other) / exact.samples))
     return found
 
 
@@ -628,7 +641,7 @@ def show_widths() -> None:
         exact, cells = train(until=target).samples, []
         for rank in THIN:
             run = train(until=target, all_reduce=f"powersgd:{rank}")
-            ratio = min(run.samples, run.trained * math.exp(CENSORED)) / exact
+            ratio = samples_at_least(run) / exact
             cells.append(f"{ratio:.2f} ({100 * PowerSGD(rank=rank).share(shapes):.1f} %)")
         print("|", " | ".join([name, str(width), *cells]), "|", flush=True)
 
