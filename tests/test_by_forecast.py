@@ -117,6 +117,20 @@ def test_where_the_all_reduce_binds_groups_exchange_less_often_or_less() -> None
     assert found.throughput(chosen) > 2 * found.throughput(OWN)
 
 
+def test_one_group_averages_in_half_the_bytes_for_a_gain_that_would_be_too_small_for_groups() -> None:
+    own = replace(OWN, all_reduce="fp32")
+    space = replace(EVERYTHING, all_reduce=("fp32", "bf16"))
+
+    def chosen(allreduce: float) -> Setting:
+        known = seen(equal(), allreduce=allreduce)
+        assert known.measured is not None
+        shaped = replace(known.measured, shapes=((LENET // 400, 100),))
+        return search(replace(known, measured=shaped), space, own).choice().setting
+
+    assert chosen(0.008) == own, "4 % faster"
+    assert chosen(0.016) == replace(own, all_reduce="bf16"), "7 % faster"
+
+
 def test_few_steps_that_scatter_are_not_decided_by_but_in_the_end_they_are() -> None:
     own = 0.1 * np.random.default_rng(1).lognormal(0.0, 0.25, (4, 24))
     few, many = (search(seen(own[:, :steps])) for steps in (3, 24))

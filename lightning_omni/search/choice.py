@@ -165,9 +165,9 @@ def _unusual(setting: Setting) -> int:
     return sum((setting.method != "async_sgd", setting.overlap, bool(setting.merged), *lossy))
 
 
-def _changes_updates(setting: Setting, start: Setting) -> bool:
-    """Whether a setting is more than one group whose batches are split otherwise, which learns as before."""
-    return setting.groups > 1 or setting.all_reduce != start.all_reduce
+def _least_gain(setting: Setting) -> float:
+    """Predicted speed-up for which a setting is used: less is known of what several groups cost than of one."""
+    return c.GAIN if setting.groups > 1 else c.FASTER
 
 
 def verdict(evidence: Evidence, is_early: bool = False) -> str:
@@ -181,17 +181,17 @@ def verdict(evidence: Evidence, is_early: bool = False) -> str:
     not: so it counts as it will in the end, with a part of its standard deviation against a change.
     """
     profile, start = evidence.profile, evidence.as_it_would_be(evidence.spec.start)
-    if profile is None or (is_early and not evidence.is_uneven(start)):
+    if profile is None or (is_early and start == evidence.spec.start):
         return ""
     best = best_by_forecast(evidence)
-    if is_early and (best == evidence.spec.start or _changes_updates(best, start)):
+    if is_early and best != start:
         return ""
     if best == evidence.spec.start:
         return "nothing" if _most(evidence, start) < c.GAIN else ""
     cost, error = evidence.efficiency()(best)
     least, _ = _speed_up(evidence, evidence.spec.start, best)
     least *= math.exp(-careful(cost, error))
-    return "change" if least > (c.GAIN if _changes_updates(best, start) else c.FASTER) else ""
+    return "change" if least > _least_gain(best) else ""
 
 
 def _most(evidence: Evidence, start: Setting) -> float:
@@ -217,12 +217,17 @@ def _speed_up(evidence: Evidence, one: Setting, other: Setting) -> tuple[float, 
 def _by_experience(evidence: Evidence) -> Choice:
     """The best by what hardware does and what other tasks showed; several groups only for a clear gain."""
     forecast, start = evidence.forecast(), evidence.as_it_would_be(evidence.spec.start)
+
+    def pays(setting: Setting) -> bool:
+        _, error = forecast.efficiency(setting)
+        gain = forecast.log_seconds(start) - careful(forecast.log_seconds(setting), error)
+        return gain >= math.log(_least_gain(setting))
+
     best = best_by_forecast(evidence)
-    if _changes_updates(best, start):
-        _, error = forecast.efficiency(best)
-        gain = forecast.log_seconds(start) - careful(forecast.log_seconds(best), error)
-        if gain < math.log(c.GAIN):
-            best = start
+    if best.groups > 1 and not pays(best):
+        best = best_by_forecast(evidence, groups=1)
+    if best.groups == 1 and not pays(best):
+        best = start
     if best == evidence.spec.start:
         why = f"nothing is expected to be faster by enough; {evidence.prediction(best).bottleneck} is the bottleneck"
         return Choice(best, why, forecast.of(best))
