@@ -9,7 +9,7 @@ own, and train in a plain loop here, with the same order of samples, devices and
 - ``hivemind``: its Optimizer (``pip install hivemind``).
 
 The keywords of each are its settings, for ``tuned_hosts.py --options``. Copies are of the server's weights as rank 0
-has last read them, and of the mean of all ranks' where each trains its own.
+has last read them, and of the mean of all ranks' where each trains its own. Work is that of all processes of a host.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 HOOKS = ("powersgd", "post-local")
 TIMEOUT = timedelta(seconds=120)
 RPC_PORT, LIGHTHOUSE_PORT = 29511, 29512
+Optimizers = Callable[[Any], torch.optim.Optimizer]
 
 
 class Hook:
@@ -87,8 +88,8 @@ class Host:
         batch: samples of a rank's step.
     """
 
-    net: nn.Module
-    optimizer: Callable[[Any], torch.optim.Optimizer]
+    net: nn.Sequential
+    optimizer: Optimizers
     rank: int
     ranks: int
     address: str
@@ -108,9 +109,9 @@ class Peer:
 
     Attributes:
         step: makes a step of the gradients in the model, what is exchanged included.
-        together: steps between two that ranks take together and can only end after; 0 if they need not.
+        together: steps from one exchange of all ranks to the next, after one of which all end; 0 if none waits.
         averaged: whether copies are of the mean of all ranks' weights, for each trains its own.
-        stop: no rank begins another step.
+        stop: is called when the time is over, on rank 0.
     """
 
     step: Callable[[], Any]
@@ -154,7 +155,7 @@ class ParameterServer:
         return answer
 
     def stop(self) -> None:
-        """Nobody is to wait for others any more."""
+        """Answers at once from now on: training ends, and what a step waits for may not come."""
         with self._lock:
             self._batched = 1
             self._reply()
@@ -191,12 +192,12 @@ def _join_rpc(name: str, rank: int, ranks: int) -> None:
     rpc.init_rpc(name, rank=rank, world_size=ranks + 1, rpc_backend_options=options)
 
 
-def _serve(host: dict[str, Any], optimizer: Any, batched: int, dtype: torch.dtype) -> None:
+def _serve(net: nn.Module, optimizer: Optimizers, ranks: int, batched: int, dtype: torch.dtype) -> None:
     """The server's process."""
     torch.set_num_threads(1)
-    parameters = list(host["net"].parameters())
-    SERVER.append(ParameterServer(parameters, torch.optim.SGD(parameters, **optimizer), batched, dtype))
-    _join_rpc("server", host["ranks"], host["ranks"])
+    parameters = list(net.parameters())
+    SERVER.append(ParameterServer(parameters, optimizer(parameters), batched, dtype))
+    _join_rpc("server", ranks, ranks)
     threading.Event().wait()
 
 
@@ -213,9 +214,7 @@ def parameter_server(host: Host, batched: int = 1, bits: int = 32) -> Iterator[P
     parameters = list(host.net.parameters())
     server = None
     if host.rank == 0:
-        group = host.optimizer(parameters).param_groups[0]
-        optimizer = {name: group[name] for name in ("lr", "momentum")}
-        arguments = {"net": host.net, "ranks": host.ranks}, optimizer, batched, dtype
+        arguments = host.net, host.optimizer, host.ranks, batched, dtype
         server = multiprocessing.get_context("spawn").Process(target=_serve, args=arguments, daemon=True)
         server.start()
     _join_rpc(f"rank{host.rank}", host.rank, host.ranks)
@@ -227,10 +226,7 @@ def parameter_server(host: Host, batched: int = 1, bits: int = 32) -> Iterator[P
             for parameter, value in zip(parameters, weights, strict=True):
                 parameter.copy_(value)
 
-    def end() -> None:
-        rpc.rpc_sync("server", stop)
-
-    yield Peer(step, averaged=False, stop=end)
+    yield Peer(step, averaged=False, stop=partial(rpc.rpc_sync, "server", stop))
     if server is not None:
         server.kill()
     rpc.shutdown(graceful=False)
@@ -286,17 +282,15 @@ def torchft(
         init_sync=False,
     )
     optimizer = host.optimizer(host.net.parameters())
-    local: AbstractContextManager[Any] = LocalSGD(manager, host.net, optimizer, sync_every)
+    local: AbstractContextManager[Any]
     if outer_lr:
-        assert isinstance(host.net, nn.Sequential)
         parts = [host.net] if fragments == 1 else [host.net[:6], host.net[6:]]
-        outer = [
-            torch.optim.SGD(each.parameters(), lr=outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0)
-            for each in parts
-        ]
-        local = DiLoCo(
-            manager, parts, optimizer, outer, sync_every, fragment_sync_delay=delay, fragment_update_alpha=alpha
-        )
+        momentum = {"momentum": outer_momentum, "nesterov": outer_momentum > 0}
+        outer = [torch.optim.SGD(each.parameters(), outer_lr, **momentum) for each in parts]  # type: ignore[arg-type]
+        delayed = {"fragment_sync_delay": delay, "fragment_update_alpha": alpha}
+        local = DiLoCo(manager, parts, optimizer, outer, sync_every, **delayed)
+    else:
+        local = LocalSGD(manager, host.net, optimizer, sync_every)
     with local:
         yield Peer(optimizer.step, together=sync_every // fragments)
     manager.shutdown(wait=False)
@@ -313,6 +307,7 @@ def hivemind(
     bits: int = 16,
     matchmaking: float = 1.0,
     timeout: float = 10.0,
+    averaged: bool = True,
 ) -> Iterator[Peer]:
     """hivemind's Optimizer.
 
@@ -324,6 +319,7 @@ def hivemind(
         bits: of each number sent, 32, 16 or 8.
         matchmaking: seconds in which ranks find each other.
         timeout: seconds that an average may take.
+        averaged: whether copies are of the mean of all ranks' weights, which no rank has, or of rank 0's.
     """
     try:
         import hivemind
@@ -360,7 +356,7 @@ def hivemind(
         tracker_opts={"min_refresh_period": 0.1, "default_refresh_period": 0.5, "max_refresh_period": 1.0},
         verbose=True,
     )
-    yield Peer(optimizer.step)
+    yield Peer(optimizer.step, averaged=averaged)
     optimizer.shutdown()
     table.shutdown()
 
@@ -412,7 +408,7 @@ class Shared:
 
 
 def seconds_of_session() -> float:
-    """Of a processor, that the live processes of this session have taken, and what these have waited for."""
+    """Processor time of this session: of its processes that live, and of children that these have waited for."""
     ticks = 0
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:

@@ -8,10 +8,10 @@
 Linux only. Four hosts are network namespaces, whose links tc limits; their devices are emulated, too: a step of 64
 images takes so many seconds (--step), of which the real computation is a part, in proportion to the rank's part of
 the batch. A LeNet of 431,080 weights learns Fashion-MNIST from batches of 256, with SGD of rate 0.05 and momentum
-0.9: with `DDPStrategy`, alone or with torch's PowerSGD or its post-local SGD (see --rank and --period), with a parameter
-server over torch's RPC, torchft or hivemind (`peers.py`; see --options), and with `OmniStrategy` and an `OmniTuner` that
-is told nothing. With --task, one of `tests/benchmarks/tasks.py` is trained instead, with its user's own optimizer, to its
-held-out loss; links are slower or faster with its number of weights.
+0.9: with `DDPStrategy`, alone or with torch's PowerSGD or its post-local SGD (see --rank and --period), with a
+parameter server over torch's RPC, torchft or hivemind (`peers.py`; see --options), and with `OmniStrategy` and an
+`OmniTuner` that is told nothing. With --task, one of `tests/benchmarks/tasks.py` is trained instead, with its user's
+own optimizer, to its held-out loss; links are slower or faster with its number of weights.
 Every other step rank 0 copies the weights that Lightning would validate and save: its own with one group, and else what
 the method evaluates (`validated.py`). The server's cross no link, for it is on this host (but with --per-node), and the
 mean of all groups' is taken in memory that hosts share. While an exchange is under way, whose answer the server's would
