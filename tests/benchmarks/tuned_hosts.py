@@ -3,13 +3,15 @@
     python tests/benchmarks/tuned_hosts.py                            # all scenes, about 20 minutes
     python tests/benchmarks/tuned_hosts.py --scenes random --seeds 3  # one of them, three times
     python tests/benchmarks/tuned_hosts.py --task clicks --step 0.1   # another model, one of tasks.py
+    python tests/benchmarks/tuned_hosts.py --scenes link --ways torchft --options '{"sync_every": 8}'
 
 Linux only. Four hosts are network namespaces, whose links tc limits; their devices are emulated, too: a step of 64
 images takes so many seconds (--step), of which the real computation is a part, in proportion to the rank's part of
 the batch. A LeNet of 431,080 weights learns Fashion-MNIST from batches of 256, with SGD of rate 0.05 and momentum
-0.9: with `DDPStrategy`, alone or with torch's PowerSGD or its post-local SGD (see --rank and --period), and with
-`OmniStrategy` and an `OmniTuner` that is told nothing. With --task, one of `tests/benchmarks/tasks.py` is trained
-instead, with its user's own optimizer, to its held-out loss; links are slower or faster with its number of weights.
+0.9: with `DDPStrategy`, alone or with torch's PowerSGD or its post-local SGD (see --rank and --period), with a
+parameter server over torch's RPC, torchft or hivemind (`peers.py`; see --options), and with `OmniStrategy` and an
+`OmniTuner` that is told nothing. With --task, one of `tests/benchmarks/tasks.py` is trained instead, with its user's
+own optimizer, to its held-out loss; links are slower or faster with its number of weights.
 Every other step rank 0 copies the weights that Lightning would validate and save: its own with one group, and else what
 the method evaluates (`validated.py`). The server's cross no link, for it is on this host (but with --per-node), and the
 mean of all groups' is taken in memory that hosts share. While an exchange is under way, whose answer the server's would
@@ -37,6 +39,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +48,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 import torch
 from emulated_network import Hosts, Network, explained, with_own_network
+from peers import HOOKS, PEERS, Hook
+from peers import train as train_peer
 from rich.console import Console
 from rich.table import Table
 from slow_network import START, host_environment, save_images
@@ -52,8 +57,6 @@ from slow_network_worker import BATCH, COPY_EVERY, evaluate, lenet
 from tasks import EVERY, SMOOTHED, TASKS, Task, at_evaluation, crossing
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook, powerSGD_hook
-from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 from validated import ValidatedWeights
@@ -74,7 +77,7 @@ LENET_BYTES = 4 * 431_080
 STOP_EVERY = 8
 """Steps between two questions whether the time is over."""
 WARMUP = "steps of either in which gradients are averaged whole; odd, or no copy is of weights just averaged"
-WAYS = ("ddp", "powersgd", "post-local", "tuned")
+WAYS = ("ddp", *HOOKS, *PEERS, "tuned")
 SCENES = {
     "equal": Scene(wanted="at most 1.05 of DDP's time"),
     "slow": Scene(slow=4.0, wanted="2.8 times faster"),
@@ -98,8 +101,11 @@ def train(told: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     pl.seed_everything(told["seed"], verbose=False)
-    generator = random.Random(1_000 * told["seed"] + rank)
     problem = JudgedTask(TASKS[told["task"]]) if told["task"] else Images(told)
+    device = Device(told, rank, problem)
+    if told["way"] in PEERS:
+        trained: dict[str, Any] = train_peer(told, problem, device, RANKS)
+        return trained
 
     class Trained(pl.LightningModule):
         def __init__(self) -> None:
@@ -108,14 +114,8 @@ def train(told: dict[str, Any]) -> dict[str, Any]:
             self.steps = 0
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            began = time.perf_counter()
-            loss = problem.loss(self.net, batch)
-            took = time.perf_counter() - began
             self.steps += 1
-            seconds = told["step"] * len(batch[0]) / problem.batch * (told["slow"] if rank == 3 else 1.0)
-            seconds *= generator.expovariate(1.0) if told["random"] else 1.0
-            time.sleep(max(0.0, seconds - 3 * took))
-            return loss
+            return device.loss(self.net, batch)
 
         def configure_optimizers(self) -> Any:
             return problem.optimizers(self.net)
@@ -138,7 +138,7 @@ def train(told: dict[str, Any]) -> dict[str, Any]:
             self.working = time.process_time() - self.working
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-            peer.stepped(pl_module)
+            hook.stepped(pl_module)
             now = time.perf_counter() - self.began
             self.validated.leave_own(rank)
             if rank == 0:
@@ -162,12 +162,12 @@ def train(told: dict[str, Any]) -> dict[str, Any]:
             if is_due and self.newest is not None:
                 copies.append((now, self.newest))
 
-    peer = Peer(told)
+    hook = Hook(told)
 
     class HookedDDP(DDPStrategy):  # DDPStrategy takes hooks on CUDA devices alone
         def configure_ddp(self) -> None:
             super().configure_ddp()
-            peer.install(self.model)
+            hook.install(self.model)
 
     tuner = omni.OmniTuner(monitor="none", space=told["space"]) if told["way"] == "tuned" else None
     watching = Copies()
@@ -175,7 +175,7 @@ def train(told: dict[str, Any]) -> dict[str, Any]:
         accelerator="cpu",
         devices=1,
         num_nodes=RANKS,
-        strategy=HookedDDP(**peer.options)
+        strategy=HookedDDP(**hook.options)
         if tuner is None
         else omni.OmniStrategy(encryption="off", heartbeat_timeout=30, servers=told["servers"]),
         max_epochs=problem.epochs,
@@ -198,34 +198,29 @@ def train(told: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-class Peer:
-    """What there is in torch for slow links: hooks of DistributedDataParallel.
+class Device:
+    """An emulated device: a step takes as long as it is told, of which the real computation is a part.
 
     Args:
-        told: the way, and its settings.
+        told: to this host.
+        rank: of it; the last may be slow.
+        problem: that it trains.
     """
 
-    def __init__(self, told: dict[str, Any]) -> None:
-        self._way, self._told = told["way"], told
-        self._averager: Any = None
-        # PowerSGD's hook starts collectives in callbacks; those of two buckets would overtake each other.
-        self.options: dict[str, Any] = {"bucket_cap_mb": 64} if self._way == "powersgd" else {}
+    def __init__(self, told: dict[str, Any], rank: int, problem: Images | JudgedTask) -> None:
+        self._problem = problem
+        self._seconds = told["step"] / problem.batch * (told["slow"] if rank == RANKS - 1 else 1.0)
+        self._generator = random.Random(1_000 * told["seed"] + rank) if told["random"] else None
 
-    def install(self, model: Any) -> None:
-        """Registers the hook."""
-        if self._way == "powersgd":
-            state: Any = powerSGD_hook.PowerSGDState(None, self._told["rank"], start_powerSGD_iter=self._told["warmup"])
-            model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-        elif self._way == "post-local":
-            self._averager = PeriodicModelAverager(self._told["period"], warmup_steps=self._told["warmup"])
-            alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
-            state = post_localSGD_hook.PostLocalSGDState(None, alone, self._told["warmup"])
-            model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
-
-    def stepped(self, model: Any) -> None:
-        """An optimizer has stepped: post-local SGD averages weights now and then."""
-        if self._averager is not None:
-            self._averager.average_parameters(model.parameters())
+    def loss(self, net: nn.Module, batch: Any) -> Tensor:
+        """Of a batch, as late as all but the real computation of its gradients allows."""
+        began = time.perf_counter()
+        loss = self._problem.loss(net, batch)
+        took = time.perf_counter() - began
+        seconds = self._seconds * len(batch[0])
+        seconds *= self._generator.expovariate(1.0) if self._generator is not None else 1.0
+        time.sleep(max(0.0, seconds - 3 * took))
+        return loss
 
 
 # --- What is trained -------------------------------------------------------------------------------------------------
@@ -252,7 +247,7 @@ class Images:
 
     def optimizers(self, net: nn.Module) -> Any:
         """What `configure_optimizers` returns."""
-        return torch.optim.SGD(net.parameters(), lr=self._told["lr"], momentum=0.9)
+        return torch.optim.SGD(net.parameters(), lr=self._told["lr"], momentum=self._told["momentum"])
 
     def is_over(self, copies: list[tuple[float, Tensor]]) -> bool:
         """Whether the target is reached, as far as that is known during training."""
@@ -358,23 +353,33 @@ def on_hosts(network: Network, script: str, told: dict[str, Any], seconds: float
     Returns:
         What each has written into its file, and what the first has said.
     """
-    with tempfile.TemporaryDirectory() as folder, Hosts(network) as hosts:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        hosts = stack.enter_context(Hosts(network))
         files = [Path(folder, f"{host}.json") for host in range(network.size)]
+        # Not pipes: a host that says much would wait until the hosts before it are done, and these for it.
+        logs = [Path(folder, f"{host}.log") for host in range(network.size)]
         processes = [
             hosts.start(
                 host,
                 [sys.executable, script, "--host", json.dumps(told), str(file)],
-                {**host_environment(hosts, host), "GROUP_RANK": str(host), "TORCHELASTIC_RUN_ID": "hosts"},
-                stdout=subprocess.PIPE,
+                {
+                    **host_environment(hosts, host),
+                    "GROUP_RANK": str(host),
+                    "TORCHELASTIC_RUN_ID": "hosts",
+                    "HOST_ADDRESS": hosts.addresses[host],
+                },
+                stdout=stack.enter_context(log.open("w")),
                 stderr=subprocess.STDOUT,
-                text=True,
             )
-            for host, file in enumerate(files)
+            for host, (file, log) in enumerate(zip(files, logs, strict=True))
         ]
+        deadline = time.monotonic() + seconds
         try:
-            said = [process.communicate(timeout=seconds)[0] for process in processes]
+            for process in processes:
+                process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired as error:
             raise HostsError("took too long") from error
+        said = [log.read_text() for log in logs]
         for text, process in zip(said, processes, strict=True):
             if process.returncode:
                 raise HostsError(text)
@@ -400,6 +405,8 @@ def run(way: str, scene: Scene, data: Path, seed: int, arguments: argparse.Names
         "slow": scene.slow,
         "random": scene.is_random,
         "lr": arguments.lr,
+        "momentum": arguments.momentum,
+        "options": json.loads(arguments.options),
         "limit": arguments.limit,
         "target": arguments.target,
         "space": json.loads(arguments.space),
@@ -433,15 +440,19 @@ def main() -> None:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--step", type=float, default=0.2, help="seconds of a device's step; links are slower with it")
     parser.add_argument("--lr", type=float, default=0.05)
+    parser.add_argument("--momentum", type=float, default=0.9)
     parser.add_argument("--target", type=float, default=0.86)
     parser.add_argument("--limit", type=float, default=170, help="most seconds of a training")
     parser.add_argument("--rank", type=int, default=4, help="of torch's PowerSGD")
     parser.add_argument("--period", type=int, default=8, help="of torch's post-local SGD")
     parser.add_argument("--warmup", type=int, default=11, help=WARMUP)
+    parser.add_argument("--options", default="{}", help=f"of {', '.join(PEERS)}, as '{{\"bits\": 16}}'; see peers.py")
     parser.add_argument("--space", default="{}", help='of the tuner, as \'{"method": "async_sgd"}\'')
     parser.add_argument("--per-node", action="store_true", help="a parameter server on each host, for the tuner")
     parser.add_argument("--verbose", action="store_true", help="what rank 0 printed, too")
     arguments = parser.parse_args()
+    if arguments.task and not PEERS.keys().isdisjoint(arguments.ways):
+        parser.error(f"{', '.join(PEERS)} train LeNet alone: leave --task out")
     table = Table("hosts", "way", "seconds", "steps", "DDP's over these", "tuning", "chosen", "", title="to the target")
     with explained(), tempfile.TemporaryDirectory() as folder:
         with_own_network()
