@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from pytorch_lightning.callbacks import LearningRateFinder
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -67,7 +68,8 @@ def trainer_of(*callbacks: Any, **options: Any) -> pl.Trainer:
         ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
     )
     common = {"accelerator": "cpu", "devices": 1, "num_sanity_val_steps": 0, "max_epochs": 2}
-    return pl.Trainer(strategy=OmniStrategy(), callbacks=list(callbacks), **{**quiet, **common, **options})
+    options = {"strategy": OmniStrategy(), **options}
+    return pl.Trainer(callbacks=list(callbacks), **{**quiet, **common, **options})
 
 
 def tuner_of(**options: Any) -> OmniTuner:
@@ -96,6 +98,13 @@ def test_a_fit_after_one_that_failed_in_a_hook_is_tuned_like_any_other() -> None
     assert len(tuner.searches) == 1
     assert tuner.choice is not None
     assert again.global_step == 64
+
+
+def test_how_gradients_are_averaged_is_not_searched_where_a_hook_of_the_users_says_it() -> None:
+    tuner = OmniTuner(space={"all_reduce": ["fp32", "bf16"]})
+    strategy = OmniStrategy(ddp_comm_hook=allreduce_hook)
+    with pytest.raises(ConfigurationError, match="ddp_comm_hook"):
+        trainer_of(tuner, strategy=strategy).fit(Line())
 
 
 @pytest.mark.parametrize("search", ["forecast", "random"])

@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.protocol.all_reduce import EXACT
 from lightning_omni.search.samplers import sampler_of
-from lightning_omni.strategy._private import stops_now
+from lightning_omni.strategy._private import has_hook_for_gradients, stops_now
 from lightning_omni.strategy.declared import is_fast_dev_run
 from lightning_omni.strategy.hooks import OmniStrategyHooks
 from lightning_omni.tuner import _private
@@ -131,6 +131,11 @@ class TunedFit(Fit):
                 f'space={{"all_reduce": {options.space["all_reduce"]!r}}}: it is forecast from the first batches, whose'
                 ' gradients are averaged as they are; pass search="forecast", and leave data= and all_reduce= of the'
                 " strategy out"
+            )
+        if "all_reduce" in options.space and has_hook_for_gradients(strategy):
+            raise ConfigurationError(
+                f'space={{"all_reduce": {options.space["all_reduce"]!r}}} and ddp_comm_hook=: both say how'
+                " gradients are averaged; leave one of them out"
             )
         if "merged" in options.space and not (learns and not strategy.merged):
             raise ConfigurationError(
