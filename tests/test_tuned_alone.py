@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
-from pytorch_lightning.callbacks import LearningRateFinder
+from pytorch_lightning.callbacks import LearningRateFinder, ModelCheckpoint
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.functional import mse_loss
@@ -316,6 +317,17 @@ def test_a_run_that_diverges_is_rolled_back_whether_it_was_resumed_or_not(tmp_pa
         trainer_of(tuner, max_epochs=5).fit(Diverges(lr=0.001), ckpt_path=tmp_path / "watched.ckpt")
     assert len(tuner.searches) == 1
     assert run_of(tuner).state.is_final
+
+
+def test_a_run_that_goes_on_at_the_end_of_an_epoch_has_not_diverged(tmp_path: Path) -> None:
+    saves = ModelCheckpoint(tmp_path, filename="end", save_on_train_epoch_end=True)
+    steps = {"max_epochs": -1, "enable_checkpointing": True}
+    searched = {"budget": 0.9, "space": {"lr": [0.01, 0.02]}}
+    trainer_of(tuner_of(**searched), saves, max_steps=64, **steps).fit(OfLargeBatches(lr=0.001))  # one epoch
+    tuner = tuner_of(**searched)
+    trainer_of(tuner, max_steps=128, **steps).fit(OfLargeBatches(lr=0.001), ckpt_path=tmp_path / "end.ckpt")
+    assert math.isfinite(run_of(tuner).state.divergence_threshold)
+    assert not run_of(tuner).state.is_final
 
 
 def test_momenta_that_differ_between_parameter_groups_stay_as_they_are() -> None:

@@ -156,7 +156,7 @@ class AppliedSetting:
         if self._guard is None:
             return False
         mean = self._guard.mean(torch.zeros((), device=self._run.strategy.root_device))
-        return self._guard.is_worse(float(self._run.strategy.reduce(mean, reduce_op="mean")))
+        return self._guard.is_worse(*self._run.strategy.reduce(mean, reduce_op="sum").tolist())
 
     def keep_weights(self) -> None:
         """An epoch has ended well: if the run diverges in the next one, it is rolled back to here."""
