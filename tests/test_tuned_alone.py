@@ -108,6 +108,38 @@ def test_how_gradients_are_averaged_is_not_searched_where_a_hook_of_the_users_sa
         trainer_of(tuner, strategy=strategy).fit(Line())
 
 
+class Growing(OfLargeBatches):
+    """Its second layer is trained from the second epoch on, as by a finetuning callback."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.Linear(4, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return mse_loss(self.net(batch[0]) + self.more(batch[0]), batch[1])
+
+    def on_train_epoch_start(self) -> None:
+        optimizer = self.trainer.optimizers[0]
+        if self.current_epoch and len(optimizer.param_groups) == 1:
+            optimizer.add_param_group({"params": self.more.parameters(), "lr": 0.01})
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net.parameters(), lr=0.01, momentum=0.9)
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_parameters_that_are_added_later_have_the_momentum_that_was_chosen(tmp_path: Path, is_resumed: bool) -> None:
+    searched = {"budget": 0.9, "space": {"momentum": [0.3, 0.5]}}
+    trainer = trainer_of(tuner_of(**searched), max_epochs=1 if is_resumed else 2)
+    trainer.fit(Growing())
+    if is_resumed:
+        trainer.save_checkpoint(tmp_path / "tuned.ckpt")
+        trainer = trainer_of(tuner_of(**searched))
+        trainer.fit(Growing(), ckpt_path=tmp_path / "tuned.ckpt")
+    chosen, added = (group["momentum"] for group in trainer.optimizers[0].param_groups)
+    assert added == chosen <= 0.5
+
+
 @pytest.mark.parametrize("search", ["forecast", "random"])
 def test_a_fit_without_an_optimizer_is_not_tuned_and_says_why(search: str) -> None:
     class Untrained(Line):

@@ -214,19 +214,20 @@ class TunedFit(Fit):
 
     def _go_on(self) -> None:
         """A run is resumed with what was chosen; rates and momentum are in the checkpoint."""
-        state = self.run.state
-        if state.unfinished and self.run.learns_from_run:
+        run, state = self.run, self.run.state
+        if state.unfinished and run.learns_from_run:
             self.by_first_batches.begin_again("it was saved before that had shown what is faster")
             return
-        if state.unfinished and self.run.rounds:  # a retuning was interrupted: it is done again when it is due
-            state.forgotten += self.run.rounds.pop().search.spent
+        if state.unfinished and run.rounds:  # a retuning was interrupted: it is done again when it is due
+            state.forgotten += run.rounds.pop().search.spent
         state.unfinished = False
+        run.hyperparameters().make_default()
         if state.before_trial is not None or not self.applied.is_users_own:
             self.applied.keep()
         if state.before_trial is not None:
             self.applied.end_trial(None)
         else:
-            self.applied.form(self.run.setting, dict(state.speeds) or None, bool(state.speeds))
+            self.applied.form(run.setting, dict(state.speeds) or None, bool(state.speeds))
             self.applied.watch(math.nan, keeps=True)
 
     # --- While it trains ----------------------------------------------------------------------------------------------
