@@ -241,6 +241,14 @@ def test_ranks_average_as_the_arithmetic_says_and_stay_alike(fits: Run, name: st
     assert one["off"] < (1e-5 if name != "bf16" else 0.02)
 
 
+@pytest.mark.slow
+@pytest.mark.processes
+def test_sparse_gradients_are_averaged_as_they_are(fits: Run) -> None:
+    found = [each for rank in (0, 1) for each in fits.results[rank]["sparse"].values()]
+    assert len(found) == 6
+    assert all(each == {"weights": found[0]["weights"], "is_sparse": True} for each in found)
+
+
 def test_on_a_cpu_gradients_of_a_lossy_format_are_in_few_buckets_unless_the_user_says_otherwise() -> None:
     module = torch.nn.Linear(4, 4)
     lossy, exact = (Reduction(all_reduce_of(name)) for name in ("powersgd:4", "fp32"))

@@ -20,10 +20,10 @@ def watch(threshold: float = 1.0) -> DivergenceGuard:
     return DivergenceGuard(threshold)
 
 
-def follow(made: DivergenceGuard, losses: list[float], is_guarded: bool, applied: bool | None) -> float:
+def follow(made: DivergenceGuard, losses: list[float], is_guarded: bool, applied: bool | None) -> list[float]:
     for loss in losses:
         made.batch_done(torch.tensor(loss), is_guarded, applied)
-    return float(made.mean(ZERO))
+    return made.mean(ZERO).tolist()
 
 
 def test_one_loss_that_is_no_number_is_the_servers_business() -> None:
@@ -31,20 +31,34 @@ def test_one_loss_that_is_no_number_is_the_servers_business() -> None:
     follow(made, [0.5], True, True)
     follow(made, [math.nan], True, False)
     mean = follow(made, [0.5, 0.5], True, True)
-    assert mean == pytest.approx(0.5)
-    assert not made.is_worse(mean)
+    assert mean == pytest.approx([0.5, 1.0])
+    assert not made.is_worse(*mean)
+
+
+def test_the_first_loss_may_be_no_number_as_any_other() -> None:
+    made = watch()
+    follow(made, [math.nan], True, False)
+    assert not made.is_worse(*follow(made, [0.5, 0.5], True, True))
 
 
 def test_in_one_group_it_is_the_end() -> None:
     made = watch()
-    assert made.is_worse(follow(made, [0.5, math.nan, 0.5], False, None))
+    assert made.is_worse(*follow(made, [0.5, math.nan, 0.5], False, None))
+
+
+def test_a_rank_that_has_trained_nothing_yet_does_not_count() -> None:
+    made = watch()
+    assert not made.is_worse(*made.mean(ZERO).tolist()), "nor has a run diverged that none has trained"
+    total, ranks = (one + other for one, other in zip(follow(watch(), [0.5], True, True), made.mean(ZERO), strict=True))
+    assert not made.is_worse(total, ranks)
+    assert made.is_worse(4 * total, ranks)
 
 
 @pytest.mark.parametrize(("applied", "gives_up"), [(False, True), (None, False), (True, False)])
 def test_pushes_count_and_not_batches(applied: Any, gives_up: bool) -> None:
     made = watch()
     mean = follow(made, [0.5] * NON_FINITE_TOLERATED, True, applied)
-    assert made.gives_up == gives_up == made.is_worse(mean)
+    assert made.gives_up == gives_up == made.is_worse(*mean)
 
 
 def test_between_refusals_batches_that_push_nothing_change_nothing() -> None:
@@ -60,8 +74,8 @@ def test_between_refusals_batches_that_push_nothing_change_nothing() -> None:
 
 def test_a_loss_that_rises_above_the_bound_is_worse() -> None:
     made = watch(threshold=1.0)
-    assert not made.is_worse(follow(made, [0.9] * 5, True, True))
-    assert made.is_worse(follow(made, [2.0] * 50, True, True))
+    assert not made.is_worse(*follow(made, [0.9] * 5, True, True))
+    assert made.is_worse(*follow(made, [2.0] * 50, True, True))
 
 
 def test_everything_comes_back_as_it_was_but_hyperparameters() -> None:

@@ -24,6 +24,15 @@ SLOWER: dict[str, Any] = {
     "flat": "never",
     "trainer": {**EPOCHS, "max_epochs": 5},
 }
+SLOW_LINK: dict[str, Any] = {
+    "emulated": True,
+    "tuner": {**TUNER, "space": {"groups": [1], "rebalance": False}},
+    "seconds": {"0": 2e-3, "1": 2e-3},
+    "per_byte": 1e-5,
+    "reducing": 0.1,
+    "tail": 256,
+    "trainer": {**EPOCHS, "max_epochs": 1},
+}
 FITS: dict[str, dict[str, Any]] = {  # of those with "emulated", the time that steps take is no matter of this machine
     "plain": {"seconds": {"0": 2e-3, "1": 2e-3}, "trainer": EPOCHS},
     "equal": {"tuner": TUNER, "seconds": {"0": 2e-3, "1": 2e-3}, "trainer": EPOCHS},
@@ -127,6 +136,9 @@ FITS: dict[str, dict[str, Any]] = {  # of those with "emulated", the time that s
         "trainer": EPOCHS,
     },
     "no budget": {"tuner": {**TUNER, "budget": 0.0}, "strategy": {"groups": 2}, "trainer": EPOCHS},
+    "a slow link": {**SLOW_LINK},
+    "sparse gradients on a slow link": {**SLOW_LINK, "sparse": True},
+    "a hook of the user's on a slow link": {**SLOW_LINK, "hook": True},
     "slow learning is saved": {
         "emulated": True,
         "tuner": {**TUNER, "budget": 0.9, "space": {"rebalance": False, "wire": "fp32"}},
@@ -402,3 +414,11 @@ def test_a_resumed_run_goes_on_with_what_was_chosen(fits: dict[str, list[dict[st
     before, after = (fits[name][0] for name in ("a slow rank", "resumed"))
     assert after["setting"] == before["setting"]
     assert min(fits["resumed"][1]["sizes"]) < 8
+
+
+def test_gradients_that_are_sparse_or_that_a_hook_averages_are_averaged_as_they_are_on_slow_links_too(
+    fits: dict[str, list[dict[str, Any]]],
+) -> None:
+    assert fits["a slow link"][0]["setting"]["all_reduce"] != "fp32"
+    for name in ("sparse gradients on a slow link", "a hook of the user's on a slow link"):
+        assert fits[name][0]["setting"]["all_reduce"] == "fp32"

@@ -41,6 +41,7 @@ def test_ddp_options_launcher_start_method_and_timeout_are_where_they_were() -> 
     assert _private.start_method(strategy) == "spawn"
     assert _private.collective_timeout(strategy).total_seconds() == 1800
     assert not _private.averages_models(strategy)
+    assert not _private.has_hook_for_gradients(strategy)
     launcher = object()
     _private.set_launcher(strategy, launcher)
     assert strategy.launcher is launcher

@@ -48,6 +48,12 @@ def test_of_one_batch_the_error_is_not_known() -> None:
     assert np.isinf(epoch_of(np.array([0.1])).error)
 
 
+def test_of_a_rank_whose_batches_were_not_timed_the_rate_is_not_known() -> None:
+    assert np.isinf(Trained(BATCH).variance)
+    assert np.isinf(Trained(BATCH, BATCH, 0.1, 1, 0.01).variance)
+    assert Trained(2 * BATCH, 2 * BATCH, 1.0, 2, 0.5).variance == pytest.approx(0.0)
+
+
 @pytest.mark.parametrize("batches", [8, 16, 64])
 def test_random_step_times_are_seldom_taken_for_another_speed_in_a_whole_run(batches: int) -> None:
     random = np.random.default_rng(batches)

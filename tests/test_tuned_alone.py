@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
-from pytorch_lightning.callbacks import LearningRateFinder
+from pytorch_lightning.callbacks import LearningRateFinder, ModelCheckpoint
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -67,7 +69,8 @@ def trainer_of(*callbacks: Any, **options: Any) -> pl.Trainer:
         ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
     )
     common = {"accelerator": "cpu", "devices": 1, "num_sanity_val_steps": 0, "max_epochs": 2}
-    return pl.Trainer(strategy=OmniStrategy(), callbacks=list(callbacks), **{**quiet, **common, **options})
+    options = {"strategy": OmniStrategy(), **options}
+    return pl.Trainer(callbacks=list(callbacks), **{**quiet, **common, **options})
 
 
 def tuner_of(**options: Any) -> OmniTuner:
@@ -96,6 +99,45 @@ def test_a_fit_after_one_that_failed_in_a_hook_is_tuned_like_any_other() -> None
     assert len(tuner.searches) == 1
     assert tuner.choice is not None
     assert again.global_step == 64
+
+
+def test_how_gradients_are_averaged_is_not_searched_where_a_hook_of_the_users_says_it() -> None:
+    tuner = OmniTuner(space={"all_reduce": ["fp32", "bf16"]})
+    strategy = OmniStrategy(ddp_comm_hook=allreduce_hook)
+    with pytest.raises(ConfigurationError, match="ddp_comm_hook"):
+        trainer_of(tuner, strategy=strategy).fit(Line())
+
+
+class Growing(OfLargeBatches):
+    """Its second layer is trained from the second epoch on, as by a finetuning callback."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.Linear(4, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return mse_loss(self.net(batch[0]) + self.more(batch[0]), batch[1])
+
+    def on_train_epoch_start(self) -> None:
+        optimizer = self.trainer.optimizers[0]
+        if self.current_epoch and len(optimizer.param_groups) == 1:
+            optimizer.add_param_group({"params": self.more.parameters(), "lr": 0.01})
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net.parameters(), lr=0.01, momentum=0.9)
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_parameters_that_are_added_later_have_the_momentum_that_was_chosen(tmp_path: Path, is_resumed: bool) -> None:
+    searched = {"budget": 0.9, "space": {"momentum": [0.3, 0.5]}}
+    trainer = trainer_of(tuner_of(**searched), max_epochs=1 if is_resumed else 2)
+    trainer.fit(Growing())
+    if is_resumed:
+        trainer.save_checkpoint(tmp_path / "tuned.ckpt")
+        trainer = trainer_of(tuner_of(**searched))
+        trainer.fit(Growing(), ckpt_path=tmp_path / "tuned.ckpt")
+    chosen, added = (group["momentum"] for group in trainer.optimizers[0].param_groups)
+    assert added == chosen <= 0.5
 
 
 @pytest.mark.parametrize("search", ["forecast", "random"])
@@ -307,6 +349,17 @@ def test_a_run_that_diverges_is_rolled_back_whether_it_was_resumed_or_not(tmp_pa
         trainer_of(tuner, max_epochs=5).fit(Diverges(lr=0.001), ckpt_path=tmp_path / "watched.ckpt")
     assert len(tuner.searches) == 1
     assert run_of(tuner).state.is_final
+
+
+def test_a_run_that_goes_on_at_the_end_of_an_epoch_has_not_diverged(tmp_path: Path) -> None:
+    saves = ModelCheckpoint(tmp_path, filename="end", save_on_train_epoch_end=True)
+    steps = {"max_epochs": -1, "enable_checkpointing": True}
+    searched = {"budget": 0.9, "space": {"lr": [0.01, 0.02]}}
+    trainer_of(tuner_of(**searched), saves, max_steps=64, **steps).fit(OfLargeBatches(lr=0.001))  # one epoch
+    tuner = tuner_of(**searched)
+    trainer_of(tuner, max_steps=128, **steps).fit(OfLargeBatches(lr=0.001), ckpt_path=tmp_path / "end.ckpt")
+    assert math.isfinite(run_of(tuner).state.divergence_threshold)
+    assert not run_of(tuner).state.is_final
 
 
 def test_momenta_that_differ_between_parameter_groups_stay_as_they_are() -> None:

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_omni.protocol.all_reduce import AllReduce, Exact, Memory, run_through
@@ -84,6 +85,9 @@ class Reduction:
     def _hook(self, state: tuple[AllReduce, Any], bucket: Any) -> torch.futures.Future[Tensor]:
         """One bucket of gradients (a ``torch.distributed.GradBucket``), which becomes the mean."""
         flat = bucket.buffer()
+        if flat.is_sparse:  # of one parameter; few of its rows have numbers, and the others need not travel
+            future: torch.futures.Future[Tensor] = allreduce_hook(state[1], bucket)
+            return future
         if flat.is_cuda:
             return self._beside(state, bucket, flat)
         began = time.perf_counter()

@@ -81,6 +81,11 @@ def averages_models(strategy: Any) -> bool:
     return strategy._model_averaging_period is not None
 
 
+def has_hook_for_gradients(strategy: Any) -> bool:
+    """Whether DDPStrategy was given a communication hook, of which a module may have one."""
+    return strategy._ddp_comm_hook is not None
+
+
 def be_open_ended(trainer: Trainer) -> None:
     """The epoch ends when the leases do, not when a number of batches is reached."""
     fetcher: Any = trainer.fit_loop._data_fetcher

@@ -53,6 +53,7 @@ class AppliedSetting:
         """From here on the run trains like that. On all ranks."""
         state = self._run.state
         hyperparameters.set_momentum(command.setting.momentum)
+        hyperparameters.make_default()
         hyperparameters.scale(command.scale)
         state.scaled *= command.scale
         state.setting = command.setting
@@ -105,6 +106,7 @@ class AppliedSetting:
         hyperparameters = run.hyperparameters()
         run.strategy.form_one()
         hyperparameters.set_momentum(own.momentum)
+        hyperparameters.make_default()
         hyperparameters.scale(1 / run.state.scaled)
         communicate(run.strategy, communication_of(own, run.world.communication))
         self._merge(own.merged)
@@ -156,7 +158,7 @@ class AppliedSetting:
         if self._guard is None:
             return False
         mean = self._guard.mean(torch.zeros((), device=self._run.strategy.root_device))
-        return self._guard.is_worse(float(self._run.strategy.reduce(mean, reduce_op="mean")))
+        return self._guard.is_worse(*self._run.strategy.reduce(mean, reduce_op="sum").tolist())
 
     def keep_weights(self) -> None:
         """An epoch has ended well: if the run diverges in the next one, it is rolled back to here."""

@@ -42,7 +42,7 @@ class DivergenceGuard:
             loss, before = loss.detach(), self._mean
             mean = loss.clone() if before is None else before.lerp(loss, _MEMORY)
             if is_guarded and before is not None:
-                mean = torch.where(torch.isfinite(loss), mean, before)
+                mean = torch.where(torch.isfinite(loss), torch.where(torch.isfinite(before), mean, loss), before)
             self._mean = mean
         if applied is not None:
             self._refused = 0 if applied else self._refused + 1
@@ -53,14 +53,24 @@ class DivergenceGuard:
         return self._refused >= NON_FINITE_TOLERATED
 
     def mean(self, like: Tensor) -> Tensor:
-        """The running mean of the loss; NaN if there is none, or if the group has given up."""
-        if self._mean is None or self.gives_up:
-            return like.new_tensor(math.nan)
-        return self._mean.to(like)
+        """The running mean of the loss, and 1, to be added up over the ranks; NaN and 1 if the group has given up.
 
-    def is_worse(self, mean: float) -> bool:
-        """Whether the run has diverged, with that mean loss, or has none that is finite."""
-        return not mean <= self.threshold
+        Two zeros if this rank has trained nothing yet, as where a run goes on at the end of an epoch.
+        """
+        if self.gives_up:
+            return like.new_tensor([math.nan, 1.0])
+        if self._mean is None:
+            return like.new_zeros(2)
+        return torch.stack([self._mean.to(like), like.new_ones(())])
+
+    def is_worse(self, total: float, ranks: float) -> bool:
+        """Whether the run has diverged.
+
+        Args:
+            total: of the mean losses of all ranks.
+            ranks: that have one.
+        """
+        return ranks > 0 and not total / ranks <= self.threshold
 
 
 def loss_in(outputs: Any, accumulated: int) -> Tensor | None:

@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.protocol.all_reduce import EXACT
 from lightning_omni.search.samplers import sampler_of
-from lightning_omni.strategy._private import stops_now
+from lightning_omni.strategy._private import has_hook_for_gradients, stops_now
 from lightning_omni.strategy.declared import is_fast_dev_run
 from lightning_omni.strategy.hooks import OmniStrategyHooks
 from lightning_omni.tuner import _private
@@ -132,6 +132,11 @@ class TunedFit(Fit):
                 ' gradients are averaged as they are; pass search="forecast", and leave data= and all_reduce= of the'
                 " strategy out"
             )
+        if "all_reduce" in options.space and has_hook_for_gradients(strategy):
+            raise ConfigurationError(
+                f'space={{"all_reduce": {options.space["all_reduce"]!r}}} and ddp_comm_hook=: both say how'
+                " gradients are averaged; leave one of them out"
+            )
         if "merged" in options.space and not (learns and not strategy.merged):
             raise ConfigurationError(
                 f'space={{"merged": {options.space["merged"]!r}}}: what a merged head gains is forecast from the first'
@@ -209,19 +214,20 @@ class TunedFit(Fit):
 
     def _go_on(self) -> None:
         """A run is resumed with what was chosen; rates and momentum are in the checkpoint."""
-        state = self.run.state
-        if state.unfinished and self.run.learns_from_run:
+        run, state = self.run, self.run.state
+        if state.unfinished and run.learns_from_run:
             self.by_first_batches.begin_again("it was saved before that had shown what is faster")
             return
-        if state.unfinished and self.run.rounds:  # a retuning was interrupted: it is done again when it is due
-            state.forgotten += self.run.rounds.pop().search.spent
+        if state.unfinished and run.rounds:  # a retuning was interrupted: it is done again when it is due
+            state.forgotten += run.rounds.pop().search.spent
         state.unfinished = False
+        run.hyperparameters().make_default()
         if state.before_trial is not None or not self.applied.is_users_own:
             self.applied.keep()
         if state.before_trial is not None:
             self.applied.end_trial(None)
         else:
-            self.applied.form(self.run.setting, dict(state.speeds) or None, bool(state.speeds))
+            self.applied.form(run.setting, dict(state.speeds) or None, bool(state.speeds))
             self.applied.watch(math.nan, keeps=True)
 
     # --- While it trains ----------------------------------------------------------------------------------------------

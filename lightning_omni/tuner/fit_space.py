@@ -17,6 +17,7 @@ from lightning_omni.performance.forecast import Setting
 from lightning_omni.protocol.all_reduce import text_of as text_of_all_reduce
 from lightning_omni.search import SearchSpec, Space
 from lightning_omni.search import space as searched
+from lightning_omni.strategy._private import has_hook_for_gradients
 from lightning_omni.strategy.proxies import Merged
 from lightning_omni.tuner.hyperparameters import Hyperparameters
 from lightning_omni.tuner.run import TunedRun
@@ -49,9 +50,11 @@ class FitSpace:
                 run.world.check_optimizer(optimizer)
         except (ConfigurationError, UnsupportedError) as error:
             return str(error)
-        if any(getattr(each, "sparse", False) is True for each in run.trainer.lightning_module.modules()):
-            return "sparse gradients travel inside one group only"
-        return ""
+        return "sparse gradients travel inside one group only" if self._has_sparse_gradients else ""
+
+    @property
+    def _has_sparse_gradients(self) -> bool:
+        return any(getattr(each, "sparse", False) is True for each in self._run.trainer.lightning_module.modules())
 
     @property
     def may_rebalance(self) -> bool:
@@ -123,7 +126,7 @@ class FitSpace:
                 space,
                 method=space.method or self._methods(),
                 wire=space.wire or searched.WIRES,
-                all_reduce=space.all_reduce or searched.ALL_REDUCES,
+                all_reduce=space.all_reduce or self._all_reduces(),
             )
         return space
 
@@ -168,6 +171,11 @@ class FitSpace:
         if reason and not self._run.problem:
             self._run.say(f"OmniTuner: {groups} groups are not tried: {reason}")
         return not reason
+
+    def _all_reduces(self) -> tuple[str, ...]:
+        """All-reduce formats that are of use: sparse gradients travel as they are, and a hook of the user's stays."""
+        is_given = has_hook_for_gradients(self._run.strategy)
+        return () if is_given or self._has_sparse_gradients else searched.ALL_REDUCES
 
     def _methods(self) -> tuple[str, ...]:
         """Methods by which groups of this run can exchange, of those of which it is known what they cost."""

@@ -111,6 +111,12 @@ class Hyperparameters:
             else:
                 group["momentum"] = momentum
 
+    def make_default(self) -> None:
+        """Parameter groups that are added from now on, as finetuning adds them, have the momentum of the others."""
+        if self.is_momentum_free:
+            name = "betas" if self._has_betas else "momentum"
+            getattr(self._optimizer, "defaults", {})[name] = self._optimizer.param_groups[0][name]
+
     def scale(self, factor: float) -> None:
         """For good: all rates, those that schedulers remember included. Schedules keep their shape."""
         if factor == 1.0:

@@ -102,8 +102,7 @@ class Retuning:
     def _of_all(self, own: Trained) -> list[float]:
         """Samples of all ranks, those of them that are timed, and their samples per second with the variance."""
         world, strategy = self._run.world, self._run.strategy
-        variance = (own.rate * own.error) ** 2 if own.rate else 0.0
-        counts = torch.tensor([own.samples, own.timed, own.rate, variance], device=strategy.root_device)
+        counts = torch.tensor([own.samples, own.timed, own.rate, own.variance], device=strategy.root_device)
         *sums, variance = strategy.reduce(counts, reduce_op="sum").tolist()
         # Ranks that wait for each other say the same with their batches, and count once: those of a group, or all.
         is_one = len(world.topology.alive) == 1 or world.method.has_barrier

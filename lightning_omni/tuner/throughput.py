@@ -58,6 +58,11 @@ class Trained:
         mean = self.seconds / self.batches
         return math.sqrt(max(0.0, self.squares / self.batches - mean**2) / (self.batches - 1)) / mean
 
+    @property
+    def variance(self) -> float:
+        """Square of the standard error of the rate; infinite if too few batches are timed, or none."""
+        return (self.rate * self.error) ** 2 if math.isfinite(self.error) else math.inf
+
 
 @dataclass(frozen=True)
 class Speed:

@@ -72,6 +72,27 @@ class Switched(pl.Callback):
             trainer.strategy.wrap_for_group()
 
 
+class Table(pl.LightningModule):
+    """Trains an embedding whose gradients are sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(256, 3, sparse=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return torch.nn.functional.cross_entropy(self.table(batch[2]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+def fit_table(format_: str) -> dict[str, Any]:
+    pl.seed_everything(7, verbose=False)
+    module = Table()
+    trainer(omni.OmniStrategy(groups=1, all_reduce=format_), 2, max_epochs=1).fit(module, loaders()[0])
+    return {"weights": digest(module), "is_sparse": module.table.weight.grad.is_sparse}
+
+
 def fit(format_: str, switched: bool = False, **options: Any) -> dict[str, Any]:
     pl.seed_everything(7, verbose=False)
     module = Compared(format_)
@@ -91,6 +112,7 @@ def main() -> None:
             "bf16": fit("bf16"),
             "accumulated": fit("powersgd:2", accumulate_grad_batches=2),
             "switched": fit("fp32", switched=True),
+            "sparse": {format_: fit_table(format_) for format_ in ("fp32", "bf16", "powersgd:2")},
         },
     )
 

@@ -17,6 +17,7 @@ import torch
 from common import FOLDER, OPTIONS, omni, pl, report, trainer
 from topk import TopK
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 from lightning_omni.errors import ConfigurationError
@@ -49,12 +50,13 @@ class EmulatedClock:
 
 
 class Meets(pl.Callback):
-    """Where gradients are averaged, the emulated clocks of a group's ranks are set alike."""
+    """Where gradients are averaged, which may take a while, the emulated clocks of a group's ranks are set alike."""
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
         world = trainer.strategy.world
         if len(world.members) > 1 and getattr(trainer.strategy.model, "require_backward_grad_sync", True):
             time.perf_counter.meet(world)  # type: ignore[attr-defined]
+            time.perf_counter.ahead += pl_module.options.get("reducing", 0.0)  # type: ignore[attr-defined]
 
 
 class Sent(Dimension):
@@ -86,6 +88,7 @@ class Classifier(pl.LightningModule):
         if "tail" in options:  # most of the weights, in layers of their own
             layers[3:] = [nn.Sequential(nn.Linear(32, options["tail"]), nn.ReLU(), nn.Linear(options["tail"], 4))]
         self.net = nn.Sequential(*layers)
+        self.table = nn.Embedding(64, 4, sparse=True) if "sparse" in options else None
         self.noted: list[float] = []
         self.segments: list[tuple[bool, float]] = []
         self.steps = 0
@@ -120,7 +123,10 @@ class Classifier(pl.LightningModule):
             os._exit(3)
         if self.options.get("interrupted") == self.steps:
             raise KeyboardInterrupt
-        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        logits = self.net(batch[0])
+        if self.table is not None:
+            logits = logits + self.table(batch[2] % 64)
+        loss = nn.functional.cross_entropy(logits, batch[1])
         if "rises" in self.options:  # as with a weight of the loss that is annealed
             loss = loss * 10**self.current_epoch
         if self.options.get("nan_at") == self.steps:
@@ -234,7 +240,8 @@ def main() -> None:
     for fit in OPTIONS["fits"]:
         pl.seed_everything(1)
         wire = TopK(fraction=fit["sends"]) if "sends" in fit else "fp32"
-        strategy = omni.OmniStrategy(**fit.get("strategy", {}), wire=wire)
+        hook = {"ddp_comm_hook": fp16_compress_hook} if "hook" in fit else {}
+        strategy = omni.OmniStrategy(**fit.get("strategy", {}), **hook, wire=wire)
         if "sent" in fit:
             fit["tuner"]["space"]["sent"] = Sent(*fit["sent"])
         module, state = Classifier(fit), State(fit.get("dies_in_training"), fit.get("stops_in_training"))
