@@ -269,19 +269,16 @@ def widened(task: Task, width: int) -> Subject:
 
 
 def show() -> None:
-    """Prints the package's table, as a page has it."""
-    print("| method | optimizer | groups | local steps | scatter | momentum | step | samples | deviation | tasks |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    """Prints the package's table, as a page has it: a line for each method, optimizer, scatter and number of groups."""
+    lines: dict[tuple[str, ...], dict[int, str]] = defaultdict(dict)
     for row in Prior.load().rows:
-        place = (
-            f"`{row.method}`",
-            "AdamW" if row.is_adaptive else "SGD",
-            row.groups,
-            row.period,
-            f"{row.scatter:.2f}",
-        )
-        cost = f"{row.momentum:.1f}", f"{row.step:.2f}", f"{math.exp(row.log_cost):.2f}", f"{row.deviation:.2f}"
-        print("|", " | ".join(map(str, (*place, *cost, row.tasks))), "|")
+        place = f"`{row.method}`", "AdamW" if row.is_adaptive else "SGD", row.times, str(row.groups)
+        lines[place][row.period] = f"{math.exp(row.log_cost):.2f} ({row.deviation:.2f})"
+    periods = sorted({period for line in lines.values() for period in line})
+    print("| method | optimizer | step times | groups |", *(f"H = {period} |" for period in periods))
+    print("|---" * (4 + len(periods)) + "|")
+    for place, line in lines.items():
+        print("|", " | ".join((*place, *(line.get(period, "") for period in periods))), "|")
 
 
 def main() -> None:
