@@ -127,7 +127,8 @@ def profiles(devices: str, links: str) -> dict[str, Profile]:
 def last_steps(measured: Measured, count: int) -> Measured:
     """The same without what was before."""
     names = "samples", "own", "steps", "exchanges"
-    return replace(measured, **{name: tuple(row[-count:] for row in getattr(measured, name)) for name in names})
+    cut: dict[str, Any] = {name: tuple(row[-count:] for row in getattr(measured, name)) for name in names}
+    return replace(measured, **cut)
 
 
 @dataclass(frozen=True)
