@@ -94,13 +94,13 @@ class Started(Run):
 
 
 def cluster_of(clients: int) -> Cluster:
-    """Equal clients around one server, which takes and gives the weights of one client at a time."""
+    """Equal clients around one server, whose card they share. No weights travel while they are copied."""
     nbytes = 4 * sum(parameter.numel() for parameter in network().parameters())
     return Cluster.even(
         clients,
         STEP_SECONDS / BATCH_SIZE,
         jitter=Jitter("lognormal", cv=JITTER),
-        link=Link(nbytes / COPY_SECONDS),
+        link=Link(latency=COPY_SECONDS),
         server=Link(nbytes / SERVER_SECONDS),
     )
 

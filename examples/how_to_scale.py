@@ -84,7 +84,7 @@ def cluster_of(name: str, workers: int, jitter: float) -> Cluster:
         workers,
         STEP_SECONDS / BATCH_SIZE,
         jitter=Jitter("lognormal", cv=jitter),
-        # All elastic messages pass the server's card, one after the other; that is where their bytes are counted.
+        # All elastic messages share the server's card; that is where their bytes are counted.
         link=Link(latency=LATENCY) if elastic else wire,
         server=Link(wire.bandwidth) if elastic else Link(),
         group_link=wire,

@@ -130,18 +130,20 @@ def test_what_cannot_be_is_refused_by_name(ask: Any, named: str) -> None:
 def test_groups_that_wait_for_nothing_but_their_answers_are_predicted_as_before(
     groups: int, period: int, nbytes: int, parts: list[float]
 ) -> None:
-    profile = known(exchange=sum(parts), serve=parts[1], link=parts[2])
+    profile = known(exchange=sum(parts) + parts[2], serve=parts[1], link=parts[2])
     before = profile.predict(groups, period=period, nbytes=nbytes)
     now = profile.predict(groups, exchanging=ExchangePattern(period, nbytes, nbytes))
     assert (now.seconds_per_update, now.parts) == (before.seconds_per_update, before.parts)
 
 
-def test_at_a_barrier_the_slowest_group_counts_and_answers_leave_one_after_the_other() -> None:
+def test_at_a_barrier_the_slowest_group_counts_and_all_answers_are_there_when_the_last_one_is() -> None:
     steps, none = np.array([[[1.0], [1.0], [3.0]]]), np.zeros((1, 3, 1))
     ones = np.ones((1, 3))
     costs = BarrierExchange(way=0.5 * ones, serve=0.1 * ones, send=0.2 * ones)
-    # The slowest comes last, and is answered last: 3 s, both ways, its push, and three answers.
+    # The slowest comes last: 3 s, both ways, its push, and three answers that share the link.
     assert costs.cycle(none, steps)[0] == pytest.approx(3 + 0.5 + 0.1 + 0.6)
+    equal = np.ones((1, 3, 1))
+    assert costs.cycle(none, equal) == pytest.approx([1 + 0.5 + 0.3 + 0.6]), "no group has its answer before the others"
 
 
 @settings(max_examples=12, deadline=None)
@@ -157,14 +159,14 @@ def test_of_equal_groups_at_a_barrier_the_last_answer_is_waited_for(
         assert max(0.1 * period, groups * link) * (1 - 1e-9) <= found
         assert found <= max(0.1 * period, way + 2 * groups * link) * (1 + 1e-9)
     else:
-        assert found == pytest.approx(0.1 * period + way + (groups + 1) * link)
+        assert found == pytest.approx(0.1 * period + way + 2 * groups * link)
 
 
-def test_at_a_barrier_groups_queue_for_the_direction_that_has_more_bytes() -> None:
-    profile = known(exchange=0.02, link=0.02).scaled(bandwidth=NBYTES / 0.02)
-    for push, pull in ((0.25, 1.0), (1.0, 0.25)):
+def test_at_a_barrier_groups_share_the_link_in_both_directions() -> None:
+    profile = known(exchange=0.04, link=0.02)
+    for push, pull in ((0.25, 1.0), (1.0, 0.25), (1.0, 1.0)):
         pattern = ExchangePattern(1, round(push * NBYTES), round(pull * NBYTES), barrier=True)
-        assert step(profile.predict(4, exchanging=pattern)) == pytest.approx(0.1 + 0.02 * (4 * 1.0 + 0.25))
+        assert step(profile.predict(4, exchanging=pattern)) == pytest.approx(0.1 + 0.02 * 4 * (push + pull))
 
 
 @pytest.mark.parametrize(("exchange", "expected"), [(0.05, 0.1), (0.3, 0.3)])
@@ -175,17 +177,21 @@ def test_beside_a_step_an_exchange_costs_what_exceeds_it(exchange: float, expect
 
 def test_a_link_that_is_always_busy_is_so_beside_the_computation_too() -> None:
     overlap = ExchangePattern.of("async_sgd", overlap=True, nbytes=NBYTES)
-    found = known(exchange=0.06, link=0.05).predict(4, exchanging=overlap)
-    assert found.seconds_per_update.value == pytest.approx(0.05, rel=1e-3)
-    assert found.bottleneck == "link"
-    assert "always busy" in found.statement
+    profile = known(exchange=0.1, link=0.05)
+    pushes = profile.predict(4, exchanging=replace(overlap, pull=NBYTES // 1000))
+    assert pushes.seconds_per_update.value == pytest.approx(0.05, rel=0.01)
+    assert pushes.bottleneck == "link"
+    assert "always busy" in pushes.statement
+    # As many bytes come back: of n groups that do nothing else each way of a link is busy for n / (n + 1) of the time.
+    both = profile.predict(4, exchanging=overlap)
+    assert both.seconds_per_update.value == pytest.approx(0.05 * 5 / 4, rel=0.02)
 
 
 def test_fewer_bytes_one_way_leave_the_other_way_as_it_is() -> None:
-    profile = known(exchange=0.02, link=0.02).scaled(bandwidth=NBYTES / 0.02)
+    profile = known(exchange=0.04, link=0.02)
     for push, pull, expected in ((1.0, 1.0, 0.04), (0.25, 1.0, 0.025), (0.5, 0.5, 0.02)):
-        pattern = ExchangePattern(1, round(push * NBYTES), round(pull * NBYTES))
-        assert step(profile.predict(4, exchanging=pattern)) - 0.1 == pytest.approx(expected)
+        pattern = ExchangePattern(10_000, round(push * NBYTES), round(pull * NBYTES))  # so seldom that none meet
+        assert 10_000 * (step(profile.predict(4, exchanging=pattern)) - 0.1) == pytest.approx(expected, rel=0.01)
 
 
 def test_gossip_waits_for_a_peer_and_for_no_server() -> None:
@@ -254,9 +260,12 @@ def test_over_slow_links_the_all_reduce_is_the_bottleneck_and_exchanging_seldom_
     assert "all-reduce" in before.statement
     every = profile.predict(4, exchanging=ExchangePattern.of("async_sgd", nbytes=LENET))
     assert every.bottleneck == "link"  # the server's has to carry four pushes for each step
-    assert every.samples_per_second.value == pytest.approx(64 * 12.5e6 / LENET, rel=0.02)
+    # 0.1376 s each way and 0.1 s elsewhere: three groups have 1.246 messages on either way (mean value analysis).
+    assert every.samples_per_second.value == pytest.approx(64 * 4 / (0.1 + 2 * 0.1376 * 2.246), rel=0.02)
     seldom = profile.predict(4, exchanging=ExchangePattern.of("elastic_averaging:period=8", nbytes=LENET))
-    assert seldom.samples_per_second.value > 2.2 * before.samples_per_second.value
+    # In eight steps groups meet less: three have 0.458 messages on either way.
+    assert seldom.samples_per_second.value == pytest.approx(64 * 32 / (0.8 + 2 * 0.1376 * 1.458), rel=0.02)
+    assert seldom.samples_per_second.value > 2 * before.samples_per_second.value
     assert "the exchange was not measured: forecast from the all-reduce" in seldom.statement
 
 
@@ -317,7 +326,8 @@ def test_a_round_trip_tells_hops_from_bytes_and_the_optimizers_step_is_the_serve
     profile = synchronous(bandwidth=12.5e6, latency=0.02, serve=0.004)
     found = profile.predict(4, exchanging=ExchangePattern.of("elastic_averaging:period=100", nbytes=LENET))
     assert found.seconds_per_update.value * 4 == pytest.approx(
-        0.1 + (0.04 + 2 * LENET / 12.5e6 + 0.004) / 100, rel=1e-3
+        0.1 + (0.04 + 2 * LENET / 12.5e6 + 0.004) / 100,
+        rel=2e-3,  # groups hardly meet
     )
     assert found.parts["serve"] == pytest.approx(0.004 / 100)
 
@@ -335,8 +345,8 @@ def test_where_no_bytes_are_known_the_exchange_counts_as_nothing() -> None:
 @pytest.mark.parametrize(
     ("devices", "links", "way", "wire", "named"),
     [
-        ("equal", "slow", 4, "fp32", "link"),
-        ("equal", "middling", 7, "int8", "compute"),
+        ("nearly equal", "slow", 4, "fp32", "link"),
+        ("nearly equal", "middling", 7, "int8", "compute"),
         ("one slow", "slow", 2, "int8", "link"),
         ("one slow", "middling", 8, "fp32", "compute"),
     ],
@@ -353,9 +363,9 @@ def test_ways_of_exchanging_that_were_not_measured_are_predicted_to_ten_per_cent
 
 
 @pytest.mark.parametrize("measured", ["one", "both"])
-@pytest.mark.parametrize("wire", ["fp32", {"push": "int8", "pull": "int8"}], ids=["fp32", "int8"])
+@pytest.mark.parametrize("wire", ["fp32", "int8"])
 def test_what_members_get_of_their_leader_is_predicted_whatever_was_measured(wire: Any, measured: str) -> None:
-    cell = Cell("equal", "slow", WAYS[0]._replace(pushes=15), wire, groups=2)
+    cell = Cell("nearly equal", "slow", WAYS[4]._replace(pushes=15), wire, groups=2)
     assert cell.predicted(measured).samples_per_second.value == pytest.approx(cell.rate(), rel=0.02)
 
 

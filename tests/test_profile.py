@@ -64,7 +64,7 @@ def seconds(prediction: Prediction) -> float:
 
 @settings(max_examples=50, deadline=None)
 @given(
-    parts=st.lists(st.floats(0, 0.1), min_size=7, max_size=7),
+    parts=st.lists(st.floats(0, 0.1), min_size=6, max_size=6),
     groups=st.sampled_from([2, 3, 4, 6, 12]),
     batch=st.integers(1, 8),
     period=st.integers(1, 4),
@@ -74,26 +74,32 @@ def seconds(prediction: Prediction) -> float:
 def test_known_costs_give_the_largest_of_the_serial_parts_and_the_groups_share(
     parts: list[float], groups: int, batch: int, period: int, servers: int, per_node: bool
 ) -> None:
-    sample, overhead, bytes_, hop, delay, serve, link = parts
+    sample, overhead, bytes_, hop, delay, serve = parts
     costs = Costs(
-        1e-3 + sample, overhead, bytes_, hop, delay + serve + link, serve, link, sample / 10, 1000, period,
-        servers, per_node,
-    )  # fmt: skip
-    if servers > 1:  # each has a share, they agree, and a quarter stays on the node
-        delay, serve, link = 2 * delay, serve / 4, link / 4 * (0.75 if per_node else 1)
+        1e-3 + sample, overhead, bytes_, hop, delay + serve, serve, 0.0, sample / 10, 1000, period, servers, per_node
+    )
+    if servers > 1:  # each has a share, and they agree
+        delay, serve = 2 * delay, serve / 4
     size = 12 // groups
     head = size * batch * costs.head_per_sample
     step = (
-        overhead
-        + batch * costs.per_sample
-        + 2 * (size - 1) * (bytes_ / size + hop)
-        + (delay + serve + link) / period
-        + head
+        overhead + batch * costs.per_sample + 2 * (size - 1) * (bytes_ / size + hop) + (delay + serve) / period + head
     )
     profile = Profile.of(costs, ranks=12, batch_size=batch)
-    assert seconds(profile.predict(groups)) == pytest.approx(max(serve / period, link / period, head, step / groups))
+    assert seconds(profile.predict(groups)) == pytest.approx(max(serve / period, head, step / groups))
     again = Profile.from_dict(json.loads(json.dumps(profile.scaled(slowest=2.0).to_dict())))
     assert again.predict(groups) == profile.scaled(slowest=2.0).predict(groups)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(2, 12), st.floats(0.0, 0.1), st.floats(1e-3, 0.1), st.integers(1, 4))
+def test_what_groups_wait_for_a_link_is_between_nothing_and_all_of_the_others(
+    groups: int, serve: float, link: float, period: int
+) -> None:
+    costs = Costs(0.1, exchange=serve + 2 * link, serve=serve, link=link, nbytes=8, period=period)
+    found = seconds(Profile.of(costs, ranks=groups, batch_size=1).predict(groups)) * groups
+    assert found >= max(0.1 + (serve + 2 * link) / period, groups * max(serve, link) / period) * (1 - 1e-9)
+    assert found <= 0.1 + groups * (serve + 2 * link) / period
 
 
 @pytest.mark.parametrize(
@@ -101,7 +107,8 @@ def test_known_costs_give_the_largest_of_the_serial_parts_and_the_groups_share(
     [
         ({"per_sample": 0.0}, "per_sample=0"),
         ({"per_sample": 0.1, "serve": 0.2}, "exchange=0.0"),
-        ({"per_sample": 0.1, "exchange": 0.2, "link": 0.2}, "nbytes="),
+        ({"per_sample": 0.1, "exchange": 0.1, "link": 0.06, "nbytes": 8}, "pass 0.12 or more"),
+        ({"per_sample": 0.1, "exchange": 0.2, "link": 0.1}, "nbytes="),
         ({"per_sample": 0.1, "overhead": -1.0}, "overhead=-1.0"),
         ({"per_sample": 0.1, "period": 0}, "period=0"),
     ],
@@ -584,7 +591,7 @@ def test_local_steps_between_exchanges_are_counted() -> None:
     for groups in (2, 4):
         trace = run("slow network", groups, 50 * groups, seed=3, method=method)
         # All-reduces of one size do not tell bytes from hops, of which members get answers in other proportions.
-        assert seconds(profile.predict(groups)) * 3 == pytest.approx(pace(trace), rel=0.06)
+        assert seconds(profile.predict(groups)) * 3 == pytest.approx(pace(trace), rel=0.07)
 
 
 class Tailed(nn.Module):

@@ -39,11 +39,11 @@ def test_what_groups_train_is_what_they_train_without_aggregators(method: str) -
 def test_a_sum_costs_the_servers_card_and_its_updates_what_one_push_does() -> None:
     base = Cluster.even(4, seconds_per_sample=0.25, server=SECOND, update_seconds=10.0)
     alone = run("hardsync", 4, base, max_updates=1)
-    # A second to compute, four pushes of a second one after the other, and ten for each of them.
-    assert alone.seconds == pytest.approx(1 + 1 + 4 * 10)
+    # A second to compute, four pushes of a second that share the card, and ten for each of them.
+    assert alone.seconds == pytest.approx(1 + 4 + 4 * 10)
     tree = run("hardsync", 4, Cluster.even(4, 0.25, server=SECOND, update_seconds=10.0, aggregators=2), max_updates=1)
-    # Two pushes at each aggregator, then one sum of each at the server.
-    assert tree.seconds == pytest.approx(1 + 2 + 1 + 2 * 10)
+    # Two pushes share the card of each aggregator, then the sums of both that of the server.
+    assert tree.seconds == pytest.approx(1 + 2 + 2 + 2 * 10)
 
 
 def test_answers_leave_the_server_once_for_all_groups_of_an_aggregator() -> None:
@@ -51,10 +51,10 @@ def test_answers_leave_the_server_once_for_all_groups_of_an_aggregator() -> None
         cluster = Cluster.even(8, seconds_per_sample=0.25, server=SECOND, aggregators=aggregators)
         return float(run("hardsync", 8, cluster, max_updates=2).seconds)
 
-    # Without: eight pushes, eight answers; the first to hear computes while the others' answers go out.
-    assert second_update(0) == pytest.approx(1 + 8 + 8 + 1 + 1)
-    # With two: four pushes side by side, two sums; two answers, then four side by side.
-    assert second_update(2) == pytest.approx(1 + 4 + 2 + 2 + 4 + 1 + 1 + 1)
+    # Without: eight pushes, eight answers, all of which are there when the last one is; and eight pushes again.
+    assert second_update(0) == pytest.approx(1 + 8 + 8 + 1 + 8)
+    # With two: four pushes at each and two sums; two answers, then four from each; and pushes and sums again.
+    assert second_update(2) == pytest.approx(1 + 4 + 2 + 2 + 4 + 1 + 4 + 2)
 
 
 def test_without_a_barrier_no_group_waits_for_a_slower_one_and_a_busy_link_adds_up() -> None:

@@ -26,7 +26,7 @@ from lightning_omni.protocol.split import Split
 from lightning_omni.protocol.wire_format import RAW, RESIDUAL, Memory
 from lightning_omni.protocol.wire_formats import wire_of
 from lightning_omni.simulator import Cluster, Device, Failure, Jitter, Link, replay, simulate
-from lightning_omni.simulator.engine import Engine
+from lightning_omni.simulator.engine import Engine, Timeline
 from lightning_omni.simulator.exchange import Exchanges
 from lightning_omni.simulator.shares import by_share
 from lightning_omni.simulator.workbench import Samples
@@ -119,7 +119,7 @@ def test_fragments_of_every_servers_share_train_as_those_of_one_server_do(method
 
 
 def test_the_hardware_model_predicts_fragments_with_several_servers() -> None:
-    cluster = replace(cluster_of("equal", "slow"), servers=2)
+    cluster = replace(cluster_of("nearly equal", "slow"), servers=2)
     measured = [Measured.of(simulated(Way("async_sgd", 40), "fp32", groups, cluster, groups)) for groups in (1, RANKS)]
     way = Way("diloco:period=16,fragments=4", 40)
     predicted = Profile.fit(measured).predict(RANKS, exchanging=ExchangePattern.of(way.method, nbytes=NUMBERS * 4))
@@ -194,25 +194,23 @@ def alone(**network: Any) -> float:
 def test_an_exchange_ends_with_its_last_share_and_all_servers_agree_before_they_apply_it() -> None:
     link, card = Link(NBYTES / 0.01, 0.001), Link(NBYTES / 0.008, 0.002)
     network: dict[str, Any] = {"link": link, "server": card, "update_seconds": 0.004}
-    one = 0.04 + 2 * (0.001 + 0.01 + 0.002 + 0.008) + 0.004
+    one = 0.04 + 2 * (0.001 + 0.002 + 0.01) + 0.004
     assert alone(**network) == pytest.approx(one)
-    # The link carries all shares, each card and each server a quarter; and a message each way between the servers.
-    several = 0.04 + 2 * (0.001 + 0.01 + 0.002 + 0.002) + 0.001 + 2 * 0.003
+    # The link carries all shares, and each card a quarter meanwhile; and there is a message each way between servers.
+    several = 0.04 + 2 * (0.001 + 0.002 + 0.01) + 0.001 + 2 * 0.003
     assert alone(servers=4, **network) == pytest.approx(several)
 
 
 def test_the_share_on_a_groups_own_node_crosses_no_link() -> None:
     network: dict[str, Any] = {"link": Link(NBYTES / 0.01), "server": Link(NBYTES / 0.008), "update_seconds": 0.004}
-    assert alone(servers="per-node", nodes=2, **network) == pytest.approx(0.04 + 2 * (0.005 + 0.004) + 0.002)
+    assert alone(servers="per-node", nodes=2, **network) == pytest.approx(0.04 + 2 * 0.005 + 0.002)
     assert alone(servers="per-node", nodes=1, **network) == pytest.approx(0.04 + 0.004)
 
 
-@pytest.mark.parametrize("network", [{"server": Link(bandwidth=NBYTES / 0.02)}, {"update_seconds": 0.02}])
-def test_saturated_servers_take_a_share_of_the_time_for_each_update(network: dict[str, Any]) -> None:
+def test_saturated_servers_take_a_share_of_the_time_for_each_update() -> None:
     for servers in (2, 4):
-        cluster = Cluster.even(16, 1e-3, jitter=Jitter("exponential"), servers=servers, **network)
-        trace = run("async_sgd", 16, cluster)
-        assert trace.seconds_per_update == pytest.approx(0.02 / servers, rel=0.04)
+        cluster = Cluster.even(16, 1e-3, jitter=Jitter("exponential"), servers=servers, update_seconds=0.02)
+        assert run("async_sgd", 16, cluster).seconds_per_update == pytest.approx(0.02 / servers, rel=0.04)
 
 
 class Coupled(torch.optim.SGD):
@@ -244,10 +242,19 @@ def test_no_share_is_faster_than_its_way_and_all_are_no_slower_than_one_server_t
         engine = Engine()
         exchanges = Exchanges(engine, cluster, parts)
         exchanges.nodes[0] = 0
-        engine.start(exchanges.push(0, nbytes))
+        moments = []
+
+        def exchange() -> Timeline:
+            yield from exchanges.push(0, nbytes)
+            moments.append(engine.now)
+            yield from exchanges.answer(0, nbytes)
+            moments.append(engine.now)
+
+        engine.start(exchange())
         while engine.events:
             engine.step()
-        return engine.now, exchanges.answer(0, nbytes) - engine.now
+        pushed, answered = moments
+        return pushed, answered - pushed
 
     push, answer = took("per-node" if at_home else len(shares), held)
     away = nbytes * (1 - held[0] if at_home else 1)
@@ -264,7 +271,7 @@ def test_no_share_is_faster_than_its_way_and_all_are_no_slower_than_one_server_t
 
 @pytest.mark.parametrize("servers", [3, "per-node"])
 def test_a_group_that_dies_and_comes_back_is_on_the_node_where_it_was(servers: Any) -> None:
-    network: dict[str, Any] = {"link": Link(1e5, 1e-3), "server": Link(1e5), "update_seconds": 1e-3}
+    network: dict[str, Any] = {"link": Link(1e5, 1e-3), "update_seconds": 1e-3}
     events = (Failure(2, 0.05, until=0.2),)
     failed, whole = (
         run("async_sgd", 3, Cluster.even(3, 1e-3, servers=servers, events=each, **network), max_updates=60)

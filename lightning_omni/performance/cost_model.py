@@ -32,7 +32,7 @@ class CostModel:
         between: seconds of a step beside computation and communication (a slow loader, callbacks), the same in all
             groups, shape (draws,).
         delay: seconds of an exchange whatever its bytes, but for what is shared, shape (draws,).
-        delay_per_byte: seconds of each byte there, shape (draws,).
+        own_per_byte: seconds of a byte on a group's own link, shape (draws,): it crosses the server's at the same time.
         serve: seconds of the server for a push, shape (draws,).
         link_per_byte: seconds of a byte on the server's link, shape (draws,).
         head_per_sample: seconds of a sample of a group's batch at a merged head.
@@ -42,7 +42,6 @@ class CostModel:
             shape (draws,): ``ring``, whatever is averaged, and in which format.
         hand_hop: seconds of such a message whatever its bytes, likewise.
         hands_on: whether a group's leader hands answers on to the other members. It is not in ``delay``.
-        is_fair: whether messages that are on a link at once share it evenly; otherwise one comes after the other.
         placement: where ranks are, and what messages between those on one node take.
         node_ring: ``ring`` of a group that is on one node; None if it is not known to be another.
         node_hop: ``hop`` of such a group.
@@ -57,7 +56,7 @@ class CostModel:
     hop: Array
     between: Array
     delay: Array
-    delay_per_byte: Array
+    own_per_byte: Array
     serve: Array
     link_per_byte: Array
     hand_ring: Array
@@ -70,7 +69,6 @@ class CostModel:
     servers: int = 1
     per_node: bool = False
     hands_on: bool = False
-    is_fair: bool = False
     placement: Placement = field(default_factory=Placement)
     node_ring: float | None = None
     node_hop: float = 0.0
@@ -88,8 +86,8 @@ class CostModel:
             ring=costs.allreduce * ones,
             hop=costs.allreduce_latency * ones,
             between=0 * ones,
-            delay=(costs.exchange - costs.serve - costs.link) * ones,
-            delay_per_byte=0 * ones,
+            delay=(costs.exchange - costs.serve - 2 * costs.link) * ones,
+            own_per_byte=costs.link / max(costs.nbytes, 1) * ones,
             serve=costs.serve * ones,
             link_per_byte=costs.link / max(costs.nbytes, 1) * ones,
             hand_ring=costs.allreduce * ones,
@@ -152,7 +150,7 @@ class CostModel:
         if change.bandwidth is not None:
             per_byte = alike / change.bandwidth
             ring = model.nbytes * per_byte
-            model = replace(model, ring=ring, hand_ring=ring, delay_per_byte=per_byte, link_per_byte=per_byte)
+            model = replace(model, ring=ring, hand_ring=ring, own_per_byte=per_byte, link_per_byte=per_byte)
             model = replace(model, knows_exchange=True)
         if change.latency is not None:
             hop = alike * change.latency

@@ -21,7 +21,7 @@ class Costs(Serializable):
         allreduce_latency: of each of the 2 (k - 1) messages of a ring.
         exchange: a push and the answer to it, as a group without rivals sees them.
         serve: of this, the server's own arithmetic, one push after the other.
-        link: of this, the time on the server's link, one push after the other.
+        link: of this, the time of a push on the server's link, by itself; its answer takes as long the other way.
         head_per_sample: of each sample of a group's batch, in exclusive access to a merged head.
         nbytes: bytes of one exchange, one way; 0 if unknown.
         period: local steps between two exchanges, H.
@@ -53,9 +53,9 @@ class Costs(Serializable):
             check_number(each.name, getattr(self, each.name), f"a number, {least} or more", least, below=math.inf)
         if self.per_sample + self.overhead <= 0:
             raise ConfigurationError("per_sample=0: pass the seconds of a sample, or overhead= of a step")
-        if self.serve + self.link > self.exchange:
+        if (parts := self.serve + 2 * self.link) > self.exchange:
             raise ConfigurationError(
-                f"exchange={self.exchange}: serve and link are parts of it; pass {self.serve + self.link:g} or more"
+                f"exchange={self.exchange}: serve, and link both ways, are parts of it; pass {parts:g} or more"
             )
         if self.link and not self.nbytes:
             raise ConfigurationError(f"link={self.link}: pass nbytes= as well, the bytes that take so long")

@@ -15,7 +15,7 @@ from lightning_omni.performance import constants as c
 from lightning_omni.performance.cost_model import first_draw
 from lightning_omni.performance.measured import servers_of
 from lightning_omni.performance.placement import Placement, over_links
-from lightning_omni.performance.queueing import residence
+from lightning_omni.performance.queueing import time_shared
 from lightning_omni.performance.resampled import Resampled
 
 Array = np.ndarray[Any, Any]
@@ -67,25 +67,26 @@ class _Exchanges:
             crosses=tuple(number in crossing for number in range(len(rest))),
         )
 
-    def misses(self, away: Array, busy: Array, serve: float) -> list[Array]:
+    def misses(self, away: Array, serve: Array, link: Array) -> list[Array]:
         """By what part of a cycle the mean is missed, and the shortest; both of shape (draws,).
 
         Args:
-            away: seconds of an exchange that are not at the busiest station, shape (draws,).
-            busy: seconds that are, but for waiting, shape (draws,).
-            serve: seconds that the server is known to take: all of it for a group whose exchanges cross no link.
+            away: seconds of an exchange that no other group lengthens, shape (draws,).
+            serve: seconds of the server, for which groups queue, shape (draws,).
+            link: seconds on the server's link, each way, shape (draws,).
         """
-        part = min(1.0, serve / busy[0]) if serve else 1.0
-        think = self.think + away[:, None] * np.array(self.crosses)
-        there = residence(think, self.variance, busy[:, None], np.ones(1), np.where(self.crosses, 1.0, part))
-        cycle, over = float(self.think[0].mean() + self.mean[0]), away + busy - self.least
+        crosses = np.array(self.crosses)
+        links = np.repeat((link[:, None] * crosses)[:, :, None], 2, axis=2)
+        think = self.think + away[:, None] * crosses
+        there = time_shared(think, self.variance, links, None, serve[:, None], np.ones(1))[:, crosses].mean(axis=1)
+        cycle, over = float(self.think[0].mean() + self.mean[0]), away + serve + 2 * link - self.least
         return [(away + there - self.mean) / cycle, (np.maximum(over, 0.0) + c.SHORTEST_EXCHANGE * over) / cycle]
 
 
 def fit_exchange(
     drawn: Sequence[Resampled], ring: Array, hop: Array, placement: Placement
 ) -> tuple[Array, Array, Array, Array]:
-    """Delay, delay of a byte, the server's time, and the link's of a byte: each in seconds, of shape (draws,).
+    """Delay, a byte on a group's own link, the server's time, and a byte on its link: seconds of each, shape (draws,).
 
     Args:
         drawn: segments of training.
@@ -111,21 +112,21 @@ def fit_exchange(
     known = [each.measured.serve for each in several if each.measured.serve]
     serve, nbytes = sum(known) / max(len(known), 1), max(each.nbytes for each in segments)
     costs = _exchange_costs(segments, serve, nbytes)
-    delay, per_byte, busy = costs[:, 0], costs[:, 1] / max(nbytes, 1), serve + costs[:, 2]
-    if not known:  # the server and its link cannot be told apart
-        return delay, per_byte, busy, np.zeros_like(busy)
-    served = np.full_like(busy, serve)
-    if busy[0] <= (1 + c.NOTICED) * serve:
-        return delay, per_byte, served, np.zeros_like(busy)
-    # Something is busy for longer than the server is, whose time then is a part of the delay.
-    if not nbytes:
-        return np.maximum(delay - serve, 0.0), per_byte, busy, np.zeros_like(busy)
-    per_byte = np.maximum(per_byte - np.maximum(serve - delay, 0.0) / nbytes, 0.0)
-    return np.maximum(delay - serve, 0.0), per_byte, served, busy / nbytes
+    delay, beside, busy = costs[:, 0], costs[:, 1] / max(nbytes, 1), costs[:, 2]
+    if not known or not nbytes:  # the server and its link cannot be told apart
+        is_noticed = not known or busy[0] > c.NOTICED * serve
+        return delay, beside / 2, serve + is_noticed * busy, np.zeros_like(busy)
+    link = busy / nbytes
+    own = beside / 2 + link
+    # Groups wait for the server, unless its link is busy for longer.
+    return delay, own, np.full_like(busy, serve), link if busy[0] > (1 + c.NOTICED) * serve else np.zeros_like(busy)
 
 
 def _exchange_costs(segments: Sequence[_Exchanges], serve: float, nbytes: int) -> Array:
-    """Delay, delay of so many bytes, and how much longer than ``serve`` the busiest station is: shape (draws, 3)."""
+    """Delay, delay of so many bytes, and what is busy beside what is known to be: shape (draws, 3).
+
+    That is the server's link each way, if the server's time ``serve`` is known, and otherwise the server.
+    """
     sizes = {each.nbytes for each in segments}
     # Where all exchanges are of one size, all of their delay is ascribed to the bytes.
     free = [index for index, is_free in enumerate((len(sizes) > 1 or not nbytes, nbytes > 0, True)) if is_free]
@@ -137,9 +138,11 @@ def _exchange_costs(segments: Sequence[_Exchanges], serve: float, nbytes: int) -
         found: list[Array] = []
         for each in of:
             part = each.nbytes / max(nbytes, 1)
-            # What is busy beyond the server's known time is its link.
-            busy = serve + spread[:, 2] * (part if serve and nbytes else 1.0)
-            found += each.misses(spread[:, 0] + spread[:, 1] * part, busy, serve)
+            away, busy = spread[:, 0] + spread[:, 1] * part, spread[:, 2]
+            if serve and nbytes:
+                found += each.misses(away, np.full_like(busy, serve), busy * part)
+            else:
+                found += each.misses(away, serve + busy, np.zeros_like(busy))
         return np.stack(found, axis=1)
 
     first = [first_draw(each) for each in segments]

@@ -47,7 +47,7 @@ def fit_model(measured: Sequence[Measured], draws: int, seed: int) -> CostModel:
     several = [each for each in measured if len(each.groups) > 1]
     servers, per_node = servers_of(measured)
     away = part_away(servers, per_node)
-    delay, delay_per_byte, serve, link_per_byte = fit_exchange(drawn, ring, hop, placement)
+    delay, own_per_byte, serve, link_per_byte = fit_exchange(drawn, ring, hop, placement)
     heads = [each for each in several if each.head]
     # A group has its batch of samples there.
     batches = [mean_samples([each]) * len(each.ranks) / len(each.groups) for each in heads]
@@ -61,7 +61,7 @@ def fit_model(measured: Sequence[Measured], draws: int, seed: int) -> CostModel:
         hop=hop,
         between=between,
         delay=delay / messages_of(servers),
-        delay_per_byte=delay_per_byte / away,
+        own_per_byte=own_per_byte / away,
         serve=serve * servers,
         link_per_byte=link_per_byte * servers / away,
         hand_ring=ring,
@@ -211,9 +211,8 @@ def _forecast(model: CostModel, measured: Sequence[Measured], random: np.random.
     return replace(
         model,
         delay=(_round_trip(measured) or 2 * model.hop) * delay_off,
-        delay_per_byte=per_byte,
+        own_per_byte=per_byte,
         serve=sum(known) / max(len(known), 1) * delay_off,
         link_per_byte=per_byte,
         hand_ring=ring * bytes_off,
-        is_fair=any(each.fair_links for each in measured),
     )

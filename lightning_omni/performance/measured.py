@@ -68,8 +68,6 @@ class Measured(Serializable):
             no exchange was measured.
         hands_on: whether a group's leader hands what it is answered on to the other members, over the links of their
             all-reduce. With several groups it is in what was measured of exchanges.
-        fair_links: whether messages that are on a link at once share it evenly, as over TCP. On simulated links one
-            comes after the other.
         nodes: of each rank, in ascending order: the node that it is on; none if each has links of its own, if all are
             on one, or if it is unknown.
         server_node: the node that a single server is on, or would be; None if it is on none of these, or unknown.
@@ -106,7 +104,6 @@ class Measured(Serializable):
     round_trip: float = 0.0
     reduce_per_byte: float = 0.0
     hands_on: bool = False
-    fair_links: bool = False
     nodes: tuple[int, ...] = ()
     server_node: int | None = None
     node_round_trip: float = 0.0

@@ -120,8 +120,43 @@ def _distribution_of_slowest(values: Array, counts: Array) -> tuple[Array, Array
     return times, np.diff(product, axis=1, prepend=0.0)
 
 
-def residence(think: Array, variance: Array, service: Array, visits: Array, parts: Array | None = None) -> Array:
-    """Seconds of a group's cycle at the stations that it shares with the others: service, and waiting for it.
+def time_shared(
+    think: Array, variance: Array, links: Array, counted: Array | None, service: Array, visits: Array
+) -> Array:
+    """Seconds of a group's cycle at what it shares with the others: links, and queues.
+
+    To those who queue, time on links is time elsewhere, and the other way round.
+
+    Args:
+        think: seconds of a cycle elsewhere, by group, shape (draws, groups).
+        variance: of these, in seconds squared, shape (draws, groups).
+        links: see `residence_on_links`.
+        counted: see there.
+        service: see `residence`.
+        visits: see there.
+
+    Returns:
+        Shape (draws, groups).
+    """
+    nothing = np.zeros_like(think)
+    if not links.any():
+        return residence(think, variance, service, visits)[:, None] + nothing
+    if not service.any():
+        return residence_on_links(think, links, counted)
+    alone = crossing = (links if counted is None else links * counted).sum(axis=2)
+    queued = nothing
+    for _ in range(c.QUEUE_ROUNDS):
+        # What is waited for on links scatters as much as it is long.
+        scatter, before = variance + (crossing - alone) ** 2, crossing
+        queued = residence(think + crossing, scatter, service, visits)[:, None] + nothing
+        crossing = residence_on_links(think + queued, links, counted)
+        if np.abs(crossing - before).max() <= c.QUEUE_TOLERANCE * (think + crossing).max():
+            break
+    return np.asarray(crossing + queued)
+
+
+def residence(think: Array, variance: Array, service: Array, visits: Array) -> Array:
+    """Seconds of a group's cycle in the queues that it shares with the others: service, and waiting for it.
 
     A closed network of queues. To a station the groups seem as many equal ones that come as often together; for
     those there is mean value analysis: a group that arrives finds the queue of a network with one group less, and of
@@ -135,11 +170,9 @@ def residence(think: Array, variance: Array, service: Array, visits: Array, part
         variance: of these, in seconds squared, shape (draws, groups).
         service: seconds of a visit to each station, shape (draws, stations).
         visits: to each station in a cycle, shape (stations,).
-        parts: of a service that each group takes, shape (groups,): there are as many groups as these add up to. None if
-            each takes all of it.
 
     Returns:
-        Shape (draws,); of a group that takes a part of a service, it is that part.
+        Shape (draws,).
 
     Example:
         >>> none, groups = np.zeros((1, 4)), np.full((1, 4), 2.0)
@@ -151,13 +184,12 @@ def residence(think: Array, variance: Array, service: Array, visits: Array, part
     References:
         Reiser and Lavenberg 1980 (mean value analysis); Reiser 1979 (its form for services without scatter).
     """
-    parts = np.ones(think.shape[1]) if parts is None else parts
-    groups = float(parts.sum())
-    mean = (parts * think).sum(axis=1) / groups
-    scatter = (parts * variance).sum(axis=1) / groups + (parts * (think - mean[:, None]) ** 2).sum(axis=1) / groups
+    groups = think.shape[1]
+    mean = think.sum(axis=1) / groups
+    scatter = variance.sum(axis=1) / groups + ((think - mean[:, None]) ** 2).sum(axis=1) / groups
     spent = service @ visits
     for number in range(c.QUEUE_ROUNDS):
-        cycle = groups / (parts / (think + parts * spent[:, None])).sum(axis=1)
+        cycle = groups / (1 / (think + spent[:, None])).sum(axis=1)
         if service.size == 1:  # as in every step of a fit
             one = _residence_at_one_station(
                 groups, (cycle - spent).item(), scatter.item(), service.item(), float(visits[0])
@@ -173,12 +205,12 @@ def residence(think: Array, variance: Array, service: Array, visits: Array, part
     return np.asarray(spent)
 
 
-def _residence_of_equals(groups: float, think: Array, scatter: Array, service: Array, visits: Array) -> Array:
+def _residence_of_equals(groups: int, think: Array, scatter: Array, service: Array, visits: Array) -> Array:
     demand = service * visits
     rhythm = np.maximum(think + demand.sum(axis=1), groups * demand.max(axis=1))
     queue, busy = np.zeros_like(service), np.zeros_like(service)
     cycle = rhythm
-    for group in _one_by_one(groups):
+    for group in range(1, groups + 1):
         seen = service * (1 + queue - busy / 2)
         cycle = think + seen @ visits
         queue = group * visits * seen / cycle[:, None]
@@ -192,17 +224,18 @@ def _residence_of_equals(groups: float, think: Array, scatter: Array, service: A
     return np.asarray(rhythm + random * np.maximum(cycle - rhythm, 0.0) - think)
 
 
-def residence_on_fair_links(think: Array, demand: Array, is_queue: Array, counted: Array | None = None) -> Array:
-    """Seconds of a group's cycle at stations of which most serve all that is there at once, as links do over TCP.
+def residence_on_links(think: Array, demand: Array, counted: Array | None = None) -> Array:
+    """Seconds of a group's cycle on links, which carry all that is there at once, each message as fast as the others.
 
-    Exact for groups that come at random: a group that arrives finds the queue of a network without it (mean value
-    analysis). Messages on a link share it evenly; in a queue half of the service under way is waited for.
+    Exact for groups that come at random: a group that arrives finds on a link what a network without it would have
+    there (mean value analysis), whatever the distribution of their times. And groups do come at random: messages that
+    share a link evenly keep the distance in time that they had, so no rhythm forms, and the least scatter of step times
+    spreads groups out that started together.
 
     Args:
         think: seconds of a cycle elsewhere, by group, shape (draws, groups).
-        demand: seconds of a cycle at each station, if no other group is there, shape (draws, groups, stations).
-        is_queue: of each station, whether it serves one after the other, shape (stations,).
-        counted: of what a group spends at each station, the part in which it is at no other, shape of ``demand``; None
+        demand: seconds of a cycle on each link, if no other group is there, shape (draws, groups, links).
+        counted: of what a group spends on each link, the part in which it is at no other, shape of ``demand``; None
             for all of it.
 
     Returns:
@@ -210,7 +243,7 @@ def residence_on_fair_links(think: Array, demand: Array, is_queue: Array, counte
 
     Example:
         >>> demand = np.full((1, 2, 1), 1.0)  # two groups, which now and then share a link
-        >>> residence_on_fair_links(np.full((1, 2), 2.0), demand, np.array([False])).round(3).tolist()
+        >>> residence_on_links(np.full((1, 2), 2.0), demand).round(3).tolist()
         [[1.333, 1.333]]
 
     References:
@@ -226,7 +259,7 @@ def residence_on_fair_links(think: Array, demand: Array, is_queue: Array, counte
     for number in range(c.QUEUE_ROUNDS):
         rates = 1 / (think + spent[:, which])
         cycle = counts / np.stack([rates[:, which == kind].sum(axis=1) for kind in range(len(counts))], axis=1)
-        found = _residence_of_kinds(counts.tolist(), cycle - spent, each, parts, is_queue)
+        found = _residence_of_kinds(counts.tolist(), cycle - spent, each, parts)
         change = np.abs(found - spent).max(initial=0.0)
         spent = found if number == 0 else (spent + found) / 2
         if change <= c.QUEUE_TOLERANCE * cycle.max():
@@ -234,49 +267,42 @@ def residence_on_fair_links(think: Array, demand: Array, is_queue: Array, counte
     return np.asarray(spent[:, which])
 
 
-def _residence_of_kinds(counts: Sequence[int], think: Array, demand: Array, parts: Array, is_queue: Array) -> Array:
+def _residence_of_kinds(counts: Sequence[int], think: Array, demand: Array, parts: Array) -> Array:
     """The same for so many groups of each kind, which are equal: shape (draws, kinds)."""
     if math.prod(count + 1 for count in counts) > c.QUEUE_STATES:
-        return _residence_of_many(np.array(counts), think, demand, parts, is_queue)
-    nothing = np.zeros_like(demand[:, 0])
+        return _residence_of_many(np.array(counts), think, demand, parts)
     queues: dict[tuple[int, ...], Array] = {}
     found = demand
     for some in itertools.product(*(range(count + 1) for count in counts)):
-        queue, busy, found = nothing, nothing, np.zeros_like(demand)
+        queue, found = np.zeros_like(demand[:, 0]), np.zeros_like(demand)
         for kind, number in enumerate(some):
             if number:
                 fewer = (*some[:kind], number - 1, *some[kind + 1 :])
                 found[:, kind] = demand[:, kind] * (1 + queues[fewer])
                 rate = number / (think[:, kind] + (found * parts)[:, kind].sum(axis=1))[:, None]
-                queue, busy = queue + rate * found[:, kind], busy + rate * demand[:, kind]
-        queues[some] = queue - np.minimum(busy, 1.0) / 2 * is_queue
+                queue = queue + rate * found[:, kind]
+        queues[some] = queue
     return np.asarray((found * parts).sum(axis=2))
 
 
-def _residence_of_many(counts: Array, think: Array, demand: Array, parts: Array, is_queue: Array) -> Array:
+def _residence_of_many(counts: Array, think: Array, demand: Array, parts: Array) -> Array:
     """The same, nearly: a group that arrives finds its part of the queue of its own kind missing (Schweitzer 1979)."""
     queues = np.zeros_like(demand)
     found = demand
     for _ in range(c.QUEUE_ROUNDS):
         rates = (counts / (think + (found * parts).sum(axis=2)))[:, :, None]
-        busy = np.minimum((rates * demand).sum(axis=1, keepdims=True), 1.0) / 2 * is_queue
         queues = (queues + rates * found) / 2
-        seen = queues.sum(axis=1, keepdims=True) - queues / counts[:, None] - busy
+        seen = queues.sum(axis=1, keepdims=True) - queues / counts[:, None]
         found = demand * (1 + np.maximum(seen, 0.0))
     return np.asarray((found * parts).sum(axis=2))
 
 
-def _one_by_one(groups: float) -> list[float]:
-    """Networks of one group more each; where their number is not whole, the first is of a part of a group."""
-    return [groups - number for number in reversed(range(math.ceil(groups)))]
-
-
-def _residence_at_one_station(groups: float, think: float, scatter: float, service: float, visits: float) -> float:
-    """The same, bitwise, in numbers: with arrays of one it takes nineteen times longer."""
+def _residence_at_one_station(groups: int, think: float, scatter: float, service: float, visits: float) -> float:
+    """`_residence_of_equals`, bitwise, in numbers: with arrays of one it takes nineteen times longer."""
     demand = service * visits
     cycle = rhythm = max(think + demand, groups * demand)
     queue = busy = 0.0
-    for group in _one_by_one(groups):
+    for group in range(1, groups + 1):
         seen = service * (1 + queue - busy / 2)
         cycle = think + seen * visits
         queue = group * visits * seen / cycle if cycle else math.nan
@@ -304,21 +330,19 @@ class BarrierExchange:
     Args:
         way: to the server, and with the answer back, each half of it.
         serve: of a push where pushes queue.
-        send: of an answer where answers queue.
-        is_fair: whether answers that are sent at once share what they queue for evenly, so that none comes first.
+        send: of an answer on the link that answers share: all are there when the last one is.
     """
 
     way: Array
     serve: Array
     send: Array
-    is_fair: bool = False
 
     def cycle(self, hidden: Array, rest: Array, is_rough: bool = False) -> Array:
         """Seconds from one exchange of all groups to the next, in the mean.
 
         Cycle after cycle is played with step times as likely as they are: a group computes, pushes, and waits until all
-        pushes have been served, one after the other in the order in which they come; the answers go out in that order,
-        one after the other. What is hidden is computed before the answer is waited for.
+        pushes have been served, which takes as long as one after the other; the answers go out together. What is hidden
+        is computed before the answer is waited for.
 
         Args:
             hidden: equally likely seconds of the steps that a group makes while its exchange is under way, ascending,
@@ -331,10 +355,10 @@ class BarrierExchange:
 
             >>> steps, none = np.ones((1, 4, 1)), np.zeros((1, 4, 1))
             >>> link = BarrierExchange(way=np.zeros((1, 4)), serve=np.full((1, 4), 0.1), send=np.full((1, 4), 0.2))
-            >>> link.cycle(none, steps).round(3).tolist()  # the last answer and, of pushes apart, the last one
-            [1.9]
-            >>> link.cycle(steps, none).round(3).tolist()  # most of it all lies in the midst of the next second
-            [1.0]
+            >>> link.cycle(none, steps).round(3).tolist()  # all pushes, and all answers
+            [2.2]
+            >>> link.cycle(steps, none).round(3).tolist()  # most of it lies in the midst of the next second
+            [1.2]
         """
         # Noise of few cycles is the same in all draws, and many of the first one say what it is.
         few = self._mean_cycle(hidden, rest, c.BARRIER_CHAINS)
@@ -367,7 +391,7 @@ class BarrierExchange:
             sent = sent - served  # from now on the barrier's end is 0
             answered = np.empty_like(sent)
             answers = send.take(order)
-            behind = answers.sum(axis=2, keepdims=True) * (answers > 0) if self.is_fair else answers.cumsum(axis=2)
+            behind = answers.sum(axis=2, keepdims=True) * (answers > 0)
             answered.put(order, behind + half.take(order))
             ends[number] = served[:, :, 0]
         spent, longest = np.zeros((2, draws))

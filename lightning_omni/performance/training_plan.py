@@ -17,9 +17,8 @@ from lightning_omni.performance.queueing import (
     BarrierExchange,
     quantiles_of_slowest,
     quantiles_of_sum,
-    residence,
-    residence_on_fair_links,
     slowest,
+    time_shared,
 )
 from lightning_omni.protocol.leases import apportion
 from lightning_omni.topology import Topology
@@ -32,9 +31,9 @@ _T = TypeVar("_T")
 _TWICE_AS_FAST = {
     "compute": ("overhead", "per_sample", "between"),
     "allreduce": ("ring", "hop", "hand_ring", "hand_hop", "node_ring", "node_hop"),
-    "exchange": ("delay", "delay_per_byte"),
+    "exchange": ("delay", "own_per_byte"),
     "server": ("serve",),
-    "link": ("link_per_byte",),
+    "link": ("link_per_byte", "own_per_byte"),
     "head": ("head_per_sample",),
 }
 """What of a model is halved to find out what it helps."""
@@ -92,7 +91,7 @@ class TrainingPlan:
         head = model.head_per_sample * self.batch * float(sizes.mean())
         steps = self._local_steps(compute + allreduce + between)
         per_step = seconds.delay / steps, seconds.serve[:, None] / steps, seconds.link / steps
-        shared = SharedStations(model.is_fair, seconds, ring, self.period * head)
+        shared = SharedStations(seconds, ring, self.period * head)
         if self.exchanging.barrier or self.exchanging.delay:
             alone = allreduce + head + between
             few = np.minimum(self.exchanging.delay, steps)  # that are made while an exchange is under way
@@ -141,32 +140,23 @@ class TrainingPlan:
         model, pattern = self.model, self.exchanging
         # Of the weights a part may be on the group's own node.
         push, pull = (model.away * (nbytes or 0) for nbytes in (pattern.push, pattern.pull))
-        per_byte, delay, delay_per_byte = (
-            each[:, None] + 0 * handed for each in (model.link_per_byte, model.delay, model.delay_per_byte)
+        per_byte, delay, own = (
+            each[:, None] + 0 * handed for each in (model.link_per_byte, model.delay, model.own_per_byte)
         )
         if pattern.peers:  # now and then the peer that is drawn is the group itself
-            seconds = (1 - 1 / len(here)) * (delay + (delay_per_byte + per_byte) / 2 * pull)
+            seconds = (1 - 1 / len(here)) * (delay + own * pull)
             return ExchangeSeconds(seconds * (not pattern.delay), 0 * model.serve, 0 * handed, 0 * handed)
         if here.any():
             per_byte = np.where(here, 0.0, per_byte)
             delay = np.where(here, model.placement.round_trip, delay)
-            delay_per_byte = np.where(here, model.placement.per_byte or 0.0, delay_per_byte)
+            own = np.where(here, model.placement.per_byte or 0.0, own)
         # Servers on one node share its link.
         links = model.servers if model.placement.server is None else 1
-        serve, per_byte, own = model.serve / model.servers, per_byte / links, per_byte
-        mean, most = (push + pull) / 2, max(push, pull)
-        delay = delay * messages_of(model.servers)
-        if model.is_fair:
-            # The group's own link carries as much as servers elsewhere get of it: at a barrier while all others push.
-            alone = (delay_per_byte + (delay_per_byte if model.per_node else own)) * mean
-            meanwhile = 2 * per_byte * mean * (len(here) if pattern.barrier else 1)
-            delay = delay + np.maximum(alone - meanwhile, 0.0)
-            return ExchangeSeconds(delay, serve, per_byte * push, per_byte * pull + handed)
-        # The other direction of the server's link is a part of the delay.
-        delay = delay + np.maximum(delay_per_byte * mean + per_byte * (mean - most), 0.0)
-        # What comes one after the other and takes equally long each time makes one queue only, at the longest.
-        least = np.minimum(serve[:, None], per_byte * most)
-        return ExchangeSeconds(delay + least, serve, per_byte * push, per_byte * pull)
+        serve, per_byte, both = model.serve / model.servers, per_byte / links, push + pull
+        # Messages cross a group's link and the server's at the same time, at a barrier while those of all groups do.
+        beyond = np.maximum(own * both - per_byte * both * (len(here) if pattern.barrier else 1), 0.0)
+        delay = delay * messages_of(model.servers) + beyond
+        return ExchangeSeconds(delay, serve, per_byte * push, per_byte * pull + handed)
 
     def _local_steps(self, seconds: Array) -> Array:
         """Of each group, between two exchanges, if a step takes so long, shape (draws, groups); shape (groups,)."""
@@ -176,15 +166,9 @@ class TrainingPlan:
 
     def _at_a_barrier(self, hidden: Array, rest: Array, seconds: ExchangeSeconds) -> tuple[Array, Array]:
         """Seconds from exchange to exchange, and what they would be if exchanges took no time; (draws, groups)."""
-        came = np.maximum(seconds.serve[:, None], seconds.push)
-        if self.model.is_fair:
-            way, sent = seconds.delay + np.minimum(seconds.serve[:, None], seconds.push), seconds.pull
-        else:
-            # Answers go out one after the other, too; what of an exchange is neither no group waits for but its own.
-            both = seconds.delay + seconds.busy - came
-            sent = np.minimum(seconds.pull, np.maximum(both, 0.0))
-            way = np.maximum(both - sent, 0.0)
-        costs = BarrierExchange(way, came, sent, self.model.is_fair)
+        serve = seconds.serve[:, None]
+        way = seconds.delay + np.minimum(serve, seconds.push)
+        costs = BarrierExchange(way, np.maximum(serve, seconds.push), seconds.pull)
         cycle = costs.cycle(hidden, rest, self.is_rough)[:, None] + 0 * rest[:, :, 0]
         nothing = np.zeros((1, rest.shape[1]))
         alone = BarrierExchange(nothing, nothing, nothing).cycle(hidden[:1], rest[:1], is_rough=True)
@@ -193,7 +177,7 @@ class TrainingPlan:
     def _beside(self, hidden: Array, rest: Array, variance: Array, shared: SharedStations) -> tuple[Array, Array]:
         """The same where no group waits for another."""
         then, delay = rest.mean(axis=2), shared.seconds.delay
-        spent = shared.seconds.busy
+        spent = np.maximum(shared.seconds.serve[:, None], shared.seconds.link)
         for _ in range(c.OVERLAP_ROUNDS):
             cycle = np.maximum(hidden, (delay + spent)[:, :, None]).mean(axis=2) + then
             spent = (spent + shared.spent(cycle - spent, variance, 1)) / 2
@@ -258,36 +242,18 @@ class ExchangeSeconds:
         """Of the server's link in the direction that is busier, shape (draws, groups)."""
         return np.maximum(self.push, self.pull)
 
-    @cached_property
-    def busy(self) -> Array:
-        """Of what groups queue for, the server or its link, shape (draws, groups)."""
-        return np.maximum(self.serve[:, None], self.link)
-
-    @cached_property
-    def longest(self) -> Array:
-        """The same of the group that takes most, shape (draws,)."""
-        return np.asarray(self.busy.max(axis=1))
-
-    @cached_property
-    def parts(self) -> Array:
-        """Of that, what each group takes, shape (groups,)."""
-        longest = self.longest[0]
-        return np.asarray(self.busy[0] / longest if longest else np.ones(self.busy.shape[1]))
-
 
 @dataclass(frozen=True)
 class SharedStations:
     """What groups share: the server, its link, and a merged head.
 
     Attributes:
-        is_fair: whether messages that are on the link at once share it evenly.
         seconds: what an exchange takes each group.
         ring: of the seconds of a cycle that a group needs elsewhere, those of an all-reduce on the server's link, shape
             (draws, groups).
         head: seconds of a cycle at a merged head.
     """
 
-    is_fair: bool
     seconds: ExchangeSeconds
     ring: Array
     head: float
@@ -300,17 +266,11 @@ class SharedStations:
             variance: of these, in seconds squared, shape (draws, groups).
             period: visits to a merged head in a cycle.
         """
-        seconds, nothing = self.seconds, np.zeros_like(think)
-        if self.is_fair:
-            ring = np.stack([self.ring, self.ring, nothing, nothing], axis=2)  # is in both directions at once
-            others = seconds.push, seconds.pull, seconds.serve[:, None] + nothing, self.head + nothing
-            demand = np.stack(others, axis=2) + ring
-            counted = np.divide(demand - ring / 2, demand, out=np.ones_like(demand), where=demand > 0)
-            is_queue = np.array([False, False, True, True])
-            return residence_on_fair_links(think - self.ring, demand, is_queue, counted) - self.ring
-        service = np.stack([seconds.longest, np.full_like(seconds.serve, self.head / period)], axis=1)
-        come = None if self.head else seconds.parts  # all groups go to a head
-        return residence(think, variance, service, np.array([1, period]), come)[:, None] * seconds.parts
+        ring = self.ring[:, :, None]  # is in both directions at once
+        links = np.stack([self.seconds.push, self.seconds.pull], axis=2) + ring
+        counted = np.divide(links - ring / 2, links, out=np.ones_like(links), where=links > 0)
+        service = np.stack([self.seconds.serve, np.full_like(self.seconds.serve, self.head / period)], axis=1)
+        return time_shared(think - self.ring, variance, links, counted, service, np.array([1, period])) - self.ring
 
 
 @dataclass(frozen=True)
@@ -366,7 +326,7 @@ class Outcome:
     @property
     def is_saturated(self) -> bool:
         """Whether groups that did not wait would bring more than a serial part can take."""
-        alone = self.exchange + np.maximum(self.serve, self.link) + self.head
+        alone = self.exchange + self.serve + 2 * self.link + self.head
         return bool(self._busy(1 / (self.compute + self.allreduce + alone))[0] >= 1 - 1e-9)
 
     @property

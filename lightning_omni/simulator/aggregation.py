@@ -13,23 +13,24 @@ from collections.abc import Callable, Sequence
 
 from lightning_omni.methods import Barrier
 from lightning_omni.methods.contract import ServerSide
-from lightning_omni.simulator.cluster import Cluster
-from lightning_omni.simulator.engine import Engine, Process, Timeline
-from lightning_omni.simulator.exchange import Exchanges, Queue
+from lightning_omni.simulator.cluster import Cluster, Link
+from lightning_omni.simulator.engine import Engine, Process, Timeline, until_resumed
+from lightning_omni.simulator.exchange import Exchanges
+from lightning_omni.simulator.shared_link import SharedLink
 
 
 class _Aggregator:
-    """What has come and was not sent, who waits for an answer, and the queues of its network card."""
+    """What has come and was not sent, who waits for an answer, and its network card."""
 
-    def __init__(self) -> None:
-        self.inwards, self.outwards = Queue(), Queue()
+    def __init__(self, engine: Engine, card: Link) -> None:
+        self.inwards, self.outwards = (SharedLink(engine, card.bandwidth) for _ in range(2))
         self.batch: list[tuple[int, Process]] = []  # group, and what goes on when its push is served
         self.largest = 0
         self.waiting: set[int] = set()
         self.groups: set[int] = set()
         self.is_busy = False
         self.answered = -1.0, 0  # when the server has sent its last answer, and how many bytes
-        self.heard = 0.0  # when that was here
+        self.heard: Process | None = None  # is over when that is here
 
 
 class AggregatedExchanges(Exchanges):
@@ -55,30 +56,30 @@ class AggregatedExchanges(Exchanges):
     ) -> None:
         super().__init__(engine, cluster, shares)
         self._side, self._sum_bytes = side, sum_bytes
-        self._aggregators = [_Aggregator() for _ in range(cluster.aggregators)]
+        self._aggregators = [_Aggregator(engine, cluster.server) for _ in range(cluster.aggregators)]
         self._groups: dict[int, None] = {}
 
     def push(self, group: int, nbytes: int) -> Timeline:
         aggregator = self._aggregator_of(group)
-        yield self._engine.now + self._link.seconds(nbytes) + self._card.latency
-        yield aggregator.inwards.serve(self._engine.now, nbytes / self._card.bandwidth)
-        served = self._engine.start(_until_resumed())
+        yield from self._come([(aggregator.inwards, nbytes)])
+        served = self._engine.start(until_resumed())
         aggregator.batch.append((group, served))
         aggregator.waiting.add(group)
         aggregator.largest = max(aggregator.largest, nbytes)
         self._send_due(aggregator)
         yield served
 
-    def answer(self, group: int, nbytes: int) -> float:
+    def answer(self, group: int, nbytes: int) -> Timeline:
         aggregator = self._aggregator_of(group)
         if group not in aggregator.waiting:  # it has read weights outside an exchange
-            return super().answer(group, nbytes)
+            yield from super().answer(group, nbytes)
+            return
         aggregator.waiting.discard(group)
         if aggregator.answered != (self._engine.now, nbytes):
             aggregator.answered = self._engine.now, nbytes
-            aggregator.heard = super().answer(group, nbytes)
-        left = aggregator.outwards.serve(aggregator.heard, nbytes / self._card.bandwidth)
-        return left + self._link.seconds(nbytes) + self._card.latency
+            aggregator.heard = self._engine.start(super().answer(group, nbytes))
+        yield aggregator.heard
+        yield from self._leave([(aggregator.outwards, nbytes)])
 
     def resolve_pending(self) -> None:
         for aggregator in self._aggregators:
@@ -113,15 +114,11 @@ class AggregatedExchanges(Exchanges):
         batch, nbytes = aggregator.batch, self._sum_bytes or aggregator.largest
         aggregator.batch, aggregator.largest, aggregator.is_busy = [], 0, True
         (server,) = self._servers
-        yield self._engine.now + self._link.seconds(nbytes) + self._card.latency
-        yield server.inwards.serve(self._engine.now, nbytes / self._card.bandwidth)
+        yield from self._come([(server.inwards, nbytes)])
         yield server.updates.serve(self._engine.now, self._cluster.update_seconds)
         for _, served in batch:
             self._engine.resume(served)
-        yield max(self._engine.now, aggregator.heard)
+        if aggregator.heard is not None:
+            yield aggregator.heard
         aggregator.is_busy = False
         self._send_due(aggregator)
-
-
-def _until_resumed() -> Timeline:
-    yield None

@@ -40,12 +40,12 @@ class Process:
         returned: what it has returned.
     """
 
-    __slots__ = ("is_over", "priority", "returned", "timeline", "waiter")
+    __slots__ = ("is_over", "priority", "returned", "timeline", "waiters")
 
     def __init__(self, timeline: Timeline, priority: Priority = Priority.EVENT) -> None:
         self.timeline, self.priority = timeline, priority
         self.is_over, self.returned = False, None
-        self.waiter: Process | None = None
+        self.waiters: tuple[Process, ...] = ()
 
 
 Timeline = Generator[float | Process | None, Any, Any]
@@ -102,7 +102,7 @@ class Engine:
                     self.resume_at(awaited, process, None)
                 return
             if not awaited.is_over:
-                awaited.waiter = process
+                awaited.waiters += (process,)
                 return
             value = awaited.returned
 
@@ -123,5 +123,10 @@ class Engine:
 
     def _finish(self, process: Process, returned: Any) -> None:
         process.is_over, process.returned = True, returned
-        if process.waiter is not None:
-            self.resume(process.waiter, returned)
+        for waiter in process.waiters:
+            self.resume(waiter, returned)
+
+
+def until_resumed() -> Timeline:
+    """What waits until something else resumes it, and returns what that brings."""
+    return (yield None)

@@ -2,18 +2,24 @@
 
 Nothing here knows what is exchanged: only of which group, and how many bytes.
 
-Rule 1: the parts of an exchange, one for each server, share the link of their group; all of it is never faster than the
-link carries the whole.
+Rule 1: what is on a card at once shares it evenly, and crosses its group's link at the same time. The parts of an
+exchange, one for each server, share that link in proportion to their bytes: all of it is never faster than the link
+carries the whole.
 Rule 2: a part that stays on its group's node crosses no link and no card.
 Rule 3: with one server nothing is agreed upon: each moment is bitwise what it would be if there could not be several.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-from lightning_omni.simulator.cluster import Cluster
+from lightning_omni.simulator.cluster import Cluster, Link
 from lightning_omni.simulator.engine import Engine, Timeline
+from lightning_omni.simulator.shared_link import SharedLink
+
+_Parts = Sequence[tuple[SharedLink, float]]
+"""Parts of a message: over which card each goes, and how many bytes it has."""
 
 
 class Queue:
@@ -28,11 +34,12 @@ class Queue:
         return self._free_at
 
 
-class _ServerQueues:
-    """The queues at one server: of its network card, in both directions, of its updates and of a merged head."""
+class _Server:
+    """What groups share at one server: its network card, in both directions, its updates and a merged head."""
 
-    def __init__(self) -> None:
-        self.inwards, self.outwards, self.updates, self.head = Queue(), Queue(), Queue(), Queue()
+    def __init__(self, engine: Engine, card: Link) -> None:
+        self.inwards, self.outwards = (SharedLink(engine, card.bandwidth) for _ in range(2))
+        self.updates, self.head = Queue(), Queue()
 
 
 class Exchanges:
@@ -59,35 +66,32 @@ class Exchanges:
         >>> _ = engine.start(exchanges.push(0, 100))
         >>> while engine.events:
         ...     engine.step()
-        >>> engine.now  # one second over the link, and one through both cards at once
-        2.0
+        >>> engine.now  # a second through both cards at once, no faster than over the link
+        1.0
     """
 
     def __init__(self, engine: Engine, cluster: Cluster, shares: Sequence[float]) -> None:
         self._engine, self._cluster, self._shares = engine, cluster, shares
         self._link, self._card = cluster.link, cluster.server
-        self._servers = [_ServerQueues() for _ in shares]
+        self._servers = [_Server(engine, cluster.server) for _ in shares]
         self.nodes: dict[int, int] = {}
 
     # --- Shares of the weights ---------------------------------------------------------------------------------------
 
     def ask(self, group: int) -> float:
         """When a small message of a group, sent now, has come to the servers and each knows that all have it."""
-        return max(self._agreed([self._come(group, server, 0) for server in range(len(self._shares))]))
+        now, away = self._engine.now, self._away_from(group)
+        there = now + self._link.latency + self._card.latency
+        return max(self._agreed([there if place in away else now for place in range(len(self._shares))]))
 
     def push(self, group: int, nbytes: int) -> Timeline:
         """A process' part: so many bytes travel until all servers have served their parts of them."""
-        servers, parts = self._servers, self._parts(group, nbytes)
-        across = [sum(min(part, other) for other in parts) for part in parts]  # when it is there, its rivals have sent
-        arrivals = [self._come(group, server, seen) for server, seen in enumerate(across)]
-        received = arrivals[:]
-        for server in sorted(range(len(parts)), key=arrivals.__getitem__):
-            if arrivals[server] > self._engine.now or len(parts) == 1:
-                yield arrivals[server]
-            if not self._is_at_home(group, server):
-                seconds = parts[server] / self._card.bandwidth
-                received[server] = servers[server].inwards.serve(self._engine.now, seconds)
-        if len(parts) > 1:
+        servers, received = self._servers, [self._engine.now] * len(self._servers)
+        away = self._away_from(group)
+        arrivals = yield from self._come([(servers[place].inwards, nbytes * self._shares[place]) for place in away])
+        for place, arrival in zip(away, arrivals, strict=True):
+            received[place] = arrival
+        if len(servers) > 1:
             received = self._agreed(received)
             yield received[0]
         yield max(
@@ -95,22 +99,10 @@ class Exchanges:
             for each, moment, share in zip(servers, received, self._shares, strict=True)
         )
 
-    def answer(self, group: int, nbytes: int) -> float:
-        """When so many bytes, which the servers send now, have come to a group."""
-        now, parts = self._engine.now, self._parts(group, nbytes)
-        leaves = sorted(
-            (
-                (each.outwards.serve(now, part / self._card.bandwidth), part)
-                for server, (each, part) in enumerate(zip(self._servers, parts, strict=True))
-                if not self._is_at_home(group, server)
-            ),
-            reverse=True,
-        )
-        arrival, behind = now, 0.0
-        for left, part in leaves:  # what comes last over a shared link waits for nothing that comes after it
-            behind += part
-            arrival = max(arrival, left + (self._link.seconds(behind) + self._card.latency))
-        return arrival
+    def answer(self, group: int, nbytes: int) -> Timeline:
+        """A process' part: so many bytes, which the servers send now, travel to a group."""
+        away = self._away_from(group)
+        yield from self._leave([(self._servers[place].outwards, nbytes * self._shares[place]) for place in away])
 
     def passed_on(self, nbytes: int, members: int) -> float:
         """Seconds in which the leader of so many members passes what it was answered on to the others."""
@@ -120,18 +112,40 @@ class Exchanges:
         """What the server has heard and said at this moment is done: groups may be idle, or gone, that were not."""
 
     def begin_again(self) -> None:
-        """The servers have died: nothing waits in their queues, and what is under way to them delays no other."""
-        self._servers = [_ServerQueues() for _ in self._shares]
+        """The servers have died: nothing waits there, and what is under way to them delays no other."""
+        self._servers = [_Server(self._engine, self._card) for _ in self._shares]
 
-    def _parts(self, group: int, nbytes: float) -> list[float]:
-        """The bytes of each server's part that leave the group's node."""
-        return [0.0 if self._is_at_home(group, server) else nbytes * share for server, share in enumerate(self._shares)]
+    def _away_from(self, group: int) -> list[int]:
+        """The servers that are not on the group's own node."""
+        return [place for place in range(len(self._shares)) if not self._is_at_home(group, place)]
 
-    def _come(self, group: int, server: int, nbytes: float) -> float:
-        """When what is sent now has come to a server over the link, if that has carried so many bytes by then."""
-        if self._is_at_home(group, server):
-            return self._engine.now
-        return self._engine.now + self._link.seconds(nbytes) + self._card.latency
+    def _come(self, parts: _Parts) -> Timeline:
+        """A process' part: all parts of a message travel over a link, and then cards. Returns when each is there."""
+        delay = self._link.seconds(self._unshared(parts)), self._card.latency
+        yield self._engine.now + delay[0] + delay[1] if parts else self._engine.now
+        return (yield from self._cross(parts))
+
+    def _leave(self, parts: _Parts) -> Timeline:
+        """A process' part: the same over cards, and then a link."""
+        yield from self._cross(parts)
+        delay = self._link.seconds(self._unshared(parts)) + self._card.latency
+        yield self._engine.now + delay if parts else self._engine.now
+
+    def _unshared(self, parts: _Parts) -> float:
+        """Bytes that cross a link alone: all, if cards can take anything at once."""
+        return sum(nbytes for _, nbytes in parts) if math.isinf(self._card.bandwidth) else 0.0
+
+    def _cross(self, parts: _Parts) -> Timeline:
+        """A process' part: parts cross their cards, and a link at the same time. Returns when each has."""
+        whole, now = sum(nbytes for _, nbytes in parts), self._engine.now
+        if not whole or math.isinf(self._card.bandwidth):
+            return [now] * len(parts)
+        bandwidth = self._link.bandwidth
+        crossing = [card.carry(nbytes, bandwidth * (nbytes / whole)) if nbytes else None for card, nbytes in parts]
+        for part in crossing:
+            if part is not None:
+                yield part
+        return [now if part is None else part.returned for part in crossing]
 
     def _agreed(self, here: Sequence[float]) -> list[float]:
         """When each server may go on, if their parts are there at these moments: all do what the first one says."""
@@ -155,19 +169,13 @@ class Exchanges:
             answers: bytes of its outputs, and of their gradients.
             size: samples.
         """
-        yield self._come(group, 0, nbytes)
-        first, received = self._servers[0], self._engine.now
-        travel = 0.0
-        if not self._is_at_home(group, 0):
-            received = first.inwards.serve(received, nbytes / self._card.bandwidth)
-            # The outputs go out and their gradients come in while the head is this group's alone.
-            travel = sum(self._link.seconds(each) + self._card.seconds(each) for each in answers)
-        yield first.head.serve(received, size * self._cluster.head_seconds_per_sample + travel)
+        first, is_at_home = self._servers[0], self._is_at_home(group, 0)
+        yield from self._come([] if is_at_home else [(first.inwards, nbytes)])
+        # The outputs go out and their gradients come in while the head is this group's alone.
+        slower = Link(min(self._link.bandwidth, self._card.bandwidth), self._link.latency)
+        travel = 0.0 if is_at_home else sum(slower.seconds(each) + self._card.latency for each in answers)
+        yield first.head.serve(self._engine.now, size * self._cluster.head_seconds_per_sample + travel)
 
-    def from_head(self, group: int, nbytes: int) -> float:
-        """When the gradients of a batch are back, if they are sent now."""
-        now = self._engine.now
-        if self._is_at_home(group, 0):
-            return now
-        sent = self._servers[0].outwards.serve(now, nbytes / self._card.bandwidth)
-        return sent + self._link.seconds(nbytes) + self._card.latency
+    def from_head(self, group: int, nbytes: int) -> Timeline:
+        """A process' part: the gradients of a batch travel back."""
+        yield from self._leave([] if self._is_at_home(group, 0) else [(self._servers[0].outwards, nbytes)])

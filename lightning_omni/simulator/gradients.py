@@ -371,5 +371,6 @@ class ThroughHead(Gradients):
         self._head.access_for(work.leader, *work.place)
         batch = self._bench.samples.batch(self._bench.samples.at(work.place[0], part))
         result: Result = self._bench.compute(work.weights, [batch])
-        yield self._costs.from_head(work.group, self._inputs.on_wire(down, samples)) + work.seconds * (1 - FORWARD)
+        yield from self._costs.from_head(work.group, self._inputs.on_wire(down, samples))
+        yield self._engine.now + work.seconds * (1 - FORWARD)
         return result

@@ -275,13 +275,18 @@ class SimulatedNetwork:
                 process = self.exchanges.get(group, process)
                 # Copied now: the server's answer is only valid until the next message.
                 answer = item.message, self._server.tensors_of(item)
-                self._engine.resume_at(self.costs.answer(group, item.message.nbytes), process, answer)
+                self._engine.start(self._send(group, process, answer))
             elif isinstance(item.message, m.Verdict):
                 self._engine.resume_at(self._engine.now, process, item.message.next)
         self.costs.resolve_pending()
         if (due := self._server.core.due) < self._due:
             self._due = due
             self._engine.start(self._expire(due))
+
+    def _send(self, group: int, process: Process, answer: tuple[m.Weights, list[Tensor]]) -> Timeline:
+        """A process: weights travel to a group, and what waits for them there goes on."""
+        yield from self.costs.answer(group, answer[0].nbytes)
+        self._engine.resume(process, answer)
 
     def _expire(self, due: float) -> Timeline:
         """A process: the method is told of the moment that it has asked for, unless it asks for another by then."""

@@ -214,7 +214,6 @@ class FirstBatches:
             round_trip=round_trip,
             reduce_per_byte=self._reduce_per_byte,
             hands_on=True,
-            fair_links=True,
             shapes=self._shapes,
             averaging=dict(self._averaging),
             heads=self._heads,
