@@ -272,7 +272,7 @@ def show() -> None:
     """Prints the package's table, as a page has it: a line for each method, optimizer, scatter and number of groups."""
     lines: dict[tuple[str, ...], dict[int, str]] = defaultdict(dict)
     for row in Prior.load().rows:
-        place = f"`{row.method}`", "AdamW" if row.is_adaptive else "SGD", row.times, str(row.groups)
+        place: tuple[str, ...] = f"`{row.method}`", "AdamW" if row.is_adaptive else "SGD", row.times, str(row.groups)
         lines[place][row.period] = f"{math.exp(row.log_cost):.2f} ({row.deviation:.2f})"
     periods = sorted({period for line in lines.values() for period in line})
     print("| method | optimizer | step times | groups |", *(f"H = {period} |" for period in periods))
