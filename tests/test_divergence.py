@@ -61,6 +61,16 @@ def test_pushes_count_and_not_batches(applied: Any, gives_up: bool) -> None:
     assert made.gives_up == gives_up == made.is_worse(*mean)
 
 
+def test_losses_that_are_no_numbers_any_more_are_the_end_although_pushes_in_between_are_applied() -> None:
+    made = watch()
+    follow(made, [0.5], True, True)
+    for number in range(NON_FINITE_TOLERATED):
+        mean = follow(made, [math.nan], True, number % 2 == 0)
+        assert made.is_worse(*mean) == (number == NON_FINITE_TOLERATED - 1)
+    assert not made.gives_up
+    assert not made.is_worse(*follow(made, [0.5], True, True)), "it has learnt to go on"
+
+
 def test_between_refusals_batches_that_push_nothing_change_nothing() -> None:
     made = watch()
     for _ in range(NON_FINITE_TOLERATED):

@@ -1,9 +1,8 @@
 """What settings cost in samples before a run has shown anything: a table that was learnt in the simulator.
 
 ``prior.json`` holds, for each method, number of groups, local steps and scatter of step times, the momentum and step
-that need the fewest samples to a held-out loss, in the geometric mean over some tasks; and how many more than the
-user's own synchronous setting a task then needs, the median over more tasks. ``tests/benchmarks/prior.py`` and
-``prior_costs.py`` make it; `Prior.provenance` says from what.
+that need the fewest samples to a held-out loss, in the geometric mean over tasks, and how many more than synchronous
+training needs. ``tests/benchmarks/prior.py`` makes it; `Prior.provenance` says from what.
 
 Rule 1: a step is how far each sample moves the weights, relative to the user's own: `Scaling` for methods whose
 optimizer steps at the server for every group's gradient, and the same without the factor for groups elsewhere.
@@ -59,10 +58,9 @@ class PriorRow(Serializable):
         scatter: coefficient of variation of a group's step times.
         momentum: that needed the fewest samples (of AdamW, β1).
         step: likewise, relative to that of the user's own setting.
-        log_cost: logarithm of these samples, relative to those of the user's own synchronous setting: the median over
-            tasks.
-        deviation: of a task's from it.
-        tasks: that the cost was measured with.
+        log_cost: logarithm of these samples, relative to those of the user's own synchronous setting.
+        deviation: of it from task to task, with the error of the mean.
+        tasks: that it was measured with; none if it follows from rows about it.
         seeds: orders of the data.
     """
 

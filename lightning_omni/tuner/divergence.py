@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 NON_FINITE_TOLERATED = 8
-"""Non-finite pushes of a group that are tolerated in a row before it gives the epoch up."""
+"""Non-finite pushes of a group that are tolerated in a row before it gives the epoch up. If so many losses in a row are
+not finite the epoch was lost: groups with weights of their own may push finite ones in between."""
 _MEMORY = 0.05
 """Weight of the newest loss in the running mean."""
 
@@ -28,6 +29,7 @@ class DivergenceGuard:
     def __init__(self, threshold: float) -> None:
         self.threshold = threshold
         self._mean: Tensor | None = None
+        self._lost: Tensor | None = None
         self._refused = 0
 
     def batch_done(self, loss: Tensor | None, is_guarded: bool, applied: bool | None) -> None:
@@ -44,6 +46,8 @@ class DivergenceGuard:
             if is_guarded and before is not None:
                 mean = torch.where(torch.isfinite(loss), torch.where(torch.isfinite(before), mean, loss), before)
             self._mean = mean
+            is_finite, lost = torch.isfinite(loss), torch.zeros_like(loss) if self._lost is None else self._lost
+            self._lost = torch.where(is_finite, 0.0, lost + 1)  # on the device: nothing waits for it
         if applied is not None:
             self._refused = 0 if applied else self._refused + 1
 
@@ -53,15 +57,16 @@ class DivergenceGuard:
         return self._refused >= NON_FINITE_TOLERATED
 
     def mean(self, like: Tensor) -> Tensor:
-        """The running mean of the loss, and 1, to be added up over the ranks; NaN and 1 if the group has given up.
+        """The running mean of the loss, and 1, to be added up over the ranks; NaN and 1 if nothing is learnt any more.
 
         Two zeros if this rank has trained nothing yet, as where a run goes on at the end of an epoch.
         """
         if self.gives_up:
             return like.new_tensor([math.nan, 1.0])
-        if self._mean is None:
+        if self._mean is None or self._lost is None:
             return like.new_zeros(2)
-        return torch.stack([self._mean.to(like), like.new_ones(())])
+        mean = torch.where(self._lost < NON_FINITE_TOLERATED, self._mean, math.nan)
+        return torch.stack([mean.to(like), like.new_ones(())])
 
     def is_worse(self, total: float, ranks: float) -> bool:
         """Whether the run has diverged.

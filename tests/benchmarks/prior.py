@@ -1,8 +1,11 @@
-"""Which momentum and step suit groups: chosen in the simulator, for the prior of the search.
+"""What staleness and local steps cost in samples: measured in the simulator, for the prior of the search.
 
     OMP_NUM_THREADS=1 python tests/benchmarks/prior.py --cache runs.jsonl --minutes 50  # measures what is missing
-    OMP_NUM_THREADS=1 python tests/benchmarks/prior.py --cache runs.jsonl --write       # then prior_costs.py
-    OMP_NUM_THREADS=1 python tests/benchmarks/prior.py --cache runs.jsonl --theory      # prints theory beside it
+    OMP_NUM_THREADS=1 python tests/benchmarks/prior.py --cache runs.jsonl --write       # writes search/prior.json
+    OMP_NUM_THREADS=1 python tests/benchmarks/prior.py --cache runs.jsonl --table       # prints it, beside theory
+    OMP_NUM_THREADS=1 python tests/benchmarks/prior.py --all-reduce                     # measures these formats anew
+    OMP_NUM_THREADS=1 python tests/benchmarks/prior.py --streaming                      # likewise, fragments
+    OMP_NUM_THREADS=1 python tests/benchmarks/prior.py --widths                         # PowerSGD in wider layers
 
 Tasks are those to develop on (`tasks.DEVELOPING`) and no others, step times those of `tasks.PRIOR_CLUSTERS`; links
 take no time. A run trains one method with one number of groups and local steps, and all momenta and steps of a grid
@@ -12,9 +15,18 @@ taken the one of the same grid that comes there with the fewest samples in one g
 and with one target. A copy that is not there when the best one's samples times `stacked.PATIENCE` are trained counts as
 a little worse than that.
 
-The momentum and step that are suggested are the best for all tasks. Rows that no grid has follow from those about them,
-and averages in fragments that travel while groups train on have those of whole averages. What any of them costs,
-``prior_costs.py`` measures with more tasks, in longer runs.
+What all-reduce formats cost is measured in one group with the task's own setting, with three orders of the data, for
+either kind of optimizer by all of its tasks. What PowerSGD costs goes by its rank, not by how much of a gradient that
+is: see `--widths`, which trains some of the tasks with layers of other widths.
+
+What fragments cost that travel while groups train on is measured with the task's own target, with all tasks, and with
+the momentum and step that whole averages suggest: nothing is chosen by it. It is the median over tasks.
+
+What a setting costs is said by tasks that had no part in choosing it: of each task the costs count of the setting that
+is best for all others. The momentum and step that are suggested are the best for all of them.
+
+Where several groups needed fewer samples than one they count as equal: an average of weights smooths what is evaluated,
+and a user who wants that has it without groups.
 
 The step of a setting is how far each sample moves the weights: lr g / (1 - m) where the server steps for every group's
 gradient, lr / (1 - m) where groups step for themselves; of AdamW lr √g and lr.
@@ -29,9 +41,11 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
-from functools import cached_property
+from functools import cached_property, partial
+from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -39,12 +53,16 @@ from typing import Any
 import numpy as np
 import torch
 from stacked import PATIENCE, StackedRun
-from tasks import DEVELOPING, PRIOR_CLUSTERS, RANKS, Task
+from tasks import DEVELOPING, PRIOR_CLUSTERS, RANKS, Outcome, Subject, Task
+from torch import nn
 
 from lightning_omni.methods import Method, method_named, with_period
 from lightning_omni.performance.forecast import Scaling, Setting, Theory
+from lightning_omni.protocol.all_reduce import PowerSGD, all_reduce_of
+from lightning_omni.search.experience import Experience
 from lightning_omni.search.prior import STREAMING, Prior, PriorRow, Steepness
-from lightning_omni.search.space import METHODS
+from lightning_omni.search.space import ALL_REDUCES, METHODS
+from lightning_omni.simulator import Cluster
 
 STREAMED = METHODS[-1]
 FILE = Path(__file__).resolve().parents[2] / "lightning_omni" / "search" / "prior.json"
@@ -54,6 +72,8 @@ PLANNED = 120
 """Updates of the user's own synchronous run: the held-out loss that it has by then is what the others have to reach."""
 MOST = 2.0
 """Times as many after which a run ends in any case."""
+LONGEST = 2.5
+"""Times a task's own updates, likewise, where its own target is to be reached."""
 CENSORED = 0.2
 """Added to the logarithm of the samples after which a copy was given up."""
 SGD_MOMENTA = (0.0, 0.3, 0.6, 0.9)
@@ -61,13 +81,23 @@ ADAM_MOMENTA = (0.0, 0.5, 0.9)
 STEPS = (-1, 0, 1, 2)
 OUTER_STEPS = (-3, -2, -1, 0, 1)
 """Factors of √3; an outer momentum of 0.9 asks for smaller steps."""
-GRID_TASKS = ("powerlaw", "fashion", "digits", "words", "fraud", "characters")
-"""With which momenta and steps are chosen."""
 SYNCHRONOUS = "synchronous"
 GROUPS, PERIODS = (2, 4, 8), (2, 8, 32)
 """Of the table."""
 STREAMED_PERIODS = (4, 8, 16, 32)
 """Of averages in fragments, which are four."""
+MEASURED_ALL_REDUCES = (*ALL_REDUCES, "powersgd:16", "powersgd:8", "powersgd:4")
+"""Those that a search tries, and others that users name."""
+ORDERS = 3
+"""Of the data, with each of which all-reduce formats are measured."""
+WIDENED = ("fashion", "powerlaw", "teacher", "characters_sgd", "characters", "fashion_adamw", "fraud")
+"""Tasks of perceptrons, which are trained with other widths, too."""
+WIDTHS, THIN = (64, 256, 1024), (1, 2, 4, 8, 16)
+"""Of hidden layers, and ranks of PowerSGD."""
+QUARTILES = 1.35
+"""Standard deviations of a normal distribution between its quartiles."""
+ESTIMATED = 0.15
+"""Added to the standard deviation, in squares, of a row that follows from others, and half of what it costs more."""
 
 
 # --- What is measured ------------------------------------------------------------------------------------------------
@@ -78,7 +108,7 @@ class Cell:
     """One method with so many groups and local steps.
 
     Args:
-        method: its name in the table; `SYNCHRONOUS` for one group.
+        method: its name; `SYNCHRONOUS` for one group.
         groups: how many.
         period: local steps between two exchanges.
         times: of the prior's clusters.
@@ -97,8 +127,8 @@ class Cell:
         """The method."""
         if self.method in (SYNCHRONOUS, "async_sgd"):
             return method_named("async_sgd")
-        if self.method == STREAMING:
-            return with_period(method_named(STREAMED), self.period)
+        if self.method == "softsync":
+            return method_named(f"softsync:n={max(1, self.groups // 2)}")
         return method_named(f"{self.method}:period={self.period}")
 
     @property
@@ -133,10 +163,12 @@ def cells() -> Iterator[Cell]:
     yield from (Cell(method, 4, 32, local[method]) for method in ("local_sgd", "elastic_averaging"))
     yield Cell("elastic_averaging", 4, 1, scattered)
     yield from (Cell("async_sgd", groups, 1, times) for groups, times in ((2, scattered), (8, even), (2, even)))
+    yield from (Cell("async_sgd", 4, 1, scattered, variant) for variant in ("wire", "overlap"))
     for groups, period in ((8, 8), (4, 2), (2, 8), (8, 2), (2, 2), (8, 32), (2, 32)):
         yield from (Cell(method, groups, period, local[method]) for method in ("local_sgd", "elastic_averaging"))
     yield from (Cell("elastic_averaging", groups, 1, scattered) for groups in (8, 2))
     yield from (Cell("elastic_averaging", groups, period, even) for groups in (4, 8, 2) for period in (8, 2, 1))
+    yield Cell("local_sgd", 4, 8, even, "wire")
     for groups, period in ((4, 8), (8, 8), (2, 8), (4, 32)):
         yield from (Cell(method, groups, period, local[method]) for method in ("diloco", "async_diloco"))
 
@@ -300,10 +332,15 @@ class Costs:
         surfaces = list(self.surfaces(cell).values())
         return _over_tasks(surfaces, surfaces)
 
-    def row(self, cell: Cell) -> PriorRow:
-        """The best setting of a cell; what it costs is measured later."""
+    def row(self, cell: Cell, pooled: float) -> PriorRow:
+        """The best setting of a cell, and what a task pays that had no part in choosing it."""
         mean, runs = self.mean(cell), self.runs(cell)
         best = min(mean, key=mean.__getitem__)
+        each = self.unseen(cell)
+        cost = statistics.mean(each)
+        # A few tasks say little of the scatter over tasks: that of all cells counts as two tasks more.
+        squares = sum((one - cost) ** 2 for one in each) + 2 * pooled**2
+        variance = squares / (len(each) + 1) * (1 + 1 / len(each))
         return PriorRow(
             method=cell.method,
             is_adaptive=self.is_adaptive,
@@ -313,9 +350,32 @@ class Costs:
             scatter=round(statistics.mean(run.scatter for run in runs), 3),
             momentum=best[0],
             step=round(3 ** (_vertex(mean, best) / 2), 3),
-            log_cost=0.0,
-            deviation=0.0,
+            log_cost=max(0.0, round(cost, 3)),
+            deviation=round(math.sqrt(variance), 3),
+            tasks=len(each),
+            seeds=len(runs) // len(each),
         )
+
+    def unseen(self, cell: Cell) -> list[float]:
+        """Of each task what the setting costs it that is best for all others; for a single task, the best.
+
+        The least of many noisy costs is less than what it would be once more: a setting that was chosen with a task
+        says too little of what one costs that is new.
+        """
+        surfaces, found = list(self.surfaces(cell).values()), []
+        for number, surface in enumerate(surfaces):
+            mean = _over_tasks(surfaces[:number] + surfaces[number + 1 :] or surfaces, surfaces)
+            found.append(surface[min(mean, key=mean.__getitem__)])
+        return found
+
+    def pooled(self) -> float:
+        """Standard deviation over tasks of what settings cost that were chosen without them, over all cells."""
+        squares, freedom = 0.0, 0
+        for cell in self.cells:
+            each = self.unseen(cell)
+            squares += sum((cost - statistics.mean(each)) ** 2 for cost in each)
+            freedom += len(each) - 1
+        return math.sqrt(squares / freedom) if freedom else 0.15
 
     def steepness(self) -> Steepness:
         """Medians over cells of what it costs to stay with another momentum, or another step."""
@@ -332,6 +392,18 @@ class Costs:
                     side = "step_below" if step < best[1] else "step_above"
                     found[side].append((cost - mean[best]) / (math.log(3) / 2) ** 2)
         return Steepness(**{side: round(statistics.median(each), 3) for side, each in found.items()})
+
+    def variant(self, name: str) -> list[float]:
+        """What a wire format or overlap costs at the best setting without it, by cell and task."""
+        found = []
+        for cell in self.cells:
+            plain = replace(cell, variant="")
+            if cell.variant != name or plain not in self._by_cell:
+                continue
+            mean, with_it, without = self.mean(plain), self.surfaces(cell), self.surfaces(plain)
+            best = min(mean, key=mean.__getitem__)
+            found += [with_it[task][best] - without[task][best] for task in with_it if task in without]
+        return found
 
 
 def _mean_surface(found: Sequence[Measured]) -> Surface:
@@ -360,7 +432,7 @@ def _vertex(mean: Surface, best: tuple[float, int]) -> float:
 
 
 def filled(rows: Sequence[PriorRow]) -> list[PriorRow]:
-    """The rows, those that are missing on the grid of groups and local steps, and those of averages in fragments."""
+    """The rows, and those that are missing on the grid of groups and local steps."""
     found = list(rows)
     by_surface: dict[tuple[str, bool, str], dict[tuple[int, int], PriorRow]] = defaultdict(dict)
     for row in rows:
@@ -369,73 +441,186 @@ def filled(rows: Sequence[PriorRow]) -> list[PriorRow]:
         periods = {period for _, period in known}
         places = product(GROUPS, sorted(periods | set(PERIODS)) if max(periods) > 1 else (1,))
         found += [_estimated(known, *place) for place in places if place not in known]
-    return found + _streamed([row for row in found if row.method == "local_sgd"])
+    return sorted(found, key=lambda row: (row.method, row.is_adaptive, row.times, row.groups, row.period))
 
 
 def _estimated(known: Mapping[tuple[int, int], PriorRow], groups: int, period: int) -> PriorRow:
-    """Momentum and step from rows about it: what groups and local steps do to a step are factors."""
+    """From rows about it: effects of groups and of local steps add up, or go with the logarithms of their numbers."""
     about = [
         (known[groups, other_period], known[other_groups, period], known[other_groups, other_period])
         for other_groups, other_period in known
         if (groups, other_period) in known and (other_groups, period) in known
     ]
     if about:
-        near, second, corner = about[0]
-        step = near.step * second.step / corner.step
+        first, second, corner = about[0]
+        near = max(first, second, key=lambda row: row.deviation)
+        cost, step = first.log_cost + second.log_cost - corner.log_cost, first.step * second.step / corner.step
+        cost = max(0.0, cost)
     else:
         near = min(
             known.values(), key=lambda row: abs(math.log(row.groups / groups)) + abs(math.log(row.period / period))
         )
         more = math.log(groups) / math.log(near.groups)
         more *= math.log(period) / math.log(near.period) if near.period > 1 else 1.0
-        step = near.step ** (more if near.step < 1 else 1)  # none grows by estimate
-    return replace(near, groups=groups, period=period, step=round(step, 3))
-
-
-def _streamed(averages: Sequence[PriorRow]) -> list[PriorRow]:
-    """Averages in fragments that travel while groups train on, with what suits whole ones."""
-    prior, found = Prior(tuple(averages)), []
-    for like in averages:
-        if like.period == max(PERIODS):
-            for period in STREAMED_PERIODS:
-                momentum, step = prior.suggested(
-                    like.method, like.groups, period, 1.0, scatter=0.0, is_adaptive=like.is_adaptive
-                )
-                found.append(replace(like, method=STREAMING, period=period, momentum=momentum, step=round(step, 3)))
-    return found
+        cost, step = near.log_cost * more, near.step ** (more if near.step < 1 else 1)  # none grows by estimate
+    return replace(
+        near,
+        groups=groups,
+        period=period,
+        step=round(step, 3),
+        log_cost=round(cost, 3),
+        deviation=round(math.hypot(near.deviation, ESTIMATED, (cost - near.log_cost) / 2), 3),
+        tasks=0,
+        seeds=0,
+    )
 
 
 def learnt(runs: Runs) -> dict[str, Any]:
-    """The table with momenta and steps of grids, of which it is not known what they cost; the rest of it stays."""
+    """The prior, as it stands in `FILE`; what is measured by itself stays."""
+    known = json.loads(FILE.read_text())
     kinds = [costs for is_adaptive in (False, True) if (costs := Costs(runs, is_adaptive)).own]
-    rows = [costs.row(cell) for costs in kinds for cell in costs.cells]
+    rows = [costs.row(cell, costs.pooled()) for costs in kinds for cell in costs.cells if not cell.variant]
+    tasks = {run.task for costs in kinds for cell in costs.cells for run in costs.runs(cell)}
+    names = {costs.is_adaptive: "adaptive" if costs.is_adaptive else "sgd" for costs in kinds}
+    variants = {name: [cost for costs in kinds for cost in costs.variant(name)] for name in ("wire", "overlap")}
+    assumed = [name for name, found in variants.items() if not found]
+    assumed += [name for is_adaptive, name in names.items() if not any(row.is_adaptive == is_adaptive for row in rows)]
     return {
-        **json.loads(FILE.read_text()),
         "provenance": {
+            "assumed": assumed,
             "command": "python tests/benchmarks/prior.py --cache runs.jsonl --minutes 50 --write",
-            "tasks": sorted({run.task for costs in kinds for cell in costs.cells for run in costs.runs(cell)}),
+            "tasks": sorted(tasks),
             "step_times": list(PRIOR_CLUSTERS),
             "ranks": RANKS,
             "updates": PLANNED,
             "runs": len(runs.known),
+            "version": version("lightning-omni"),
+            "date": today(),
+            STREAMING: known["provenance"][STREAMING],
         },
-        "steepness": {
-            "adaptive" if costs.is_adaptive else "sgd": costs.steepness().to_dict() for costs in kinds if costs.cells
-        },
-        "rows": [row.to_dict() for row in filled(rows)],
+        "steepness": {names[costs.is_adaptive]: costs.steepness().to_dict() for costs in kinds if costs.cells},
+        **{name: _summary(found) for name, found in variants.items()},
+        "all_reduce": known["all_reduce"],
+        "rows": [row.to_dict() for row in filled(rows)] + [row for row in known["rows"] if row["method"] == STREAMING],
     }
 
 
-def show_theory(runs: Runs) -> None:
-    """Prints what theory says of settings of the grids, as a page has it."""
+def today() -> str:
+    """As a table says when it was made."""
+    return datetime.now(timezone.utc).date().isoformat()
+
+
+def streaming_row(groups: int, period: int, is_adaptive: bool) -> PriorRow:
+    """What averages in fragments cost that travel while groups train on, with what suits whole averages."""
+    prior = Prior.load()
+    momentum, step = prior.suggested("local_sgd", groups, period, momentum=1.0, scatter=0.0, is_adaptive=is_adaptive)
+    tasks = [name for name, task in DEVELOPING.items() if task.is_adaptive == is_adaptive]
+    with ProcessPoolExecutor(initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        found = list(pool.map(partial(streaming_cost, groups=groups, period=period), tasks))
+    # On a task with which groups diverge, or do not come there, a run notices it: a mean would say too much of these.
+    low, median, high = statistics.quantiles([cost for cost, _ in found], n=4, method="inclusive")
+    deviation = (high - low) / QUARTILES * math.sqrt(1 + 1 / len(found))
+    return PriorRow(
+        method=STREAMING,
+        is_adaptive=is_adaptive,
+        groups=groups,
+        period=period,
+        times="nearly equal",
+        scatter=round(statistics.mean(scatter for _, scatter in found), 3),
+        momentum=momentum,
+        step=step,
+        log_cost=max(0.0, round(median, 3)),  # fewer samples count as equal, as everywhere
+        deviation=round(deviation, 3),
+        tasks=len(found),
+        seeds=1,
+    )
+
+
+def streaming_cost(name: str, groups: int, period: int) -> tuple[float, float]:
+    """Logarithm of the samples to a task's target relative to its user's own, and the scatter of groups' step times."""
+    method = with_period(method_named(STREAMED), period)
+    ratio, streamed = beside_one_group(DEVELOPING[name], method, groups, PRIOR_CLUSTERS["nearly equal"])
+    busy = streamed.trace.steps["seconds"] - streamed.trace.steps["exchange"]
+    return math.log(ratio), float(np.std(busy) / np.mean(busy))
+
+
+def beside_one_group(task: Task, method: Method, groups: int, cluster: Cluster) -> tuple[float, Outcome]:
+    """Samples to a task's target of groups that average, over its user's own in one group; and what groups did.
+
+    Their momentum and step are those that whole averages suggest.
+    """
+    own, period = Setting(1, task.momentum, task.own_lr), method.push_period * method.fragments
+    theory = Experience(own, Scaling(task.is_adaptive), prior=Prior.load())
+    whole = theory.suggested(replace(own, groups=groups, period=period, method="local_sgd"))
+    most = LONGEST * task.updates
+    alone = task.train(PRIOR_CLUSTERS["nearly equal"], most=most)
+    found = task.train(cluster, method, groups, momentum=whole.momentum, lr=whole.lr, most=most)
+    return samples_at_least(task, found) / alone.samples, found
+
+
+def samples_at_least(task: Task, found: Outcome) -> float:
+    """To the target; of a run that was given up, or diverged, a little more than the longest has."""
+    return float(min(found.samples, LONGEST * task.updates * task.batch * math.exp(CENSORED)))
+
+
+def of_all_reduces(is_adaptive: bool) -> dict[str, list[float]]:
+    """By all-reduce format, the mean logarithm of the samples and its deviation."""
+    return {each: _summary(all_reduce_costs(each, is_adaptive, ORDERS)) for each in MEASURED_ALL_REDUCES}
+
+
+def all_reduce_costs(format_: str, is_adaptive: bool, seeds: int) -> list[float]:
+    """Logarithms of the samples to the target in one group that averages gradients so, relative to exact means."""
+    names = [name for name, task in DEVELOPING.items() if task.is_adaptive == is_adaptive]
+    with ProcessPoolExecutor(initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        return [cost for found in pool.map(partial(all_reduce_costs_of, format_, seeds), names) for cost in found]
+
+
+def all_reduce_costs_of(format_: str, seeds: int, name: str) -> list[float]:
+    """The same of one task; nothing if its matrices are too small for that rank, and travel as they are."""
+    task, cluster, found = DEVELOPING[name], PRIOR_CLUSTERS["nearly equal"], []
+    value, shapes = all_reduce_of(format_), [tuple(each.shape) for each in task.subject.model.parameters()]
+    if isinstance(value, PowerSGD) and PowerSGD(rank=value.rank).share(shapes) == 1:
+        return []
+    for seed in range(seeds):
+        exact, other = (
+            task.train(cluster, groups=1, seed=seed, most=LONGEST * task.updates, all_reduce=each)
+            for each in ("fp32", format_)
+        )
+        found.append(math.log(samples_at_least(task, other) / exact.samples))
+    return found
+
+
+def _summary(costs: Sequence[float]) -> list[float]:
+    """Mean and standard deviation of the next one; what is unknown costs nothing, more or less."""
+    if len(costs) < 2:
+        return [costs[0] if costs else 0.0, 0.1]
+    deviation = statistics.stdev(costs) * math.sqrt(1 + 1 / len(costs))
+    return [max(0.0, round(statistics.mean(costs), 3)), round(deviation, 3)]
+
+
+def show(runs: Runs) -> None:
+    """Prints rows that were measured, and what theory says of the same settings, as a page has them."""
+    print("| method | optimizer | groups | local steps | scatter | momentum | step | samples | deviation | runs |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    for row in map(PriorRow.from_dict, learnt(runs)["rows"]):
+        if row.tasks:
+            place = (
+                f"`{row.method}`",
+                "AdamW" if row.is_adaptive else "SGD",
+                row.groups,
+                row.period,
+                f"{row.scatter:.2f}",
+            )
+            cost = f"{row.momentum:.1f}", f"{row.step:.2f}", f"{math.exp(row.log_cost):.2f}", f"{row.deviation:.2f}"
+            print("|", " | ".join(map(str, (*place, *cost, f"{row.tasks} × {row.seeds}"))), "|")
     costs = Costs(runs, is_adaptive=False)
     theory = Theory(Setting(groups=1, momentum=0.9, lr=1.0), Scaling())
     print(
-        "| groups | step times | theory's momentum | samples by theory | measured with it | best measured | samples |"
+        "\n| groups | step times | theory's momentum | samples by theory | measured with it | best measured | samples |"
     )
     print("|---|---|---|---|---|---|---|")
     for cell in sorted(costs.cells, key=lambda each: (each.times, each.groups)):
-        if cell.method == "async_sgd":
+        if cell.method == "async_sgd" and not cell.variant:
             mean, setting = costs.mean(cell), theory.setting(cell.groups)
             near = min({momentum for momentum, _ in mean}, key=lambda each: abs(each - setting.momentum))
             best = min(mean, key=mean.__getitem__)
@@ -449,27 +634,74 @@ def show_theory(runs: Runs) -> None:
             print("|", " | ".join((str(cell.groups), cell.times, *columns)), "|")
 
 
-def today() -> str:
-    """As a table says when it was made."""
-    return datetime.now(timezone.utc).date().isoformat()
+def show_widths() -> None:
+    """Prints what PowerSGD costs by width and rank, as a page has it."""
+    print("| task | width |", *(f"rank {rank} |" for rank in THIN))
+    print("|---" * (2 + len(THIN)) + "|")
+    for name, width in product(WIDENED, WIDTHS):
+        task = replace(DEVELOPING[name], make=partial(widened, DEVELOPING[name], width))
+        shapes = [tuple(weight.shape) for weight in task.subject.model.parameters()]
+        train = partial(task.train, PRIOR_CLUSTERS["nearly equal"], groups=1, most=LONGEST * task.updates)
+        whole = train(until=-math.inf, most=task.updates).trace
+        target = float(whole.evaluated["smooth_loss"][-1])
+        exact, cells = train(until=target).samples, []
+        for rank in THIN:
+            run = train(until=target, all_reduce=f"powersgd:{rank}")
+            ratio = samples_at_least(task, run) / exact
+            cells.append(f"{ratio:.2f} ({100 * PowerSGD(rank=rank).share(shapes):.1f} %)")
+        print("|", " | ".join([name, str(width), *cells]), "|", flush=True)
 
 
-def write(table: Mapping[str, Any]) -> None:
-    """The package's table."""
-    FILE.write_text(json.dumps(table, indent=1) + "\n")
+def widened(task: Task, width: int) -> Subject:
+    """What a task trains, with hidden layers of another width."""
+    subject, layers = task.subject, []
+    last = [each for each in subject.model if isinstance(each, nn.Linear)][-1]
+    inputs: int | None = None
+    for layer in subject.model:
+        if isinstance(layer, nn.Linear):
+            outputs = layer.out_features if layer is last else width
+            layers.append(nn.Linear(inputs or layer.in_features, outputs))
+            inputs = outputs
+        else:
+            layers.append(layer)
+    return replace(subject, model=nn.Sequential(*layers))
 
 
 def main() -> None:
     """Measures, prints and writes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cache", type=Path, required=True, help="file of runs: what is in it is not measured again")
-    parser.add_argument("--tasks", nargs="+", choices=DEVELOPING, default=GRID_TASKS)
+    parser.add_argument("--cache", type=Path, help="file of runs: what is in it is not measured again")
+    parser.add_argument("--all-reduce", action="store_true", help="measure and write all-reduce formats alone")
+    parser.add_argument("--streaming", action="store_true", help="measure and write averages in fragments alone")
+    parser.add_argument("--widths", action="store_true", help="print what PowerSGD costs in layers of other widths")
+    parser.add_argument("--tasks", nargs="+", choices=DEVELOPING, default=list(DEVELOPING))
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=0.0, help="no run is begun later")
-    parser.add_argument("--theory", action="store_true", help="print what theory says of the same settings")
-    parser.add_argument("--write", action="store_true", help="write momenta and steps into the package's table")
+    parser.add_argument("--table", action="store_true", help="print the table, and theory beside it")
+    parser.add_argument("--write", action="store_true", help="write the package's table")
     given = parser.parse_args()
     torch.set_num_threads(1)
+    if given.all_reduce:
+        known = json.loads(FILE.read_text())
+        known["all_reduce"] = {name: of_all_reduces(name == "adaptive") for name in known["all_reduce"]}
+        FILE.write_text(json.dumps(known, indent=1) + "\n")
+        return
+    if given.streaming:
+        known = json.loads(FILE.read_text())
+        known["rows"] = [row for row in known["rows"] if row["method"] != STREAMING]
+        for is_adaptive, groups, period in product((False, True), GROUPS, STREAMED_PERIODS):
+            row = streaming_row(groups, period, is_adaptive)
+            print(row, flush=True)
+            known["rows"].append(row.to_dict())
+        command = "python tests/benchmarks/prior.py --streaming"
+        known["provenance"][STREAMING] = {"command": command, "tasks": sorted(DEVELOPING), "date": today()}
+        FILE.write_text(json.dumps(known, indent=1) + "\n")
+        return
+    if given.widths:
+        show_widths()
+        return
+    if given.cache is None:
+        parser.error("--cache: pass the file of runs, or --all-reduce, --streaming or --widths")
     runs, end = Runs(given.cache), time.monotonic() + 60 * given.minutes
     for seed, cell, name in product(range(given.seeds), cells(), given.tasks):
         if (cell, name, seed) not in runs.known and time.monotonic() < end:
@@ -477,11 +709,10 @@ def main() -> None:
             target = None if reference is None else reference.target
             runs.add(found := measure(cell, DEVELOPING[name], seed, target))
             print(f"{name} {seed} {cell}: {found.seconds:.1f} s", flush=True)
-    if given.theory:
-        show_theory(runs)
+    if given.table:
+        show(runs)
     if given.write:
-        write(learnt(runs))
-        print("what these settings cost is to be measured: python tests/benchmarks/prior_costs.py")
+        FILE.write_text(json.dumps(learnt(runs), indent=1) + "\n")
 
 
 if __name__ == "__main__":

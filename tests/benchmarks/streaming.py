@@ -23,24 +23,20 @@ from __future__ import annotations
 import argparse
 import math
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
 
 import numpy
 import torch
-from prior_costs import samples_alone, samples_at_least
+from prior import beside_one_group
 from scipy import stats
 from tasks import DEVELOPING, PRIOR_CLUSTERS, Task, cluster_of
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lightning_omni.methods import method_named
-from lightning_omni.performance.forecast import Scaling, Setting
 from lightning_omni.protocol.layout import Layout
-from lightning_omni.search.experience import Experience
-from lightning_omni.search.prior import Prior
 from lightning_omni.simulator import Cluster, simulate
 
 GROUPS, PERIOD = 4, 16
@@ -130,12 +126,8 @@ def show_delays(seeds: int) -> None:
 def paced(settings: str, task: Task) -> tuple[float, float]:
     """Samples to the target of four groups, one of which is slow, over those of one group; and samples per second."""
     method = method_named(f"diloco:outer_lr=1.0,outer_momentum=0,{settings}")
-    own, period = Setting(1, task.momentum, task.own_lr), method.push_period * method.fragments
-    theory = Experience(own, Scaling(task.is_adaptive), prior=Prior.load())
-    whole = theory.suggested(replace(own, groups=GROUPS, period=period, method="local_sgd"))
-    given = {"momentum": whole.momentum, "lr": whole.lr, "most": LONGEST * task.updates}
-    found = task.train(cluster_of("one slow", task), method, GROUPS, **given)
-    return samples_at_least(task, found) / samples_alone(task.name), found.trained / found.trace.seconds
+    cost, groups = beside_one_group(task, method, GROUPS, cluster_of("one slow", task))
+    return cost, groups.trained / groups.trace.seconds
 
 
 def show_paces() -> None:

@@ -3,11 +3,11 @@
     OMP_NUM_THREADS=1 python tests/benchmarks/tasks.py                     # the lists, and what was recorded
     OMP_NUM_THREADS=1 python tests/benchmarks/tasks.py --record [NAME ...] # target and user's setting, measured
 
-Tasks of `DEVELOPING` may set constants, and the prior of the search (`prior.py`, `prior_costs.py`) is learnt from them.
-Those of `JUDGING` set no constant, enter no prior and are no reason to change anything that is general: what is claimed
-of the tuner is measured with them, once there is nothing more to change. A task changes sides never; one that is added
-later may only be added to `DEVELOPING`. The prior uses step times alone (`PRIOR_CLUSTERS`); the tuner is judged on
-every cluster of `CLUSTERS`, each with every task of `JUDGING`.
+Tasks of `DEVELOPING` may set constants, and the prior of the search (`prior.py`) is learnt from them. Those of
+`JUDGING` set no constant, enter no prior and are no reason to change anything that is general: what is claimed of the
+tuner is measured with them, once there is nothing more to change. A task changes sides never; one that is added later
+may only be added to `DEVELOPING`. The prior uses step times alone (`PRIOR_CLUSTERS`); the tuner is judged on every
+cluster of `CLUSTERS`, each with every task of `JUDGING`.
 
 A task is trained by `RANKS` ranks of `batch_size` samples each. Its user's own setting is the best synchronous one of a
 small grid (five or more rates, a factor of √3 apart, for a momentum or β1 of 0.9; for SGD then a momentum of 0 and of
