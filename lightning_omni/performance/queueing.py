@@ -250,10 +250,8 @@ def residence_on_links(think: Array, demand: Array, counted: Array | None = None
         Reiser and Lavenberg 1980 (mean value analysis); Baskett et al. 1975 (stations that are shared evenly);
         Schweitzer 1979 (approximate mean value analysis, for many groups).
     """
-    _, firsts, kinds, counts = np.unique(
-        demand[0].round(9), axis=0, return_index=True, return_inverse=True, return_counts=True
-    )
-    which, each = kinds.reshape(-1), demand[:, firsts]
+    firsts, which, counts = _kinds(demand[0])
+    each = demand[:, firsts]
     parts = np.ones_like(each) if counted is None else counted[:, firsts]
     spent = (each * parts).sum(axis=2)
     for number in range(c.QUEUE_ROUNDS):
@@ -267,10 +265,23 @@ def residence_on_links(think: Array, demand: Array, counted: Array | None = None
     return np.asarray(spent[:, which])
 
 
+def _kinds(demand: Array) -> tuple[Array, Array, Array]:
+    """The first group of each kind, the kind of each group, and how many there are; shape (groups, links)."""
+    groups = len(demand)
+    if (demand == demand[:1]).all():  # as in nearly every step of a fit
+        return np.zeros(1, int), np.zeros(groups, int), np.array([groups])
+    _, firsts, kinds, counts = np.unique(
+        demand.round(9), axis=0, return_index=True, return_inverse=True, return_counts=True
+    )
+    return firsts, kinds.reshape(-1), counts
+
+
 def _residence_of_kinds(counts: Sequence[int], think: Array, demand: Array, parts: Array) -> Array:
     """The same for so many groups of each kind, which are equal: shape (draws, kinds)."""
     if math.prod(count + 1 for count in counts) > c.QUEUE_STATES:
         return _residence_of_many(np.array(counts), think, demand, parts)
+    if len(counts) == 1:
+        return _residence_of_one_kind(counts[0], think, demand, parts)
     queues: dict[tuple[int, ...], Array] = {}
     found = demand
     for some in itertools.product(*(range(count + 1) for count in counts)):
@@ -283,6 +294,16 @@ def _residence_of_kinds(counts: Sequence[int], think: Array, demand: Array, part
                 queue = queue + rate * found[:, kind]
         queues[some] = queue
     return np.asarray((found * parts).sum(axis=2))
+
+
+def _residence_of_one_kind(count: int, think: Array, demand: Array, parts: Array) -> Array:
+    """The same, bitwise, of equal groups."""
+    queue, spent = np.zeros_like(demand), np.zeros_like(think)
+    for number in range(1, count + 1):
+        found = demand * (1 + queue)
+        spent = (found * parts).sum(axis=2)
+        queue = (number / (think + spent))[:, :, None] * found
+    return spent
 
 
 def _residence_of_many(counts: Array, think: Array, demand: Array, parts: Array) -> Array:
