@@ -15,7 +15,7 @@ TOLERATED = 1.25
 WORTH = 0.08
 """A search ends when the next probe is expected to find less than that, relative to the time to the target."""
 FASTER = 1.05
-"""More groups, and proportional batches, have to be that much faster to be considered; less is a tie."""
+"""More groups, proportional batches or an all-reduce format have to be that much faster to count; less is a tie."""
 CLEARLY = 4.0
 """Speeds differ if their mean squared deviation is that many times its expectation under noise alone."""
 LOST, NOISY, SCATTERED = 0.5, 0.2, 1.0

@@ -42,12 +42,11 @@ class DivergenceGuard:
         """
         if loss is not None:
             loss, before = loss.detach(), self._mean
+            is_finite, lost = torch.isfinite(loss), torch.zeros_like(loss) if self._lost is None else self._lost
             mean = loss.clone() if before is None else before.lerp(loss, _MEMORY)
             if is_guarded and before is not None:
-                mean = torch.where(torch.isfinite(loss), torch.where(torch.isfinite(before), mean, loss), before)
-            self._mean = mean
-            is_finite, lost = torch.isfinite(loss), torch.zeros_like(loss) if self._lost is None else self._lost
-            self._lost = torch.where(is_finite, 0.0, lost + 1)  # on the device: nothing waits for it
+                mean = torch.where(is_finite, torch.where(torch.isfinite(before), mean, loss), before)
+            self._mean, self._lost = mean, torch.where(is_finite, 0.0, lost + 1)  # on the device: nothing waits for it
         if applied is not None:
             self._refused = 0 if applied else self._refused + 1
 
