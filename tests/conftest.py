@@ -21,26 +21,14 @@ if os.environ.get("CI"):
     assert callable(providers._get_local_constants)
     providers._get_local_constants = Constants
 
-LONGEST = (
-    *("test_omni_tuner", "test_simulator", "test_profile", "test_compatibility", "test_cli_plan"),
-    *("test_report", "test_cli_simulate", "test_oracles", "test_joining", "test_merged", "test_finetuning"),
-    *("test_device", "test_start_methods", "test_faces", "test_inside", "test_golden", "test_cluster_methods"),
-    *("test_groups", "test_deaths", "test_search", "test_overlap", "test_proportional", "test_first_batches"),
-    *("test_tensor_parallel", "test_hostile", "test_wire", "test_statistical", "test_lossy", "test_histories"),
-    *("test_device_tuner", "test_arguments", "test_serve", "test_server_core", "test_regroup", "test_sensing"),
-    *(
-        "test_server_restart",
-        "test_exported",
-        "test_parity",
-        "test_shards",
-        "test_manners",
-        "test_ends",
-        "test_signals",
-    ),
-    *("test_layout_and_codec", "test_cli", "test_search_objects", "test_cli_device", "test_watch"),
-    *("test_two_nodes", "test_words", "test_wire_format", "test_decoupled", "test_progress", "test_validation"),
-    *("test_doctor", "test_leases", "test_transport", "test_docstrings", "test_fuzz", "test_checkpoints"),
-)
+LONGEST = """
+    joining omni_tuner first_batches inside compatibility faces steps deaths groups exported cluster_methods
+    proportional hostile server_restart frozen serve cli_plan wire merged device shared_memory tuned_merged
+    watch device_tuner tensor_parallel three_hosts throughput signals placement start_methods cli_simulate
+    shards wire_format simulator report overlap lossy tuned_alone oracles profile regroup tuned_servers
+    transport manners cli_device finetuning golden search statistical histories arguments server_core sensing
+    parity ends layout_and_codec cli search_objects two_nodes words
+"""
 """Files of many seconds each, longest first: side by side, none is left to run alone in the end."""
 
 
@@ -72,7 +60,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
         config.hook.pytest_deselected(items=left_out)
-    places = {name: place for place, name in enumerate(LONGEST)}
+    places = {f"test_{name}": place for place, name in enumerate(LONGEST.split())}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
 
 

@@ -265,7 +265,7 @@ def run_nodes(script: str, options: dict[str, Any], nodes: int = 2, *, timeout: 
                     script,
                     options,
                     {"NODE_RANK": str(node), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
-                    spares=0,
+                    spares=1,
                 )
             )
             for node in range(nodes)

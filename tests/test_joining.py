@@ -636,7 +636,8 @@ class Run:
         script: Path = SCRIPT,
         **more: str,
     ) -> Process:
-        env = {**self._env, "OMNI_TEST_NAME": name, "OMNI_TEST_SEED": str(seed), **more}
+        spares = str(options.get("devices", 1) - 1)
+        env = {**self._env, "OMNI_TEST_NAME": name, "OMNI_TEST_SEED": str(seed), "OMNI_TEST_SPARES": spares, **more}
         command = [sys.executable, *launcher, str(script), json.dumps(options)]
         self.groups[name] = Process(command, env)
         return self.groups[name]
@@ -939,7 +940,7 @@ def test_a_group_that_was_frozen_joins_again_by_itself_with_new_processes(tmp_pa
         options = {"epochs": 4, "hold": [1, 2]}
         first = run.start("a", options)
         run.wait_for("a0-in-1")
-        second = run.start("b", {**options, "devices": 2}, seed=2, OMNI_TEST_SPARES="1")
+        second = run.start("b", {**options, "devices": 2}, seed=2)
         for rank in range(2):
             run.wait_for(f"b{rank}-in-1")
         os.killpg(second.pid, signal.SIGSTOP)
@@ -994,7 +995,7 @@ def test_groups_that_shard_their_model_come_and_go(tmp_path: Path) -> None:
     try:
         first = run.start("a", options)
         run.wait_for("a0-in-1")
-        second = run.start("b", options, seed=2, OMNI_TEST_SPARES="1")
+        second = run.start("b", options, seed=2)
         run.wait_for("b1-in-1")
         run.go(1)
         run.wait_for("a0-in-2")

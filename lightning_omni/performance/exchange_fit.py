@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -170,9 +171,15 @@ def _least_squares(
         for busy in (0.0, 0.5 * least, most)  # a server for which no group waits, and one that is always busy
     ]
     fit = partial(scipy_optimize().least_squares, misses, jac=slopes, bounds=(0, np.inf), x_scale=0.1)
-    found = [fit(start + 1e-9) for start in starts]
-    # Of fits that are equally good (misses of a thousandth are) the first has the least that is always busy.
-    best: Array = min(found, key=lambda one: round(float(one.cost), 6)).x
+    best: Array = starts[0]
+    least_cost = math.inf
+    for start in starts:
+        found = fit(start + 1e-9)
+        # Of fits that are equally good (misses of a thousandth are) the first has the least that is always busy.
+        if (cost := round(float(found.cost), 6)) < least_cost:
+            best, least_cost = found.x, cost
+        if not least_cost:
+            break
     return best, slopes(best)
 
 

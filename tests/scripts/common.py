@@ -41,11 +41,11 @@ assert omni.OmniStrategy  # imported here, and so in no copy
 
 
 def servers() -> int:
-    """How many the fits start: one each, or several; "servers" counts those that are not options of a fit."""
+    """How many the fits start here: one each, or several; "servers" counts those that are not options of a fit."""
     fits = OPTIONS.get("fits", ())
     given = [fit.get("strategy", {}) if isinstance(fit, dict) else {} for fit in fits]
     several = [each.get("servers", 1) if isinstance(each, dict) else 1 for each in given]
-    return OPTIONS.get("servers", 0 if fits else 1) + sum(count for count in several if isinstance(count, int))
+    return OPTIONS.get("servers", 0 if fits else 1) + sum(count if isinstance(count, int) else 1 for count in several)
 
 
 if SPARES := int(os.environ.get("OMNI_TEST_SPARES", 0)):

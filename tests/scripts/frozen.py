@@ -67,4 +67,4 @@ def train_all(rank: int) -> None:
 
 
 if __name__ == "__main__":
-    forked.run(RANKS, len(LOOPS) + 1, train_all)
+    forked.run(RANKS, 4 * len(LOOPS), train_all)  # groups are formed twice, with up to two servers
