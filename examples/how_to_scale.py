@@ -14,11 +14,12 @@ mean of all workers, elastic averaging on its centre, with a moving rate of 0.8 
 What to expect: that all-reduce ends with the higher accuracy is reproduced at all sizes, and most clearly at many
 workers. That asynchronous training is faster with few workers is reproduced in part only. No worker waits in gossip,
 but a step of it brings less, presumably as every worker follows the noise of its own 16 samples; and how much is won by
-not waiting depends on how steps scatter. By a fifth, as by default, the two cancel out: gossip and all-reduce are
-equally fast. By a half (``--jitter 0.5``), gossip is far ahead while the step size is large, up to 128 workers. Elastic
-averaging at every step is limited by the server, which 128 workers keep busy for two seconds. At every tenth step it is
-not; but many workers are tied so loosely to the centre that large step sizes drive them apart, and it must do with
-small ones. Every setting is simulated once, with one seed.
+not waiting depends on how steps scatter. By a fifth, as by default, the two cancel out: from 16 workers on gossip and
+all-reduce are about equally fast, and with 8 all-reduce is faster. By a half (``--jitter 0.5``), gossip is far ahead
+while the step size is large, up to 128 workers. Elastic averaging at every step is limited by the server, which 128
+workers keep busy for two seconds. At every tenth step it is not, up to 64 workers; but many workers are tied so loosely
+to the centre that large step sizes drive them apart, and it must do with small ones. Every setting is simulated once,
+with one seed.
 """
 
 from __future__ import annotations

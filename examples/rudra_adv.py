@@ -1,7 +1,7 @@
 """Rudra's architectures: learners at one server, with aggregators in between, and with exchanges that overlap.
 
-python examples/rudra_adv.py            # on two cores about two minutes; writes rudra_adv.png
-python examples/rudra_adv.py --quick    # under a minute, up to 256 learners
+python examples/rudra_adv.py            # on two cores about a minute; writes rudra_adv.png
+python examples/rudra_adv.py --quick    # ten seconds, up to 256 learners
 
 Three ways to connect λ learners, 8 to 1,024 of them, to a parameter server, all with 1-softsync (one update for every λ
 gradients, no barrier) and a minibatch of 4:

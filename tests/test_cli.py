@@ -95,6 +95,15 @@ def test_all_commands_and_yaml_know_the_same_units(tmp_path: Path, capsys: pytes
         assert wrong in capsys.readouterr().err
 
 
+def test_a_port_that_there_is_not_is_refused_instead_of_another_being_listened_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for option in ("--port", "--data-port", "--http"):
+        for port in ("65536", "-1"):
+            assert main(["serve", "--key-file", str(tmp_path / "key"), f"{option}={port}"]) == 2
+            assert f"{option} {port}: pass a port, 1 to 65535, or 0 for a free one" in capsys.readouterr().err
+
+
 def test_tables_fit_a_terminal_and_are_whole_in_a_pipe(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -322,6 +322,8 @@ def test_files_that_are_none_are_refused_with_what_to_pass(tmp_path: Path, capsy
     for text in ("", "[]", "3", '{"rounds": []}', '{"measured": []}', '{"measured": [{"groups": 1}]}'):
         wrong.write_text(text)
         assert "pass an omni-tuning.json that OmniTuner wrote, or the JSON of a Profile" in refusal(capsys, str(wrong))
+    wrong.write_text("{}")
+    assert "it has no 'rounds'; pass an omni-tuning.json" in refusal(capsys, str(wrong))
     assert "No such file" in refusal(capsys, str(tmp_path / "absent.json"))
     empty = TuningReport((Round(search(horizon=100), 0, 0.0),), None, "loss")
     wrong.write_text(json.dumps(empty.to_dict()))

@@ -54,6 +54,8 @@ def test_all_is_well_with_a_server_that_serves(capsys: pytest.CaptureFixture[str
         assert main(["doctor", address, "--mb", "8"]) == 0
     finally:
         server.kill()
+    assert "refused a connection: it ended before it had shown a key, as a check of the port does" in server.output
+    assert "the key does not match" not in server.output
     said = capsys.readouterr().out
     for step in ("key", "address", "control port", "handshake", "versions", "data port", "clock", "run", "latency"):
         assert re.search(rf"✓\s*│ {step}\s", said), said

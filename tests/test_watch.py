@@ -27,7 +27,7 @@ from runs import free_port, search_path
 
 from lightning_omni.cli import main
 from lightning_omni.cli.live_table import BAR, DOWN, EVICT, GROUPS, QUIT, SAVE, UP, View, keys_of, press
-from lightning_omni.cli.overview import Rates, picture
+from lightning_omni.cli.overview import GroupsTable, Rates, picture
 from lightning_omni.errors import ConfigurationError, OmniError, Refused
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.leases import EpochPlan
@@ -82,8 +82,8 @@ def samples_of(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float
     return {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples}
 
 
-def rendered(shown: Any) -> str:
-    console = Console(width=180, record=True, file=open(os.devnull, "w"), force_terminal=False)  # noqa: SIM115
+def rendered(shown: Any, width: int = 180) -> str:
+    console = Console(width=width, record=True, file=open(os.devnull, "w"), force_terminal=False)  # noqa: SIM115
     with console.file:
         console.print(shown)
     return console.export_text()
@@ -259,6 +259,16 @@ def test_the_table_has_the_parts_of_a_step_and_rates_between_looks() -> None:
     assert "epoch 2" in text
     assert "300 of 1000 samples, 30 %" in text
     assert "1m10s ago  ranks 4 to 5 lost: \\x1b[2Jkilled" in text  # escaped
+
+
+@pytest.mark.parametrize("width", [125, 80, 60, 40])
+def test_where_the_table_is_too_wide_whole_columns_are_left_out(width: int) -> None:
+    text = rendered(GroupsTable(overview(), Rates()), width)
+    assert "…" not in text
+    for head in ("group", "step", "samples/s"):
+        assert f" {head} " in text
+    assert max(map(len, text.splitlines())) > width - 20  # and no more than it takes
+    assert " slowest " in rendered(GroupsTable(overview(), Rates()))
 
 
 def test_a_rate_begins_again_with_the_counters() -> None:

@@ -10,7 +10,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
@@ -27,6 +28,15 @@ LINES = 8
 """Things that happened that are shown, the last ones."""
 UNKNOWN = "-"
 KEYS = "↑ ↓ choose a group   e evict it   b and bar its hosts   g set the number of groups   s save now   q quit"
+_HEADS = (
+    "group", "host", "ranks", "alive", "step", "forward", "exchange", "rest", "samples/s", "share", "stale", "slowest",
+    "bottleneck",
+)  # fmt: skip
+_TEXTS = ("group", "host", "slowest", "bottleneck")
+_LEFT_OUT = ("slowest", "alive", "rest", "share", "forward", "exchange", "ranks", "host", "stale", "bottleneck")
+"""Columns that are left out where the terminal is too narrow, in this order."""
+_WIDEST = 10_000
+"""Characters; wider than any table."""
 _STYLES = {"lost": "red", "over": "bold red", "joined": "green"}
 
 
@@ -72,28 +82,50 @@ def picture(overview: Overview, rates: Rates, chosen: int = 0, note: str = "", k
         return Group(Text("No run: the server waits for ranks."), *_foot(note, keys))
     return Group(
         *_head(overview, rates),
-        groups_table(overview, rates, min(chosen, len(overview.groups) - 1) if keys else None),
+        GroupsTable(overview, rates, min(chosen, len(overview.groups) - 1) if keys else None),
         *_sentences(overview),
         *(_line(entry) for entry in overview.log[-LINES:]),
         *_foot(note, keys),
     )
 
 
-def groups_table(overview: Overview, rates: Rates, chosen: int | None = None) -> Table:
-    """A row for each group; times are those of its ranks on average."""
-    left, right = {"justify": "left", "no_wrap": True}, {"justify": "right", "no_wrap": True}
-    heads = {
-        "group": left, "host": left, "ranks": right, "alive": right, "step": right, "forward": right,
-        "exchange": right, "rest": right, "samples/s": right, "share": right, "stale": right, "slowest": left,
-        "bottleneck": left,
-    }  # fmt: skip
-    table = Table(*(Column(head, **options) for head, options in heads.items()))  # type: ignore[arg-type]
-    total = sum(_work(each) for each in overview.groups)
-    for place, group in enumerate(overview.groups):
-        cells = _cells(group, rates, total)
-        style = "reverse" if place == chosen else "yellow" if group.silence > 2.0 else None
-        table.add_row(*(Text(quoted(cells[head])) for head in heads), style=style)
-    return table
+class GroupsTable:
+    """A row for each group; times are those of its ranks on average.
+
+    Where it is too wide for the terminal, columns are left out, those first that are needed least.
+
+    Args:
+        overview: what was seen last.
+        rates: all that was seen.
+        chosen: place of the group that a key acts on; None if no key does.
+    """
+
+    def __init__(self, overview: Overview, rates: Rates, chosen: int | None = None) -> None:
+        total = sum(_work(each) for each in overview.groups)
+        self._rows = [
+            (
+                {head: Text(quoted(cell)) for head, cell in _cells(group, rates, total).items()},
+                "reverse" if place == chosen else "yellow" if group.silence > 2.0 else None,
+            )
+            for place, group in enumerate(overview.groups)
+        ]
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement.get(console, options, self._table(0))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        whole = options.update(max_width=_WIDEST)
+        tables = map(self._table, range(len(_LEFT_OUT) + 1))
+        fitting = (each for each in tables if console.measure(each, options=whole).maximum <= options.max_width)
+        yield next(fitting, self._table(len(_LEFT_OUT)))
+
+    def _table(self, left_out: int) -> Table:
+        """Without so many of the columns that may be left out."""
+        heads = [head for head in _HEADS if head not in _LEFT_OUT[:left_out]]
+        table = Table(*(Column(head, justify="left" if head in _TEXTS else "right", no_wrap=True) for head in heads))
+        for cells, style in self._rows:
+            table.add_row(*(cells[head] for head in heads), style=style)
+        return table
 
 
 def _cells(group: GroupOverview, rates: Rates, total: float) -> dict[str, str]:

@@ -83,7 +83,8 @@ class PlanSource:
         except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             if isinstance(error, ConfigurationError) and "SciPy" in str(error):
                 raise
-            reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+            missing = f"it has no {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+            reason = getattr(error, "strerror", None) or missing
             raise ConfigurationError(f"file {str(path)!r}: {reason}; {_FILE}") from error
         if search.profile is None:
             raise ConfigurationError(f"file {str(path)!r}: no probe was timed in it; {_FILE}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
@@ -14,6 +15,8 @@ HEARTBEAT_TIMEOUT, JOINED_HEARTBEAT_TIMEOUT = 30.0, 5.0
 """Seconds; a group that has joined on its own, and was evicted by mistake, joins again."""
 JOIN_TIMEOUT = 300.0
 """Seconds that ranks, or servers of other shares, may take to come once the first is there."""
+
+LARGEST_PORT = 65_535
 
 
 def serve(
@@ -86,6 +89,7 @@ def serve(
     from lightning_omni.server.keys import load_or_create
     from lightning_omni.server.process import ServerSettings
 
+    _check_ports({"--port": port, "--data-port": data_port, "--http": http})
     here = _check_shards(shards, shards_here, shard, coordinator, record)
     if upstream:
         _check_upstream(shards, record, http, once)
@@ -125,6 +129,13 @@ def serve(
 def _listed(paths: str) -> tuple[str, ...]:
     """Class paths that were separated by commas."""
     return tuple(paths.split(",")) if paths else ()
+
+
+def _check_ports(given: Mapping[str, int | None]) -> None:
+    """ZeroMQ takes any number, and listens on what its last 16 bits are."""
+    for option, port in given.items():
+        if port is not None and not 0 <= port <= LARGEST_PORT:
+            raise ConfigurationError(f"{option} {port}: pass a port, 1 to {LARGEST_PORT}, or 0 for a free one")
 
 
 def _check_shards(shards: int, here: int, shard: int, coordinator: str, record: Path | None) -> int:

@@ -58,9 +58,9 @@ _TRAFFIC_AT = 120
 """Where Linux's ``tcp_info`` holds the bytes that were acknowledged by the other side and received from it."""
 _REFUSAL = "the key does not match the server's; both sides must be given the same key, and the same encryption="
 _FAILURES = {
-    int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL): "it ended during the handshake",
-    int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): "what it sent is no handshake with this key",
-    int(zmq.EVENT_HANDSHAKE_FAILED_AUTH): "its own key is another",
+    int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL): "it ended before it had shown a key, as a check of the port does",
+    int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): f"{_REFUSAL}; what it sent is no handshake with this key",
+    int(zmq.EVENT_HANDSHAKE_FAILED_AUTH): f"{_REFUSAL}; its own key is another",
 }
 _FAST, _SLOW = 0.02, 0.5
 """Seconds between two polls of connections that were not let in: at what they have sent, and at their time. Shut gates
@@ -193,7 +193,7 @@ class ConnectionGuard:
         for listener in self._listeners:
             for failed in listener.read_events():
                 self.refused += 1
-                self._refusals.say("refused a connection", f"{_REFUSAL}; {failed}")
+                self._refusals.say("refused a connection", failed)
 
     def _end_excess(self, listener: _Listener) -> None:
         now, excess = time.monotonic(), len(listener.strangers) - listener.most

@@ -382,8 +382,9 @@ class SeveralGroups(Grouping):
         world = self._strategy.joined
         sizes = sorted({len(members) for members in world.topology.groups if members})
         data = "dynamic" if self._strategy.epochs.data.is_dynamic else "static"
+        ranks, groups = len(world.topology.ranks), len(world.topology.alive)
         return (
-            f"{len(world.topology.ranks)} ranks in {len(world.topology.alive)} groups of"
+            f"{counted(ranks, 'rank')} in {counted(groups, 'group')} of"
             f" {' or '.join(map(str, sizes))} | method {type(world.method).__name__} | server {world.server_address} |"
             f" data {data}{' | exchanges overlap' if world.core.overlaps else ''}"
             f"{'' if world.sharded is None else f' | inside {_held_by(world)}'}"
