@@ -62,6 +62,22 @@ MONITORS: dict[str, dict[str, Any]] = {
     "a wrong name, unchecked": {**WRONG, "tuner": {"target": 1e-4, "monitor": "los"}, "trainer": {"max_epochs": 9}},
     "no validation": {**WRONG, "tuner": {"target": 1e-4}, "trainer": {"limit_val_batches": 0}},
 }
+NOWHERE = {"strategy": {"host": "203.0.113.9"}}
+"""A server is to listen on an address that this machine has not."""
+GROUPS: dict[str, Any] = {
+    "tuner": {"search": "forecast", "space": {"rebalance": False, "wire": "fp32"}},
+    "seconds": {"0": 2e-3, "1": 2e-3},
+    "exponential": True,
+    "emulated": True,
+    **SHORT,
+}
+"""Two groups are faster."""
+SERVERLESS: dict[str, dict[str, Any]] = {
+    "no server": {**GROUPS, **NOWHERE},
+    "no server for one rank": {**GROUPS, "keyless": True},
+    "no server to probe with": {**GROUPS, **NOWHERE, "tuner": ONCE},
+    "no server any more": {**GROUPS, **NOWHERE, "trainer": {"max_epochs": 3}},
+}
 
 
 @pytest.fixture(scope="module")
@@ -71,10 +87,30 @@ def fits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, A
     fits = {**FITS, "tuned": {**FITS["tuned"], "save": saved}, "resumed": {**FITS["tuned"], "ckpt_path": saved}}
     fits["resumed"]["trainer"] = {"max_epochs": 5}
     fits |= MONITORS
+    grouped = saved.replace("tuned", "grouped")
+    fits |= {"groups": {**GROUPS, "save": grouped}, **SERVERLESS}
+    fits["no server any more"] = {**SERVERLESS["no server any more"], "ckpt_path": grouped}
     fits["own sampler"] = {"tuner": ONCE, "data": {"samples": 512, "half": True}, "trainer": {"max_epochs": 1}}
     finished = run("omni_tuner.py", {"fits": [{**EVEN, **fit} for fit in fits.values()]}, timeout=600)
     found = {name: [finished.results[rank][number] for rank in (0, 1)] for number, name in enumerate(fits)}
     return {**found, "printed": [{"text": finished.output}]}
+
+
+@pytest.mark.parametrize("name", list(SERVERLESS))
+def test_a_run_whose_server_does_not_start_trains_on_in_one_group_and_says_why(
+    fits: dict[str, list[dict[str, Any]]], name: str
+) -> None:
+    printed = fits["printed"][0]["text"]
+    assert fits["groups"][0]["setting"]["groups"] == 2
+    for rank in fits[name]:
+        assert rank["setting"]["groups"] == 1
+        assert rank["world"][0] == 1
+        assert rank["momentum"] == 0.9
+        assert len(rank["last_epoch"]) == 256  # half of the samples
+    assert fits[name][0]["weights"] == fits[name][1]["weights"]
+    assert printed.count("the run stays in one group, for several need a parameter server") == len(SERVERLESS)
+    assert printed.count("or the address of this machine as host=") == len(SERVERLESS) - 1
+    assert "and this rank has none: set it to the same key for all ranks" in printed
 
 
 @pytest.mark.parametrize("name", [name for name in FITS if "tuner" in FITS[name]])

@@ -105,6 +105,7 @@ class RunServer:
         self._states: PrivateDirectory | None = None
         self._keeper: Keeper | None = None
         self._taught: tuple[Method, Sequence[Part]] | None = None
+        self._failure: Exception | None = None
 
     @property
     def count(self) -> int:
@@ -180,12 +181,16 @@ class RunServer:
             return
         if self._options.servers == "per-node" and self.count == 1:
             _log.info('servers="per-node" on one node is one server')
-        if self.process is None:
-            self.process = ServerProcess()
-        if not self.process.is_told:
-            self._key = key_of_environment() or new_key()
-            self._states = self._states or self._place_for_states(self._taught[1])
-            self.process.tell(self._settings(method, self._taught[1]))
+        self._failure = None
+        try:
+            if self.process is None:
+                self.process = ServerProcess()
+            if not self.process.is_told:
+                self._key = key_of_environment() or new_key()
+                self._states = self._states or self._place_for_states(self._taught[1])
+                self.process.tell(self._settings(method, self._taught[1]))
+        except (OSError, ConfigurationError) as error:  # the other ranks wait for the address, and are told there
+            self._failure = error
 
     def share(self, address: str, key: bytes) -> None:
         """The servers that this rank has started to hold a share each join the one that coordinates.
@@ -226,7 +231,7 @@ class RunServer:
             self._states = None
         for process in self._shares.values():  # they end with the one that coordinates
             process.leave() if has_failed and self._rank else process.stop()
-        self._shares = {}
+        self._shares, self._failure = {}, None
 
     def find(self, tell: Callable[[str], str]) -> tuple[str, bytes, str]:
         """Rank 0 tells all ranks where the server is; a failure on rank 0 is an error on all.
@@ -244,6 +249,8 @@ class RunServer:
         failure: Exception | None = None
         if self._rank == 0:
             try:
+                if self._failure is not None:
+                    raise self._failure
                 if self._options.server is None:
                     assert self.process is not None
                     # A key that all ranks were given does not travel: these connections are in the clear.

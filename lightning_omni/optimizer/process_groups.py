@@ -186,14 +186,14 @@ class ProcessGroups:
         largest: list[int] = tensor.tolist()
         return largest
 
-    def tell(self, text: str, group: Any) -> str:
-        """Text of rank 0 on every rank of a group of torch's own."""
+    def tell(self, text: str, group: Any, by: int = 0) -> str:
+        """Text of one rank, as torch numbers them, on every rank of a group of torch's own."""
         data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=self._device)  # may be empty
         size = torch.tensor(data.numel(), device=self._device)
-        dist.broadcast(size, src=0, group=group)
-        if self._rank != 0:
+        dist.broadcast(size, src=by, group=group)
+        if self._rank != by:
             data = torch.empty(int(size), dtype=torch.uint8, device=self._device)
-        dist.broadcast(data, src=0, group=group)
+        dist.broadcast(data, src=by, group=group)
         return bytes(data.cpu().numpy()).decode()
 
     def _gather(self, numbers: list[int]) -> list[list[int]]:

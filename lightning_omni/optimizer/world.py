@@ -599,8 +599,47 @@ class World(Place):
 
     def connect(self) -> None:
         """Joins the server, which rank 0 starts or which runs elsewhere. All ranks call it, even with one group yet."""
+        if self.control is None:
+            self._join_server()
+            self.process_groups.join(self.channel.synchronize, self.rank)
+
+    def try_to_connect(self) -> str:
+        """Joins the server if all ranks can; otherwise none has, and nothing is left of it. On all ranks, in one group.
+
+        Returns:
+            Why a rank could not, the same on all; or nothing.
+        """
         if self.control is not None:
-            return
+            return ""
+        problem = ""
+        try:
+            self._join_server()
+        except Exception as error:  # whatever it is, the others wait to hear of it
+            problem = str(error) or type(error).__name__
+        groups = self.process_groups
+        mine = [int(rank == self.rank and problem != "") for rank in range(self.size)]
+        failed = groups.largest(mine, groups.original)
+        if not any(failed):
+            groups.join(self.channel.synchronize, self.rank)
+            return ""
+        problem = groups.tell(problem, groups.original, failed.index(1))
+        self._disconnect()
+        return problem
+
+    def _disconnect(self) -> None:
+        """As if no rank had come to the server, which is stopped. On all ranks, in one group."""
+        self._closed.set()  # that the others leave is no reason to end this process
+        if self.control is not None:
+            self.control.close(reason="")
+            self.control = None
+            for part in self.parts:
+                part.replica.divide(self.servers)
+        dist.barrier(group=self.process_groups.original)
+        self.server.stop()
+        self._closed.clear()
+
+    def _join_server(self) -> None:
+        """Starts the server, if it is this rank's to start and does not run, and connects this rank to it."""
         self.start_server()
         address, key, run = self.server.find(self.tell) if self.enlistment is None else self._enlisted_at
         self.channel.synchronizations = 0
@@ -613,7 +652,6 @@ class World(Place):
         for part in self.parts:
             part.replica.divide(self.servers)
         self.server.share(address, key)
-        self.process_groups.join(self.channel.synchronize, self.rank)
 
     @property
     def _division(self) -> str:

@@ -16,6 +16,9 @@ import msgspec
 from lightning_omni.errors import ConfigurationError, ConnectionLost
 from lightning_omni.server.addresses import remove_if_abandoned
 
+STARTS_WITHIN = 120.0
+"""Seconds in which a server must listen once it was told where: on a slow disk torch takes long to import."""
+
 
 class ServerSettings(msgspec.Struct, frozen=True):
     """What the server process is told on its standard input.
@@ -82,6 +85,7 @@ class ServerProcess:
 
     def __init__(self, settings: ServerSettings | None = None) -> None:
         self._address = ""
+        self._deadline = time.monotonic() + STARTS_WITHIN
         self.is_told = False
         self._process = subprocess.Popen(
             [sys.executable, "-m", "lightning_omni.server"],
@@ -96,6 +100,7 @@ class ServerProcess:
         """What it waits for; once."""
         assert self._process.stdin is not None
         self.is_told = True
+        self._deadline = time.monotonic() + STARTS_WITHIN
         with contextlib.suppress(BrokenPipeError):  # it has died, as `address` will find out and say
             self._process.stdin.write(msgspec.json.encode(settings) + b"\n")
             self._process.stdin.flush()
@@ -105,15 +110,15 @@ class ServerProcess:
         """Process id."""
         return self._process.pid
 
-    def address(self, timeout: float = 120.0) -> str:
-        """The control socket's address, ``tcp://host:port`` or ``ipc:///directory/control``.
+    def address(self) -> str:
+        """The control socket's address, ``tcp://host:port`` or ``ipc:///directory/control``; waits until it is known.
 
         Raises:
             ConfigurationError: the server could not listen where it was told to.
             ConnectionLost: it did not come up in time, or died.
         """
         if not self._address:
-            ready = msgspec.json.decode(self._first_line(timeout), type=Ready)
+            ready = msgspec.json.decode(self._first_line(), type=Ready)
             if ready.error:
                 raise ConfigurationError(f"the parameter server did not start: {ready.error}")
             self._address = ready.address
@@ -140,18 +145,17 @@ class ServerProcess:
             self._process.wait()
         remove_if_abandoned(self._address)
 
-    def _first_line(self, timeout: float) -> bytes:
+    def _first_line(self) -> bytes:
         assert self._process.stdout is not None
-        deadline = time.monotonic() + timeout
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
-            ready = selector.select(max(0.0, deadline - time.monotonic()))
+            ready = selector.select(max(0.0, self._deadline - time.monotonic()))
         line = self._process.stdout.readline() if ready else b""
         if not line:
             self.stop(timeout=0.0)
+            what = "has ended before it listened" if ready else f"did not listen within {STARTS_WITHIN:.0f} s"
             raise ConnectionLost(
-                f"the parameter server's process did not come up within {timeout:.0f} s; run"
-                " `python -m lightning_omni.server < /dev/null` to see why"
+                f"the parameter server's process {what}; run `python -m lightning_omni.server < /dev/null` to see why"
             )
         return line
 

@@ -126,6 +126,11 @@ class ByFirstBatches:
         if run.speaks and observation is not None:
             command = self._command(observation, batches)
         command = run.hear_command(command)
+        if command is not None and command.setting.groups > 1 and not self._space.has_server():
+            batches.spec = self._space.reachable(batches.spec)
+            if run.speaks:
+                run.rounds.pop()
+            command = run.hear_command(self._command(observation, batches) if run.speaks and observation else None)
         if command is not None and command.error:
             raise ConfigurationError(command.error)
         if command is not None or batches.is_last:

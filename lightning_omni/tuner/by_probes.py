@@ -97,6 +97,7 @@ class ByProbes:
         """Probes until rank 0 has chosen, then trains with that."""
         began, run = time.perf_counter(), self._run
         seconds, number = run.seconds, run.state.rounds
+        spec = self._space.reachable(spec)
         prober = self._prober(hyperparameters, spec, lr)
         if run.speaks:  # waits for those under way: beside a probe they would be taken for a slow rank
             load_libraries(sampler_of(run.sampler).uses_scikit_optimize)

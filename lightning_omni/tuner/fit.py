@@ -215,6 +215,13 @@ class TunedFit(Fit):
     def _go_on(self) -> None:
         """A run is resumed with what was chosen; rates and momentum are in the checkpoint."""
         run, state = self.run, self.run.state
+        if self._lacks_server:
+            state.before_trial, state.speeds = None, []
+            if run.learns_from_run:
+                self.by_first_batches.begin_again("there is no parameter server")
+            else:
+                self.applied.take_back()
+            return
         if state.unfinished and run.learns_from_run:
             self.by_first_batches.begin_again("it was saved before that had shown what is faster")
             return
@@ -229,6 +236,13 @@ class TunedFit(Fit):
         else:
             self.applied.form(run.setting, dict(state.speeds) or None, bool(state.speeds))
             self.applied.watch(math.nan, keeps=True)
+
+    @property
+    def _lacks_server(self) -> bool:
+        """Whether a run that is resumed has several groups, or had them before a trial, and cannot have them now."""
+        state = self.run.state
+        settings = [each for each in (state.setting, state.before_trial) if each is not None]
+        return any(each.groups > 1 for each in settings) and not self.space.has_server()
 
     # --- While it trains ----------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -22,6 +23,8 @@ from lightning_omni.strategy.proxies import Merged
 from lightning_omni.tuner.hyperparameters import Hyperparameters
 from lightning_omni.tuner.run import TunedRun
 
+_log = logging.getLogger(__name__)
+
 _USUAL = ("async_sgd", "fp32", False, "fp32")
 """Method, wire format, overlap and all-reduce format of a strategy whose user has chosen none."""
 _COMMUNICATION = ("method", "wire", "overlap", "all_reduce")
@@ -38,11 +41,31 @@ class FitSpace:
     """
 
     def __init__(self, run: TunedRun) -> None:
-        self._run = run
+        self._run, self._has_no_server = run, False
+
+    def has_server(self) -> bool:
+        """Joins the parameter server, without which there is one group. On all ranks, which are one group.
+
+        It is tried once in a fit; if it fails, the user is told why.
+        """
+        run = self._run
+        if not self._has_no_server and (problem := run.world.try_to_connect()):
+            self._has_no_server = True
+            if run.speaks:
+                _log.warning("OmniTuner: the run stays in one group, for several need a parameter server: %s", problem)
+        return not self._has_no_server
+
+    def reachable(self, spec: SearchSpec) -> SearchSpec:
+        """The same search, of one group alone if several would need a server, and there is none. On all ranks."""
+        if max(spec.space.groups) == 1 or self.has_server():
+            return spec
+        return replace(spec, space=replace(spec.space, groups=(1,)))
 
     def why_not(self, groups: int) -> str:
         """Why there cannot be that many groups; empty if there can."""
         run = self._run
+        if self._has_no_server:
+            return "there is no parameter server"
         try:
             run.world.check_method(groups)
             run.strategy.check_several(run.trainer)
