@@ -36,6 +36,7 @@ from lightning_omni.server.saving import StateDirectory, saved_states, saved_wei
 from lightning_omni.strategy import scheduler_states
 from lightning_omni.strategy.exported import checkpoint_of
 from lightning_omni.strategy.loop_states import loops_at
+from lightning_omni.strategy.schedulers import count_of
 
 SAMPLES, BATCH = 1024, 8
 BATCHES = SAMPLES // BATCH
@@ -389,6 +390,25 @@ def test_a_scheduler_of_torch_is_taken_to_where_it_would_have_been_stepped_to(na
     assert then is not None
     assert alike(then.state, scheduler.state_dict())
     assert [each["lr"] for each in then.groups] == [each["lr"] for each in optimizer.param_groups]
+    assert scheduler_states.count_in(then.state) == 9
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_scheduler_of_functions_that_are_at_hand_is_taken_further_and_stays_as_it_is() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.4)
+    warm_up = lr_scheduler.LambdaLR(optimizer, lambda count: (1 + count) / 8)
+    later = lr_scheduler.MultiplicativeLR(optimizer, lambda count: 0.5)
+    own = lr_scheduler.SequentialLR(optimizer, [warm_up, later], [4])
+    optimizer.step()
+    own.step()
+    before = deepcopy((optimizer.param_groups[0]["lr"], count_of(own), count_of(warm_up), count_of(later)))
+    kinds, state, groups = scheduler_states.described(own), own.state_dict(), optimizer.state_dict()["param_groups"]
+    then = scheduler_states.advanced(kinds, state, groups, 9, own)
+    assert (optimizer.param_groups[0]["lr"], count_of(own), count_of(warm_up), count_of(later)) == before
+    for _ in range(8):
+        own.step()
+    assert then is not None
+    assert then.groups[0]["lr"] == optimizer.param_groups[0]["lr"]
     assert scheduler_states.count_in(then.state) == 9
 
 

@@ -1,7 +1,8 @@
-"""States of learning-rate schedulers, taken further without the user's module: where a run is by now.
+"""States of learning-rate schedulers, taken further than the schedulers themselves: where a run is by now.
 
 The recorder says how the schedulers stood when the groups parted, and what the run has trained since, the server knows.
-Schedulers of torch are made again from their states, and stepped. What is the user's own is left as it stood.
+Schedulers of torch are made again from their states, and stepped. What is the user's own is left as it stood; functions
+of the user's are called where they are at hand, as in a checkpoint that the recorder saves itself.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ import torch
 from torch.optim import Optimizer, lr_scheduler
 
 from lightning_omni.strategy.schedulers import count_of, reach
+
+Counts = tuple[int, ...]
+"""What a scheduler counts, and what it would count if it had kept pace; or nothing."""
 
 
 class Advanced(NamedTuple):
@@ -46,7 +50,11 @@ def described(scheduler: Any) -> list[Any]:
 
 
 def advanced(
-    description: Sequence[Any], state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], count: int
+    description: Sequence[Any],
+    state: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    count: int,
+    own: Any = None,
 ) -> Advanced | None:
     """A scheduler's state when it has counted so far, and what it has made of its optimizer's parameter groups.
 
@@ -55,9 +63,10 @@ def advanced(
         state: of the scheduler, as it stood.
         groups: of its optimizer, as they stood; the parameters in them do not matter.
         count: what it counts by now.
+        own: the scheduler, if it is at hand; it stays as it is.
 
     Returns:
-        None if it is not torch's, or is made of functions of the user's.
+        None if it is not torch's, or is made of functions of the user's that are not at hand.
 
     Example:
         >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.8)
@@ -69,7 +78,7 @@ def advanced(
     bare = [{name: value for name, value in group.items() if name != "params"} for group in groups]
     optimizer = Optimizer([{**group, "params": [torch.zeros(1)]} for group in bare], {})
     try:
-        scheduler = _made(description, state, optimizer)
+        scheduler = _made(description, state, optimizer, own)
         if scheduler is None:
             return None
         with warnings.catch_warnings():
@@ -113,9 +122,43 @@ def whole(description: Sequence[Any], state: Mapping[str, Any]) -> dict[str, Any
     return {**state, **more}
 
 
-def _made(description: Sequence[Any], state: Mapping[str, Any], optimizer: Optimizer) -> Any:
+def caught_up(
+    checkpoint: dict[str, Any], schedulers: Sequence[Any], optimizers: Sequence[Optimizer], counts: Sequence[Counts]
+) -> list[Counts]:
+    """A checkpoint has its schedulers where they would be if they had kept pace until its moment; changed in place.
+
+    Args:
+        checkpoint: Lightning's.
+        schedulers: of the Trainer.
+        optimizers: likewise.
+        counts: of each scheduler, what it counts and what it would count; nothing of one that counts no steps.
+
+    Returns:
+        The same for the checkpoint. A scheduler that only the user's module can step is where it was.
+    """
+    states, saved = checkpoint.get("lr_schedulers", ()), checkpoint.get("optimizer_states", ())
+    if len(states) != len(counts) or len(saved) != len(optimizers):
+        return list(counts)
+    found = []
+    for number, (scheduler, count) in enumerate(zip(schedulers, counts, strict=True)):
+        groups = [each for own, each in zip(optimizers, saved, strict=True) if own is scheduler.optimizer]
+        then = None
+        if groups and count and count[0] < count[1]:
+            before = groups[0]["param_groups"]
+            then = advanced(described(scheduler), states[number], before, count[1], scheduler)
+        if then is not None:
+            states[number] = then.state
+            groups[0]["param_groups"] = [
+                {**own, **theirs} for own, theirs in zip(groups[0]["param_groups"], then.groups, strict=True)
+            ]
+        found.append(count if then is None else (count[1], count[1]))
+    return found
+
+
+def _made(description: Sequence[Any], state: Mapping[str, Any], optimizer: Optimizer, own: Any) -> Any:
     name, inside = description
-    if not name or name in ("LambdaLR", "MultiplicativeLR"):  # whose functions are the user's
+    has_functions = name in ("LambdaLR", "MultiplicativeLR")  # which are the user's
+    if not name or (has_functions and own is None):
         return None
     kind: Any = getattr(lr_scheduler, name, None)
     if not isinstance(kind, type) or not issubclass(kind, lr_scheduler.LRScheduler):
@@ -124,9 +167,12 @@ def _made(description: Sequence[Any], state: Mapping[str, Any], optimizer: Optim
     scheduler.optimizer = optimizer
     if name == "CyclicLR":
         scheduler._scale_fn_custom = None
+    if has_functions:
+        scheduler.lr_lambdas = list(own.lr_lambdas)
     if inside:
+        owns = [None] * len(inside) if own is None else own._schedulers
         scheduler._schedulers = [
-            _made(each, own, optimizer) for each, own in zip(inside, state["_schedulers"], strict=True)
+            _made(each, its, optimizer, one) for each, its, one in zip(inside, state["_schedulers"], owns, strict=True)
         ]
         if None in scheduler._schedulers:
             return None

@@ -53,6 +53,7 @@ class Follows(pl.Callback):
         self.regroup, self.save = regroup, save
         self.samples: dict[int, list[int]] = {}
         self.epochs: list[int] = []
+        self.counted = 0  # by the scheduler, when it saves
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         self.epochs.append(trainer.current_epoch)
@@ -66,6 +67,7 @@ class Follows(pl.Callback):
             trainer.strategy.regroup(self.regroup[2])
         if self.save == (trainer.current_epoch, batch_idx):
             self.wait_for_others(trainer.strategy.world)
+            self.counted = trainer.lr_scheduler_configs[0].scheduler.last_epoch
             trainer.save_checkpoint(FOLDER / "inside.ckpt")
 
     def wait_for_others(self, world: Any) -> None:
@@ -112,15 +114,17 @@ def longer(make: Any, groups: int, then: int, how: str, limit: int = 30) -> dict
     return facts(run, follows)
 
 
-def inside(groups: int, then: int, regroup: tuple[int, int, int] | None = None) -> dict[str, Any]:
-    """Saved in the second epoch by so many groups, and resumed by others: what was trained of it, and what is then."""
-    run = run_of(groups, Follows(regroup, save=(1, 9)), max_epochs=2)
+def inside(groups: int, then: int | None, regroup: tuple[int, int, int] | None = None) -> dict[str, Any]:
+    """Saved in the second epoch by so many groups, and resumed by others or DDP: what was trained of it, and then."""
+    saving = Follows(regroup, save=(1, 9))
+    run = run_of(groups, saving, max_epochs=2)
     run.fit(Scheduled(), *loaders(512))
     saved = torch.load(FOLDER / "inside.ckpt", weights_only=True)
     cut = saved["omni"]["run"]["cut"]
-    behind = saved["omni"]["run"]["progress"]["steps"] - saved["lr_schedulers"][0]["last_epoch"]
     follows = Follows()
-    run = run_of(then, follows, max_epochs=2)
+    run = run_of(then or 1, follows, max_epochs=2)
+    if then is None:
+        run = trainer("ddp", 2, callbacks=[follows], max_epochs=2)
     run.fit(Scheduled(), *loaders(512), ckpt_path=FOLDER / "inside.ckpt")
     sampler: Any = DistributedSampler(dataset(512), 2, 0, seed=SEED)
     sampler.set_epoch(1)
@@ -129,7 +133,9 @@ def inside(groups: int, then: int, regroup: tuple[int, int, int] | None = None) 
     return {
         **facts(run, follows),
         "before": before if RANK == 0 else [],
-        "behind": behind,
+        "behind": saved["omni"]["run"]["progress"]["steps"] - saving.counted,
+        "rate": saved["optimizer_states"][0]["param_groups"][0]["lr"],
+        "counted": saved["lr_schedulers"][0]["last_epoch"],
     }
 
 
@@ -173,6 +179,7 @@ def main() -> None:
             "validated, of one group": validated(1, 2, max_steps=44),
             "inside, in one group": inside(2, 1),
             "inside, in two": inside(2, 2),
+            "inside, by DDP": inside(2, None),
             "inside, regrouped": inside(2, 1, regroup=(1, 3, 1)),
             "inside, regrouped, in two": inside(2, 2, regroup=(1, 3, 1)),
         },
