@@ -803,6 +803,19 @@ def test_a_server_process_waits_to_be_told_what_to_do() -> None:
         process.stop()
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_server_process_ends_when_told_to_though_another_one_holds_its_pipe(saves: bool, tmp_path: Path) -> None:
+    process = ServerProcess(settings(state=str(tmp_path / "state") if saves else ""))
+    process.address()
+    assert process._process.stdin is not None
+    pipe = process._process.stdin.fileno()  # a forked data loader has it, too
+    with subprocess.Popen(["sleep", "60"], pass_fds=[pipe]) as loader:
+        process.stop()
+        loader.kill()
+    assert process.wait() == 0  # it was not killed
+
+
 def test_a_server_process_that_is_never_told_anything_ends_in_silence() -> None:
     command = [sys.executable, "-m", "lightning_omni.server"]
     ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False)

@@ -1,14 +1,16 @@
 """The embedded server's process: ``python -m lightning_omni.server``, started by rank 0 and ended with it.
 
-The first line of standard input is the settings, with the key; standard input then stays open for as long as the
-parent lives. One line with the addresses goes to standard output. A server that saves its state is forked, so that
-another one can continue at once when it is killed (`supervisor`). A server that holds a share of the weights ends with
-the one that coordinates instead.
+The first line of standard input is the settings, with the key. Whatever comes after it, or the end of standard input,
+is the end of the run; processes that the parent has forked since (data loaders) hold the other end, too, so that the
+end of standard input may be long in coming. One line with the addresses goes to standard output. A server that saves
+its state is forked, so that another one can continue at once when it is killed (`supervisor`). A server that holds a
+share of the weights ends with the one that coordinates instead.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 import select
@@ -39,8 +41,8 @@ def main() -> int:
     logging.basicConfig(format="lightning-omni server: %(message)s", level=logging.WARNING)
     parent = os.getppid()
     preload()  # now, while the ranks still start and join
-    line = sys.stdin.buffer.readline()
-    if not line:  # the run has ended and never needed a server
+    line = _standard_input().readline()
+    if not line.strip():  # the run has ended and never needed a server
         return 0
     settings = msgspec.json.decode(line, type=ServerSettings)
     if not settings.state or settings.shard or not can_supervise():
@@ -48,7 +50,7 @@ def main() -> int:
     stdin = sys.stdin.fileno()
 
     def is_over() -> bool:
-        return os.getppid() != parent or (bool(select.select([stdin], [], [], 0)[0]) and not os.read(stdin, 1))
+        return os.getppid() != parent or bool(select.select([stdin], [], [], 0)[0])
 
     lifeline = supervise(is_over, lambda text: _log.warning("%s", text), wake_on=[stdin])
     return lifeline if isinstance(lifeline, int) else _serve(settings, lifeline)
@@ -134,14 +136,18 @@ class _Parent:
     @property
     def is_over(self) -> bool:
         """Whether it has ended, or wants the server to."""
-        # A forked data loader may hold the other end of the pipe after its death, so look at both.
+        # If it was killed, it has not said so, and a forked data loader may hold the other end of the pipe.
         return self._is_gone.is_set() or os.getppid() != self._number
 
     def _watch(self) -> None:
         with contextlib.suppress(OSError, ValueError):
-            while sys.stdin.buffer.read(1):
-                pass
+            _standard_input().read(1)
         self._is_gone.set()
+
+
+def _standard_input() -> io.FileIO:
+    """Without a buffer, in which what comes after the settings would not be seen."""
+    return io.FileIO(sys.stdin.fileno(), closefd=False)
 
 
 def _say(ready: Ready) -> None:

@@ -136,7 +136,11 @@ class ServerProcess:
                     pipe.close()
 
     def stop(self, timeout: float = 5.0) -> None:
-        """Ends the process; closing its standard input is the signal, killing it the last resort."""
+        """Ends the process; a line on its standard input is the signal, killing it the last resort."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError, ValueError):  # it has ended, or this was called before
+            self._process.stdin.write(b"\n")
+            self._process.stdin.flush()
         self.leave()
         try:
             self._process.wait(timeout)
