@@ -106,8 +106,8 @@ class Server:
             self.close()
             where = f"{host}:{number}" if directory is None else endpoint
             raise ConfigurationError(
-                f"cannot listen on {where}: {zmq.strerror(error.errno or 0)}; pass another port (0 takes a free"
-                " one), or an address of this machine as the host"
+                f"cannot listen on {where}: {zmq.strerror(error.errno or 0)}; pass another port (port= or"
+                " --port; 0 takes a free one), or an address of this machine (host= or --host)"
             ) from error
         self.address = self._sockets[m.CONTROL].getsockopt_string(zmq.LAST_ENDPOINT)
         # A peer that is gone is noticed when something is sent to it.
