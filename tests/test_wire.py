@@ -36,6 +36,8 @@ from lightning_omni.errors import (
 )
 from lightning_omni.methods import AsyncSGD, HardSync, Method
 from lightning_omni.methods.master import class_path, describe, hyperparameters_of, resolver
+from lightning_omni.optimizer.embedded import RunServer
+from lightning_omni.optimizer.options import WorldOptions
 from lightning_omni.protocol import ServerCore
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import Packed, pack
@@ -814,6 +816,16 @@ def test_a_server_process_ends_when_told_to_though_another_one_holds_its_pipe(sa
         process.stop()
         loader.kill()
     assert process.wait() == 0  # it was not killed
+
+
+@pytest.mark.processes
+def test_nobody_waits_for_a_server_that_is_dismissed_while_it_imports_what_it_needs() -> None:
+    server, process = RunServer(0, WorldOptions(), [2]), ServerProcess(settings())
+    server.process = process
+    server.dismiss()
+    assert process._process.poll() is None, "it still imports"
+    server.stop()
+    assert process.wait() == 0, "it has read that it is to end"
 
 
 def test_a_server_process_that_is_never_told_anything_ends_in_silence() -> None:

@@ -103,6 +103,7 @@ class RunServer:
         self.process: ServerProcess | None = None
         self._shares: dict[int, ServerProcess] = {}  # those that this rank starts beside it, by number
         self._states: PrivateDirectory | None = None
+        self._dismissed: list[tuple[list[ServerProcess], PrivateDirectory | None]] = []
         self._keeper: Keeper | None = None
         self._taught: tuple[Method, Sequence[Part]] | None = None
         self._failure: Exception | None = None
@@ -214,8 +215,16 @@ class RunServer:
         for process in self._shares.values():
             process.address()
 
+    def dismiss(self) -> None:
+        """Servers that no rank has joined are told to end. No rank waits: they may still be importing what they need."""
+        processes = [*([self.process] if self.process is not None else []), *self._shares.values()]
+        for process in processes:
+            process.dismiss()
+        self._dismissed.append((processes, self._states))
+        self.process, self._states, self._shares, self._failure = None, None, {}, None
+
     def stop(self, has_failed: bool = False) -> None:
-        """Ends the embedded servers, if there are any.
+        """Ends the embedded servers, if there are any, and waits for those that were dismissed.
 
         Args:
             has_failed: whether this rank has, and not the run: the weights' shares stay where they are.
@@ -231,7 +240,12 @@ class RunServer:
             self._states = None
         for process in self._shares.values():  # they end with the one that coordinates
             process.leave() if has_failed and self._rank else process.stop()
-        self._shares, self._failure = {}, None
+        for processes, states in self._dismissed:
+            for process in processes:
+                process.stop()
+            if states is not None:
+                states.remove()
+        self._shares, self._dismissed, self._failure = {}, [], None
 
     def find(self, tell: Callable[[str], str]) -> tuple[str, bytes, str]:
         """Rank 0 tells all ranks where the server is; a failure on rank 0 is an error on all.

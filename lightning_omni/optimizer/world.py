@@ -134,7 +134,7 @@ class World(Place):
     def dismiss_server(self) -> None:
         """With one group, a server that was started because it might be needed, and that no rank joined, ends."""
         if self.control is None and not self.executor.exchanges:
-            self.server.stop()
+            self.server.dismiss()
 
     def check_method(self, groups: int) -> None:
         """Raises if there cannot be that many groups with this method."""

@@ -135,13 +135,17 @@ class ServerProcess:
                 with contextlib.suppress(OSError):
                     pipe.close()
 
-    def stop(self, timeout: float = 5.0) -> None:
-        """Ends the process; a line on its standard input is the signal, killing it the last resort."""
+    def dismiss(self) -> None:
+        """Tells it to end, by a line on its standard input, and returns at once; `stop` waits until it has."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError, ValueError):  # it has ended, or this was called before
             self._process.stdin.write(b"\n")
             self._process.stdin.flush()
         self.leave()
+
+    def stop(self, timeout: float = 5.0) -> None:
+        """Tells it to end, and waits until it has; killing it is the last resort."""
+        self.dismiss()
         try:
             self._process.wait(timeout)
         except subprocess.TimeoutExpired:
