@@ -216,7 +216,7 @@ class RunServer:
             process.address()
 
     def dismiss(self) -> None:
-        """Servers that no rank has joined are told to end. No rank waits: they may still be importing what they need."""
+        """Servers that no rank has joined are told to end. No rank waits, for they may still be importing torch."""
         processes = [*([self.process] if self.process is not None else []), *self._shares.values()]
         for process in processes:
             process.dismiss()
