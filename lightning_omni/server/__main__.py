@@ -14,7 +14,6 @@ import io
 import logging
 import os
 import select
-import signal
 import sys
 import threading
 
@@ -24,7 +23,7 @@ import torch
 from lightning_omni.protocol import transport
 from lightning_omni.protocol.server import ServerCore
 from lightning_omni.server.addresses import remove_if_abandoned
-from lightning_omni.server.process import Ready, ServerSettings, raise_limit_of_files
+from lightning_omni.server.process import Ready, ServerSettings, ignore_signals, raise_limit_of_files
 from lightning_omni.server.saving import EMBEDDED_PATIENCE, ShareDirectory, StateDirectory
 from lightning_omni.server.startup import core_from, load_plugins
 from lightning_omni.server.supervisor import Lifeline, can_supervise, preload, supervise
@@ -34,10 +33,7 @@ _log = logging.getLogger(__name__)
 
 def main() -> int:
     """Serves one parent process, itself or by a process that it forks and watches."""
-    # Ctrl-C reaches the whole foreground group, torchrun and SLURM send SIGTERM to all that rank 0 has started. The
-    # run's ranks decide what it means; the server ends with them, and tells the other nodes why.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    ignore_signals()
     logging.basicConfig(format="lightning-omni server: %(message)s", level=logging.WARNING)
     parent = os.getppid()
     preload()  # now, while the ranks still start and join

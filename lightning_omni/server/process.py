@@ -6,9 +6,11 @@ import contextlib
 import os
 import resource
 import selectors
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -18,6 +20,10 @@ from lightning_omni.server.addresses import remove_if_abandoned
 
 STARTS_WITHIN = 120.0
 """Seconds in which a server must listen once it was told where: on a slow disk torch takes long to import."""
+
+# Ctrl-C reaches the whole foreground group, torchrun and SLURM send SIGTERM to all that rank 0 has started. The run's
+# ranks decide what it means; the server ends with them, and tells the other nodes why.
+IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class ServerSettings(msgspec.Struct, frozen=True):
@@ -87,12 +93,13 @@ class ServerProcess:
         self._address = ""
         self._deadline = time.monotonic() + STARTS_WITHIN
         self.is_told = False
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "lightning_omni.server"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=_environment(),
-        )
+        with _signals_held_back():
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "lightning_omni.server"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=_environment(),
+            )
         if settings is not None:
             self.tell(settings)
 
@@ -166,6 +173,23 @@ class ServerProcess:
                 f"the parameter server's process {what}; run `python -m lightning_omni.server < /dev/null` to see why"
             )
         return line
+
+
+@contextlib.contextmanager
+def _signals_held_back() -> Iterator[None]:
+    """What is started meanwhile does not get those signals that the server ignores until it has said that it does."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def ignore_signals() -> None:
+    """In the server's process."""
+    for number in IGNORED_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
 
 
 def _environment() -> dict[str, str]:
