@@ -94,6 +94,15 @@ def test_an_address_that_leads_nowhere_has_a_remedy(
     assert says in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.parametrize("command", ["top", "doctor"])
+def test_a_command_says_which_address_was_meant(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "localhost:5555"]) != 0
+    said = " ".join("".join(capsys.readouterr()).replace("│", " ").split())
+    assert "localhost:5555: pass the address" in said
+    assert 'here "tcp://localhost:5555"' in said
+    assert "server=" not in said
+
+
 def test_another_key_and_no_key_have_remedies(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -26,6 +26,12 @@ def test_a_key_of_the_environment_is_the_runs_and_a_rank_without_it_is_told(monk
         other.find(lambda _: said)
 
 
+def test_what_is_no_key_is_refused_where_the_run_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENVIRONMENT, "a5" * 31)
+    with pytest.raises(ConfigurationError, match=f"{ENVIRONMENT} does not hold a key: .*; set it to .*, or unset it"):
+        WorldOptions()
+
+
 def test_servers_that_start_together_for_the_first_time_make_one_key(tmp_path: Path) -> None:
     for number in range(200):
         file, begin = tmp_path / str(number) / "key", threading.Barrier(4)

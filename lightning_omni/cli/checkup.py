@@ -140,7 +140,7 @@ def _key(checkup: Checkup, key_file: Path | None) -> bytes:
 def _address(checkup: Checkup, address: str) -> tuple[str, int]:
     """Host and port; an empty host for sockets in a directory."""
     try:
-        check_address(address)
+        check_address(address, address)
     except ConfigurationError as error:
         raise checkup.fail("address", str(error), "pass what lightning-omni serve has printed") from None
     if is_private(address):

@@ -21,6 +21,7 @@ from lightning_omni.protocol.transport import TRANSPORTS, Transport, name_of
 from lightning_omni.protocol.wire_format import WireFormat
 from lightning_omni.protocol.wire_formats import Wire, wire_of
 from lightning_omni.server import ZeroMQ
+from lightning_omni.server.keys import key_of_environment
 from lightning_omni.topology import check_groups
 
 
@@ -93,6 +94,7 @@ class WorldOptions:
         if self.groups is not None:
             check_groups(self.groups, sys.maxsize)
         self._check_values()
+        key_of_environment()  # now, and not on the ranks once they have started
         transport = self.resolved_transport()
         if self.server is not None:
             transport.check_address(self.server)

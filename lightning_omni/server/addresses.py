@@ -25,7 +25,7 @@ PREFIX = "lightning-omni-"
 CONTROL, DATA, MEMORY = "control", "data", "memory"
 EVERYWHERE = "0.0.0.0"
 """The address of all interfaces of a machine."""
-_SCHEME = "ipc://"
+_SCHEME, _TCP = "ipc://", "tcp://"
 _LONGEST_NAME = "peer-65535-0123abcd"
 _NEW = ".new-"
 
@@ -86,19 +86,29 @@ def remove_if_abandoned(address: str) -> None:
         _remove_if_abandoned(directory_of(address))
 
 
-def check_address(address: str) -> None:
-    """Raises `ConfigurationError` unless the address reads ``tcp://host:port`` or ``ipc:///directory/control``."""
+def check_address(address: str, given: str = "") -> None:
+    """Raises `ConfigurationError` unless the address reads ``tcp://host:port`` or ``ipc:///directory/control``.
+
+    Args:
+        address: of a server.
+        given: how the caller was given it, for the message; empty for ``server=``.
+    """
+    if not _is_address(address):
+        meant = f', here "{_TCP}{address}"' if _is_address(f"{_TCP}{address}") else ""
+        raise ConfigurationError(
+            f'{given or f"server={address!r}"}: pass the address of a running server as "{_TCP}host:port"{meant}'
+        )
+
+
+def _is_address(address: str) -> bool:
     try:
         parts = urlsplit(address)
         good = not (parts.query or parts.fragment or parts.username or " " in address)
         if parts.scheme == "ipc":
-            good = good and not parts.netloc and parts.path.startswith("/")
-        else:
-            good = good and parts.scheme == "tcp" and bool(parts.hostname) and bool(parts.port) and not parts.path
+            return good and not parts.netloc and parts.path.startswith("/")
+        return good and parts.scheme == "tcp" and bool(parts.hostname) and bool(parts.port) and not parts.path
     except ValueError:
-        good = False
-    if not good:
-        raise ConfigurationError(f'server={address!r}: pass the address of a running server as "tcp://host:port"')
+        return False
 
 
 def data_address(control: str, port: int) -> str:

@@ -47,7 +47,8 @@ def key_of_environment() -> bytes | None:
         ConfigurationError: what it holds is no key.
     """
     text = os.environ.get(ENVIRONMENT)
-    return _parse(text, f"the environment variable {ENVIRONMENT}") if text else None
+    remedy = "; set it to what the server's key file holds, or unset it"
+    return _parse(text, f"the environment variable {ENVIRONMENT}", remedy) if text else None
 
 
 def load(path: Path | None = None) -> bytes:
@@ -165,11 +166,11 @@ class RunKeys:
         return [b"1.0", number, b"200" if good else b"400", b"OK" if good else b"NO ACCESS", b"", b""]
 
 
-def _parse(text: str, where: str) -> bytes:
+def _parse(text: str, where: str, remedy: str = "") -> bytes:
     try:
         key = bytes.fromhex(text.strip())
     except ValueError:
         key = b""
     if len(key) < KEY_BYTES:
-        raise ConfigurationError(f"{where} does not hold a key: {KEY_BYTES} bytes in hexadecimal are expected")
+        raise ConfigurationError(f"{where} does not hold a key: {KEY_BYTES} bytes in hexadecimal are expected{remedy}")
     return key

@@ -54,7 +54,7 @@ class Observer:
     """
 
     def __init__(self, address: str, key: bytes, encryption: str = "curve", timeout: float = 10.0) -> None:
-        check_address(address)
+        check_address(address, address)
         self.address = address
         keys, self._context = RunKeys(key, encryption), zmq.Context()
 

@@ -56,7 +56,7 @@ class ShardLink:
     """
 
     def __init__(self, core: ServerCore, coordinator: str, address: str, encryption: str) -> None:
-        check_address(coordinator)
+        check_address(coordinator, coordinator)
         self._coordinator, self._context = coordinator, zmq.Context()
         keys = RunKeys(core.key, encryption)
 
