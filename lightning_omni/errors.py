@@ -82,3 +82,17 @@ class NonFiniteGradients(OmniError):
 def named(error: BaseException) -> str:
     """An error's class, and what it says, if anything."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+INTERRUPTED = "was interrupted (Ctrl-C)"
+"""What is said of a rank that ends by a KeyboardInterrupt; of a terminal, all ranks are sent one."""
+
+
+def ending(error: BaseException) -> str:
+    """How a rank ends that an error ends, to be said after its name.
+
+    Example:
+        >>> ending(ValueError("no such class")), ending(KeyboardInterrupt())
+        ('failed: ValueError: no such class', 'was interrupted (Ctrl-C)')
+    """
+    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else f"failed: {named(error)}"

@@ -59,8 +59,19 @@ def test_the_run_outlives_a_worker_outside_the_first_group(way: dict[str, Any], 
     assert 3 not in finished.results
 
 
+SAVES = {**FIT, "checkpoint": {"save_on_exception": True, "save_top_k": 0}}
+
+
+def test_an_exception_on_all_ranks_at_once_leaves_the_checkpoint_that_a_callback_saves() -> None:
+    with Running("groups.py", {"fits": [{**SAVES, "raise_at": dict.fromkeys("0123", 4)}]}) as running:
+        finished = finish(running)
+        assert finished.code != 0
+        saved = [*running.folder.glob("checkpoints/*")]
+        assert len(saved) == 1, finished.output[-60000:]
+
+
 def test_an_exception_in_one_group_is_told_to_the_others_who_go_on() -> None:
-    with Running("groups.py", {"fits": [{**FIT, "raise_at": {"3": 4}}]}) as running:
+    with Running("groups.py", {"fits": [{**SAVES, "raise_at": {"3": 4}}]}) as running:
         finished = finish(running)
     assert finished.code == 0, finished.output[-4000:]
     reason = "rank 3 failed: ValueError: something is wrong with this batch"

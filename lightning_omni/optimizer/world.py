@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lightning_omni.errors import ConfigurationError, OmniError, RankLost, Refused, UnsupportedError, named
+from lightning_omni.errors import ConfigurationError, OmniError, RankLost, Refused, UnsupportedError, ending
 from lightning_omni.methods.head import check_mergeable, held_by_one
 from lightning_omni.methods.master import check_servable
 from lightning_omni.optimizer.channel import Channel, Traffic
@@ -357,7 +357,7 @@ class World(Place):
             self.close()
         except BaseException as error:
             self.explain(error)
-            self.fail(named(error))
+            self.fail(error)
             self._forget_own()
             raise
 
@@ -410,12 +410,17 @@ class World(Place):
         if cause is not None:
             error.args = (f"{cause} (here: {error})",)
 
-    def fail(self, reason: str) -> None:
-        """This rank cannot go on: says so to the server, so that no other waits for it."""
+    def fail(self, error: BaseException, where: str = "") -> None:
+        """This rank cannot go on: says so to the server, so that no other waits for it.
+
+        Args:
+            error: by which it ends.
+            where: said after that.
+        """
         self._closed.set()
         self.is_begun = False
         if self.control is not None:  # a rank that has trained to the end has not failed, whatever comes then
-            self.control.close(reason="" if self.is_finished else f"rank {self.rank} failed: {reason}")
+            self.control.close(reason="" if self.is_finished else f"rank {self.rank} {ending(error)}{where}")
         self._close_connections(has_failed=True)
         self.abandon_groups()
 

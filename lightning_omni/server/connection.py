@@ -20,7 +20,8 @@ import zmq
 from torch import Tensor
 from zmq.utils.monitor import recv_monitor_message
 
-from lightning_omni.errors import ConnectionLost, MalformedMessage, OmniError, Refused
+from lightning_omni.checks import counted
+from lightning_omni.errors import INTERRUPTED, ConnectionLost, MalformedMessage, OmniError, Refused
 from lightning_omni.protocol import handshake
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.handshake import NONCE_BYTES, hello_of
@@ -365,15 +366,26 @@ class ControlConnection(Control):
             self._unanswered = None
             self._inside.send_multipart(frames)
         elif isinstance(message, m.Notice) and not message.over and self.rank not in message.lost:
-            _log.warning(
-                "%s; its group is evicted, %d ranks are lost, the others go on",
-                quoted(message.reason),
-                len(message.lost),
-            )
+            _log.warning(eviction_sentence(message))
 
     def end(self, error: OmniError) -> None:
         if not self._closing:
             super().end(error)
+
+
+def eviction_sentence(notice: m.Notice) -> str:
+    """What the other ranks are told of a group that is lost.
+
+    Example:
+        >>> eviction_sentence(m.Notice(lost=(2, 3), reason="rank 3 failed: ValueError"))
+        'rank 3 failed: ValueError; its group is evicted, 2 ranks are lost, the others go on'
+        >>> eviction_sentence(m.Notice(lost=(1,), reason=f"rank 1 {INTERRUPTED}"))
+        'rank 1 was interrupted (Ctrl-C); its group is evicted, 1 rank is lost, the others go on if they are not, too'
+    """
+    lost = f"{counted(len(notice.lost), 'rank')} {'is' if len(notice.lost) == 1 else 'are'} lost"
+    # A terminal interrupts all ranks, of which this is the first that the server has heard of.
+    but = " if they are not, too" if INTERRUPTED in notice.reason else ""
+    return f"{quoted(notice.reason)}; its group is evicted, {lost}, the others go on{but}"
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,7 @@ class Checkpoints:
         state: dict[str, Any],
         version: Version | None = None,
         is_folder: bool = False,
+        is_alone: bool = False,
     ) -> None:
         """Puts the weights that the method evaluates into the module's state, in the place of this group's own.
 
@@ -77,8 +78,10 @@ class Checkpoints:
             state: from its ``state_dict``; changed in place.
             version: what was validated, if that is what is to be saved; None for the weights as they are.
             is_folder: whether each member of the recorder's group saves its share of what members hold together.
+            is_alone: whether others are elsewhere, wherever this rank is: it has failed.
         """
-        is_together = not (world.is_computing or world.is_entering)  # a group that enters finds the others computing
+        # A group that enters finds the others computing.
+        is_together = not (is_alone or world.is_computing or world.is_entering)
         if is_together:
             world.states.gather_group_state()
         elif world.core.wire_format.pushes.is_stateful and not self._has_said:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_omni.errors import ConfigurationError, ConnectionLost, Evicted, OmniError, UnsupportedError, named
+from lightning_omni.errors import ConfigurationError, ConnectionLost, Evicted, OmniError, UnsupportedError
 from lightning_omni.methods import Method
 from lightning_omni.optimizer import World, WorldOptions
 from lightning_omni.optimizer.balance import Balance
@@ -218,7 +218,7 @@ class OmniStrategyHooks(SavingStrategy):
         self.signals = Signals(self.terminated_class)
         self.rejoining = Rejoining()
         self.checkpoints = Checkpoints(self.rank_zero_warn)
-        self._has_gathered = False
+        self._has_gathered = self.has_failed = False
         self._arrangement: tuple[Topology, Communication, Balance, Merged] | None = None
         self.on_ready: list[Callable[[], None]] = []
         """Called on every rank when the groups stand and the first batch has not begun: a tuner's moment."""
@@ -501,14 +501,15 @@ class OmniStrategyHooks(SavingStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Tells the others why this rank does not come back."""
         super().on_exception(exception)
-        if self.signals.is_stopping and isinstance(exception, self.terminated_class):
-            return  # all ranks leave together, in good order: see `teardown`
+        if self._ends_with_all(exception):
+            return
         if self.world is not None:
             self.reporting.keep(self.world)
-            self.world.explain(exception)
+            if not self.has_failed:
+                self.world.explain(exception)
             self.explain_take_over(exception)
             reason = (self.world.control.cause if self.world.control is not None else None) or exception
-            self.world.fail(named(exception))
+            self.world.fail(exception)
             if self.world.enlistment is not None:
                 self._rejoin(exception, reason)
         elif self._world_options.join:
@@ -535,6 +536,7 @@ class OmniStrategyHooks(SavingStrategy):
         super().teardown()
         _private.set_ddp_options(self, self.ddp_options)  # not with the process group of a compute group that was
         self.signals.restore()
+        self.has_failed = False
         if self._listener is not None:
             self._listener.close()
             self._listener = None

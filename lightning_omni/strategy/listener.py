@@ -158,6 +158,10 @@ class Listener:
             for name, value in values.items():
                 pl_module.log(name, value)
 
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """The fit ends."""
+        self._strategy.fails(exception)
+
     def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
         """A group that has joined on its own and is told to leave does so also while it validates for all."""
         if self._strategy.epochs.published.evaluates and self._strategy.joined.enlistment is not None:

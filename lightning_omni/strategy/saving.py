@@ -18,6 +18,10 @@ from lightning_omni.strategy.grouping import GroupedStrategy
 from lightning_omni.strategy.joining import RunStates
 from lightning_omni.strategy.loop_states import end_whole_epoch
 from lightning_omni.strategy.signals import Signals
+from lightning_omni.topology import RECORDER
+
+SAVING = 10.0
+"""Seconds that a rank that has failed gives the recorder, which may have failed, too, to fetch what it saves."""
 
 
 class SavingStrategy(GroupedStrategy):
@@ -27,6 +31,7 @@ class SavingStrategy(GroupedStrategy):
         checkpoints: what was read from one, and what goes into one.
         run_states: what groups that join on their own are told of the run.
         signals: of the process.
+        has_failed: whether the fit ends with an error on this rank, which may be the only one: it waits for no other.
         plain_checkpoint_io: Lightning's own.
         checkpoint_io_class: what takes its place.
     """
@@ -34,6 +39,7 @@ class SavingStrategy(GroupedStrategy):
     checkpoints: Checkpoints
     run_states: RunStates
     signals: Signals
+    has_failed: bool
     plain_checkpoint_io: type
     checkpoint_io_class: type
 
@@ -53,6 +59,31 @@ class SavingStrategy(GroupedStrategy):
         """Whether several groups train at the moment, so that no rank knows everything that belongs in a checkpoint."""
         return self.world is not None and self.world.executor.control is not None
 
+    def fails(self, exception: BaseException) -> None:
+        """The fit ends with an error, on this rank at least. Called before callbacks hear of it, and perhaps save."""
+        if not self._ends_with_all(exception):
+            self.has_failed = True
+            self.joined.explain(exception)
+
+    def _ends_with_all(self, exception: BaseException) -> bool:
+        """Whether all ranks leave together, in good order: see `teardown`."""
+        return self.signals.is_stopping and isinstance(exception, SystemExit)
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        """Waits for all ranks of the default process group, unless this one has failed: others may not come here then.
+
+        Saving a checkpoint ends with a barrier, also where a callback saves one because of an error. Peers that have
+        none wait for this rank elsewhere, and the server would not learn of it. Where all have failed at once, the
+        recorder may still be fetching what it saves, and the run is over as soon as another of its group has left.
+        """
+        if not self.has_failed:
+            super().barrier(name)
+            return
+        world = self.joined
+        if world.control is not None and not world.is_leader and (world.enlistment or RECORDER in world.members):
+            world.control.wait_for_end(SAVING)
+
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's state, with the weights that the method evaluates in the place of this group's own.
@@ -70,7 +101,7 @@ class SavingStrategy(GroupedStrategy):
         state = super().lightning_module_state_dict()
         if self._is_asynchronous:
             version = self.epochs.published.version
-            self.checkpoints.collect(self.joined, self.fitted, state, version, self.saves_folders)
+            self.checkpoints.collect(self.joined, self.fitted, state, version, self.saves_folders, self.has_failed)
         return self._put_together(state)
 
     def _put_together(self, state: dict[str, Any]) -> dict[str, Any]:

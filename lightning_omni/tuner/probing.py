@@ -367,7 +367,7 @@ class Prober:
     def _give_up(self, error: BaseException) -> None:
         """This rank cannot go on. What is saved now has to be the run's state, not the probe's."""
         self._strategy.joined.explain(error)
-        self._strategy.joined.fail(f"{type(error).__name__} in a probe: {error}")
+        self._strategy.joined.fail(error, " in a probe")
         self.close()
 
 
