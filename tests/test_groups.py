@@ -153,6 +153,7 @@ def test_without_arguments_one_node_is_one_group_and_says_so(trained: Run) -> No
     assert {each["report"]["groups"] for each in result(trained, "no arguments")} == {1}
     assert {each["report"]["updates"] for each in result(trained, "no arguments")} == {256 // 32}
     assert trained.output.count("1 group, which is DistributedDataParallel") == 1
+    assert "Pass groups= for asynchronous groups" in trained.output
 
 
 def test_several_groups_have_a_server_process_as_soon_as_rank_0_is_launched(trained: Run) -> None:

@@ -411,6 +411,8 @@ def test_ctrl_c_in_a_probe_saves_the_runs_own_weights() -> None:
     weights = [value for name, value in checkpoint["state_dict"].items() if name.startswith("net.")]
     assert all(torch.equal(one, other) for one, other in zip(weights, initial_weights(), strict=True))
     assert "OmniTuner" not in finished.output.split("Detected KeyboardInterrupt")[-1]
+    assert "in 1 group, which is DistributedDataParallel" in finished.output
+    assert "Pass groups=" not in finished.output, "the tuner chooses them"
 
 
 def initial_weights() -> list[torch.Tensor]:

@@ -314,8 +314,13 @@ class Grouping:
         return (
             f"{counted(self._strategy.joined.size, 'rank')} in 1 group, which is"
             f" {_held_by(self._strategy.joined)}: no parameter server, no"
-            f" staleness{without_effect}. Pass groups= for asynchronous groups"
+            f" staleness{without_effect}"
         )
+
+    @property
+    def advice(self) -> str:
+        """What people are told beside that where no tuner chooses the groups."""
+        return ". Pass groups= for asynchronous groups"
 
 
 class SeveralGroups(Grouping):
@@ -389,6 +394,11 @@ class SeveralGroups(Grouping):
             f" data {data}{' | exchanges overlap' if world.core.overlaps else ''}"
             f"{'' if world.sharded is None else f' | inside {_held_by(world)}'}"
         )
+
+    @property
+    @override
+    def advice(self) -> str:
+        return ""
 
 
 def _held_by(world: World) -> str:

@@ -683,7 +683,9 @@ class OmniStrategyHooks(SavingStrategy):
     # --- What a user sees --------------------------------------------------------------------------------------------
 
     def _say_hello(self) -> None:
-        self.rank_zero_info(f"OmniStrategy: {self.grouping.sentence}")
+        # By a tuner, which is what prepares for the launch.
+        is_chosen = any(hasattr(callback, "on_omni_launch") for callback in callbacks_of(self._trainer))
+        self.rank_zero_info(f"OmniStrategy: {self.grouping.sentence}{'' if is_chosen else self.grouping.advice}")
 
     # --- Shorthand ---------------------------------------------------------------------------------------------------
 
