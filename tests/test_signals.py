@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import interpret
 from runs import Run, Running, free_port
 
 TERMINATED = 128 + signal.SIGTERM
@@ -123,6 +124,28 @@ def test_a_finished_fit_that_is_interrupted_has_not_failed() -> None:
     assert "Detected KeyboardInterrupt" in finished.output
     for claim in ("failed", "cannot go on", "Traceback", "stops:", "lost"):
         assert claim not in finished.output, finished.output[-6000:]
+
+
+INTERRUPTED_WHILE_IT_STARTS = """
+import signal, subprocess, sys
+from lightning_omni.strategy import launcher
+
+class Asked:
+    def can_go_on(self, rank, code):
+        return False
+
+launcher.GRACE, asked = 0.1, Asked()
+kill = "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
+child = subprocess.Popen([sys.executable, "-c", kill], stderr=subprocess.DEVNULL)
+observer = launcher.ChildObserver([child], asked.can_go_on)
+observer.start()
+observer.join(60)
+"""
+
+
+def test_ctrl_c_while_the_other_ranks_start_ends_all_without_an_error() -> None:
+    ended = interpret(INTERRUPTED_WHILE_IT_STARTS)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (128 + signal.SIGINT, "", "")
 
 
 @contextmanager

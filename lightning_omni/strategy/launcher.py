@@ -167,12 +167,18 @@ class ChildObserver(threading.Thread):
                     return
 
     def _end_everything(self, rank: int, code: int) -> None:
-        _log.error("the process of local rank %d ended with %s; the run cannot go on without it", rank, say_exit(code))
+        # By Ctrl-C, as all are; but this one hears no signal while it waits for the others to start.
+        is_interrupted = code == -signal.SIGINT
+        if not is_interrupted:
+            said = say_exit(code)
+            _log.error("the process of local rank %d ended with %s; the run cannot go on without it", rank, said)
         time.sleep(GRACE)
         if self._is_dismissed:
             return
         for child in self._children:
             child.send_signal(signal.SIGKILL)
+        if is_interrupted:
+            os._exit(128 + signal.SIGINT)
         os.kill(os.getpid(), signal.SIGKILL)
 
 
