@@ -826,8 +826,8 @@ def test_nobody_waits_for_a_server_that_is_dismissed_while_it_imports_what_it_ne
     server.process = process
     server.dismiss()
     assert process._process.poll() is None, "it still imports"
-    server.stop()
     assert process.wait() == 0, "it has read that it is to end"
+    server.stop()
 
 
 def test_a_server_process_that_is_never_told_anything_ends_in_silence() -> None:
