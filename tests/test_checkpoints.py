@@ -74,8 +74,7 @@ def test_groups_resume_with_the_momentum_of_the_fragments_that_their_servers_hav
         assert len(remembered["fragments"]) == 2
         assert all(each["outer"] for each in remembered["fragments"])
     clocks = [fit["omni"]["run"]["cut"]["clocks"][0] for fit in (half, later, at_one)]
-    # Of an epoch that groups share as they come, one may train a batch more, and exchange once more.
-    assert 0 < clocks[0] < clocks[1] == pytest.approx(2 * clocks[0], abs=2) == clocks[2]
+    assert clocks[1] == clocks[2] == 2 * clocks[0] > 0
     assert max(later["val_loss"], at_one["val_loss"]) < half["val_loss"]
 
 

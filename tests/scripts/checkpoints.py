@@ -105,9 +105,9 @@ def from_inside(strategy: Any) -> dict[str, Any]:
 
 
 def in_fragments(servers: int) -> Any:
-    """Groups that exchange fragments with so many servers."""
+    """Groups that exchange fragments with so many servers, equally often: each trains the same part of an epoch."""
     method = "diloco:period=4,fragments=2,delay=1,outer_momentum=0.5"
-    return omni.OmniStrategy(groups=2, servers=servers, method=method, wire="int8")
+    return omni.OmniStrategy(groups=2, servers=servers, method=method, wire="int8", data="static")
 
 
 def in_first_version(name: str) -> str:
