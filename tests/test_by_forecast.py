@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from lightning_omni.performance.forecast import Scaling, Setting, TrialResult
 from lightning_omni.performance.measured import Measured
-from lightning_omni.search import Observation, Search, SearchSpec, Space
+from lightning_omni.search import GroupSpeed, Observation, Search, SearchSpec, Space
 from lightning_omni.search.choice import verdict
 from lightning_omni.tuner.first_batches import seconds_per_byte
 from lightning_omni.tuner.forecast_check import ForecastCheck
@@ -226,21 +226,63 @@ def test_of_a_small_gradient_one_message_tells_what_a_byte_takes() -> None:
     assert seconds_per_byte(lambda count: 0.01, 4) > 0
 
 
-@pytest.mark.parametrize("epochs", [0, 1])
-def test_slow_groups_are_given_up_if_they_are_chosen_again_by_the_next_batches_and_not_epochs_later(
-    epochs: int,
-) -> None:
+def slower(found: Search, setting: Setting, samples_per_second: float, observation: Observation) -> Search:
+    """The next search of a run whose groups have trained so many, by new batches of one group."""
+    return Search(found.spec, "forecast", [observation], group_speed=GroupSpeed(setting, samples_per_second))
+
+
+@given(factor=st.floats(0.1, 3.0))
+def test_groups_that_were_slower_than_predicted_slow_all_groups_down_and_faster_ones_none(factor: float) -> None:
+    found = search(seen(exponential()), replace(EVERYTHING, method=METHODS[:2], wire=("fp32",)))
+    groups = found.choice().setting
+    rate = found.throughput(groups) * factor
+    again = slower(found, groups, rate, found.observations[0])
+    assert again.throughput(groups) == pytest.approx(min(rate, found.throughput(groups)))
+    for each in found.candidates():
+        expected = found.throughput(each) * (min(1.0, factor) if each.groups > 1 else 1.0)
+        assert again.throughput(each) == pytest.approx(expected)
+        assert again.most(each) >= again.throughput(each) * (1 - 1e-6)
+    predicted, before = (each.prediction(groups).samples_per_second for each in (again, found))
+    assert predicted.low / before.low == pytest.approx(min(1.0, factor))
+
+
+def test_groups_that_were_too_slow_are_not_chosen_by_the_next_batches_nor_any_others_and_it_says_why() -> None:
+    found = search(seen(exponential()))
+    groups, one = found.choice().setting, found.throughput(OWN)
+    again = slower(found, groups, 0.9 * one, found.observations[0])
+    assert groups.groups == 4
+    assert again.choice().setting == OWN
+    assert f"4 groups have trained at most {0.9 * one:.3g} samples per second" in again.choice().why
+    assert f"{found.throughput(groups):.3g} were predicted" in again.choice().why
+    read = Search.from_dict(json.loads(json.dumps(again.to_dict())))
+    assert read.choice() == again.choice()
+
+
+def test_groups_that_were_slower_as_one_group_is_by_now_are_chosen_again() -> None:
+    found = search(seen(exponential()))
+    groups = found.choice().setting
+    again = slower(found, groups, found.throughput(groups) / 3, seen(3 * exponential()))
+    assert again.choice().setting.groups == 4
+    assert "were predicted" not in again.choice().why
+
+
+def test_groups_that_do_not_pay_are_given_up_if_groups_did_not_before() -> None:
     found = search(seen(exponential()))
     groups = replace(OWN, groups=4)
+    gave_up: list[Setting] = []
     run: Any = SimpleNamespace(
         state=TunerState(setting=groups, rounds=1), setting=groups, searches=[found], learns_from_run=True, speaks=True
     )
     run.hear_command = lambda command: command
-    retuning: Any = SimpleNamespace(speed=Speed(256, 10.0, error=0.01))
-    check = ForecastCheck(run, SimpleNamespace(), retuning, SimpleNamespace())  # type: ignore[arg-type]
-    assert "were predicted" in check.epoch_done()
-    assert check.refutes(found, OWN) is None, "the next batches speak for one group, which is timed once more"
-    for _ in range(epochs):
-        run.state.setting = OWN
-        assert not check.epoch_done()
-    assert (check.refutes(found, groups) is None) is (epochs > 0)
+    run.strategy = SimpleNamespace(epochs=SimpleNamespace(is_open=False))
+    retuning: Any = SimpleNamespace(speed=Speed(256, 10.0, error=0.01), changed=lambda in_mid_epoch: None)
+    applied: Any = SimpleNamespace(give_up_groups=gave_up.append)
+    reports: Any = SimpleNamespace(chosen=lambda command: None)
+    check = ForecastCheck(run, applied, retuning, reports)
+    assert "were predicted" in check.epoch_done(), "one group is timed again"
+    assert not check.epoch_done(), "of one choice this is asked once"
+    assert run.state.group_speed.setting == groups
+    assert run.state.group_speed.samples_per_second == pytest.approx(25.6, rel=0.03)
+    run.state.rounds = 2
+    assert not check.epoch_done()
+    assert gave_up == [OWN]

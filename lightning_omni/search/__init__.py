@@ -4,7 +4,7 @@
 """
 
 from lightning_omni.search.choice import Choice
-from lightning_omni.search.evidence import Evidence, Observation
+from lightning_omni.search.evidence import Evidence, GroupSpeed, Observation
 from lightning_omni.search.samplers import SAMPLERS, Proposal, Sampler, register_sampler
 from lightning_omni.search.search import Probe, Search
 from lightning_omni.search.space import Dimension, Space
@@ -16,6 +16,7 @@ __all__ = [
     "Dimension",
     "Evidence",
     "FinalStepSearchSpec",
+    "GroupSpeed",
     "Observation",
     "Probe",
     "Proposal",

@@ -70,7 +70,8 @@ def gain_of_merging(evidence: Evidence) -> Choice | None:
     if evidence.profile is None or not evidence.profile.heads or evidence.prior is None:
         return None
     spec = replace(evidence.spec, space=replace(evidence.spec.space, merged=tuple(evidence.profile.heads)))
-    found = _gain_with(evidence, Evidence(spec, evidence.known, evidence.prior), evidence.observations)
+    other = Evidence(spec, evidence.known, evidence.prior, evidence.group_speed)
+    found = _gain_with(evidence, other, evidence.observations)
     return found if found is not None and found.setting.merged else None
 
 
@@ -89,7 +90,8 @@ def gain_of_servers(evidence: Evidence, nodes: int) -> Choice | None:
 
     known = [spread(each) for each in evidence.known]
     observations = [replace(each, measured=each.measured and spread(each.measured)) for each in evidence.observations]
-    found = _gain_with(evidence, Evidence(evidence.spec, known, evidence.prior), observations)
+    other = Evidence(evidence.spec, known, evidence.prior, evidence.group_speed)
+    found = _gain_with(evidence, other, observations)
     return found if found is not None and found.setting.groups > 1 else None
 
 
@@ -229,7 +231,12 @@ def _by_experience(evidence: Evidence) -> Choice:
     if best.groups == 1 and not pays(best):
         best = start
     if best == evidence.spec.start:
-        why = f"nothing is expected to be faster by enough; {evidence.prediction(best).bottleneck} is the bottleneck"
+        reasons = [
+            "nothing is expected to be faster by enough",
+            *evidence.corrected,
+            f"{evidence.prediction(best).bottleneck} is the bottleneck",
+        ]
+        why = "; ".join(reasons)
         return Choice(best, why, forecast.of(best))
     return Choice(best, _reasons(evidence, best, forecast, ""), forecast.of(best))
 
@@ -287,5 +294,5 @@ def _reasons(evidence: Evidence, best: Setting, forecast: Forecast, stopped: str
             parts.append(f"proportional batches make one group {gain:.2f} times faster, without staleness")
     else:
         parts.append("more groups are not faster by enough to pay for their staleness")
-    parts.append(f"{evidence.prediction(best).bottleneck} is the bottleneck")
+    parts += [*evidence.corrected, f"{evidence.prediction(best).bottleneck} is the bottleneck"]
     return ("; ".join(parts) + (f" ({stopped})" if stopped else "")).strip()

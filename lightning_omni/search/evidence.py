@@ -26,6 +26,7 @@ from lightning_omni.search.prior import Prior
 from lightning_omni.search.rules import is_faster
 from lightning_omni.search.space import wire_given
 from lightning_omni.search.specification import SearchSpec, StepSearchSpec
+from lightning_omni.serialization import Serializable
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,19 @@ class Observation:
         return cls(TrialResult.from_dict(plain["tried"]), Measured.from_dict(measured) if measured else None)
 
 
+@dataclass(frozen=True)
+class GroupSpeed(Serializable):
+    """How fast several groups have trained, by which the hardware model's speed of any groups is corrected.
+
+    Attributes:
+        setting: that they trained with.
+        samples_per_second: of all groups together, at most.
+    """
+
+    setting: Setting
+    samples_per_second: float
+
+
 class Evidence:
     """What probes showed, and what follows from it.
 
@@ -57,10 +71,17 @@ class Evidence:
         spec: what is searched.
         known: what was measured in earlier searches of the same run.
         prior: what was simulated of other tasks, in the place of theory; None for theory.
+        group_speed: of groups that were chosen before and seemed slower than predicted; None if there were none.
     """
 
-    def __init__(self, spec: SearchSpec, known: Sequence[Measured] = (), prior: Prior | None = None) -> None:
-        self.spec, self.known, self.prior = spec, list(known), prior
+    def __init__(
+        self,
+        spec: SearchSpec,
+        known: Sequence[Measured] = (),
+        prior: Prior | None = None,
+        group_speed: GroupSpeed | None = None,
+    ) -> None:
+        self.spec, self.known, self.prior, self.group_speed = spec, list(known), prior, group_speed
         self.rejected: dict[int, str] = {}
         most = spec.own.momentum if spec.own is not None else None
         self.theory = Theory(spec.basis, spec.scaling, most=most)
@@ -72,6 +93,7 @@ class Evidence:
         self._uneven: dict[Setting, bool] = {}
         self._speeds_differ = False
         self._most: dict[tuple[int, str, str], float] = {}
+        self._slower: float | None = None
         self._patterns: dict[tuple[str, int, str, bool, tuple[str, int] | tuple[()]], ExchangePattern] = {}
 
     @property
@@ -111,6 +133,7 @@ class Evidence:
             self._rates.clear()
             self._uneven.clear()
             self._most.clear()
+            self._slower = None
             if isinstance(self.theory, Experience):
                 self.theory = replace(self.theory, scatter=scatter(measured))
         return self._fitted[1]
@@ -121,16 +144,44 @@ class Evidence:
             return 1.0
         key = replace(setting, momentum=0.0, lr=0.0, further=())
         if key not in self._rates and self.prior is not None:  # of hundreds
-            self._rates[key] = self.profile.samples_per_second(
-                setting.groups,
-                rebalance=setting.rebalance,
-                exchanging=self._pattern(setting),
-                all_reduce=setting.all_reduce or "fp32",
-                head=self._head(setting),
-            )
+            self._rates[key] = self._modelled(setting) * self._correction(setting)
         elif key not in self._rates:
             self._rates[key] = self.prediction(setting).samples_per_second.value
         return self._rates[key]
+
+    def _modelled(self, setting: Setting) -> float:
+        """Samples per second by the hardware model alone."""
+        assert self.profile is not None
+        return self.profile.samples_per_second(
+            setting.groups,
+            rebalance=setting.rebalance,
+            exchanging=self._pattern(setting),
+            all_reduce=setting.all_reduce or "fp32",
+            head=self._head(setting),
+        )
+
+    def _correction(self, setting: Setting) -> float:
+        """What the model's samples per second are multiplied by: 1, unless groups were seen to be slower than it says.
+
+        Whatever it is that slows them down, a busy server or a lock in the user's data, it is taken to do so to all
+        settings with groups: one that it spares is not known before it was tried, and trying costs.
+        """
+        seen = self.group_speed
+        if setting.groups == 1 or seen is None:
+            return 1.0
+        if self._slower is None:
+            self._slower = min(1.0, seen.samples_per_second / self._modelled(seen.setting))
+        return self._slower
+
+    @property
+    def corrected(self) -> list[str]:
+        """For the user: how much slower than predicted groups were, if they clearly were."""
+        seen = self.group_speed
+        if seen is None:
+            return []
+        rate, predicted = seen.samples_per_second, self._modelled(seen.setting)
+        said = f"{seen.setting.groups} groups have trained at most {rate:.3g} samples per second"
+        return [f"{said}, and {predicted:.3g} were predicted"] if is_faster(predicted, rate) else []
 
     def most(self, setting: Setting) -> float:
         """Samples per second that no way of exchanging can exceed, with as many groups that average gradients so."""
@@ -141,7 +192,7 @@ class Evidence:
             free = ExchangePattern(period=sys.maxsize, push=none, pull=none)
             ways = (False, True) if self.spec.space.rebalance else (False,)
             head = self._head(setting)
-            self._most[key] = max(
+            self._most[key] = self._correction(setting) * max(
                 self.profile.samples_per_second(
                     setting.groups, rebalance=how, exchanging=free, all_reduce=key[1], head=head and head.at_least
                 )
@@ -150,11 +201,11 @@ class Evidence:
         return self._most[key]
 
     def prediction(self, setting: Setting) -> Prediction:
-        """What the hardware model says of a setting."""
+        """What the hardware model says of a setting, corrected by what was seen of groups."""
         assert self.profile is not None
         pattern, all_reduce = self._pattern(setting), setting.all_reduce or "fp32"
         period = setting.period if pattern is None else None
-        return self.profile.predict(
+        found = self.profile.predict(
             setting.groups,
             rebalance=setting.rebalance,
             period=period,
@@ -162,6 +213,8 @@ class Evidence:
             all_reduce=all_reduce,
             head=self._head(setting),
         )
+        factor = self._correction(setting)
+        return found if factor == 1 else found.faster(factor)
 
     def _pattern(self, setting: Setting) -> ExchangePattern | None:
         """How a setting's groups exchange; None for the run's own way."""

@@ -21,7 +21,7 @@ from lightning_omni.performance.forecast import Setting
 from lightning_omni.performance.measured import Measured
 from lightning_omni.search import constants as c
 from lightning_omni.search.choice import Choice, choose
-from lightning_omni.search.evidence import Evidence, Observation
+from lightning_omni.search.evidence import Evidence, GroupSpeed, Observation
 from lightning_omni.search.prior import Prior
 from lightning_omni.search.samplers import Steps, sampler_of
 from lightning_omni.search.specification import SearchSpec, StepSearchSpec
@@ -60,6 +60,7 @@ class Search(Evidence):
             what `register_sampler` was told. A search for a step goes through its few steps whatever it is.
         observations: of an earlier search for the same, which is gone on with.
         known: what was measured in earlier searches of the same run.
+        group_speed: of groups that it had chosen in one of these, if they seemed slower than predicted.
 
     Raises:
         ConfigurationError: there is no such strategy, or scikit-optimize is missing.
@@ -78,9 +79,10 @@ class Search(Evidence):
         strategy: str = "bayes",
         observations: Sequence[Observation] = (),
         known: Sequence[Measured] = (),
+        group_speed: GroupSpeed | None = None,
     ) -> None:
         sampler = sampler_of(strategy)
-        super().__init__(spec, known, Prior.load() if sampler.learns_from_run else None)
+        super().__init__(spec, known, Prior.load() if sampler.learns_from_run else None, group_speed)
         self.strategy = strategy
         self.sampler = sampler
         self.probes: list[Probe] = []
@@ -108,6 +110,7 @@ class Search(Evidence):
             "stopped": self.stopped,
             "overhead": self.overhead,
             "known": [each.to_dict() for each in self.known],
+            "group_speed": self.group_speed and self.group_speed.to_dict(),
             "is_over": self.is_over,
         }
 
@@ -116,7 +119,9 @@ class Search(Evidence):
         """What `to_dict` gave."""
         observations = [Observation.from_dict(each) for each in plain["observations"]]
         known = [Measured.from_dict(each) for each in plain["known"]]
-        search = cls(SearchSpec.from_dict(plain["job"]), plain["strategy"], observations, known)
+        seen = plain.get("group_speed")  # None in checkpoints of before it was told
+        group_speed = GroupSpeed.from_dict(seen) if seen else None
+        search = cls(SearchSpec.from_dict(plain["job"]), plain["strategy"], observations, known, group_speed)
         search.overhead = plain["overhead"]
         search.rejected.update((int(number), why) for number, why in plain.get("rejected", {}).items())
         if plain["is_over"]:

@@ -15,7 +15,6 @@ from lightning_omni.strategy._private import will_step
 from lightning_omni.tuner.applied import AppliedSetting
 from lightning_omni.tuner.first_batches import FirstBatches, bytes_take_long
 from lightning_omni.tuner.fit_space import FitSpace
-from lightning_omni.tuner.forecast_check import ForecastCheck
 from lightning_omni.tuner.hyperparameters import Hyperparameters
 from lightning_omni.tuner.reports import TunerReports
 from lightning_omni.tuner.retuning import Retuning
@@ -35,7 +34,6 @@ class ByFirstBatches:
         applied: what it trains with.
         retuning: is told of changes.
         reports: tell of the choice.
-        check: knows what was trained by an earlier choice that seemed to be wrong.
     """
 
     def __init__(
@@ -45,10 +43,9 @@ class ByFirstBatches:
         applied: AppliedSetting,
         retuning: Retuning,
         reports: TunerReports,
-        check: ForecastCheck,
     ) -> None:
         self._run, self._space, self._applied = run, space, applied
-        self._retuning, self._reports, self._check = retuning, reports, check
+        self._retuning, self._reports = retuning, reports
         self._batches: FirstBatches | None = None
         self._known: list[Measured] = []
         self._deciding = 0.0
@@ -140,7 +137,7 @@ class ByFirstBatches:
         if command is not None and not (self._known and command.setting == run.state.setting):
             self._adopt(command, batches.spec)
             self._reports.chosen(command)
-            splits = command.setting.groups == 1 and command.setting.rebalance and not command.gives_up
+            splits = command.setting.groups == 1 and command.setting.rebalance
             if splits and observation is not None:
                 self._time_again(observation, batches)
         took = time.perf_counter() - began
@@ -156,7 +153,7 @@ class ByFirstBatches:
         try:
             now = observation.measured
             known = [each for each in self._known if now is not None and each.ranks == now.ranks]
-            search = Search(spec, run.sampler, [observation], known)
+            search = Search(spec, run.sampler, [observation], known, run.state.group_speed)
             if not (batches.is_last or verdict(search, batches.is_early)):
                 return None
             if known and search.choice().setting in (run.state.setting, spec.start):
@@ -165,8 +162,7 @@ class ByFirstBatches:
             search.next()  # it is over
             run.remember(search, run.seconds)
             self._retuning.search_begins()
-            found = run.conclude(search)
-            return self._check.refutes(search, found.setting) or found
+            return run.conclude(search)
         except OmniError as error:
             return Command(spec.start, error=str(error))
 
@@ -217,9 +213,7 @@ class ByFirstBatches:
     def _adopt(self, command: Command, spec: SearchSpec) -> None:
         """Trains with what was chosen, from this batch on."""
         run = self._run
-        if command.gives_up:
-            self._applied.give_up_groups(command.setting)
-        elif command.setting == spec.start:
+        if command.setting == spec.start:
             run.state.setting = command.setting
             run.world.dismiss_server()
         else:

@@ -116,7 +116,7 @@ class TunedFit(Fit):
         self.check = ForecastCheck(run, self.applied, self.retuning, self.reports)
         self.plateau = PlateauWatch(run, self.applied, self.retuning, self.reports)
         parts = run, self.space, self.applied, self.retuning, self.reports
-        self.by_first_batches = ByFirstBatches(*parts, self.check)
+        self.by_first_batches = ByFirstBatches(*parts)
         self.by_probes = ByProbes(*parts, self.monitor, mute_logger)
         self._validated = math.nan  # the metric, if it was validated in this epoch
 

@@ -4,7 +4,8 @@ A forecast may be wrong about what it has not seen: a server that shares its cor
 others use, a lock in the user's data. Then one group may be faster after all for the samples that groups cost.
 
 It may also be one group's forecast that is wrong: the batches that it is from were a few fast ones, or the machine has
-become slower since, for groups and for one. So one group is timed again, and groups are compared with that.
+become slower since, for groups and for one. So one group is timed again, and from then on groups are chosen only where
+they pay although they are slower than predicted, by as much as these were. If they do not pay then, they are given up.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import math
 
 from lightning_omni.performance.forecast import Setting
-from lightning_omni.search import Search
+from lightning_omni.search import GroupSpeed, Search
 from lightning_omni.search import constants as c
 from lightning_omni.search.choice import Choice, best_by_forecast
 from lightning_omni.strategy._private import stops_now
@@ -38,16 +39,13 @@ class ForecastCheck:
 
     def __init__(self, run: TunedRun, applied: AppliedSetting, retuning: Retuning, reports: TunerReports) -> None:
         self._run, self._applied, self._retuning, self._reports = run, applied, retuning, reports
-        self._doubted: tuple[Setting, Speed] | None = None
 
     def epoch_done(self) -> str:
-        """Goes back to one group if groups are slower than that, and were not found to be before. On all ranks.
+        """Compares groups that were chosen with one group, by the whole epoch. On all ranks.
 
         Returns:
             Why one group is to be timed again, or nothing.
         """
-        if not self._run.state.unfinished:  # one group was timed again: if groups are chosen later, times have changed
-            self._doubted = None
         speed = self._retuning.speed
         return self._check(speed) if self._is_due and speed is not None else ""
 
@@ -73,30 +71,13 @@ class ForecastCheck:
         command = run.hear_command(self._refutes(run.searches[-1], run.setting, speed) if is_known else None)
         if command is None:
             return ""
-        if not state.doubted:
-            state.doubted, self._doubted = True, (run.setting, speed)
+        if state.group_speed is None:
+            state.group_speed = GroupSpeed(run.setting, math.exp(speed.log_most))
             return command.why
         self._applied.give_up_groups(command.setting)
         self._retuning.changed(in_mid_epoch=run.strategy.epochs.is_open)
         self._reports.chosen(command)
         return ""
-
-    def refutes(self, search: Search, setting: Setting) -> Command | None:
-        """Whether groups that are chosen once more, by new batches of one group, were slower than that. On rank 0.
-
-        Args:
-            search: by these batches.
-            setting: that it has chosen.
-
-        Returns:
-            None if they were not, or if they are other groups; else what is to be done instead.
-        """
-        if setting.groups == 1:
-            return None
-        doubted, self._doubted = self._doubted, None
-        if doubted is None or doubted[0] != setting:
-            return None
-        return self._refutes(search, *doubted)
 
     def _refutes(self, search: Search, setting: Setting, speed: Speed) -> Command | None:
         """None if groups of that speed are worth their samples, or if it is not clear that they are not."""
@@ -113,7 +94,7 @@ class ForecastCheck:
             " for the samples that they need, one group is faster"
         )
         self._run.choice = Choice(one, why, search.forecast().of(one))
-        return Command(one, why=why, gives_up=True)
+        return Command(one, why=why)
 
 
 __all__ = ["ForecastCheck"]

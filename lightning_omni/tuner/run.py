@@ -182,6 +182,7 @@ class TunedRun:
             scaled=1.0,
             speeds=[],
             unfinished=False,
+            group_speed=None,
             divergence_threshold=math.nan,
             before_trial=None,
             losses=EpochLosses(math.nan),

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lightning_omni.performance.forecast import Setting
-from lightning_omni.search import Probe, Search
+from lightning_omni.search import GroupSpeed, Probe, Search
 from lightning_omni.serialization import Serializable
 from lightning_omni.topology import Topology
 from lightning_omni.tuner.flatness import EpochLosses
@@ -25,7 +25,6 @@ class Command(Serializable):
         scale: by what learning rates are multiplied, if the search is over.
         divergence_threshold: the training loss above which the run has diverged with that setting; NaN if unknown.
         why: of the choice.
-        gives_up: whether groups are given up for good with it.
         error: why nothing can go on; every rank raises it.
     """
 
@@ -36,7 +35,6 @@ class Command(Serializable):
     scale: float = 1.0
     divergence_threshold: float = math.nan
     why: str = ""
-    gives_up: bool = False
     error: str = ""
 
     @classmethod
@@ -64,7 +62,8 @@ class TunerState(Serializable):
         unfinished: whether a search is under way.
         rounds: searches that were begun.
         checked: of these, the last one whose groups' speed was compared with the forecast.
-        doubted: whether one group was timed again since groups seemed slower; they are given up if they do once more.
+        group_speed: of groups that seemed not to pay, so that one group was timed again; None if none have. If others
+            seem not to, either, groups are given up.
         divergence_threshold: the training loss above which the run has diverged; NaN if unknown.
         is_final: whether the run went back to one group for good: it had diverged with what was chosen, learnt too
             slowly, or groups were not fast enough.
@@ -88,7 +87,7 @@ class TunerState(Serializable):
     unfinished: bool = False
     rounds: int = 0
     checked: int = 0
-    doubted: bool = False
+    group_speed: GroupSpeed | None = None
     divergence_threshold: float = math.nan
     is_final: bool = False
     before_trial: Setting | None = None
