@@ -75,6 +75,7 @@ class Place:
         is_computing: whether the default process group is the compute group.
         is_entering: whether the group has joined others that compute already, and is about to.
         is_new: whether it has joined since the groups synchronized last.
+        ever_lost: ranks that were lost in this loop or an earlier one.
         reduction: how the members of this rank's group average their gradients.
         enlistment: the place of a group that joins on its own, whose own ranks torch.distributed knows only; None where
             all ranks were started together.
@@ -130,6 +131,7 @@ class Place:
         self.steps = 0
         self.server = RunServer(self.rank, self.options, ranks_per_node, self.shards if self.is_sharded else None)
         self.is_computing = self.is_entering = self.is_new = False
+        self.ever_lost: set[int] = set()
         self._mesh: DeviceMesh | None = None
         self.reduction = Reduction(self.options.resolved_all_reduce())
 
@@ -304,6 +306,16 @@ class Place:
     def lost(self) -> tuple[int, ...]:
         """Ranks lost so far."""
         return self.control.lost if self.control else ()
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether this rank's group is to join a run that goes on already; see `LateGroup`."""
+        return self.enlistment is not None and not self.enlistment.begins
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether it has."""
+        return self.goes_on and self.control is not None
 
     @property
     def live_ranks(self) -> tuple[int, ...]:

@@ -5,66 +5,55 @@ Lightning. One rule governs everything here: inside the training epoch the defau
 is the compute group; elsewhere it is the whole live world.
 
 What it is made of: `Place` (which rank is where, torch's groups, the control connection), `Channel` (what is
-exchanged with the server and with other groups), `ParameterGroups` (those of optimizers, that change), `States`
-(optimizer state on its way), `Edits` (what others write) and `Versions` (weights that are evaluated while groups
-train). Each of them is given those before it, and none knows the world.
+exchanged with the server and with other groups), `Connection` (how a rank comes to the server and leaves it), `Forming`
+(how groups are formed), `LateGroup` (one that joins a run under way), `ParameterGroups` (those of optimizers, that
+change), `States` (optimizer state on its way), `Edits` (what others write), `Versions` (weights that are evaluated
+while groups train) and `HeldModel` (the model, whole or in shards). Each of them is given those before it, and none
+knows the world.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.nn import Module, Parameter
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lightning_omni.errors import ConfigurationError, OmniError, RankLost, Refused, UnsupportedError, ending
+from lightning_omni.errors import ConfigurationError, OmniError, RankLost, UnsupportedError, ending
 from lightning_omni.methods.head import check_mergeable, held_by_one
 from lightning_omni.methods.master import check_servable
 from lightning_omni.optimizer.channel import Channel, Traffic
+from lightning_omni.optimizer.connection import Connection
 from lightning_omni.optimizer.edits import Edits
-from lightning_omni.optimizer.enlistment import ask_for_all
 from lightning_omni.optimizer.executor import Exchanging, Executor
 from lightning_omni.optimizer.first_steps import FirstSteps
+from lightning_omni.optimizer.forming import Forming
+from lightning_omni.optimizer.held_model import HeldModel, take_from_rank_zero
+from lightning_omni.optimizer.late_group import LateGroup
 from lightning_omni.optimizer.model_replica import ModelReplica, Part
 from lightning_omni.optimizer.options import WorldOptions
 from lightning_omni.optimizer.parameter_groups import ParameterGroups
 from lightning_omni.optimizer.place import Place
 from lightning_omni.optimizer.remote_head import RemoteHead
 from lightning_omni.optimizer.sharding import (
-    average_over_replicas,
     check_sharded,
-    division_of,
     reshard,
-    shard,
-    share_initial,
 )
 from lightning_omni.optimizer.states import Residuals, States
-from lightning_omni.optimizer.untrained import check_dense
 from lightning_omni.optimizer.versions import Versions
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.group import Heard
-from lightning_omni.protocol.layout import Layout
-from lightning_omni.protocol.transport import Answer
-from lightning_omni.protocol.wire_format import to_wire
-from lightning_omni.server.keys import load as load_key
-from lightning_omni.topology import RECORDER, GroupId, Topology, check_groups
+from lightning_omni.topology import Topology, check_groups
 
 _log = logging.getLogger(__name__)
 
-GRACE = 10.0
-"""Seconds that a rank which must stop is given to find out by itself."""
 LEARN = 2.0
 """Seconds in which a rank whose collective failed may hear from the server which other rank failed first."""
 
@@ -106,19 +95,19 @@ class World(Place):
         self.heads: list[RemoteHead] = []
         self.residuals = Residuals(self)
         self.channel = Channel(self)
+        self.connection = Connection(self, self.channel)
+        self._forming = Forming(self, self.channel)
+        self.late_group = LateGroup(self, self.channel, self.connection)
         self.parameter_groups = ParameterGroups(self, self.channel)
         self.states = States(self, self.channel, self.residuals)
         self.edits = Edits(self, self.channel, self.states)
         self.versions = Versions(self, self.channel, self.edits)
+        self.held = HeldModel(self, lambda: self.executor.not_reduced(), self.ever_lost)
         self._local = Executor(self.heads)
         self._exchanging = Exchanging(self, self.channel, self.parameter_groups, self.edits, self.heads)
         self.wants_stop = self.is_finished = self.is_begun = False
         self.on_stop: Callable[[], None] | None = None
-        self.on_stuck: Callable[[OmniError], None] = lambda error: None
-        self.ever_lost: set[int] = set()
-        self.sharded: Module | None = None
         self.first_steps: FirstSteps | None = None
-        self._closed = threading.Event()
 
     @property
     def executor(self) -> Executor:
@@ -126,10 +115,6 @@ class World(Place):
         return self._local if self.is_synchronous and self.enlistment is None else self._exchanging
 
     # --- Life --------------------------------------------------------------------------------------------------------
-
-    def start_server(self) -> None:
-        """Rank 0 starts the embedded server; returns at once, so that it comes up while the model is built."""
-        self.server.start(self.method, self.parts)
 
     def dismiss_server(self) -> None:
         """With one group, a server that was started because it might be needed, and that no rank joined, ends."""
@@ -216,19 +201,19 @@ class World(Place):
 
     def begin(self) -> None:
         """Training begins on every rank: with several groups the server is joined and given those of the recorder."""
-        self._closed.clear()
+        self.connection.open()
         self.is_finished, self.is_begun = False, True
         self.steps, self.core.heard, self.channel.traffic = 0, Heard(), Traffic()
         if not self.takes_part:  # or the server is told of what has changed since it was asked, before the first batch
             self.parameter_groups.renew()
         self.executor.check_parts()
-        self._average_over_replicas()  # a hook that the user has set meanwhile is refused
+        self.held.average_over_replicas()  # a hook that the user has set meanwhile is refused
         if self.executor.exchanges:
             self.check_method(len(self.topology.alive))
             if self.takes_part:
-                self._read_weights()
+                self.late_group.read_weights()
             else:
-                self.connect()
+                self.connection.join()
                 self._form()
                 self.states.hand_out()
             self.edits.begin()
@@ -237,50 +222,10 @@ class World(Place):
         if self.enlistment is not None:
             self.enlistment.close()
 
-    @property
-    def goes_on(self) -> bool:
-        """Whether this rank's group is to join a run that goes on already; see `take_part`."""
-        return self.enlistment is not None and not self.enlistment.begins
-
-    @property
-    def takes_part(self) -> bool:
-        """Whether it has."""
-        return self.goes_on and self.control is not None
-
     def take_part(self) -> m.Joined:
-        """This rank's group joins a run that goes on already, as soon as the groups of that have parted. On all of it.
-
-        Returns:
-            What the group has to know. What else was stored for it is read by `Channel.read_run_state`, and weights are
-            read when training begins.
-
-        Raises:
-            ConfigurationError: the run exchanges otherwise than this group was told.
-            RankLost: it is over.
-        """
+        """This rank's group joins a run that goes on already: see `LateGroup.take_part`. On all of it."""
         self.executor.check_parts()
-        self.connect()
-        assert self.enlistment is not None
-        joined: m.Joined = m.decode(
-            bytes.fromhex(ask_for_all(self.tell, self.is_leader, self._ask_to_join)), at="rank", channel=m.CONTROL
-        )
-        self._check_alike(joined)
-        self.topology = Topology((*((),) * joined.group, self.members))
-        self.generation, self.channel.synchronizations = joined.generation, joined.synchronizations
-        self.process_groups.live.ranks = joined.live
-        for part in self.parts:
-            part.replica.group, part.replica.peers = joined.group, joined.groups
-        self.core.form(GroupId(str(joined.group), joined.incarnation))
-        self.is_entering = self.is_new = True
-        self.enlistment.close()
-        return joined
-
-    def _ask_to_join(self) -> str:
-        """Waits until the group may join. By its leader; what all of it has to know, as text."""
-        assert self.control is not None
-        _log.info("waiting to join the run, until its groups have parted")
-        timeout = self.options.timeout.total_seconds()
-        return m.encode(self.control.request(m.Join(ranks=self.members), m.Joined, timeout=timeout)).hex()
+        return self.late_group.take_part()
 
     def agree_on_recorder(self) -> None:
         """While groups compute, the recorder may go: its new group learns of it at one moment. On all of a group."""
@@ -291,29 +236,12 @@ class World(Place):
         """Until all of this rank's group are here."""
         dist.barrier(group=self.compute_group)
 
-    def _check_alike(self, joined: m.Joined) -> None:
-        """Raises `ConfigurationError` if the groups of the run exchange otherwise than this one was told."""
-        mine = m.method_to_wire(self.method), to_wire(self.core.wire_format), self.core.overlaps
-        theirs = joined.method, joined.wire_format, joined.overlap
-        for name, own, other in zip(("method", "wire", "overlap"), mine, theirs, strict=True):
-            if own != other:
-                raise ConfigurationError(f"{name}={own}: the run that this group joins has {other}; pass the same")
-
-    def _read_weights(self) -> None:
-        """The group that has joined begins with the weights that the server has now, and no state of optimizers."""
-        for index, part in enumerate(self.parts):
-            part.replica.load(self.channel.fetch(index))
-
     def read_again(self) -> None:
         """Hooks have written weights of this group, which has joined, as those of the run had before: the run's hold.
 
         On all of the group, before its first batch.
         """
-        written = torch.tensor(any(part.replica.written() for part in self.parts), device=self.device)
-        if len(self.members) > 1:
-            dist.all_reduce(written, op=dist.ReduceOp.MAX, group=self.compute_group)
-        if written:
-            self._read_weights()
+        self.late_group.read_again()
         self.states.forget()
         self.edits.begin()
 
@@ -383,7 +311,7 @@ class World(Place):
     def _share_weights(self) -> None:
         """Groups begin with rank 0's weights: the module was not wrapped, perhaps, or loaded on some ranks since."""
         if self.executor.exchanges and not self.options.is_sharded:
-            _take_from_rank_zero(parameter for part in self.parts for parameter in part.replica.ordered)
+            take_from_rank_zero(parameter for part in self.parts for parameter in part.replica.ordered)
 
     def _refuse_raw_step(self, optimizer: Optimizer, *_: Any) -> None:
         """An optimizer is about to step, whosever it is."""
@@ -417,10 +345,9 @@ class World(Place):
             error: by which it ends.
             where: said after that.
         """
-        self._closed.set()
         self.is_begun = False
-        if self.control is not None:  # a rank that has trained to the end has not failed, whatever comes then
-            self.control.close(reason="" if self.is_finished else f"rank {self.rank} {ending(error)}{where}")
+        # A rank that has trained to the end has not failed, whatever comes then.
+        self.connection.leave("" if self.is_finished else f"rank {self.rank} {ending(error)}{where}")
         self._close_connections(has_failed=True)
         self.abandon_groups()
 
@@ -440,21 +367,14 @@ class World(Place):
         except OmniError:
             if not self.is_finished:
                 raise
-        self._closed.set()
         groups.use(after)
         self.is_computing = self.is_begun = False
-        if self.control is not None:
-            self.control.has_finished = self.is_finished
-            self.control.close(reason="")
+        self.connection.leave(has_finished=self.is_finished)
         self._close_connections()
         groups.leave()
 
     def _close_connections(self, has_failed: bool = False) -> None:
-        if self.enlistment is not None:
-            self.enlistment.close()
-        self.channel.close()
-        self.ever_lost.update(self.lost)
-        self.control = None
+        self.connection.close()
         self.executor.place_heads()
         self.server.stop(has_failed)
 
@@ -462,7 +382,7 @@ class World(Place):
 
     def enter_compute(self) -> None:
         """The training epoch begins or goes on: each group for itself."""
-        reshard(self.sharded)
+        reshard(self.held.sharded)
         self.executor.enter_compute()
 
     def enter_world(self, module: Module | None = None) -> None:
@@ -475,7 +395,7 @@ class World(Place):
         Args:
             module: the model, whose buffers these are; None leaves each group its own.
         """
-        reshard(self.sharded)
+        reshard(self.held.sharded)
         stops = self.executor.enter_world(module, self.wants_stop)
         if stops and self.on_stop is not None:
             self.on_stop()
@@ -487,55 +407,15 @@ class World(Place):
         sharded, or has been on `mesh`.
         """
         if self.options.is_sharded:
-            self.shard(module)
-            self.share_initial()
+            self.held.shard(module)
+            self.held.share_initial()
             return module
         self.broadcast_initial(module)
-        if len(self.members) == 1:
-            self.reduction.forget()
-            return module
-        with frozen(self.executor.not_reduced()):
-            options = self.reduction.ddp_options(module, ddp_options)
-            wrapped = DistributedDataParallel(module, process_group=self.compute_group, init_sync=False, **options)
-        self.reduction.install(wrapped, self.compute_group)
-        return wrapped
-
-    def shard(self, module: Module) -> None:
-        """The members of this rank's group hold a module together from now on. All ranks call it, before training.
-
-        Args:
-            module: see `lightning_omni.optimizer.sharding.shard`. With a `ModelParallel` it has been parallelized.
-        """
-        if self.options.inside == "fsdp":
-            shard(module, self.mesh)
-        self.sharded = module
-        self._average_over_replicas()
-
-    def _average_over_replicas(self) -> None:
-        """Members of this rank's group that have the same of a sharded model average their gradients."""
-        if self.sharded is not None:
-            average_over_replicas(self.sharded, self._mean_over_replicas if self.replicas > 1 else None)
-
-    def _mean_over_replicas(self, gradient: Tensor) -> None:
-        dist.all_reduce(gradient, group=self.replica_group)
-        gradient.div_(self.replicas)
-
-    def share_initial(self) -> None:
-        """All groups get the weights with which the recorder's begins. All ranks call it, before training."""
-        # Other launchers' groups are not in this torch.distributed world: they read what the server is given.
-        is_alone = len(self.holders.alive) == 1 and self.enlistment is None
-        if self.sharded is not None and not is_alone and not self.ever_lost:
-            share_initial(self.sharded, self.holders, self.torch_rank)
+        return self.held.wrap(module, ddp_options)
 
     def broadcast_initial(self, module: Module) -> None:
-        """All ranks get the parameters and buffers of rank 0; called before training begins, while all are here.
-
-        Raises:
-            UnsupportedError: one of them is sparse.
-        """
-        check_dense((*module.named_parameters(), *module.named_buffers()))
-        self.process_groups.make(self.topology)
-        _take_from_rank_zero((*module.parameters(), *module.buffers()))
+        """All ranks get the parameters and buffers of rank 0: see `HeldModel.broadcast_initial`."""
+        self.held.broadcast_initial(module)
 
     # --- Regrouping --------------------------------------------------------------------------------------------------
 
@@ -586,8 +466,8 @@ class World(Place):
         if not before.exchanges:
             if groups == 1:
                 return ()
-            self.connect()
-        self._form(groups, speeds)
+            self.connection.join()
+        self._form(groups, speeds, keeps_epoch=before.exchanges)
         self.parameter_groups.check_alike()
         self.executor.check_parts()
         spans = self.states.hand_over(was_synchronous=not before.exchanges)
@@ -600,174 +480,12 @@ class World(Place):
             self.enter_compute()
         return spans
 
-    # --- How ---------------------------------------------------------------------------------------------------------
-
-    def connect(self) -> None:
-        """Joins the server, which rank 0 starts or which runs elsewhere. All ranks call it, even with one group yet."""
-        if self.control is None:
-            self._join_server()
-            self.process_groups.join(self.channel.synchronize, self.rank)
-
-    def try_to_connect(self) -> str:
-        """Joins the server if all ranks can; otherwise none has, and nothing is left of it. On all ranks, in one group.
-
-        Returns:
-            Why a rank could not, the same on all; or nothing.
-        """
-        if self.control is not None:
-            return ""
-        problem = ""
-        try:
-            self._join_server()
-        except Exception as error:  # whatever it is, the others wait to hear of it
-            problem = str(error) or type(error).__name__
-        groups = self.process_groups
-        mine = [int(rank == self.rank and problem != "") for rank in range(self.size)]
-        failed = groups.largest(mine, groups.original)
-        if not any(failed):
-            groups.join(self.channel.synchronize, self.rank)
-            return ""
-        problem = groups.tell(problem, groups.original, failed.index(1))
-        self._disconnect()
-        return problem
-
-    def _disconnect(self) -> None:
-        """As if no rank had come to the server, which is stopped. On all ranks, in one group."""
-        self._closed.set()  # that the others leave is no reason to end this process
-        if self.control is not None:
-            self.control.close(reason="")
-            self.control = None
-            for part in self.parts:
-                part.replica.divide(self.servers)
-        dist.barrier(group=self.process_groups.original)
-        self.server.stop()
-        self._closed.clear()
-
-    def _join_server(self) -> None:
-        """Starts the server, if it is this rank's to start and does not run, and connects this rank to it."""
-        self.start_server()
-        address, key, run = self.server.find(self.tell) if self.enlistment is None else self._enlisted_at
-        self.channel.synchronizations = 0
-        specs = tuple(spec for part in self.parts for spec in part.replica.layout_with({}).specs)
-        layout = Layout(specs, division=self._division)
-        size = 0 if self.goes_on else self.size  # ranks that are not announced
-        silence = self.enlistment.silence if self.enlistment is not None else 0.0
-        self.control = self.server.transport.join(address, key, run, self.rank, size, layout, self._on_end, silence)
-        self.server.check(self.control.shards, address)
-        for part in self.parts:
-            part.replica.divide(self.servers)
-        self.server.share(address, key)
-
-    @property
-    def _division(self) -> str:
-        """How the members of a group share the parameters; empty if each exchanges all of them."""
-        if not self.is_sharded:
-            return ""
-        return division_of((each for part in self.parts for each in part.replica.ordered), self.mesh)
-
-    @property
-    def _enlisted_at(self) -> tuple[str, bytes, str]:
-        """Address, key and name of the run that this group joins on its own."""
-        assert self.enlistment is not None
-        assert self.options.server is not None
-        return self.options.server, load_key(), self.enlistment.run
-
-    def _form(self, groups: int | None = None, speeds: Mapping[int, float] | None = None) -> None:
-        """The recorder forms the groups at the server, out of the ranks that are alive there, and tells the others.
-
-        Args:
-            groups: the new number of groups; None forms the groups of ``topology``.
-            speeds: as in `regroup`.
-        """
-        assert self.control is not None
-        self.barrier()
-        mine = b""
-        if self.is_recorder:
-            topology, incarnation = self._form_until_accepted(groups, speeds)
-            mine = json.dumps([topology.groups, incarnation]).encode()
-        formed, incarnation = json.loads(dict(self.channel.synchronize("topology", mine))[RECORDER])
-        self.topology = Topology(tuple(tuple(members) for members in formed))
-        self.generation += 1
-        if self.rank not in self.topology.ranks:
-            self.control.check()
-        self.make_groups(self.channel.gather)
-        self._average_over_replicas()
-        for part in self.parts:
-            # As formed, not as alive: peers hear of a loss at different moments, and must draw the same peer.
-            part.replica.group, part.replica.peers = self.group, self.topology.alive
-        self.core.form(GroupId(str(self.group), incarnation))
-        self.channel.connect_peers()
-
-    def _form_until_accepted(self, groups: int | None, speeds: Mapping[int, float] | None) -> tuple[Topology, int]:
-        """The groups that stand now, and their incarnation."""
-        assert self.control is not None
-        while True:
-            topology = self.topology if groups is None else self._topology_of_the_living(groups, speeds)
-            form = m.Form(
-                generation=self.generation + 1,
-                groups=topology.groups,
-                method=m.method_to_wire(self.method),
-                keep_epoch=groups is not None and self.executor.exchanges,
-                wire_format=to_wire(self.core.wire_format),
-                overlap=self.core.overlaps,
-                by_member=self.is_sharded,
-            )
-            try:
-                return topology, self._say(form, m.Formed).incarnation
-            except Refused:
-                # A rank died this very moment and the notice is on its way: form without it.
-                if groups is None or topology.ranks == self.live_ranks:
-                    raise
-
-    def _say(self, message: m.Message, expect: type[Answer]) -> Answer:
-        """A request on the control channel, however large."""
-        assert self.control is not None
-        data = m.encode(message)
-        if len(data) > m.LARGEST_INLINE:
-            self.channel.bring(data)
-            message = m.ReadBrought()
-        return self.control.request(message, expect)
-
-    def _topology_of_the_living(self, groups: int, speeds: Mapping[int, float] | None) -> Topology:
-        if speeds is None:
-            return Topology.of(self.live_ranks, groups, self.shards)
-        known = {rank: speeds[rank] for rank in self.live_ranks if rank in speeds}
-        return Topology.by_speed(known, groups, self.shards)
-
-    def _on_end(self, error: OmniError) -> None:
-        """Called from the connection's thread: this rank must stop.
-
-        The trainer finds out at its next exchange. If it is stuck in a collective with the dead it never does, so it
-        gets a moment and then no more.
-        """
-
-        def end() -> None:
-            if not self._closed.wait(GRACE):
-                _log.critical("rank %d stops: %s", self.rank, error)
-                self.server.transport.clear(self.server_address)
-                self.on_stuck(error)
-                os._exit(1)
-
-        threading.Thread(target=end, name="omni-end", daemon=True).start()
-
-
-def _take_from_rank_zero(tensors: Iterable[Tensor]) -> None:
-    """All ranks of the default process group get the values that rank 0 has."""
-    for tensor in tensors:
-        dist.broadcast(tensor.detach(), src=0)
-
-
-@contextmanager
-def frozen(parameters: Iterable[Parameter]) -> Iterator[None]:
-    """While DDP looks for what is trainable: it waits for each gradient, and those of merged heads never come."""
-    trainable = [parameter for parameter in parameters if parameter.requires_grad]
-    try:
-        for parameter in trainable:
-            parameter.requires_grad_(False)
-        yield
-    finally:
-        for parameter in trainable:
-            parameter.requires_grad_(True)
+    def _form(
+        self, groups: int | None = None, speeds: Mapping[int, float] | None = None, keeps_epoch: bool = False
+    ) -> None:
+        """Groups stand: see `Forming.form`."""
+        self._forming.form(groups, speeds, keeps_epoch)
+        self.held.average_over_replicas()
 
 
 def _is_of_a_collective(error: BaseException) -> bool:

@@ -20,10 +20,10 @@ from lightning_omni.errors import ConfigurationError, OmniError, UnsupportedErro
 from lightning_omni.metrics import RunReport
 from lightning_omni.optimizer import World, WorldOptions
 from lightning_omni.optimizer.balance import Balance, gather
+from lightning_omni.optimizer.held_model import frozen
 from lightning_omni.optimizer.meshes import shown
 from lightning_omni.optimizer.sharding import reshard
 from lightning_omni.optimizer.untrained import Merge, Untrained, average_of, buffers_of
-from lightning_omni.optimizer.world import frozen
 from lightning_omni.protocol.leases import apportion
 from lightning_omni.strategy import _private
 from lightning_omni.strategy.arguments import FitOptions
@@ -151,7 +151,7 @@ class GroupedStrategy(_Base):
         self.model = self.fitted
         self.trainable.remember(self.fitted)
         exchanges = self.joined.executor.exchanges
-        if self.joined.sharded is not None:
+        if self.joined.held.sharded is not None:
             return
         if exchanges and len(self.joined.members) == 1:
             self.joined.reduction.forget()
@@ -173,7 +173,7 @@ class GroupedStrategy(_Base):
 
     def _others(self) -> Iterator[Untrained]:
         """All parameters, and the averages that WeightAveraging keeps."""
-        reshard(self.joined.sharded)
+        reshard(self.joined.held.sharded)
         for name, parameter in self.fitted.named_parameters():
             yield Untrained(name, parameter, Merge.FIRST)
         for model in _private.averaged_models(self._trainer):
@@ -392,7 +392,7 @@ class SeveralGroups(Grouping):
             f"{counted(ranks, 'rank')} in {counted(groups, 'group')} of"
             f" {' or '.join(map(str, sizes))} | method {type(world.method).__name__} | server {world.server_address} |"
             f" data {data}{' | exchanges overlap' if world.core.overlaps else ''}"
-            f"{'' if world.sharded is None else f' | inside {_held_by(world)}'}"
+            f"{'' if world.held.sharded is None else f' | inside {_held_by(world)}'}"
         )
 
     @property
@@ -403,7 +403,7 @@ class SeveralGroups(Grouping):
 
 def _held_by(world: World) -> str:
     """What a group is inside."""
-    if world.sharded is None:
+    if world.held.sharded is None:
         return "DistributedDataParallel"
     shards = f" with {world.shards} shards" if world.has_replicas else ""
     if world.tensor_parallel == 1:

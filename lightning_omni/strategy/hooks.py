@@ -320,7 +320,7 @@ class OmniStrategyHooks(SavingStrategy):
             )
             self.world.server.process, self._server_process = self._server_process, None
             if self.world.enlistment is not None:
-                self.world.on_stuck = self._start_again
+                self.world.connection.on_stuck = self._start_again
                 _private.set_rank(self.world.rank)
                 self._is_told_to_record, self._took_over = self.world.is_recorder, False
         if self.is_sharded:
@@ -351,7 +351,7 @@ class OmniStrategyHooks(SavingStrategy):
         if self._is_fitting(trainer):
             self.attach_optimizers()
             if self.joined.executor.exchanges:
-                self.joined.start_server()
+                self.joined.connection.start_server()
             if self.joined.goes_on:
                 self.checkpoints.forget()
                 self.epochs.resume(self.checkpoints.resumed)
@@ -369,10 +369,10 @@ class OmniStrategyHooks(SavingStrategy):
     def model_to_device(self) -> None:
         """Where the members of a group hold the model together, block by block: no device ever has all of it."""
         if self.is_sharded:
-            self.joined.shard(self.fitted)
+            self.joined.held.shard(self.fitted)
         super().model_to_device()
         if self.is_sharded:
-            self.joined.share_initial()
+            self.joined.held.share_initial()
             _private.keep_unsynchronized(self.fitted, [name for name, _ in self.fitted.named_parameters()])
 
     @override
@@ -470,7 +470,7 @@ class OmniStrategyHooks(SavingStrategy):
         """After the last callback: back into the epoch, if it goes on."""
         super().on_validation_end()
         if self.world is not None:
-            reshard(self.world.sharded)  # hooks of the next epoch may add parameters to the optimizer
+            reshard(self.world.held.sharded)  # hooks of the next epoch may add parameters to the optimizer
         self.epochs.after_validation()
         self.balance.after_validation()
 

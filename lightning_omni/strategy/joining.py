@@ -91,7 +91,7 @@ class RunStates:
     def renew(self) -> None:
         """A further group is given how the run stands now. On all of the recorder's group, while groups compute."""
         world = self._strategy.joined
-        reshard(world.sharded)
+        reshard(world.held.sharded)
         tree = self._describe()  # on all of the group: what users save may need collectives
         if tree["shared"]:
             if world.speaks and not world.is_leader:

@@ -96,7 +96,7 @@ class SavingStrategy(GroupedStrategy):
             return {}
         self._take_time()
         if self.world is not None:
-            reshard(self.world.sharded)
+            reshard(self.world.held.sharded)
             self.world.agree_on_recorder()
         state = super().lightning_module_state_dict()
         if self._is_asynchronous:

@@ -150,7 +150,7 @@ class TunedFit(Fit):
         run = self.run
         self.monitor.check_validated(run.trainer)
         if may_form_groups(run.options, run.trainer) and not self.space.why_not(2):
-            run.world.start_server()
+            run.world.connection.start_server()
         else:
             run.world.dismiss_server()
 

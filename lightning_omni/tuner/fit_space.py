@@ -49,7 +49,7 @@ class FitSpace:
         It is tried once in a fit; if it fails, the user is told why.
         """
         run = self._run
-        if not self._has_no_server and (problem := run.world.try_to_connect()):
+        if not self._has_no_server and (problem := run.world.connection.try_to_join()):
             self._has_no_server = True
             if run.speaks:
                 _log.warning("OmniTuner: the run stays in one group, for several need a parameter server: %s", problem)

@@ -122,7 +122,7 @@ class Prober:
         self._strategy.form_one()
         self._scaler = getattr(trainer.precision_plugin, "scaler", None)
         if several:
-            self._strategy.joined.connect()
+            self._strategy.joined.connection.join()
         optimizer = trainer.optimizers[0]
         self._gathers = isinstance(optimizer, SGD) and not optimizer.state
         self._state = self._strategy.run_state()

@@ -118,7 +118,7 @@ class Compare(pl.Callback):
         trainer.strategy.on_ready.append(lambda: self._compare(trainer, pl_module))
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        trainer.strategy.world.start_server()
+        trainer.strategy.world.connection.start_server()
 
     def _compare(self, trainer: Any, module: Any) -> None:
         strategy = trainer.strategy

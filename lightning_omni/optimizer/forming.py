@@ -1,0 +1,101 @@
+"""How groups are formed: the recorder asks the server for them, out of the ranks that are alive, and tells the others.
+
+Weights, optimizer state and what is trained with them are not known here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from lightning_omni.errors import Refused
+from lightning_omni.optimizer.channel import Channel
+from lightning_omni.optimizer.place import Place
+from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.transport import Answer
+from lightning_omni.protocol.wire_format import to_wire
+from lightning_omni.topology import RECORDER, GroupId, Topology
+
+
+class Forming:
+    """Forms the groups of a run.
+
+    Args:
+        place: this rank's, in the run.
+        channel: its way to the server and to other groups.
+    """
+
+    def __init__(self, place: Place, channel: Channel) -> None:
+        self._place, self._channel = place, channel
+
+    def form(
+        self, groups: int | None = None, speeds: Mapping[int, float] | None = None, keeps_epoch: bool = False
+    ) -> None:
+        """Groups stand, and each rank knows its own. All live ranks, which have joined the server, call it.
+
+        Args:
+            groups: the new number of groups; None forms the groups of ``Place.topology``.
+            speeds: each live rank's samples per second: groups are formed by them. None forms them in the order of
+                ranks.
+            keeps_epoch: whether what is trained of the epoch is known to the server, and counts.
+        """
+        place = self._place
+        assert place.control is not None
+        place.barrier()
+        mine = b""
+        if place.is_recorder:
+            topology, incarnation = self._form_until_accepted(groups, speeds, keeps_epoch)
+            mine = json.dumps([topology.groups, incarnation]).encode()
+        formed, incarnation = json.loads(dict(self._channel.synchronize("topology", mine))[RECORDER])
+        place.topology = Topology(tuple(tuple(members) for members in formed))
+        place.generation += 1
+        if place.rank not in place.topology.ranks:
+            place.control.check()
+        place.make_groups(self._channel.gather)
+        for part in place.parts:
+            # As formed, not as alive: peers hear of a loss at different moments, and must draw the same peer.
+            part.replica.group, part.replica.peers = place.group, place.topology.alive
+        place.core.form(GroupId(str(place.group), incarnation))
+        self._channel.connect_peers()
+
+    def _form_until_accepted(
+        self, groups: int | None, speeds: Mapping[int, float] | None, keeps_epoch: bool
+    ) -> tuple[Topology, int]:
+        """The groups that stand now, and their incarnation."""
+        place = self._place
+        while True:
+            topology = place.topology if groups is None else self._topology_of_the_living(groups, speeds)
+            form = m.Form(
+                generation=place.generation + 1,
+                groups=topology.groups,
+                method=m.method_to_wire(place.method),
+                keep_epoch=keeps_epoch,
+                wire_format=to_wire(place.core.wire_format),
+                overlap=place.core.overlaps,
+                by_member=place.is_sharded,
+            )
+            try:
+                return topology, self._say(form, m.Formed).incarnation
+            except Refused:
+                # A rank died this very moment and the notice is on its way: form without it.
+                if groups is None or topology.ranks == place.live_ranks:
+                    raise
+
+    def _say(self, message: m.Message, expect: type[Answer]) -> Answer:
+        """A request on the control channel, however large."""
+        assert self._place.control is not None
+        data = m.encode(message)
+        if len(data) > m.LARGEST_INLINE:
+            self._channel.bring(data)
+            message = m.ReadBrought()
+        return self._place.control.request(message, expect)
+
+    def _topology_of_the_living(self, groups: int, speeds: Mapping[int, float] | None) -> Topology:
+        place = self._place
+        if speeds is None:
+            return Topology.of(place.live_ranks, groups, place.shards)
+        known = {rank: speeds[rank] for rank in place.live_ranks if rank in speeds}
+        return Topology.by_speed(known, groups, place.shards)
+
+
+__all__ = ["Forming"]

@@ -1,0 +1,119 @@
+"""How the ranks of a group hold the model: each all of it, in DistributedDataParallel, or together, in shards.
+
+What is here comes before training: wrapping, sharding, and the weights that all begin with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_omni.optimizer.place import Place
+from lightning_omni.optimizer.sharding import average_over_replicas, shard, share_initial
+from lightning_omni.optimizer.untrained import check_dense
+
+
+class HeldModel:
+    """The model, as the members of this rank's group hold it.
+
+    Args:
+        place: this rank's, in the run.
+        not_reduced: gives the parameters whose gradients are none of DDP's.
+        ever_lost: ranks that were lost in this loop or an earlier one.
+
+    Attributes:
+        sharded: the module that the members hold together; None if each has all of it.
+    """
+
+    def __init__(
+        self, place: Place, not_reduced: Callable[[], Iterable[Parameter]], ever_lost: Collection[int]
+    ) -> None:
+        self._place, self._not_reduced, self._ever_lost = place, not_reduced, ever_lost
+        self.sharded: Module | None = None
+
+    # --- Held by each rank -------------------------------------------------------------------------------------------
+
+    def wrap(self, module: Module, ddp_options: dict[str, Any]) -> Module:
+        """Wraps a module into DistributedDataParallel over the compute group; a group of one needs none.
+
+        Args:
+            module: the model, with its initial weights.
+            ddp_options: arguments of DistributedDataParallel.
+        """
+        place = self._place
+        if len(place.members) == 1:
+            place.reduction.forget()
+            return module
+        with frozen(self._not_reduced()):
+            options = place.reduction.ddp_options(module, ddp_options)
+            wrapped = DistributedDataParallel(module, process_group=place.compute_group, init_sync=False, **options)
+        place.reduction.install(wrapped, place.compute_group)
+        return wrapped
+
+    def broadcast_initial(self, module: Module) -> None:
+        """All ranks get the parameters and buffers of rank 0; called before training begins, while all are here.
+
+        Raises:
+            UnsupportedError: one of them is sparse.
+        """
+        check_dense((*module.named_parameters(), *module.named_buffers()))
+        self._place.process_groups.make(self._place.topology)
+        take_from_rank_zero((*module.parameters(), *module.buffers()))
+
+    # --- Held together -----------------------------------------------------------------------------------------------
+
+    def shard(self, module: Module) -> None:
+        """The members of this rank's group hold a module together from now on. All ranks call it, before training.
+
+        Args:
+            module: see `lightning_omni.optimizer.sharding.shard`. With a `ModelParallel` it has been parallelized.
+        """
+        if self._place.options.inside == "fsdp":
+            shard(module, self._place.mesh)
+        self.sharded = module
+        self.average_over_replicas()
+
+    def average_over_replicas(self) -> None:
+        """Members of this rank's group that have the same of a sharded model average their gradients."""
+        if self.sharded is not None:
+            average_over_replicas(self.sharded, self._mean if self._place.replicas > 1 else None)
+
+    def _mean(self, gradient: Tensor) -> None:
+        dist.all_reduce(gradient, group=self._place.replica_group)
+        gradient.div_(self._place.replicas)
+
+    def share_initial(self) -> None:
+        """All groups get the weights with which the recorder's begins. All ranks call it, before training."""
+        place = self._place
+        # Other launchers' groups are not in this torch.distributed world: they read what the server is given.
+        is_alone = len(place.holders.alive) == 1 and place.enlistment is None
+        if self.sharded is not None and not is_alone and not self._ever_lost:
+            share_initial(self.sharded, place.holders, place.torch_rank)
+
+
+def take_from_rank_zero(tensors: Iterable[Tensor]) -> None:
+    """All ranks of the default process group get the values that rank 0 has."""
+    for tensor in tensors:
+        dist.broadcast(tensor.detach(), src=0)
+
+
+@contextmanager
+def frozen(parameters: Iterable[Parameter]) -> Iterator[None]:
+    """While DDP looks for what is trainable: it waits for each gradient, and those of merged heads never come."""
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    try:
+        for parameter in trainable:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in trainable:
+            parameter.requires_grad_(True)
+
+
+__all__ = ["HeldModel", "frozen", "take_from_rank_zero"]
