@@ -30,8 +30,8 @@ from lightning_omni.cli import main
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import method_named
 from lightning_omni.protocol.codec import pack, unpack
+from lightning_omni.protocol.persistence import STATE
 from lightning_omni.protocol.saved_run import SavedRun
-from lightning_omni.protocol.server import STATE
 from lightning_omni.server.saving import StateDirectory, saved_states, saved_weights
 from lightning_omni.strategy import scheduler_states
 from lightning_omni.strategy.exported import checkpoint_of

@@ -21,7 +21,7 @@ from lightning_omni.protocol.cut import Cut
 from lightning_omni.protocol.epochs import Epochs
 from lightning_omni.protocol.layout import Layout, TensorSpec, spec_of
 from lightning_omni.protocol.leases import EpochPlan
-from lightning_omni.protocol.server import STATE, STATE_VERSION
+from lightning_omni.protocol.persistence import STATE, STATE_VERSION
 from lightning_omni.protocol.split import ELEMENTWISE, Split
 
 

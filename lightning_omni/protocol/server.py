@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_omni.errors import CollectiveMismatch, ConfigurationError, MalformedMessage, OmniError, Refused
+from lightning_omni.errors import CollectiveMismatch, MalformedMessage, OmniError, Refused
 from lightning_omni.methods.master import Resolve, resolver
 from lightning_omni.methods.modules import ResolveModule, module_resolver
 from lightning_omni.protocol import messages as m
@@ -27,34 +27,13 @@ from lightning_omni.protocol.data import DataLeasing
 from lightning_omni.protocol.epochs import Epochs
 from lightning_omni.protocol.evaluations import Evaluations
 from lightning_omni.protocol.joining import Joining
-from lightning_omni.protocol.journal import (
-    AskedEntry,
-    ClaimedEntry,
-    DrewEntry,
-    Entry,
-    EvaluatedEntry,
-    FormedEntry,
-    GatheredEntry,
-    JoinedEntry,
-    Journal,
-    LeftEntry,
-    LeftEpochEntry,
-    LostEntry,
-    NumberedEntry,
-    OpenedEntry,
-    ReadEntry,
-    ResolvedEntry,
-    RestructuredEntry,
-    SavedEntry,
-    SeededEntry,
-    TrainedEntry,
-    WentOnEntry,
-)
+from lightning_omni.protocol.journal import Entry, Journal
 from lightning_omni.protocol.membership import Membership
 from lightning_omni.protocol.merged_head import MergedHeads
 from lightning_omni.protocol.monitoring import Monitoring
 from lightning_omni.protocol.notes import Notes
 from lightning_omni.protocol.observation import Happening, Observers, RunObservation
+from lightning_omni.protocol.persistence import Persistence, check_state
 from lightning_omni.protocol.record import Recorder
 from lightning_omni.protocol.roster import Roster
 from lightning_omni.protocol.router import AGGREGATOR_TABLE, AGGREGATORS_TABLE, SHARD_TABLE, TABLE, Router, Row
@@ -64,12 +43,9 @@ from lightning_omni.protocol.shard_servers import Coordinator, Follower, Servers
 from lightning_omni.protocol.shards import HeldShards
 from lightning_omni.protocol.snapshots import Snapshots
 from lightning_omni.protocol.synchronization import Synchronization
+from lightning_omni.protocol.time_limits import TimeLimits
 from lightning_omni.protocol.training import Training
 
-PATIENCE = 30.0
-"""Seconds for which a rank may say nothing whose connection stands: it may hold Python's lock for long."""
-STATE, STATE_VERSION = "lightning_omni.server_state", 3
-"""What a saved state calls itself."""
 STRANGE = ("stranger", "key", "malformed")
 """Codes of refusals that are counted: their receivers are no ranks of the run, or send what cannot be read."""
 
@@ -80,13 +56,10 @@ class ServerCore:
     Args:
         key: the run's shared secret.
         random: draws that many random bytes (nonces).
-        heartbeat_timeout: seconds of silence after which a rank counts as dead.
-        joined_heartbeat_timeout: the same where groups join on their own, and one that was evicted by mistake joins
-            again; None for no other. Where ``hears_connections``, it is the connections whose silence counts so, and
-            ranks that have one are given `PATIENCE` at least.
-        progress_timeout: seconds after which a group that has trained, is alive and gets nothing done counts as dead;
-            infinite for never.
-        join_timeout: seconds that a rank may take to join after the first.
+        heartbeat_timeout: seconds, ``heartbeat`` of `TimeLimits`.
+        joined_heartbeat_timeout: its ``joined_heartbeat``.
+        progress_timeout: its ``progress``; infinite for never.
+        join_timeout: its ``join``.
         resolve: finds the class of an optimizer's class path.
         resolve_module: finds the class of a merged head's module.
         clock: tells the time that its arithmetic takes, in seconds; None if it takes none, in virtual time.
@@ -104,8 +77,7 @@ class ServerCore:
         on_save: where this server holds a share, called when the one that coordinates says that all save their state
             now, with the number of this save.
         key: the run's shared secret.
-        hears_connections: whether connections give signs of life of their own, without the help of the rank's Python,
-            and end without these; the driver sets it.
+        limits: for how long it waits for ranks.
         data_port: told to every admitted rank; the driver of the machine sets it, and so does it ...
         about: ... this, which is told to processes that watch: what there is to know of the server's process.
         strangers: messages refused because they were malformed or their sender had not been admitted.
@@ -134,14 +106,11 @@ class ServerCore:
         self.key = key
         self._random = random
         # Of ranks that are silent the server that coordinates tells the others.
-        is_told = shard > 0 or adds_up
-        self._heartbeat_timeout = math.inf if is_told else heartbeat_timeout
-        self._joined_heartbeat_timeout = self._heartbeat_timeout
-        self.hears_connections = False
-        if joined_heartbeat_timeout is not None and not is_told:
-            self._joined_heartbeat_timeout = joined_heartbeat_timeout
-        self._join_timeout = math.inf if is_told else join_timeout
-        self._progress_timeout = math.inf if is_told else progress_timeout
+        self.limits = (
+            TimeLimits()
+            if shard > 0 or adds_up
+            else TimeLimits(heartbeat_timeout, join_timeout, progress_timeout, joined_heartbeat_timeout)
+        )
         self._resolve = resolve or resolver(())
         self._resolve_module = resolve_module or module_resolver(())
         self._clock = clock or self._last_now
@@ -176,82 +145,118 @@ class ServerCore:
 
     def reset(self) -> None:
         """Forgets the run; the next one may come."""
-        self._now, servers = 0.0, self.servers
-        self.roster = roster = Roster(self.key)
-        self._shards = shards = HeldShards()
-        journal = self.journal
-        epochs = Epochs(journal)
-        self.notes = notes = Notes(self._record, shards, epochs, self._last_now, servers.count)
+        self._now, servers, journal = 0.0, self.servers, self.journal
+        self.roster, self._shards = Roster(self.key), HeldShards()
+        self._epochs = Epochs(journal)
+        self.notes = Notes(self._record, self._shards, self._epochs, self._last_now, servers.count)
         self._admission = Admission(
             self.key,
-            roster,
+            self.roster,
             self._random,
             self._last_now,
-            self._heartbeat_timeout,
+            self.limits.heartbeat,
             lambda: self.data_port,
             servers,
             lambda: (self.patience, self.clock),
         )
-        self._training = training = Training(roster, self._admission, shards, epochs, notes, servers, journal)
-        self._epochs = epochs
-        self._monitoring = Monitoring(roster, shards, self._work_time, lambda: self.strangers, lambda: training.pushes)
+        self._training = Training(
+            self.roster, self._admission, self._shards, self._epochs, self.notes, servers, journal
+        )
+        self._synchronization = Synchronization(
+            self.roster, self._training, lambda *brought: self._router.forward(*brought), journal
+        )
+        self._evaluations = Evaluations(self.roster, self._epochs, self._training, journal)
+        self._watch()
+        self._services = self._made_services()
+        self._membership = self._made_membership()
+        self._persistence = Persistence(
+            self.roster,
+            self._membership,
+            self._services,
+            self._epochs,
+            self._training,
+            self._synchronization,
+            self._evaluations,
+            servers,
+            journal,
+        )
+        self._router = Router(self._table, [self._admission, self._membership, *self._services], self.roster, servers)
+        servers.begin(self._membership.end, lambda: self.roster.live)
+        if isinstance(servers, Aggregators):
+            servers.serve(self.roster, self._shards)
+        elif isinstance(servers, Aggregator):
+            admission = self._admission
+            servers.watch(lambda rank: admission.data_connection(rank) is not None)
+
+    def _watch(self) -> None:
+        """What is to be seen of the run, by its ranks and by processes that are none."""
+        training = self._training
+        self._monitoring = Monitoring(
+            self.roster, self._shards, self._work_time, lambda: self.strangers, lambda: training.pushes
+        )
         self._observation = RunObservation(
-            roster,
-            epochs,
+            self.roster,
+            self._epochs,
             self._monitoring,
             self._observers,
             self._last_now,
             lambda: self._membership.over,
             self._description,
-            lambda: journal.saves,
+            lambda: self.journal.saves,
         )
-        self._synchronization = Synchronization(
-            roster, training, lambda *brought: self._router.forward(*brought), journal
-        )
-        self._evaluations = Evaluations(roster, epochs, training, journal)
-        self._services = services = [
-            servers,
+
+    def _made_services(self) -> list[Service]:
+        """In the order in which they are told what concerns all."""
+        roster, epochs, training, notes = self.roster, self._epochs, self._training, self.notes
+        return [
+            self.servers,
             self._synchronization,
             DataLeasing(roster, epochs, training, notes),
             training,
             self._evaluations,
-            Snapshots(roster, shards, training, epochs, notes, servers, self._resolve, self._resolve_module, journal),
-            MergedHeads(roster, shards, notes, self._work_time),
+            Snapshots(
+                roster,
+                self._shards,
+                training,
+                epochs,
+                notes,
+                self.servers,
+                self._resolve,
+                self._resolve_module,
+                self.journal,
+            ),
+            MergedHeads(roster, self._shards, notes, self._work_time),
             self._monitoring,
             self._observation,
             Joining(
                 roster,
                 epochs,
                 self._synchronization,
-                servers,
+                self.servers,
                 self._random,
                 lambda *asked: self._membership.join(*asked),
-                journal,
-                self._silence_of_connections,
+                self.journal,
+                lambda: self.limits.silence_of_connections,
             ),
             *(service(self) for service in self._more_services),
         ]
-        self._membership = Membership(
-            roster,
-            services,
+
+    def _made_membership(self) -> Membership:
+        epochs, synchronization = self._epochs, self._synchronization
+        return Membership(
+            self.roster,
+            self._services,
             self._monitoring,
-            lambda: self._silence_limit,
-            self._join_timeout,
+            lambda: self.limits.silence_of(self.roster.joining),
+            self.limits.join,
             lambda: epochs.book.plan if epochs.book is not None else None,
-            servers,
-            lambda: self._synchronization.completed,
-            journal,
+            self.servers,
+            lambda: synchronization.completed,
+            self.journal,
             self._last_now,
-            self._progress_timeout,
-            lambda: self._synchronization.contributed,
+            self.limits.progress,
+            lambda: synchronization.contributed,
         )
-        self._router = Router(self._table, [self._admission, self._membership, *services], roster, servers)
-        servers.begin(self._membership.end, lambda: roster.live)
-        if isinstance(servers, Aggregators):
-            servers.serve(roster, shards)
-        elif isinstance(servers, Aggregator):
-            admission = self._admission
-            servers.watch(lambda rank: admission.data_connection(rank) is not None)
 
     # --- What drives the machine -------------------------------------------------------------------------------------
 
@@ -368,7 +373,7 @@ class ServerCore:
             case sm.Save():
                 self.on_save(message.number)
             case sm.Redo():
-                self._redo(message.entry)
+                self._persistence.redo(message.entry)
             case sm.RunOver(reason=""):
                 self.reset()
             case sm.RunOver():
@@ -452,15 +457,7 @@ class ServerCore:
 
         Between two messages only, and if `has_state`. What ranks are told from then on goes into the `journal`.
         """
-        services = {type(each).__name__: each.state() for each in self._services}
-        return {
-            "name": STATE,
-            "version": STATE_VERSION,
-            "protocol": m.VERSION,
-            "roster": self.roster.state(),
-            "membership": self._membership.state(),
-            "services": {name: state for name, state in services.items() if state is not None},
-        }
+        return self._persistence.state()
 
     def save_shares(self, number: int) -> None:
         """The other servers, which hold a share each, save theirs as of this moment.
@@ -481,67 +478,11 @@ class ServerCore:
         Raises:
             ConfigurationError: it is no state that this server can go on from.
         """
-        if state.get("name") != STATE or (state.get("version"), state.get("protocol")) != (STATE_VERSION, m.VERSION):
-            raise ConfigurationError(
-                f"the state is that of {state.get('name')} {state.get('version')} with protocol"
-                f" {state.get('protocol')}, and this server reads {STATE} {STATE_VERSION} with protocol {m.VERSION};"
-                " start the server in an empty directory"
-            )
+        check_state(state)
         self.reset()
         self._now = now
-        self.roster.load(state["roster"], now)
-        self._membership.load(state["membership"])
-        for service in self._services:
-            if (saved := state["services"].get(type(service).__name__)) is not None:
-                service.load(saved)
-        writes, self.journal.write = self.journal.write, None
-        for entry in (*journal, WentOnEntry()):
-            self._redo(entry)
-        for group in self._epochs.validations.evaluating:  # those that wait for others say so again
-            self._training.idle(self.roster.exchanges_with(group, 0))
-        self.journal.write, self.journal.is_due = writes, True
+        self._persistence.load(state, journal, now)
         self._pass_time(now)
-
-    def _redo(self, entry: Entry) -> None:
-        """What a server before this one has told ranks holds."""
-        epochs = self._epochs
-        match entry:
-            case OpenedEntry():
-                epochs.open(entry.plan)
-            case TrainedEntry():
-                epochs.train(entry.group, entry.epoch, entry.batches)
-            case DrewEntry() if epochs.book is not None:
-                epochs.book.draw(entry.group, entry.number)
-            case AskedEntry():
-                epochs.wait(entry.group, entry.rank, entry.question)
-            case ResolvedEntry():
-                epochs.resolve_pending(entry.all_answered)
-            case LeftEpochEntry():
-                epochs.leave(entry.group, entry.said)
-            case GatheredEntry():
-                self._synchronization.redo(entry)
-            case ClaimedEntry() | EvaluatedEntry() | ReadEntry() | SavedEntry():
-                self._evaluations.redo(entry)
-            case LostEntry() | LeftEntry() | JoinedEntry():
-                self._membership.redo(entry)
-                if isinstance(self.servers, Coordinator):
-                    self.servers.tell(sm.Redo(entry=entry))
-            case RestructuredEntry():
-                self._training.redo(entry)
-            case NumberedEntry():
-                self.roster.has_given(entry.numbered)
-            case FormedEntry():
-                raise ConfigurationError(
-                    "other groups were formed after the state was saved, and before it was saved again; this run"
-                    " cannot go on: resume it from a checkpoint"
-                )
-            case SeededEntry():
-                raise ConfigurationError(
-                    "weights were handed over after the state was saved, as when several groups are formed of one, and"
-                    " before it was saved again; this run cannot go on: resume it from a checkpoint"
-                )
-            case WentOnEntry():
-                epochs.go_back()
 
     # --- How it goes -------------------------------------------------------------------------------------------------
 
@@ -642,26 +583,11 @@ class ServerCore:
         return m.ServerDescription(
             about=self.about(),
             data_port=self.data_port,
-            heartbeat_timeout=self._timeout,
-            progress_timeout=self._progress_timeout,
+            heartbeat_timeout=self.limits.heartbeat_of(self.roster.joining),
+            progress_timeout=self.limits.progress,
             shards=self.servers.count,
             patience=self.patience,
         )
-
-    @property
-    def _silence_limit(self) -> float:
-        """Seconds for which a rank of this run may say nothing, after which it counts as dead."""
-        return max(self._timeout, PATIENCE) if self.roster.joining and self.hears_connections else self._timeout
-
-    @property
-    def _timeout(self) -> float:
-        """The heartbeat timeout of this run."""
-        return self._joined_heartbeat_timeout if self.roster.joining else self._heartbeat_timeout
-
-    def _silence_of_connections(self) -> float:
-        """Seconds for which a connection of a group that joins may be silent; 0 if that is not heard."""
-        known = self.hears_connections and math.isfinite(self._joined_heartbeat_timeout)
-        return self._joined_heartbeat_timeout if known else 0.0
 
     def _last_now(self) -> float:
         return self._now

@@ -1,0 +1,169 @@
+"""All that another server needs to go on with a run: a state, and what has happened since, in the order of the journal.
+
+What is trained is that of the state, and what ranks were told since is not unsaid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.protocol import messages as m
+from lightning_omni.protocol import shard_messages as sm
+from lightning_omni.protocol.epochs import Epochs
+from lightning_omni.protocol.evaluations import Evaluations
+from lightning_omni.protocol.journal import (
+    AskedEntry,
+    ClaimedEntry,
+    DrewEntry,
+    Entry,
+    EvaluatedEntry,
+    FormedEntry,
+    GatheredEntry,
+    JoinedEntry,
+    Journal,
+    LeftEntry,
+    LeftEpochEntry,
+    LostEntry,
+    NumberedEntry,
+    OpenedEntry,
+    ReadEntry,
+    ResolvedEntry,
+    RestructuredEntry,
+    SavedEntry,
+    SeededEntry,
+    TrainedEntry,
+    WentOnEntry,
+)
+from lightning_omni.protocol.membership import Membership
+from lightning_omni.protocol.roster import Roster
+from lightning_omni.protocol.service import Service
+from lightning_omni.protocol.shard_servers import Coordinator, Servers
+from lightning_omni.protocol.synchronization import Synchronization
+from lightning_omni.protocol.training import Training
+
+STATE, STATE_VERSION = "lightning_omni.server_state", 3
+"""What a saved state calls itself."""
+
+
+class Persistence:
+    """Gives the state of a run, and goes on from one.
+
+    Args:
+        roster: the ranks of the run.
+        membership: groups, and what is lost.
+        services: all that has a state.
+        epochs: what is trained of the data.
+        training: pushes and their answers.
+        synchronization: contributions of all ranks.
+        evaluations: validations while groups train.
+        servers: others, which hold a share of the weights.
+        journal: what has happened since a state was saved.
+    """
+
+    def __init__(
+        self,
+        roster: Roster,
+        membership: Membership,
+        services: Sequence[Service],
+        epochs: Epochs,
+        training: Training,
+        synchronization: Synchronization,
+        evaluations: Evaluations,
+        servers: Servers,
+        journal: Journal,
+    ) -> None:
+        self._roster, self._membership, self._services = roster, membership, services
+        self._epochs, self._training = epochs, training
+        self._synchronization, self._evaluations = synchronization, evaluations
+        self._servers, self._journal = servers, journal
+
+    def state(self) -> dict[str, Any]:
+        """Plain values and tensors, the live ones; between two messages only."""
+        services = {type(each).__name__: each.state() for each in self._services}
+        return {
+            "name": STATE,
+            "version": STATE_VERSION,
+            "protocol": m.VERSION,
+            "roster": self._roster.state(),
+            "membership": self._membership.state(),
+            "services": {name: state for name, state in services.items() if state is not None},
+        }
+
+    def load(self, state: Mapping[str, Any], journal: Iterable[Entry], now: float) -> None:
+        """Goes on from a state, in a run that has not begun.
+
+        Args:
+            state: from `state`, of a server that is no more.
+            journal: what has been written there since.
+            now: seconds, on the clock of this server.
+
+        Raises:
+            ConfigurationError: the run cannot go on from it.
+        """
+        self._roster.load(state["roster"], now)
+        self._membership.load(state["membership"])
+        for service in self._services:
+            if (saved := state["services"].get(type(service).__name__)) is not None:
+                service.load(saved)
+        writes, self._journal.write = self._journal.write, None
+        for entry in (*journal, WentOnEntry()):
+            self.redo(entry)
+        for group in self._epochs.validations.evaluating:  # those that wait for others say so again
+            self._training.idle(self._roster.exchanges_with(group, 0))
+        self._journal.write, self._journal.is_due = writes, True
+
+    def redo(self, entry: Entry) -> None:
+        """What a server before this one has told ranks holds."""
+        epochs = self._epochs
+        match entry:
+            case OpenedEntry():
+                epochs.open(entry.plan)
+            case TrainedEntry():
+                epochs.train(entry.group, entry.epoch, entry.batches)
+            case DrewEntry() if epochs.book is not None:
+                epochs.book.draw(entry.group, entry.number)
+            case AskedEntry():
+                epochs.wait(entry.group, entry.rank, entry.question)
+            case ResolvedEntry():
+                epochs.resolve_pending(entry.all_answered)
+            case LeftEpochEntry():
+                epochs.leave(entry.group, entry.said)
+            case GatheredEntry():
+                self._synchronization.redo(entry)
+            case ClaimedEntry() | EvaluatedEntry() | ReadEntry() | SavedEntry():
+                self._evaluations.redo(entry)
+            case LostEntry() | LeftEntry() | JoinedEntry():
+                self._membership.redo(entry)
+                if isinstance(self._servers, Coordinator):
+                    self._servers.tell(sm.Redo(entry=entry))
+            case RestructuredEntry():
+                self._training.redo(entry)
+            case NumberedEntry():
+                self._roster.has_given(entry.numbered)
+            case FormedEntry():
+                raise ConfigurationError(
+                    "other groups were formed after the state was saved, and before it was saved again; this run"
+                    " cannot go on: resume it from a checkpoint"
+                )
+            case SeededEntry():
+                raise ConfigurationError(
+                    "weights were handed over after the state was saved, as when several groups are formed of one, and"
+                    " before it was saved again; this run cannot go on: resume it from a checkpoint"
+                )
+            case WentOnEntry():
+                epochs.go_back()
+
+
+def check_state(state: Mapping[str, Any]) -> None:
+    """Raises `ConfigurationError` if that is no state that this server can go on from."""
+    if state.get("name") != STATE or (state.get("version"), state.get("protocol")) != (STATE_VERSION, m.VERSION):
+        raise ConfigurationError(
+            f"the state is that of {state.get('name')} {state.get('version')} with protocol"
+            f" {state.get('protocol')}, and this server reads {STATE} {STATE_VERSION} with protocol {m.VERSION};"
+            " start the server in an empty directory"
+        )
+
+
+__all__ = ["STATE", "STATE_VERSION", "Persistence", "check_state"]
