@@ -24,11 +24,11 @@ from torch._C._distributed_c10d import HashStore
 import lightning_omni
 from lightning_omni import OmniOptimizer, World
 from lightning_omni.methods import AsyncSGD, LocalSGD
-from lightning_omni.optimizer.channel import ServerSnapshot
 from lightning_omni.optimizer.folders import Folder, save
 from lightning_omni.optimizer.loaders import Leases
 from lightning_omni.optimizer.options import WorldOptions
 from lightning_omni.optimizer.run_state import GroupScope, Live, RollbackPoint, RunScope, RunState, ShardScope
+from lightning_omni.optimizer.server_store import ServerSnapshot
 from lightning_omni.protocol.all_reduce import PowerSGD
 from lightning_omni.protocol.cut import Cut
 from lightning_omni.protocol.group import Heard

@@ -56,7 +56,7 @@ class Forming:
             # As formed, not as alive: peers hear of a loss at different moments, and must draw the same peer.
             part.replica.group, part.replica.peers = place.group, place.topology.alive
         place.core.form(GroupId(str(place.group), incarnation))
-        self._channel.connect_peers()
+        self._channel.peers.connect()
 
     def _form_until_accepted(
         self, groups: int | None, speeds: Mapping[int, float] | None, keeps_epoch: bool

@@ -38,8 +38,8 @@ class LateGroup:
         """This rank's group joins a run that goes on already, as soon as the groups of that have parted. On all of it.
 
         Returns:
-            What the group has to know. What else was stored for it is read by `Channel.read_run_state`, and weights are
-            read when training begins.
+            What the group has to know. What else was stored for it is read by `ServerStore.read_run_state`, and weights
+            are read when training begins.
 
         Raises:
             ConfigurationError: the run exchanges otherwise than this group was told.

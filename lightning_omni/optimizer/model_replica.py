@@ -335,6 +335,13 @@ class Part:
         self._outs: list[Memory] = []
         self._backs: list[Memory] = []
 
+    def memory(self, before: int, empty: Callable[[int], Tensor]) -> Tensor:
+        """Memory for the tensors of an answer, with so many bytes before them, made by ``empty``."""
+        nbytes = before + self.replica.layout.nbytes
+        if self.into is None or self.into.numel() != nbytes:
+            self.into = empty(nbytes)
+        return self.into
+
     def outs(self, servers: int, empty: Callable[[int], Tensor]) -> list[Memory]:
         """Memory for what each server is sent, made by ``empty``."""
         return _as_many(self._outs, servers, lambda: Memory(empty))

@@ -89,7 +89,7 @@ class OmniOptimizer(Optimizer):
         """
         own: dict[str, Any] = self.optimizer.state_dict()
         if self._is_at_server and self.world.hands_over:
-            state = self.world.states.whole(self.optimizer, self.world.channel.snapshot().parts)
+            state = self.world.states.whole(self.optimizer, self.world.channel.store.snapshot().parts)
             own["state"] = state_like(state, held_by(self.optimizer))
         for hook in self._state_dict_hooks.values():
             changed = hook(self, own)

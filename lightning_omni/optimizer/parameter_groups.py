@@ -125,7 +125,7 @@ class ParameterGroups:
         if fresh:
             replica.grow(fresh, version)
             part.into = None
-            self._channel.grow_peers(index, grown)
+            self._channel.peers.grow(index, grown)
             buffer = torch.cat([torch.zeros(first, dtype=torch.uint8), theirs])
             _take_over(list(fresh.values()), grown.views(buffer)[start:])
         if not self._place.steps_here(part):  # rule 1 of `States`
@@ -157,7 +157,7 @@ class ParameterGroups:
         sizes = [len(part.replica.ordered) for part in self._place.parts]
         if self._place.agree(sizes) == sizes:
             return
-        snapshot = self._channel.snapshot(with_state=False)
+        snapshot = self._channel.store.snapshot(with_state=False)
         for part, theirs in zip(self._place.parts, snapshot.parts, strict=True):
             known = {name: parameter for parameter, name in part.names().items()}
             for name, value in theirs["weights"].items():
@@ -280,14 +280,14 @@ class ParameterGroups:
                 version = answer.layout
             except ProtocolError as error:  # the others, which wait here, must hear of it
                 reason = str(error)
-        note = self._channel.tell_group(msgspec.msgpack.encode((reason, version)))
+        note = self._channel.members.tell(msgspec.msgpack.encode((reason, version)))
         reason, version = msgspec.msgpack.decode(note, type=tuple[str, int])
         if reason:
             raise UnsupportedError(
                 f"the optimizer's parameter groups have changed, and the server cannot follow: {reason}"
             )
         if nbytes:
-            self._channel.broadcast_in_group(theirs)
+            self._channel.members.broadcast(theirs)
         return version, theirs
 
 

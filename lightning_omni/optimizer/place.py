@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_omni.errors import ConfigurationError
@@ -29,6 +30,7 @@ from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.all_reduce import AllReduce
 from lightning_omni.protocol.codec import Packed, pack, unpack
 from lightning_omni.protocol.group import GroupCore
+from lightning_omni.protocol.split import Split, is_elementwise
 from lightning_omni.protocol.transport import Control
 from lightning_omni.protocol.wire_format import WireFormat
 from lightning_omni.topology import RECORDER, Topology
@@ -362,6 +364,19 @@ class Place:
     def steps_here(self, part: Part) -> bool:
         """Whether the user's optimizer steps this part on every rank."""
         return self.steps_at_worker and part.head is None
+
+    def split_of(self, part: Part, servers: int) -> Split:
+        """How the parameters of an optimizer are divided over so many servers."""
+        layout = part.replica.layout
+        if part.split is None or part.split.layout is not layout or len(part.split.shares) != servers:
+            at_servers = None if self.steps_here(part) else part.optimizer
+            part.split = Split.of(layout, servers, is_elementwise(self.method, at_servers))
+        return part.split
+
+    def empty(self, nbytes: int) -> Tensor:
+        """Memory for what is exchanged with the server: see `Control.empty`."""
+        assert self.control is not None
+        return self.control.empty(nbytes)
 
     # --- Among all ranks ---------------------------------------------------------------------------------------------
 

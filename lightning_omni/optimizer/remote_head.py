@@ -146,7 +146,7 @@ class RemoteHead:
                 answer, payload = self._ask(self._forward(with_tensors(tree, whole), exclusive=True), m.HeadOutput)
                 packed = answer.packed
                 payload = self.side.flat_of(packed, payload)
-            note = self._channel.tell_group(msgspec.msgpack.encode(packed))
+            note = self._channel.members.tell(msgspec.msgpack.encode(packed))
             packed = msgspec.msgpack.decode(note, type=Packed)
             views = packed.layout.views(payload) if place.is_leader else []
             self._shapes = shapes = [(spec.shape, DTYPES[spec.dtype]) for spec in packed.specs]
@@ -190,7 +190,7 @@ class RemoteHead:
                 there = msgspec.msgpack.encode(
                     ([gradient is not None for gradient in back], answer.applied, answer.refused_in_row)
                 )
-            present, applied, refused = msgspec.msgpack.decode(self._channel.tell_group(there))
+            present, applied, refused = msgspec.msgpack.decode(self._channel.members.tell(there))
             shapes = [
                 ((sum(self._rows), *shape[1:]) if self._is_shared else tuple(shape), dtype)
                 for (shape, dtype), is_there in zip(inputs, present, strict=True)

@@ -15,11 +15,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_omni.methods.modules import describe_module
-from lightning_omni.optimizer.channel import Channel, ServerSnapshot
+from lightning_omni.optimizer.channel import Channel
 from lightning_omni.optimizer.model_replica import Part
 from lightning_omni.optimizer.parameter_groups import ParameterGroups
 from lightning_omni.optimizer.place import Place
 from lightning_omni.optimizer.saved import Saved
+from lightning_omni.optimizer.server_store import ServerSnapshot
 from lightning_omni.optimizer.sharding import held_by, here, in_order, parts_of, state_like, whole
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import pack
@@ -133,7 +134,7 @@ class States:
                 }
                 for part, state in zip_longest(self._place.parts, self._resumed.server)
             ]
-            self._channel.seed(parts)
+            self._channel.store.seed(parts)
         for part in self._place.parts:
             for parameter in () if self._place.steps_here(part) else part.replica.ordered:
                 part.optimizer.state.pop(parameter, None)
@@ -142,7 +143,7 @@ class States:
     def keep(self) -> None:
         """What the server knows besides weights is handed back to it by the next `seed`."""
         if self._place.hands_over:
-            snapshot = self._channel.snapshot()
+            snapshot = self._channel.store.snapshot()
             self._give_back(snapshot)
             self._resumed = Saved(server=[part["method"] for part in snapshot.parts])
             for part, clock in zip(self._place.parts, snapshot.cut.clocks, strict=True):
@@ -154,7 +155,7 @@ class States:
             return self.take_back()
         mine = self.take_back() if self._place.speaks else ()
         self._share([part for part in self._place.parts if not self._place.steps_here(part)])
-        spans = self._channel.tell_group(msgspec.msgpack.encode(mine))
+        spans = self._channel.members.tell(msgspec.msgpack.encode(mine))
         return msgspec.msgpack.decode(spans, type=tuple[tuple[int, int], ...])
 
     def take_back(self) -> tuple[tuple[int, int], ...]:
@@ -163,7 +164,7 @@ class States:
         Returns:
             The ranges of the epoch that are trained.
         """
-        snapshot = self._channel.snapshot(with_state=not all(map(self._place.steps_here, self._place.parts)))
+        snapshot = self._channel.store.snapshot(with_state=not all(map(self._place.steps_here, self._place.parts)))
         self._give_back(snapshot)
         return snapshot.cut.trained
 
@@ -174,7 +175,7 @@ class States:
                 {**part.replica.own_state(whole=self._place.steps_here(part)), **self._residuals.saved(index)}
                 for index, part in enumerate(self._place.parts)
             ]
-            self._channel.store_group_state(*pack(states))
+            self._channel.store.store_group_state(*pack(states))
         self._place.barrier()
 
     def _give_back(self, snapshot: ServerSnapshot) -> None:
@@ -237,7 +238,7 @@ class States:
             return
         for part in parts:
             plain = part.optimizer.state_dict()
-            state = self._channel.tell_replicas(parts_of(plain["state"]) if self._place.speaks else {})
+            state = self._channel.members.tell_replicas(parts_of(plain["state"]) if self._place.speaks else {})
             if not self._place.speaks:
                 part.optimizer.load_state_dict({**plain, "state": state_like(state, held_by(part.optimizer))})
 

@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 import torch
 
 from lightning_omni.methods import Pulled
-from lightning_omni.optimizer.channel import Channel, ServerSnapshot
+from lightning_omni.optimizer.channel import Channel
 from lightning_omni.optimizer.edits import Edits
 from lightning_omni.optimizer.place import Place
+from lightning_omni.optimizer.server_store import ServerSnapshot
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import pack, unpack
 from lightning_omni.protocol.cut import Cut
@@ -57,7 +58,7 @@ class Versions:
         for part in self._place.parts:
             self._edits.check(part)
         self._channel.finish_exchanges()
-        snapshot = self._channel.snapshot(with_state=False, version=number) if self._place.is_leader else None
+        snapshot = self._channel.store.snapshot(with_state=False, version=number) if self._place.is_leader else None
         for index in range(len(self._place.parts)):
             self._load(index, snapshot)
         try:
@@ -74,7 +75,7 @@ class Versions:
             weights = snapshot.parts[index]["weights"]
             for name, tensor in zip(replica.parameters, tensors, strict=True):
                 tensor.copy_(weights[name])
-        self._channel.broadcast_in_group(memory)
+        self._channel.members.broadcast(memory)
         replica.stash()
         replica.load(Pulled(tensors, clock))
 
@@ -98,7 +99,7 @@ class Versions:
         if self._place.enlistment is None:
             return RECORDER in self._place.members
         is_here = self._place.follow_recorder(asks=self._place.is_leader)
-        return bool(self._channel.tell_group(b"here" if is_here else b""))
+        return bool(self._channel.members.tell(b"here" if is_here else b""))
 
     def release(self, number: int) -> None:
         """No checkpoint is saved of validations up to this one any more. By the recorder."""

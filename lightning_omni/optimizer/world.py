@@ -230,7 +230,7 @@ class World(Place):
     def agree_on_recorder(self) -> None:
         """While groups compute, the recorder may go: its new group learns of it at one moment. On all of a group."""
         if self.enlistment is not None and self.share is not None and self.is_computing:
-            self._is_with_recorder = self.channel.tell_group(str(self.is_recorder).encode()) == b"True"
+            self._is_with_recorder = self.channel.members.tell(str(self.is_recorder).encode()) == b"True"
 
     def wait_for_members(self) -> None:
         """Until all of this rank's group are here."""

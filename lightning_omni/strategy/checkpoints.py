@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_omni.optimizer import World, names_of
-from lightning_omni.optimizer.channel import ServerSnapshot
 from lightning_omni.optimizer.folders import Folder, by_names, without_tensors
 from lightning_omni.optimizer.folders import save as save_folder
 from lightning_omni.optimizer.saved import ENTRY, Saved
+from lightning_omni.optimizer.server_store import ServerSnapshot
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.progress import Progress
 from lightning_omni.strategy.epochs import EpochDriver
@@ -92,7 +92,7 @@ class Checkpoints:
                 " at an epoch's end or after a validation to have it"
             )
         if world.hands_over:
-            self._snapshot = world.channel.snapshot(version=version.number if version is not None else 0)
+            self._snapshot = world.channel.store.snapshot(version=version.number if version is not None else 0)
             if is_together and world.enlistment is None:  # a group that has joined does not know of all others
                 self._snapshot = self._complete_groups(self._snapshot, world.live_groups)
             if world.share is not None:
@@ -133,7 +133,7 @@ class Checkpoints:
         if all(world.steps_here(part) for part in world.parts if part.optimizer is optimizer):
             return own
         if self._snapshot is None:
-            self._snapshot = world.channel.snapshot()
+            self._snapshot = world.channel.store.snapshot()
         return {"state": world.states.whole(optimizer, self._snapshot.parts), "param_groups": own["param_groups"]}
 
     def complete(

@@ -95,14 +95,14 @@ class RunStates:
         tree = self._describe()  # on all of the group: what users save may need collectives
         if tree["shared"]:
             if world.speaks and not world.is_leader:
-                world.channel.store_run_state(*pack({"shared": tree["shared"]}))
+                world.channel.store.store_run_state(*pack({"shared": tree["shared"]}))
             world.wait_for_members()  # what the leader stores lets others in
         if world.is_leader:
             try:
                 packed, buffer = pack(tree)
             except MalformedMessage as error:
                 packed, buffer = pack({"refused": f"the run's schedulers or optimizers cannot be sent: {error}"})
-            world.channel.store_run_state(packed, buffer)
+            world.channel.store.store_run_state(packed, buffer)
 
     def _describe(self) -> dict[str, Any]:
         strategy, trainer = self._strategy, self._strategy.fitted.trainer
@@ -202,7 +202,7 @@ class RunStates:
         """
         strategy = self._strategy
         joined = strategy.joined.take_part()
-        tree = strategy.joined.channel.read_run_state()
+        tree = strategy.joined.channel.store.read_run_state()
         if "refused" in tree:
             raise UnsupportedError(f"no group can join this run: {tree['refused']}")
         assert joined.plan is not None  # or the server would not have let it in
@@ -220,7 +220,7 @@ class RunStates:
         _private.set_folders(trainer, tree["folders"])
         _private.load_callbacks(trainer, checkpoint)
         if tree["shared"] and not (strategy.joined.share is None or strategy.joined.is_leader):
-            tree["shared"] = strategy.joined.channel.read_run_state(share=True)["shared"]
+            tree["shared"] = strategy.joined.channel.store.read_run_state(share=True)["shared"]
         self._take_over_module(tree)
         self._again = tree
         schedule: dict[Any, Any] = {}

@@ -53,7 +53,7 @@ class ValidatedWeights:
                 return None
         self._late = 0
         if world.heads or world.method.evaluated != "mean":
-            parts = zip(world.parts, world.channel.snapshot(with_state=False).parts, strict=True)
+            parts = zip(world.parts, world.channel.store.snapshot(with_state=False).parts, strict=True)
             for part, held in parts:
                 if part.head is not None or world.method.evaluated != "mean":
                     weights |= held["weights"]

@@ -106,7 +106,7 @@ def gather_group_state(world: World) -> bool:
     world.states.gather_group_state()
     same = True
     if world.rank == 0:
-        groups = world.channel.snapshot().groups
+        groups = world.channel.store.snapshot().groups
         world.states.resume(Saved(groups=3, states=groups))  # of other groups: it says so, and takes nothing
         saved = groups[world.group][0]
         before = world.core.sender_state(0)["residual"]

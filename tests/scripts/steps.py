@@ -74,7 +74,9 @@ class Follows(pl.Callback):
         """Until the server has trained two steps more than rank 0 has heard of, or all of the epoch."""
         if RANK == 0 and world.executor.exchanges:
             enough = min(512, world.core.heard.progress + 2 * BATCH)
-            while sum(stop - start for start, stop in world.channel.snapshot(with_state=False).cut.trained) < enough:
+            while (
+                sum(stop - start for start, stop in world.channel.store.snapshot(with_state=False).cut.trained) < enough
+            ):
                 time.sleep(SECONDS[0])
 
 

@@ -1,0 +1,100 @@
+"""What the members of a group tell each other: what one of them has heard, and what they have to agree on.
+
+One rank asks others, or the server, and the members that need the answer get it from that one: the leader for its whole
+group; where the members hold the model together, the rank that speaks for a share for those that have the same share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_omni.optimizer.place import Place
+from lightning_omni.protocol.codec import Packed, pack, unpack
+
+PREFIX = 128
+"""Bytes in front of the tensors that a rank broadcasts to others: what else there is to say."""
+_LETTER = 1024
+"""Bytes of a leader's note to its group that travel in one broadcast; longer ones take two."""
+
+
+class GroupMembers:
+    """The members of this rank's group. All of them make the same calls.
+
+    Args:
+        place: this rank's, in the run.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+
+    def broadcast(self, memory: Tensor) -> None:
+        """From the leader to its group."""
+        if len(self._place.members) == 1:
+            return
+        self._broadcast(memory, self._place.compute_group)
+
+    def broadcast_to_replicas(self, memory: Tensor) -> None:
+        """From the rank that speaks for a share of the model to those of its group that have the same share."""
+        if self._place.replicas > 1:
+            self._broadcast(memory, self._place.replica_group)
+
+    def _broadcast(self, memory: Tensor, group: Any) -> None:
+        """From the first rank of a process group."""
+        shared = memory.to(self._place.device) if self._place.device.type != "cpu" else memory
+        dist.broadcast(shared, group=group, group_src=0)
+        if shared is not memory:
+            memory.copy_(shared)
+
+    def tell(self, note: bytes) -> bytes:
+        """A note from the leader to its group, which is what every member gets."""
+        if len(self._place.members) == 1:
+            return note
+        return _told(note if self._place.is_leader else None, self.broadcast)
+
+    def tell_replicas(self, tree: Any) -> Any:
+        """Plain data and tensors of the rank that speaks for a share of the model, at all that have the same share."""
+        if self._place.replicas == 1:
+            return tree
+        packed, buffer = pack(tree if self._place.speaks else {})
+        mine = msgspec.msgpack.encode((packed, buffer.numel())) if self._place.speaks else None
+        packed, size = msgspec.msgpack.decode(_told(mine, self.broadcast_to_replicas), type=tuple[Packed, int])
+        flat = buffer if self._place.speaks else torch.empty(size, dtype=torch.uint8)
+        if size:
+            self.broadcast_to_replicas(flat)
+        return tree if self._place.speaks else unpack(packed, flat, copy=True)
+
+    def largest(self, numbers: Sequence[int]) -> list[int]:
+        """The largest of each number over the ranks with which this one holds a replica of the model."""
+        return self._place.process_groups.largest(numbers, self._place.holder_group)
+
+
+def _told(note: bytes | None, broadcast: Callable[[Tensor], None]) -> bytes:
+    """A note at all ranks of a process group.
+
+    Args:
+        note: on the rank that tells it; None on the others.
+        broadcast: from that rank to the others.
+    """
+    letter = torch.zeros(8 + _LETTER, dtype=torch.uint8)
+    if note is not None:
+        beginning = torch.frombuffer(bytearray(note[:_LETTER]), dtype=torch.uint8)
+        letter[:8].view(torch.int64)[0] = len(note)
+        letter[8 : 8 + beginning.numel()] = beginning
+    broadcast(letter)
+    size = int(letter[:8].view(torch.int64)[0])
+    if size <= _LETTER:
+        return letter[8 : 8 + size].numpy().tobytes()
+    long = torch.zeros(size, dtype=torch.uint8)
+    if note is not None:
+        long.copy_(torch.frombuffer(bytearray(note), dtype=torch.uint8))
+    broadcast(long)
+    return long.numpy().tobytes()
+
+
+__all__ = ["PREFIX", "GroupMembers"]

@@ -1,0 +1,158 @@
+"""A group's way to other groups, with a method whose groups speak to each other: gossip."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+import msgspec
+import torch
+from torch import Tensor
+
+from lightning_omni.errors import UnsupportedError
+from lightning_omni.methods import Inbox
+from lightning_omni.optimizer.members import PREFIX, GroupMembers
+from lightning_omni.optimizer.meshes import shown
+from lightning_omni.optimizer.model_replica import Part
+from lightning_omni.optimizer.place import Place
+from lightning_omni.optimizer.together import Together
+from lightning_omni.protocol.layout import Layout
+from lightning_omni.protocol.transport import Address, Control, Peers, PeersOfShares
+
+
+class OtherGroups:
+    """What a rank exchanges with other groups. Every rank of a group makes the same calls.
+
+    Args:
+        place: this rank's, in the run.
+        members: of its group.
+        synchronize: `Channel.synchronize`.
+        timed: a context whose time and bytes are those of an exchange.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        members: GroupMembers,
+        synchronize: Callable[[str, bytes], list[tuple[int, bytes]]],
+        timed: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._place, self._members, self._synchronize, self._timed = place, members, synchronize, timed
+        self._peers: Peers | None = None
+
+    @property
+    def moved(self) -> int:
+        """Bytes of tensors to and from other groups, since groups were formed."""
+        return self._peers.moved if self._peers is not None else 0
+
+    def connect(self) -> None:
+        """New groups stand: where the method has them talk to each other, leaders say where they listen."""
+        self.close()
+        if not self._place.method.talks_to_peers or self._place.is_synchronous:
+            return
+        assert self._place.control is not None
+        mine = b""
+        if self._place.speaks:
+            self._peers = self._listen(self._place.control)
+            address = self._place.server.published(self._peers.address)
+            mine = msgspec.json.encode((self._share_number, Address(self._place.group, address)))
+        said = self._synchronize("peers", mine)
+        if self._peers is not None:
+            others = [msgspec.json.decode(payload, type=tuple[int, Address]) for _, payload in said if payload]
+            alike = [other for share, other in others if share == self._share_number]
+            self._peers.connect({other.group: other for other in alike if other.group != self._place.group})
+
+    @property
+    def _share_number(self) -> int:
+        return self._place.share[0] if self._place.share is not None else 0
+
+    def _listen(self, control: Control) -> Peers:
+        """This rank's way to other groups: of a leader, or of a member to those that have the same share."""
+
+        def is_lost(group: int) -> bool:
+            return group not in self._place.live_groups
+
+        peers = control.listen(
+            [part.replica.layout for part in self._place.parts],
+            is_lost,
+            everywhere=not self._place.server.is_on_this_node_only,
+            wire_format=self._place.core.wire_format.pushes,
+        )
+        if self._place.share is None:
+            return peers
+        if not isinstance(peers, PeersOfShares):
+            peers.close()
+            raise UnsupportedError(
+                f"{shown(self._place.options.inside)} and method={type(self._place.method).__name__}: with this"
+                " transport= only leaders speak to other groups, and each member has a share of the model; leave"
+                ' transport= out, or use a method that exchanges with the server, as "local_sgd"'
+            )
+        return Together(peers, self._place.group, self._members.largest, is_lost)
+
+    def grow(self, index: int, layout: Layout) -> None:
+        """One optimizer's weights have another layout from now on; what peers have sent in the old one is gone."""
+        if self._peers is not None:
+            self._peers.grow(index, layout)
+
+    def publish(self, index: int, tensors: Sequence[Tensor]) -> None:
+        """Other groups may read these weights."""
+        if self._peers is not None:
+            self._peers.publish(index, tensors)
+
+    def send(self, index: int, group: int, tensors: Sequence[Tensor]) -> None:
+        """Weights for another group's inbox."""
+        if self._peers is not None:
+            with self._timed():
+                self._peers.send(group, index, tensors)
+
+    def read(self, index: int, group: int) -> Sequence[Tensor] | None:
+        """What another group has published."""
+
+        def read() -> tuple[Sequence[Tensor] | None, int]:
+            assert self._peers is not None
+            theirs = self._peers.read(group, index)
+            return theirs, int(theirs is not None)
+
+        return self._share_tensors(self._place.parts[index], read)[0]
+
+    def read_inbox(self, index: int) -> Inbox:
+        """What other groups have sent."""
+
+        def read() -> tuple[Sequence[Tensor] | None, int]:
+            assert self._peers is not None
+            inbox = self._peers.read_inbox(index)
+            return inbox.total, inbox.count
+
+        return Inbox(*self._share_tensors(self._place.parts[index], read))
+
+    def _share_tensors(
+        self, part: Part, read: Callable[[], tuple[Sequence[Tensor] | None, int]]
+    ) -> tuple[Sequence[Tensor] | None, int]:
+        """The leader reads something, and a count, or each rank that speaks for a share; others like it get both."""
+        by_member = self._place.share is not None
+        listeners = self._place.replicas if by_member else len(self._place.members)
+        broadcast = self._members.broadcast_to_replicas if by_member else self._members.broadcast
+        with self._timed():
+            tensors, count = read() if self._place.speaks else (None, 0)
+            if listeners == 1:
+                return tensors, count
+            memory = part.memory(PREFIX, self._place.empty)
+            prefix, views = memory[:PREFIX].view(torch.int64), part.replica.layout.views(memory[PREFIX:])
+            if self._place.speaks:
+                prefix[0] = count
+                for view, tensor in zip(views, tensors or (), strict=False):
+                    view.copy_(tensor)
+            broadcast(memory[:PREFIX])
+            count = int(prefix[0])
+            if count:
+                broadcast(memory)
+            return (views if count else None), count
+
+    def close(self) -> None:
+        """Ends the connections to other groups."""
+        if self._peers is not None:
+            self._peers.close()
+            self._peers = None
+
+
+__all__ = ["OtherGroups"]
