@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_omni.performance.forecast import Scaling, Setting, TrialResult
@@ -231,6 +231,7 @@ def slower(found: Search, setting: Setting, samples_per_second: float, observati
     return Search(found.spec, "forecast", [observation], group_speed=GroupSpeed(setting, samples_per_second))
 
 
+@settings(max_examples=20, deadline=None)
 @given(factor=st.floats(0.1, 3.0))
 def test_groups_that_were_slower_than_predicted_slow_all_groups_down_and_faster_ones_none(factor: float) -> None:
     found = search(seen(exponential()), replace(EVERYTHING, method=METHODS[:2], wire=("fp32",)))
