@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import time
-from statistics import mean
 
 from torch import Tensor
 
 from lightning_omni.errors import ConfigurationError, OmniError
 from lightning_omni.performance.measured import Measured
 from lightning_omni.search import Observation, Search, SearchSpec
-from lightning_omni.search.choice import gain_of_merging, gain_of_servers, verdict
+from lightning_omni.search.choice import verdict
 from lightning_omni.strategy._private import will_step
+from lightning_omni.tuner.advice import Advice
 from lightning_omni.tuner.applied import AppliedSetting
-from lightning_omni.tuner.first_batches import FirstBatches, bytes_take_long
+from lightning_omni.tuner.first_batches import FirstBatches
 from lightning_omni.tuner.fit_space import FitSpace
 from lightning_omni.tuner.hyperparameters import Hyperparameters
 from lightning_omni.tuner.reports import TunerReports
@@ -49,7 +49,7 @@ class ByFirstBatches:
         self._batches: FirstBatches | None = None
         self._known: list[Measured] = []
         self._deciding = 0.0
-        self._advised: set[str] = set()
+        self._advice = Advice(run)
 
     # --- To begin -----------------------------------------------------------------------------------------------------
 
@@ -102,11 +102,16 @@ class ByFirstBatches:
         """
         batches, trainer = self._batches, self._run.trainer
         if batches is None:
+            self._advice.batch_done()
             return
         steps = will_step(trainer)
         batches.batch_done(loss, steps)
         if steps and batches.is_due and not trainer.is_last_batch:
             self._decide(batches)
+
+    def ended(self) -> None:
+        """The run has ended well."""
+        self._advice.ended()
 
     def close(self) -> None:
         """Nothing is timed any more."""
@@ -158,51 +163,13 @@ class ByFirstBatches:
                 return None
             if known and search.choice().setting in (run.state.setting, spec.start):
                 return Command(run.setting)  # as it was forecast, or nothing is better
-            self._advise(search)
+            self._advice.seek(search)
             search.next()  # it is over
             run.remember(search, run.seconds)
             self._retuning.search_begins()
             return run.conclude(search)
         except OmniError as error:
             return Command(spec.start, error=str(error))
-
-    def _advise(self, search: Search) -> None:
-        """The user is told of what cannot be changed in this run and would make it clearly faster."""
-        run = self._run
-        for name in search.unseen_heads:
-            if name not in self._advised:
-                self._advised.add(name)
-                run.say(
-                    f'OmniTuner: space={{"merged": {name!r}}}: it is not merged, for it was not called exactly once in'
-                    " each step with tensors whose first dimension is the batch"
-                )
-        if not (search.spec.space.merged or search.spec.start.merged):
-            self._advise_to_merge(search)
-        server, options = run.world.server, run.world.options
-        if server.nodes > 1 and server.count == 1 and options.server is None and "servers" not in self._advised:
-            self._advise_servers(search, server.nodes)
-
-    def _advise_to_merge(self, search: Search) -> None:
-        found = gain_of_merging(search)
-        if found is not None and found.setting.merged not in self._advised:
-            name = found.setting.merged
-            self._advised.add(name)
-            self._run.say(
-                f"OmniTuner: with {name} merged {found.why}; for that, pass"
-                f' OmniTuner(space={{"merged": ["{name}"]}}), or OmniStrategy(merged="{name}")'
-            )
-
-    def _advise_servers(self, search: Search, nodes: int) -> None:
-        measured = search.measured[-1]
-        if not bytes_take_long(measured.reduce_per_byte * measured.nbytes, mean(measured.steps[0])):
-            return
-        found = gain_of_servers(search, nodes)
-        if found is not None:
-            self._advised.add("servers")
-            self._run.say(
-                f"OmniTuner: with a parameter server on each node {found.why}; for that, pass"
-                ' OmniStrategy(servers="per-node")'
-            )
 
     def _time_again(self, observation: Observation, before: FirstBatches) -> None:
         """The run goes on in one group with other batches: whether it is as fast as it should be is seen in these."""

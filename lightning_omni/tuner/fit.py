@@ -305,6 +305,7 @@ class TunedFit(Fit):
     @override
     def ended(self) -> None:
         self.plateau.ended()
+        self.by_first_batches.ended()
         self.reports.ended()
 
     @override

@@ -1,0 +1,118 @@
+"""What a user could change in the next run: found beside the training, which does not wait for it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from statistics import mean
+
+from lightning_omni.search import Search
+from lightning_omni.search.choice import gain_of_merging, gain_of_servers
+from lightning_omni.tuner.first_batches import bytes_take_long
+from lightning_omni.tuner.run import TunedRun
+
+_log = logging.getLogger(__name__)
+
+
+class Advice:
+    """Tells the user of what cannot be changed in a run under way and would make it clearly faster. On rank 0.
+
+    Whether it would takes about as long to find out as the choice itself, and other ranks would wait for this one. So
+    it is found in a thread, once nothing is timed any more, which the thread would disturb.
+
+    Args:
+        run: that is tuned.
+    """
+
+    def __init__(self, run: TunedRun) -> None:
+        self._run = run
+        self._said: set[str] = set()
+        self._asked: Search | None = None
+        self._sought: Future[list[tuple[str, str]]] | None = None
+
+    def seek(self, search: Search) -> None:
+        """A setting is about to be chosen: there will be advice, soon.
+
+        Args:
+            search: by which it is.
+        """
+        for name in search.unseen_heads:
+            self._say(
+                name,
+                f'space={{"merged": {name!r}}}: it is not merged, for it was not called exactly once in each step with'
+                " tensors whose first dimension is the batch",
+            )
+        self._asked = search
+
+    def batch_done(self) -> None:
+        """A batch was trained, and nothing is timed."""
+        if self._sought is None and self._asked is not None:
+            self._begin(self._asked)
+        if self._sought is not None and self._sought.done():
+            self._tell(self._sought)
+
+    def ended(self) -> None:
+        """The run has ended well: what is not known yet is waited for."""
+        if self._sought is None and self._asked is not None:
+            self._begin(self._asked)
+        if self._sought is not None:
+            self._tell(self._sought)
+
+    def _begin(self, search: Search) -> None:
+        self._asked = None
+        plain, ways = search.to_dict(), self._ways(search)
+        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="omni-advice")
+        # With a search of its own: this rank's goes on being used.
+        self._sought = thread.submit(lambda: [told for way in ways if (told := way(Search.from_dict(plain)))])
+        thread.shutdown(wait=False)
+
+    def _tell(self, sought: Future[list[tuple[str, str]]]) -> None:
+        self._sought = None
+        try:
+            found = sought.result()
+        except Exception:  # a run does not end for want of advice
+            _log.warning("what would make a run like this faster could not be found out", exc_info=True)
+            return
+        for what, sentence in found:
+            self._say(what, sentence)
+
+    def _say(self, what: str, sentence: str) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            self._run.say(f"OmniTuner: {sentence}")
+
+    def _ways(self, search: Search) -> list[Callable[[Search], tuple[str, str] | None]]:
+        """What to ask: each gives what it is about, which is said once, and a sentence; or None."""
+        server, options = self._run.world.server, self._run.world.options
+        ways: list[Callable[[Search], tuple[str, str] | None]] = []
+        if not (search.spec.space.merged or search.spec.start.merged):
+            ways.append(_to_merge)
+        if server.nodes > 1 and server.count == 1 and options.server is None:
+            measured = search.measured[-1]
+            if bytes_take_long(measured.reduce_per_byte * measured.nbytes, mean(measured.steps[0])):
+                ways.append(lambda copy: _to_have_servers(copy, server.nodes))
+        return ways
+
+
+def _to_merge(search: Search) -> tuple[str, str] | None:
+    found = gain_of_merging(search)
+    if found is None:
+        return None
+    name = found.setting.merged
+    sentence = (
+        f"with {name} merged {found.why}; for that, pass"
+        f' OmniTuner(space={{"merged": ["{name}"]}}), or OmniStrategy(merged="{name}")'
+    )
+    return name, sentence
+
+
+def _to_have_servers(search: Search, nodes: int) -> tuple[str, str] | None:
+    found = gain_of_servers(search, nodes)
+    if found is None:
+        return None
+    sentence = f'with a parameter server on each node {found.why}; for that, pass OmniStrategy(servers="per-node")'
+    return "servers", sentence
+
+
+__all__ = ["Advice"]
