@@ -175,6 +175,8 @@ class OmniTunerHooks(_CallbackBase):
                 " pass Trainer(strategy=OmniStrategy())"
             )
         self._leave()
+        if trainer.is_global_zero:  # by now a launcher has done so, if it is Lightning that starts the ranks
+            self._load_libraries()
         run = TunedRun(trainer, pl_module, self._options, self.rank_zero_info)
         world = run.strategy.world
         is_joined = world is not None and world.enlistment is not None
@@ -183,11 +185,15 @@ class OmniTunerHooks(_CallbackBase):
 
     def on_omni_launch(self, trainer: Trainer) -> None:
         """What a search needs comes up while the other ranks start: a server for several groups, and slow libraries."""
+        self._load_libraries()
+        if self.budget > 0 and may_form_groups(self._options, trainer):
+            strategy_of(trainer).prepare_server()
+
+    def _load_libraries(self) -> None:
+        """Begins to import what a search needs: where it is first needed, all ranks would wait for it."""
         if self.budget > 0:
             needed = sampler_of(self.search).uses_scikit_optimize
             threading.Thread(target=load_libraries, args=(needed,), name="omni-libraries", daemon=True).start()
-            if may_form_groups(self._options, trainer):
-                strategy_of(trainer).prepare_server()
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
