@@ -9,6 +9,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -114,6 +115,34 @@ def test_a_checkpoint_on_a_full_disk_is_refused_and_the_old_one_kept(small_disk:
         save(strategy, 1_000_000, small_disk / "other.ckpt")
     assert [file.name for file in small_disk.iterdir()] == ["last.ckpt"]
     assert torch.load(small_disk / "last.ckpt")["state_dict"]["weight"].numel() == 1_000
+
+
+def test_a_checkpoint_whose_writing_is_interrupted_leaves_the_old_one_and_no_part_of_itself(tmp_path: Path) -> None:
+    strategy = OmniStrategy(groups=2)
+    save(strategy, 10, tmp_path / "run.ckpt")
+    before = (tmp_path / "run.ckpt").read_bytes()
+    partial = tmp_path / f"run.ckpt.{os.getpid()}.partial"
+    os.mkfifo(partial)  # so that it is known when it is being written; a pipe does not hold all of it
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def interrupt() -> None:
+        with partial.open("rb") as file:
+            assert file.read(1)
+            signal.pthread_kill(main, signal.SIGUSR1)
+            file.read()
+
+    handler = signal.signal(signal.SIGUSR1, signal.default_int_handler)  # as Ctrl-C, which pytest may ignore
+    reader = threading.Thread(target=interrupt)
+    reader.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            save(strategy, 1_000_000, tmp_path / "run.ckpt")
+    finally:
+        reader.join(60)
+        signal.signal(signal.SIGUSR1, handler)
+    assert (tmp_path / "run.ckpt").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["run.ckpt"]
 
 
 def test_a_checkpoint_plugin_of_the_users_is_left_alone(tmp_path: Path) -> None:

@@ -126,6 +126,18 @@ def test_a_finished_fit_that_is_interrupted_has_not_failed() -> None:
         assert claim not in finished.output, finished.output[-6000:]
 
 
+def test_ctrl_c_leaves_rank_0_the_time_to_save_and_blames_no_other() -> None:
+    options = {"strategy": {"groups": 1}, "devices": 2, "ready": 2, "grace": 0.4, "slow_disk": 1.5}
+    with Running("signals.py", options) as running:
+        processes(running.folder, 2, lambda: running.output)
+        os.killpg(running.process.pid, signal.SIGINT)
+        finished = finish(running)
+        assert finished.code == 1, finished.output[-6000:]
+        for name in ("exception", "model"):
+            assert torch.load(running.folder / f"{name}.ckpt", weights_only=False)["global_step"] > 0
+    assert "SIGKILL" not in finished.output
+
+
 INTERRUPTED_WHILE_IT_STARTS = """
 import signal, subprocess, sys
 from lightning_omni.strategy import launcher
@@ -134,10 +146,13 @@ class Asked:
     def can_go_on(self, rank, code):
         return False
 
+    def is_writing(self):
+        return False
+
 launcher.GRACE, asked = 0.1, Asked()
 kill = "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
 child = subprocess.Popen([sys.executable, "-c", kill], stderr=subprocess.DEVNULL)
-observer = launcher.ChildObserver([child], asked.can_go_on)
+observer = launcher.ChildObserver([child], asked.can_go_on, asked.is_writing)
 observer.start()
 observer.join(60)
 """

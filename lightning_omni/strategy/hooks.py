@@ -218,7 +218,7 @@ class OmniStrategyHooks(SavingStrategy):
         self.signals = Signals(self.terminated_class)
         self.rejoining = Rejoining()
         self.checkpoints = Checkpoints(self.rank_zero_warn)
-        self._has_gathered = self.has_failed = False
+        self._has_gathered = self.has_failed = self.is_writing = False
         self._arrangement: tuple[Topology, Communication, Balance, Merged] | None = None
         self.on_ready: list[Callable[[], None]] = []
         """Called on every rank when the groups stand and the first batch has not begun: a tuner's moment."""
@@ -267,6 +267,7 @@ class OmniStrategyHooks(SavingStrategy):
         else:
             launcher = self.launcher_class(self.cluster_environment, self.num_processes, self.num_nodes)
             launcher.on_death, launcher.on_launch = self._on_child_death, self._on_launch
+            launcher.is_writing = self._writes
             _private.set_launcher(self, launcher)
 
     def _on_launch(self, trainer: Trainer | None) -> None:
@@ -301,6 +302,10 @@ class OmniStrategyHooks(SavingStrategy):
         control.post(m.Lost(rank=rank, reason=f"the process of rank {rank} ended with {say_exit(code)}"))
         # A group that has joined on its own hears that it is evicted, and perhaps joins again.
         return enlistment is not None or 0 not in world.topology.members(world.topology.group_of(rank))
+
+    def _writes(self) -> bool:
+        """Likewise: whether this rank is writing a checkpoint."""
+        return self.is_writing
 
     @override
     def setup_environment(self) -> None:

@@ -48,10 +48,12 @@ class OmniLauncherHooks(_Base):
 
     Attributes:
         on_death: called with (local rank, exit code) when a child ends badly; says whether the run goes on.
+        is_writing: says whether this process is writing a checkpoint, which the end of a child does not cut short.
         on_launch: called with the Trainer on rank 0, while the others start; it must return at once.
     """
 
     on_death: Callable[[int, int], bool]
+    is_writing: Callable[[], bool]
     on_launch: Callable[[Trainer | None], None]
 
     @override
@@ -63,15 +65,22 @@ class OmniLauncherHooks(_Base):
         if not self.cluster_environment.creates_processes_externally:
             os.environ[_LAUNCHER] = str(os.getpid())
             self._call_children_scripts()
-            _observer = ChildObserver(self.procs, self.on_death)
+            _observer = ChildObserver(self.procs, self.on_death, self.is_writing)
             _observer.start()
         elif _observer is not None:
-            _observer.ask(self.on_death)  # the script's next fit, with a strategy of its own
+            _observer.ask(self.on_death, self.is_writing)  # the script's next fit, with a strategy of its own
         _share_threads(self.num_processes)
         if self.cluster_environment.node_rank() == self.cluster_environment.local_rank() == 0:
             self.on_launch(trainer)
         with _not_orphaned():
             return function(*args, **kwargs)
+
+    @override
+    def kill(self, signum: Any) -> None:
+        """After Ctrl-C, Lightning ends the other ranks like this: their end is no failure of theirs."""
+        if signum == signal.SIGKILL:
+            end_children()
+        super().kill(signum)
 
     def __getstate__(self) -> dict[str, Any]:  # type: ignore[explicit-override, unused-ignore]  # from Python 3.11
         """Processes stay with the process that started them."""
@@ -126,17 +135,20 @@ class ChildObserver(threading.Thread):
     Args:
         children: the processes of local ranks 1, 2, ...
         on_death: as in `OmniLauncherHooks`.
+        is_writing: likewise.
     """
 
-    def __init__(self, children: Sequence[Popen[bytes]], on_death: Callable[[int, int], bool]) -> None:
+    def __init__(
+        self, children: Sequence[Popen[bytes]], on_death: Callable[[int, int], bool], is_writing: Callable[[], bool]
+    ) -> None:
         super().__init__(name="omni-child-observer", daemon=True)
         self._children = children
         self._is_dismissed = False
-        self.ask(on_death)
+        self.ask(on_death, is_writing)
 
-    def ask(self, on_death: Callable[[int, int], bool]) -> None:
-        """From now on this is asked; it is not kept alive, for with a strategy its process groups would be."""
-        self._on_death = WeakMethod(on_death)
+    def ask(self, on_death: Callable[[int, int], bool], is_writing: Callable[[], bool]) -> None:
+        """From now on these are asked; they are not kept alive, for with a strategy its process groups would be."""
+        self._on_death, self._is_writing = WeakMethod(on_death), WeakMethod(is_writing)
 
     @property
     def count(self) -> int:
@@ -172,7 +184,7 @@ class ChildObserver(threading.Thread):
         if not is_interrupted:
             said = say_exit(code)
             _log.error("the process of local rank %d ended with %s; the run cannot go on without it", rank, said)
-        time.sleep(GRACE)
+        self._give_grace()
         if self._is_dismissed:
             return
         for child in self._children:
@@ -180,6 +192,14 @@ class ChildObserver(threading.Thread):
         if is_interrupted:
             os._exit(128 + signal.SIGINT)
         os.kill(os.getpid(), signal.SIGKILL)
+
+    def _give_grace(self) -> None:
+        # A rank that writes a checkpoint waits for none that is gone, and it may be all that is left of the run.
+        left = GRACE
+        while left > 0 and not self._is_dismissed:
+            time.sleep(POLL_SECONDS)
+            is_writing = self._is_writing()
+            left = GRACE if is_writing is not None and is_writing() else left - POLL_SECONDS
 
 
 def environment() -> dict[str, str]:

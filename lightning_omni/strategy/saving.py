@@ -32,6 +32,7 @@ class SavingStrategy(GroupedStrategy):
         run_states: what groups that join on their own are told of the run.
         signals: of the process.
         has_failed: whether the fit ends with an error on this rank, which may be the only one: it waits for no other.
+        is_writing: whether this rank is writing a checkpoint, for which it waits for no other.
         plain_checkpoint_io: Lightning's own.
         checkpoint_io_class: what takes its place.
     """
@@ -40,6 +41,7 @@ class SavingStrategy(GroupedStrategy):
     run_states: RunStates
     signals: Signals
     has_failed: bool
+    is_writing: bool
     plain_checkpoint_io: type
     checkpoint_io_class: type
 
@@ -155,7 +157,11 @@ class SavingStrategy(GroupedStrategy):
             self.checkpoints.complete(self.world, checkpoint, self.epochs)
         if type(self.checkpoint_io) is self.plain_checkpoint_io:  # and no plugin of the user's
             self.checkpoint_io = self.checkpoint_io_class()
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        self.is_writing = True
+        try:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        finally:
+            self.is_writing = False
 
     def _save_folder(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
         if storage_options is not None or "://" in str(filepath):

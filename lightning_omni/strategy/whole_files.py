@@ -30,8 +30,10 @@ def write_whole(checkpoint: dict[str, Any], path: str | Path) -> None:
         with partial.open("wb") as file:
             file.write(buffer.getbuffer())
         partial.replace(final)
-    except OSError as error:
+    except BaseException as error:  # Ctrl-C, too
         with contextlib.suppress(OSError):
             partial.unlink()
+        if not isinstance(error, OSError):
+            raise
         reason = f"{error.strerror}: this checkpoint was not saved; one of before is as it was"
         raise OSError(error.errno, reason, str(final)) from error

@@ -12,6 +12,7 @@ import torch
 from common import FOLDER, OPTIONS, Net, loaders, omni, pl, report, trainer
 from torch import Tensor
 
+import lightning_omni.strategy.launcher as launcher
 import lightning_omni.strategy.signals as signals
 
 RANK = int(os.environ.get("SLURM_PROCID", os.environ.get("LOCAL_RANK", 0)))
@@ -67,9 +68,16 @@ class InterruptedAtEnd(pl.plugins.Precision):
         time.sleep(0.1)
 
 
+class SlowDisk(pl.plugins.TorchCheckpointIO):
+    def save_checkpoint(self, *args: Any, **options: Any) -> None:
+        time.sleep(OPTIONS["slow_disk"])
+        super().save_checkpoint(*args, **options)
+
+
 def main() -> None:
     pl.seed_everything(1, verbose=False)
     signals.GRACE = OPTIONS.get("grace", signals.GRACE)
+    launcher.GRACE = OPTIONS.get("grace", launcher.GRACE)
     callbacks: list[Any] = [
         Notes(),
         pl.callbacks.OnExceptionCheckpoint(FOLDER, "exception"),
@@ -85,6 +93,8 @@ def main() -> None:
     options = {"max_epochs": 500, "enable_checkpointing": True, **OPTIONS.get("trainer", {})}
     if OPTIONS.get("interrupt_at_end"):
         options["plugins"] = InterruptedAtEnd()
+    if OPTIONS.get("slow_disk"):
+        options["plugins"] = SlowDisk()
     run = trainer(strategy, OPTIONS.get("devices", 4), callbacks=callbacks, **options)
     run.fit(SlowNet(norm=False), *loaders(OPTIONS.get("samples", 256)))
     report(RANK, {"exception": "", "step": run.global_step, "handler": str(signal.getsignal(signal.SIGTERM))})
