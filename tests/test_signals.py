@@ -86,6 +86,25 @@ def test_sigterm_ends_all_ranks_at_one_batch_and_saves(options: dict[str, Any], 
         assert finished.results[0] == finished.results[1]
 
 
+def test_sigterm_before_the_first_batch_ends_all_ranks_with_it() -> None:
+    options = {"strategy": {"groups": 1}, "devices": 2, "terminate": "start", "trainer": {"max_epochs": 1}}
+    with Running("signals.py", options) as running:
+        finished = finish(running)
+    assert finished.code == TERMINATED, finished.output[-6000:]
+    for seen in finished.results.values():
+        assert (seen["exception"], seen["received"], seen["step"]) == ("SIGTERMException", True, 0)
+    assert len(finished.results) == 2
+
+
+def test_sigterm_while_ranks_take_leave_of_each_other_leaves_a_finished_fit_finished() -> None:
+    options = {"strategy": {"groups": 2}, "devices": 2, "ready": 1, "terminate": "end", "trainer": {"max_epochs": 1}}
+    with Running("signals.py", options) as running:
+        finished = finish(running)
+    assert finished.code == 0, finished.output[-6000:]
+    assert [seen["handler"] for seen in finished.results.values()] == [str(signal.SIG_DFL)] * 2
+    assert "Received SIGTERM" not in finished.output, "Lightning's handler waits for all ranks"
+
+
 def test_sigterm_while_the_tuner_probes_ends_all_ranks() -> None:
     with Running("signals.py", {"tuner": {}, "devices": 2, "samples": 2048, "ready": 20}) as running:
         processes(running.folder, 2, lambda: running.output)

@@ -415,11 +415,11 @@ class OmniStrategyHooks(SavingStrategy):
         self.signals.install(self._trainer, self.joined, lambda: self.epochs.interrupt(self.fitted))
 
     @override
-    def on_validation_start(self) -> None:
-        """The first hook after Lightning has registered its signal handlers, if there is a sanity check."""
-        super().on_validation_start()
-        if self._is_fitting(self._trainer) and not self.nested.is_running:
+    def barrier(self, name: str | None = None) -> None:
+        """The first call after Lightning has registered its signal handlers is a barrier."""
+        if name == "run-stage" and self._is_fitting(self._trainer):
             self._install_signals()
+        super().barrier(name)
 
     @override
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -540,15 +540,17 @@ class OmniStrategyHooks(SavingStrategy):
         """Leaves the run; the embedded server stops."""
         super().teardown()
         _private.set_ddp_options(self, self.ddp_options)  # not with the process group of a compute group that was
-        self.signals.restore()
         self.has_failed = False
         if self._listener is not None:
             self._listener.close()
             self._listener = None
         self.balance.end()
         self.proxies.unguard()
-        if self.world is not None:
-            self.world.close()
+        try:
+            if self.world is not None:
+                self.world.close()
+        finally:
+            self.signals.restore()
         self.epochs.forget()
         self.checkpoints.forget()
         self.nested, self.merged, self.proxies = NestedRuns(self), Merged(self.merged.name), Proxies()

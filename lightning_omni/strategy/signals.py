@@ -48,7 +48,7 @@ _Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
 class Signals:
-    """The signals of one rank, from the first batch of a fit to its end.
+    """The signals of one rank, from before the first batch of a fit to its end.
 
     Args:
         terminated: the exception by which Lightning's loops end on SIGTERM.
@@ -110,10 +110,14 @@ class Signals:
         self._watcher.start()
 
     def restore(self) -> None:
-        """The handlers are Lightning's again, which restores what was there before."""
+        """The handlers are those of before the fit, which Lightning restores, too, when it has torn down more.
+
+        Its own would make a collective in between, to which ranks that are ready earlier do not come any more.
+        """
         for number, handler in self._replaced.items():
             if signal.getsignal(number) in (self._on_terminate, self._on_requeue):
-                signal.signal(number, handler)
+                before = self._before[number]
+                signal.signal(number, handler if before is None else before)
         self._replaced, self._watcher = {}, None
         if self._trainer is not None:
             _private.set_batch_agreement(self._trainer, None)
@@ -218,24 +222,26 @@ class Signals:
 
     def _watch(self) -> None:
         """Tells others of this rank's signals, says what it waits in for long, and ends it if it is blocked."""
-        trainer, world, is_told, has_said = self._trainer, self._world, False, False
+        trainer, world, told, has_said = self._trainer, self._world, math.inf, False
         while self._watcher is threading.current_thread() and world is not None and trainer is not None:
             time.sleep(_POLL_SECONDS)
             if world.control is not None and world.enlistment is None:
                 world.control.signal = _TERMINATE if self._terminates else _REQUEUE if self._requeues else _NOTHING
-            if self._terminates and not is_told:
-                is_told = True
+            now = time.monotonic()
+            if self._terminates and now < told:
+                told = now
                 ends = "the run ends" if world.enlistment is None else "its group leaves the run"
                 _log.warning("rank %d was told to end by SIGTERM; %s after this batch", world.rank, ends)
                 if trainer.strategy.launcher is not None:
                     trainer.strategy.launcher.kill(signal.SIGTERM)
-            silent = time.monotonic() - self._progress
+            silent = now - self._progress
             if silent > LONG_WAIT and not has_said:
                 where = waits_in(sys._current_frames().get(threading.main_thread().ident or 0))
                 has_said = bool(where)
                 if has_said:
                     _log.warning(waiting_sentence(world.rank, silent, where))
-            if self._terminates and not self.is_stopping and silent > max(GRACE, 2 * self._longest):
+            is_blocked = min(silent, now - told) > max(GRACE, 2 * self._longest)
+            if self._terminates and not self.is_stopping and is_blocked:
                 _log.critical("rank %d ends: SIGTERM, and for %.0f s no batch has begun or ended", world.rank, silent)
                 os._exit(128 + signal.SIGTERM)
 

@@ -68,6 +68,30 @@ class InterruptedAtEnd(pl.plugins.Precision):
         time.sleep(0.1)
 
 
+class TerminatedAtStart(pl.Callback):
+    """SIGTERM comes to rank 1 when Lightning's handlers are there, and no batch yet, after a start that took long."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if RANK == 1:
+            trainer.strategy.signals._progress -= 100
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.6)  # others look at it meanwhile
+
+
+class TerminatedAtEnd(pl.plugins.Precision):
+    """SIGTERM comes to rank 1 when it takes leave of rank 0, which is not as far."""
+
+    def teardown(self) -> None:
+        (FOLDER / f"leaves{RANK}").touch()
+        deadline = time.monotonic() + 60
+        while RANK == 0 and not (FOLDER / "leaves1").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if RANK == 0:
+            time.sleep(0.3)
+            os.kill(int((FOLDER / "ready1").read_text()), signal.SIGTERM)
+            time.sleep(0.3)
+
+
 class SlowDisk(pl.plugins.TorchCheckpointIO):
     def save_checkpoint(self, *args: Any, **options: Any) -> None:
         time.sleep(OPTIONS["slow_disk"])
@@ -93,6 +117,10 @@ def main() -> None:
     options = {"max_epochs": 500, "enable_checkpointing": True, **OPTIONS.get("trainer", {})}
     if OPTIONS.get("interrupt_at_end"):
         options["plugins"] = InterruptedAtEnd()
+    if OPTIONS.get("terminate") == "start":
+        callbacks.append(TerminatedAtStart())
+    if OPTIONS.get("terminate") == "end":
+        options["plugins"] = TerminatedAtEnd()
     if OPTIONS.get("slow_disk"):
         options["plugins"] = SlowDisk()
     run = trainer(strategy, OPTIONS.get("devices", 4), callbacks=callbacks, **options)
