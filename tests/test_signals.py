@@ -145,11 +145,12 @@ def test_a_finished_fit_that_is_interrupted_has_not_failed() -> None:
         assert claim not in finished.output, finished.output[-6000:]
 
 
-def test_ctrl_c_leaves_rank_0_the_time_to_save_and_blames_no_other() -> None:
+@pytest.mark.parametrize("to_all", [True, False])
+def test_ctrl_c_leaves_rank_0_the_time_to_save_and_blames_no_other(to_all: bool) -> None:
     options = {"strategy": {"groups": 1}, "devices": 2, "ready": 2, "grace": 0.4, "slow_disk": 1.5}
     with Running("signals.py", options) as running:
         processes(running.folder, 2, lambda: running.output)
-        os.killpg(running.process.pid, signal.SIGINT)
+        (os.killpg if to_all else os.kill)(running.process.pid, signal.SIGINT)
         finished = finish(running)
         assert finished.code == 1, finished.output[-6000:]
         for name in ("exception", "model"):

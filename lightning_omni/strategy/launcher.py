@@ -170,7 +170,7 @@ class ChildObserver(threading.Thread):
             time.sleep(POLL_SECONDS)
             for rank, child in list(watched.items()):
                 code = child.poll()
-                if code is None:
+                if code is None or self._is_dismissed:
                     continue
                 del watched[rank]
                 on_death = self._on_death()
