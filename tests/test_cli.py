@@ -104,6 +104,27 @@ def test_a_port_that_there_is_not_is_refused_instead_of_another_being_listened_o
             assert f"{option} {port}: pass a port, 1 to 65535, or 0 for a free one" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["--threads", "0"], "--threads 0: pass a number above 0"),
+        (["--heartbeat-timeout", "0"], "--heartbeat-timeout 0.0: pass 2s or more"),
+        (["--allow-optimizer", "Mine"], "--allow-optimizer Mine: pass module:Class"),
+        (["--allow-module", "mine:A,mine:"], "--allow-module mine:A,mine:: pass module:Class"),
+        (["--key-file", "taken/key"], "cannot make the key file taken/key (File exists); name another one"),
+    ],
+)
+def test_what_a_server_could_not_work_with_is_refused_before_it_listens(
+    given: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("LIGHTNING_OMNI_KEY", raising=False)
+    Path("taken").touch()
+    # Where nothing of this is refused, an address of no machine is, instead of a server being run.
+    assert main(["serve", "--host", "192.0.2.1", "--port", "0", "--key-file", "key", *given]) == 2
+    assert says in capsys.readouterr().err
+
+
 def test_tables_fit_a_terminal_and_are_whole_in_a_pipe(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -323,6 +323,8 @@ def test_a_run_whose_ranks_were_started_together_gives_its_weights_and_says_what
         assert main(["checkpoint", str(tmp_path / "state"), str(out), "--overwrite"]) == 0
         assert main(["checkpoint", str(tmp_path / "state"), str(out / "below")]) == 2
         assert "cannot be written" in capsys.readouterr().err
+        assert main(["checkpoint", str(tmp_path / "state"), str(tmp_path), "--overwrite"]) == 2
+        assert f"{tmp_path} is a directory; pass the name of a file" in capsys.readouterr().err
 
         serving.core.fail("the end")  # the last save stays
         states.discard(serving.core)

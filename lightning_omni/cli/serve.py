@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from lightning_omni.cli.units import Quantity, seconds_of
+from lightning_omni.cli.units import Quantity, check_above_zero, seconds_of
 from lightning_omni.errors import ConfigurationError
 
 HEARTBEAT_TIMEOUT, JOINED_HEARTBEAT_TIMEOUT = 30.0, 5.0
@@ -56,8 +56,8 @@ def serve(
         key_file: File with the shared key, created on first use. Copy it to the machines that train.
         allow_optimizer: Optimizers outside torch.optim that ranks may use, as module:Class, separated by commas.
         allow_module: Modules outside torch.nn that a merged head may contain, as module:Class, separated by commas.
-        heartbeat_timeout: Silence after which a rank counts as dead, as in 30s, or in seconds. By default 5s where
-            groups join on their own, and 30s where all ranks are started together.
+        heartbeat_timeout: Silence after which a rank counts as dead, as in 30s, or in seconds, at least 2. By default
+            5s where groups join on their own, and 30s where all ranks are started together.
         threads: Threads for the optimizer's arithmetic.
         once: Exit after the first run.
         record: File for a record of everything that changes the weights, for replay in the simulator. With several
@@ -90,12 +90,15 @@ def serve(
     from lightning_omni.server.process import ServerSettings
 
     _check_ports({"--port": port, "--data-port": data_port, "--http": http})
+    check_above_zero({"threads": threads})
     here = _check_shards(shards, shards_here, shard, coordinator, record)
     if upstream:
         _check_upstream(shards, record, http, once)
     if state is not None:
         _check_state(shards if here < shards else 1, upstream, record, transport, port)
     silence = seconds_of("--heartbeat-timeout", HEARTBEAT_TIMEOUT if heartbeat_timeout is None else heartbeat_timeout)
+    if silence < 2:
+        raise ConfigurationError(f"--heartbeat-timeout {heartbeat_timeout}: pass 2s or more: a busy rank may be late")
     progress = seconds_of("--progress-timeout", progress_timeout)
     if 0 < progress < 2:
         raise ConfigurationError(f"--progress-timeout {progress_timeout}: pass 2s or more, or 0 for never")
@@ -110,10 +113,10 @@ def serve(
         progress_timeout=progress or None,
         threads=threads,
         record=str(record or ""),
-        allow_optimizers=_listed(allow_optimizer),
-        allow_modules=_listed(allow_module),
-        methods=_listed(method),
-        wire_formats=_listed(wire_format),
+        allow_optimizers=_listed("--allow-optimizer", allow_optimizer),
+        allow_modules=_listed("--allow-module", allow_module),
+        methods=_listed("--method", method),
+        wire_formats=_listed("--wire-format", wire_format),
         transports=(transport,) if transport else (),
         shards=shards,
         shard=shard,
@@ -126,9 +129,14 @@ def serve(
     return stand(settings, options, Console(stderr=True))
 
 
-def _listed(paths: str) -> tuple[str, ...]:
+def _listed(option: str, given: str) -> tuple[str, ...]:
     """Class paths that were separated by commas."""
-    return tuple(paths.split(",")) if paths else ()
+    paths = tuple(path.strip() for path in given.split(",")) if given else ()
+    for path in paths:
+        module, _, name = path.partition(":")
+        if not module or not name:
+            raise ConfigurationError(f"{option} {given}: pass module:Class, several separated by commas")
+    return paths
 
 
 def _check_ports(given: Mapping[str, int | None]) -> None:

@@ -79,12 +79,21 @@ def load_or_create(path: Path | None = None) -> tuple[bytes, Path | None]:
 
     Returns:
         The key, and the file that it came from (None if it came from the environment).
+
+    Raises:
+        ConfigurationError: the file is not a key's, or cannot be read or made.
     """
     if path is None and os.environ.get(ENVIRONMENT):
         return load(), None
     file = path or default_path()
-    if not file.exists():
-        _create(file)
+    try:
+        if not file.exists():
+            _create(file)
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot make the key file {file} ({error.strerror}); name another one with --key-file, or set"
+            f" {ENVIRONMENT}"
+        ) from error
     return load(file), file
 
 

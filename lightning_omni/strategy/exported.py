@@ -61,7 +61,9 @@ def export_checkpoint(directory: str | Path, out: str | Path, overwrite: bool = 
     Raises:
         ConfigurationError: there is nothing that could be exported, or the file cannot be written.
     """
-    if Path(out).is_dir() or (Path(out).exists() and not overwrite):
+    if Path(out).is_dir():
+        raise ConfigurationError(f"{out} is a directory; pass the name of a file")
+    if Path(out).exists() and not overwrite:
         raise ConfigurationError(f"{out} exists; pass --overwrite to replace it, or the name of another file")
     exported = checkpoint_of(directory)
     try:
