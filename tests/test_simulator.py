@@ -72,13 +72,14 @@ def accuracy(model: nn.Module) -> dict[str, float]:
 def run(
     method: str | Method = "async_sgd", groups: int | Topology = 4, cluster: Cluster | None = None, **options: Any
 ) -> Trace:
-    size = groups if isinstance(groups, int) else len(groups.ranks)
     options = {"optimizer": sgd, "loss": loss, "batch_size": 4, **options}
     if not {"max_updates", "max_epochs", "max_seconds"} & options.keys():
         options["max_updates"] = 60
-    chosen = cluster or Cluster.even(size, jitter=RANDOM_TIMES)
+    if cluster is None:
+        size = groups if isinstance(groups, int) else len(groups.ranks)
+        cluster = Cluster.even(size, jitter=RANDOM_TIMES)
     return simulate(
-        method, groups, chosen, options.pop("model", None) or new_model(), options.pop("data", DATA), **options
+        method, groups, cluster, options.pop("model", None) or new_model(), options.pop("data", DATA), **options
     )
 
 
@@ -854,6 +855,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"method": SoftSync(n=9)}, "n=9"),
     ({"groups": 9, "cluster": Cluster.even(4)}, "groups=9"),
     ({"groups": Topology(((0,), (1,))), "cluster": Cluster.even(4)}, "2 ranks, but the cluster 4 devices"),
+    ({"groups": "2", "cluster": Cluster.even(4)}, "topology='2'"),
+    ({"cluster": 4}, "cluster=4"),
     ({"batch_size": 0}, "batch_size=0"),
     ({"max_updates": 0}, "max_updates=0"),
     ({"max_updates": None}, "when is the run to end"),

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from lightning_omni.checks import check_kind
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import HardSync, Method, checked, method_named
 from lightning_omni.methods.overlap import check_overlap
@@ -118,6 +119,8 @@ def simulate(
     if evaluate is None and cadence != Cadence():
         raise ConfigurationError("evaluate=None: pass a function that evaluates a model, or neither period nor target")
     batches = Batches(batch_size, rebalance == "auto", batched, members_apart, seed)
+    check_kind("cluster", cluster, Cluster, "a Cluster, as Cluster.even(4)")
+    check_kind("topology", topology, (int, Topology), "a number of groups, or a Topology")
     if isinstance(topology, int):
         topology = Topology.even(len(cluster.devices), topology)
     _check_together(topology, cluster, batches, rebalance, merged)
