@@ -957,6 +957,7 @@ def test_a_group_that_was_frozen_joins_again_by_itself_with_new_processes(tmp_pa
         assert "group 2 takes part: ranks 3 to 4" in run.server.output
         assert "Traceback" not in second.output
         assert run.result("a")["weights"] == run.result("b")["weights"] == run.result("b", 1)["weights"]
+        assert run.result("a")["largest"] == 2, "of all groups of the run, not of this launcher's"
         assert set(run.trained) == {(epoch, sample) for epoch in range(4) for sample in range(128)}
     finally:
         run.close()

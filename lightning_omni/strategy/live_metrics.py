@@ -152,12 +152,14 @@ class Reporting:
             clock = sum(part.replica.clock for part in world.parts if part.head is None)
             status = status if clock else None
         seen: tuple[int, ...] = status.staleness if status else ()
+        # Where groups join, the topology has this rank's alone.
+        groups = [group.ranks for group in status.groups] if status else []
         return RunReport(
             updates=world.steps + clock,
             staleness_mean=sum(t * count for t, count in enumerate(seen)) / max(1, sum(seen)),
             staleness_max=max(0, len(seen) - 1),
             groups=len(status.groups) if status else len(world.topology.alive),
-            group_size=max(len(members) for members in world.topology.groups),
+            group_size=max(map(len, groups or world.topology.groups)),
             refused=status.refused if status else 0,
             ranks_lost=status.lost if status else (),
             bytes_per_step=bytes_per_step,

@@ -224,6 +224,7 @@ def main() -> None:
         "finite": all(bool(each.isfinite().all()) for each in whole.values()),
         "val": float(fit.callback_metrics["val_loss"]),
         "best": saves.best_model_path,
+        "largest": strategy.report().group_size,
     }
     (FOLDER / f"{NAME}{fit.local_rank}.json").write_text(json.dumps(said))
 
