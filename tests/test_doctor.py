@@ -66,6 +66,7 @@ def test_all_is_well_with_a_server_that_serves(capsys: pytest.CaptureFixture[str
     times = [float(number) for number in re.findall(r"(?:fp32|bf16|int8|topk:0.01) (\S+) s", said)]
     assert len(times) == 4
     assert times == sorted(times, reverse=True)  # the fewer bytes, the sooner
+    assert "a group after 30 s of silence (5 s where groups join on their own), and" in said
     assert "gets nothing done after 1200 s" in said
     assert "start it with --state" in said
 

@@ -285,9 +285,11 @@ def _expect(checkup: Checkup, server: m.ServerDescription, latency: float, to: f
         f" link: {min(to, back) / whole:.3g} exchanges a second at most, as measured by one connection; a run that"
         " trains meanwhile had its part of it."
     )
+    silence, joined = server.heartbeat_timeout, server.joined_heartbeat_timeout
+    where = f" ({joined:g} s where groups join on their own)" if joined not in (0, silence) else ""
     progress = "never" if server.progress_timeout == float("inf") else f"after {server.progress_timeout:g} s"
     checkup.expect(
-        f"The server evicts a group after {server.heartbeat_timeout:g} s of silence, and one that gets nothing done"
+        f"The server evicts a group after {silence:g} s of silence{where}, and one that gets nothing done"
         f" {progress}. If it dies, "
         + (
             f"ranks look for it for {server.patience:g} s."

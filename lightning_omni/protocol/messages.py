@@ -421,6 +421,7 @@ class ServerDescription(Message, frozen=True, kw_only=True):
         progress_timeout: seconds after which a group counts as dead that gets nothing done; may be infinite.
         shards: servers that hold a share of the weights each, this one among them.
         patience: as in `Welcome`: above 0 if another server would go on.
+        joined_heartbeat_timeout: that of runs which groups join on their own; 0 if the server does not say.
     """
 
     about: About
@@ -429,6 +430,7 @@ class ServerDescription(Message, frozen=True, kw_only=True):
     progress_timeout: float
     shards: int
     patience: float
+    joined_heartbeat_timeout: float = 0.0
 
 
 class Echoed(Message, frozen=True, kw_only=True):

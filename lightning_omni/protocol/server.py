@@ -587,6 +587,7 @@ class ServerCore:
             progress_timeout=self.limits.progress,
             shards=self.servers.count,
             patience=self.patience,
+            joined_heartbeat_timeout=self._joined_heartbeat_timeout,
         )
 
     def _last_now(self) -> float:
