@@ -533,6 +533,7 @@ def test_several_servers_show_the_run_as_one_would_and_the_others_what_they_do_t
     wait_for(lambda: not json.loads(get(url, "/status")[1])["run"])  # the next run may come
     assert get(url, "/readyz") == (200, "ok\n")
     assert f"a run is over: {2 * updates} updates, ranks lost: 0" in server.output
+    other.expect(r"a run is over\s*$", 10)  # what came of it, the first one says
 
 
 def metrics_of_two_groups(url: str) -> dict[Any, float] | None:

@@ -218,9 +218,11 @@ class StandingServer:
 
     def _end_run(self) -> None:
         """All ranks have left; the next run may come."""
-        if self._log is not None:
+        outcome = ""
+        if self._log is not None:  # an aggregator counts no updates, and other servers know of no rank that was lost
             self._log.tell(at_once=True)
-        log(self._console, f"a run is over: {self._core.clock} updates, ranks lost: {len(self._core.roster.lost)}")
+            outcome = f": {self._core.clock} updates, ranks lost: {len(self._core.roster.lost)}"
+        log(self._console, f"a run is over{outcome}")
         if self._options.once:
             self._stopped.set()
         if self._states is not None:
