@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import socket
 import sys
@@ -38,8 +39,8 @@ def start() -> Iterator[Start]:
         process.kill()
 
 
-def train(start: Start, address: str, key: str) -> Process:
-    command = [sys.executable, str(SCRIPT), "--groups=2", f"--server={address}"]
+def train(start: Start, address: str, key: str, *more: str) -> Process:
+    command = [sys.executable, str(SCRIPT), "--groups=2", f"--server={address}", *more]
     return start(*command, LIGHTNING_OMNI_KEY=key, MASTER_PORT=str(free_port()))
 
 
@@ -108,3 +109,14 @@ def test_a_wrong_key_is_told_on_both_sides(start: Start, tmp_path: Path) -> None
     assert run.end(timeout=220) != 0
     assert "the key does not match the server's" in run.output
     server.expect("refused .*: the key does not match the server's", timeout=30)
+
+
+def test_what_rank_0_is_refused_when_groups_are_formed_is_the_error_of_all(start: Start, tmp_path: Path) -> None:
+    server = start(*COMMAND, "serve", "--port", "0", "--key-file", str(tmp_path / "key"))
+    address = server.expect(LISTENS, timeout=START)[1]
+    run = train(start, address, (tmp_path / "key").read_text().strip(), "--wire=largest")
+    assert run.end(timeout=220) != 0
+    refused = "unknown wire format 'largest'"
+    for error in (rf"\[rank0\]: \S+\.Refused: {refused}", rf"\[rank1\]: \S+\.RankLost: .*rank 0 failed: .*{refused}"):
+        assert re.search(rf"^{error}", run.output, re.MULTILINE), run.output
+    assert "KeyError" not in run.output

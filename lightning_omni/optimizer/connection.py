@@ -23,6 +23,8 @@ _log = logging.getLogger(__name__)
 
 GRACE = 10.0
 """Seconds that a rank which must stop is given to find out by itself."""
+LEARN = 2.0
+"""Seconds in which a rank whose collective failed may hear from the server which other rank failed first."""
 
 
 class Connection:
@@ -168,4 +170,4 @@ class Connection:
         threading.Thread(target=end, name="omni-end", daemon=True).start()
 
 
-__all__ = ["GRACE", "Connection"]
+__all__ = ["GRACE", "LEARN", "Connection"]

@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from lightning_omni.errors import Refused
+from lightning_omni.errors import RankLost, Refused
 from lightning_omni.optimizer.channel import Channel
+from lightning_omni.optimizer.connection import LEARN
 from lightning_omni.optimizer.place import Place
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.transport import Answer
@@ -46,7 +47,10 @@ class Forming:
         if place.is_recorder:
             topology, incarnation = self._form_until_accepted(groups, speeds, keeps_epoch)
             mine = json.dumps([topology.groups, incarnation]).encode()
-        formed, incarnation = json.loads(dict(self._channel.synchronize("topology", mine))[RECORDER])
+        said = dict(self._channel.synchronize("topology", mine)).get(RECORDER)
+        if said is None:  # the rank that forms the groups has failed meanwhile, and the run ends with it
+            raise place.control.wait_for_end(LEARN) or RankLost(f"rank {RECORDER} is gone before it has formed groups")
+        formed, incarnation = json.loads(said)
         place.topology = Topology(tuple(tuple(members) for members in formed))
         place.generation += 1
         if place.rank not in place.topology.ranks:

@@ -30,7 +30,7 @@ from lightning_omni.errors import ConfigurationError, OmniError, RankLost, Unsup
 from lightning_omni.methods.head import check_mergeable, held_by_one
 from lightning_omni.methods.master import check_servable
 from lightning_omni.optimizer.channel import Channel, Traffic
-from lightning_omni.optimizer.connection import Connection
+from lightning_omni.optimizer.connection import LEARN, Connection
 from lightning_omni.optimizer.edits import Edits
 from lightning_omni.optimizer.executor import Exchanging, Executor
 from lightning_omni.optimizer.first_steps import FirstSteps
@@ -53,9 +53,6 @@ from lightning_omni.protocol.group import Heard
 from lightning_omni.topology import Topology, check_groups
 
 _log = logging.getLogger(__name__)
-
-LEARN = 2.0
-"""Seconds in which a rank whose collective failed may hear from the server which other rank failed first."""
 
 
 class World(Place):
