@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import signal
 import statistics
 import subprocess
 import sys
@@ -197,11 +198,13 @@ def serve(kind: str, batch_size: int, budget: float) -> None:
 def processes(kinds: Sequence[str], batch_size: int, budget: float) -> Iterator[dict[str, subprocess.Popen[str]]]:
     """One for each kind; they are idle until they are asked, and end with this one."""
     started: dict[str, subprocess.Popen[str]] = {}
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # they leave Ctrl-C to this one, from their first moment on
     try:
         for kind in kinds:
             command = [sys.executable, __file__, "--serve", kind, "--batch-size", str(batch_size)]
             command += ["--budget", str(budget)]
             started[kind] = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        signal.signal(signal.SIGINT, before)
         yield started
     finally:
         for process in started.values():
@@ -282,7 +285,11 @@ def main() -> None:
     if arguments.serve:
         serve(arguments.serve, arguments.batch_size, arguments.budget)
         return
-    speeds, reports = measure(arguments.batch_size, arguments.rounds, arguments.steps, arguments.budget)
+    try:
+        speeds, reports = measure(arguments.batch_size, arguments.rounds, arguments.steps, arguments.budget)
+    except KeyboardInterrupt:
+        Console(stderr=True).print("Interrupted.")
+        sys.exit(130)
     console = Console(width=None if sys.stdout.isatty() else 132)
     console.print(table(speeds, arguments.batch_size))
     for kind, report in reports.items():

@@ -265,7 +265,8 @@ def compare(scenes: Sequence[tuple[Way, Scene]], data: Path) -> list[Outcome]:
                 progress.advance(bar)
         except KeyboardInterrupt:
             if not outcomes:
-                raise
+                console.print("Interrupted.")
+                sys.exit(130)
             console.print(f"interrupted: {len(outcomes)} of {len(scenes)} are done")
     return outcomes
 
