@@ -587,7 +587,7 @@ class ServerCore:
             progress_timeout=self.limits.progress,
             shards=self.servers.count,
             patience=self.patience,
-            joined_heartbeat_timeout=self._joined_heartbeat_timeout,
+            joined_heartbeat_timeout=self.limits.heartbeat_of(joining=True),
         )
 
     def _last_now(self) -> float:

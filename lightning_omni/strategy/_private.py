@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 else:
     _EvaluationLoop = _FitLoop = _TrainingEpochLoop = object
 
+FIRST_BARRIER = "run-stage"
+"""Name of the barrier at which all ranks are once Lightning has registered its signal handlers."""
+
 
 def set_ddp_options(strategy: Any, options: dict[str, Any]) -> None:
     """The keyword arguments with which DDPStrategy wraps the module."""
