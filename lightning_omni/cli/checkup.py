@@ -250,7 +250,8 @@ def _run(checkup: Checkup, observer: Observer) -> None:
             "run", f"{seen.run} is over: {seen.over}", "start the server again, or wait until its ranks are gone"
         )
     elif seen.run:
-        checkup.found("run", f"{seen.run}: {len(seen.groups)} groups with {len(seen.live)} ranks train")
+        groups, ranks = len(seen.groups), len(seen.live)
+        checkup.found("run", f"{seen.run}: {groups} group{'s' * (groups != 1)}, {ranks} rank{'s' * (ranks != 1)}")
     else:
         checkup.found("run", "none: the server waits for ranks")
 

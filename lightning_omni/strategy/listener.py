@@ -11,6 +11,7 @@ import torch
 from lightning_omni.errors import UnsupportedError
 from lightning_omni.metrics import Staleness
 from lightning_omni.optimizer.balance import Balance
+from lightning_omni.optimizer.meshes import ModelParallel
 from lightning_omni.performance.step_parts import straggler_sentence
 from lightning_omni.strategy import _private
 from lightning_omni.strategy.epochs import EpochDriver
@@ -187,7 +188,8 @@ class Listener:
             for name, value in self._staleness.compute().items():
                 if name in ("mean", "max"):
                     pl_module.log(f"omni/staleness_{name}", value.float(), sync_dist=True)
-        can_rebalance = self._strategy.epochs.leases is not None and not self._strategy.balance.is_on
+        is_parallel = isinstance(self._strategy.joined.options.inside, ModelParallel)  # which computes a batch together
+        can_rebalance = self._strategy.epochs.leases is not None and not (self._strategy.balance.is_on or is_parallel)
         if control.status is not None and (sentence := straggler_sentence(control.status, can_rebalance)):
             self._strategy.rank_zero_info(f"OmniStrategy: {sentence}")
 
