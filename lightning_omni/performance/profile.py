@@ -285,7 +285,7 @@ class Profile(Serializable):
             model.check_nbytes(f"nbytes={nbytes}: what an exchange had was")
         usual = ExchangePattern(period, *(model.nbytes if nbytes is None else nbytes,) * 2)
         plan = TrainingPlan(model, batch, rebalance, usual if exchanging is None else model.known(exchanging))
-        topology = groups if isinstance(groups, Topology) else self._topology(groups, plan)
+        topology = groups if isinstance(groups, Topology) else self._fastest_topology(groups, plan)[0]
         if not set(topology.ranks) <= set(model.devices):
             raise ConfigurationError(
                 f"groups: ranks {sorted(set(topology.ranks) - set(model.devices))} were not measured;"
@@ -328,7 +328,8 @@ class Profile(Serializable):
         model = self._averaging(self._likely, all_reduce)
         model = model if head is None else head.changed(model)
         plan = TrainingPlan(model, self.batch_size, rebalance, model.known(exchanging or ExchangePattern()))
-        return float(plan.outcome(self._topology(groups, plan)).samples_rate[0])
+        topology, rate = self._fastest_topology(groups, plan)
+        return float(plan.outcome(topology).samples_rate[0]) if rate is None else rate
 
     def _averaging(self, model: CostModel, all_reduce: str) -> CostModel:
         """The same with gradients that the members of a group average so."""
@@ -370,15 +371,17 @@ class Profile(Serializable):
     def _likely(self) -> CostModel:
         return first_draw(self._model.forecast or self._model)
 
-    def _topology(self, groups: int, plan: TrainingPlan) -> Topology:
+    def _fastest_topology(self, groups: int, plan: TrainingPlan) -> tuple[Topology, float | None]:
+        """Groups of like speed where these are faster, and how fast most likely; None if nothing was compared."""
         check_whole("groups", groups, f"1 to {self.ranks}, the number of ranks, or a topology", 1, self.ranks)
         speeds = plan.speeds
         even = Topology.of(speeds, groups)
         if max(speeds.values()) <= (1 + c.ALIKE) * min(speeds.values()) or groups in (1, self.ranks):
-            return even
+            return even, None
         alike = Topology.by_speed(speeds, groups)
         quick = replace(plan, model=first_draw(plan.model))
-        return max(even, alike, key=lambda topology: float(quick.outcome(topology).samples_rate[0]))
+        rates = [float(quick.outcome(topology).samples_rate[0]) for topology in (even, alike)]
+        return (alike, rates[1]) if rates[1] > rates[0] else (even, rates[0])
 
     def _statement(
         self, model: CostModel, topology: Topology, seconds: Estimate, samples: Estimate, reason: str, batch: float
@@ -453,7 +456,7 @@ class Profile(Serializable):
         low, high = 2, max(self.ranks, 2)
         while low < high:  # more groups only bring more to do
             middle = (low + high) // 2
-            if plan.outcome(self._topology(middle, plan)).is_saturated:
+            if plan.outcome(self._fastest_topology(middle, plan)[0]).is_saturated:
                 high = middle
             else:
                 low = middle + 1
