@@ -212,6 +212,11 @@ def test_where_there_is_nothing_to_choose_the_run_is_bitwise_that_without_a_tune
         assert not any(tuned["servers"])
 
 
+def test_ranks_train_on_while_rank_0_finds_out_what_is_to_be_done(fits: dict[str, list[dict[str, Any]]]) -> None:
+    one, other = fits["equal"]
+    assert one["beside"] == other["beside"] > 0
+
+
 @pytest.mark.parametrize("name", ["equal", "a slow rank", "accumulated"])
 def test_gradients_of_a_few_bytes_are_not_said_to_be_slow_however_busy_the_machine_is(
     fits: dict[str, list[dict[str, Any]]], name: str

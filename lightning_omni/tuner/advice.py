@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from statistics import mean
 
 from lightning_omni.search import Search
 from lightning_omni.search.choice import gain_of_merging, gain_of_servers
+from lightning_omni.tuner.beside import beside
 from lightning_omni.tuner.first_batches import bytes_take_long
 from lightning_omni.tuner.run import TunedRun
 
@@ -62,10 +63,8 @@ class Advice:
     def _begin(self, search: Search) -> None:
         self._asked = None
         plain, ways = search.to_dict(), self._ways(search)
-        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="omni-advice")
         # With a search of its own: this rank's goes on being used.
-        self._sought = thread.submit(lambda: [told for way in ways if (told := way(Search.from_dict(plain)))])
-        thread.shutdown(wait=False)
+        self._sought = beside(lambda: [told for way in ways if (told := way(Search.from_dict(plain)))])
 
     def _tell(self, sought: Future[list[tuple[str, str]]]) -> None:
         self._sought = None

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -13,6 +16,7 @@ from lightning_omni.search.choice import verdict
 from lightning_omni.strategy._private import will_step
 from lightning_omni.tuner.advice import Advice
 from lightning_omni.tuner.applied import AppliedSetting
+from lightning_omni.tuner.beside import at_once, beside
 from lightning_omni.tuner.first_batches import FirstBatches
 from lightning_omni.tuner.fit_space import FitSpace
 from lightning_omni.tuner.hyperparameters import Hyperparameters
@@ -20,6 +24,23 @@ from lightning_omni.tuner.reports import TunerReports
 from lightning_omni.tuner.retuning import Retuning
 from lightning_omni.tuner.run import TunedRun
 from lightning_omni.tuner.state import Command
+
+
+@dataclass
+class _Decision:
+    """A moment of the first batches.
+
+    Attributes:
+        observation: what all ranks had seen; None if it is too little.
+        is_early: whether it is too little for anything but proportional batches.
+        is_last: whether it is decided by in any case.
+        found: what rank 0 makes of it, once it knows; None on other ranks.
+    """
+
+    observation: Observation | None
+    is_early: bool
+    is_last: bool
+    found: Future[Search | None] | None = None
 
 
 class ByFirstBatches:
@@ -49,6 +70,7 @@ class ByFirstBatches:
         self._batches: FirstBatches | None = None
         self._known: list[Measured] = []
         self._deciding = 0.0
+        self._decision: _Decision | None = None
         self._advice = Advice(run)
 
     # --- To begin -----------------------------------------------------------------------------------------------------
@@ -105,9 +127,15 @@ class ByFirstBatches:
             self._advice.batch_done()
             return
         steps = will_step(trainer)
+        if self._decision is not None:
+            batches.interrupted()  # rank 0 decides beside this batch, and is slower
         batches.batch_done(loss, steps)
-        if steps and batches.is_due and not trainer.is_last_batch:
-            self._decide(batches)
+        if not steps or trainer.is_last_batch:
+            return
+        if self._decision is not None:
+            self._hear(self._decision)
+        elif batches.is_due:
+            self._begin_to_decide(batches)
 
     def ended(self) -> None:
         """The run has ended well."""
@@ -117,25 +145,51 @@ class ByFirstBatches:
         """Nothing is timed any more."""
         if self._batches is not None:
             self._batches.close()
-            self._batches = None
+            self._batches = self._decision = None
 
     # --- To decide ----------------------------------------------------------------------------------------------------
 
-    def _decide(self, batches: FirstBatches) -> None:
-        """By what the first batches have shown, on every rank; or they go on being timed."""
+    def _begin_to_decide(self, batches: FirstBatches) -> None:
+        """By what the first batches have shown, on every rank: the ranks train on until rank 0 knows."""
         began, run = time.perf_counter(), self._run
-        observation, command = batches.seen(), None
-        if run.speaks and observation is not None:
-            command = self._command(observation, batches)
-        command = run.hear_command(command)
+        decision = self._decision = _Decision(batches.seen(), batches.is_early, batches.is_last)
+        if run.speaks:
+            # What comes so early is found in no time.
+            decision.found = (at_once if decision.is_early else beside)(self._finding(decision, batches.spec))
+        self._leave_out(time.perf_counter() - began)
+        self._hear(decision)
+
+    def _hear(self, decision: _Decision) -> None:
+        """Asks rank 0 whether it has decided, on every rank."""
+        began, run = time.perf_counter(), self._run
+        is_over = False
+        if run.hear(int(decision.found is not None and decision.found.done())):
+            self._decision = None
+            is_over = self._conclude(decision)
+        self._leave_out(time.perf_counter() - began)
+        if is_over and run.speaks:
+            run.rounds[-1].search.overhead += self._deciding
+            self._deciding = 0.0
+
+    def _leave_out(self, seconds: float) -> None:
+        """So much was no training."""
+        self._deciding += seconds
+        self._run.leave_out(seconds)
+
+    def _conclude(self, decision: _Decision) -> bool:
+        """Does what was decided, on every rank, or goes on timing; says whether anything was."""
+        run, batches = self._run, self._batches
+        assert batches is not None
+        command = run.hear_command(self._command(decision, batches.spec))
         if command is not None and command.setting.groups > 1 and not self._space.has_server():
             batches.spec = self._space.reachable(batches.spec)
             if run.speaks:
                 run.rounds.pop()
-            command = run.hear_command(self._command(observation, batches) if run.speaks and observation else None)
+                decision.found = at_once(self._finding(decision, batches.spec))
+            command = run.hear_command(self._command(decision, batches.spec))
         if command is not None and command.error:
             raise ConfigurationError(command.error)
-        if command is not None or batches.is_last:
+        if command is not None or decision.is_last:
             self.close()
             run.state.unfinished = False
         batches.interrupted()
@@ -143,25 +197,37 @@ class ByFirstBatches:
             self._adopt(command, batches.spec)
             self._reports.chosen(command)
             splits = command.setting.groups == 1 and command.setting.rebalance
-            if splits and observation is not None:
-                self._time_again(observation, batches)
-        took = time.perf_counter() - began
-        self._deciding += took
-        if run.speaks and command is not None:
-            run.rounds[-1].search.overhead += self._deciding
-            self._deciding = 0.0
-        run.leave_out(took)
+            if splits and decision.observation is not None:
+                self._time_again(decision.observation, batches)
+        return command is not None
 
-    def _command(self, observation: Observation, batches: FirstBatches) -> Command | None:
-        """What rank 0 makes of it: None to go on measuring."""
-        run, spec = self._run, batches.spec
-        try:
-            now = observation.measured
-            known = [each for each in self._known if now is not None and each.ranks == now.ranks]
-            search = Search(spec, run.sampler, [observation], known, run.state.group_speed)
-            if not (batches.is_last or verdict(search, batches.is_early)):
+    def _finding(self, decision: _Decision, spec: SearchSpec) -> Callable[[], Search | None]:
+        """What rank 0 has to find: the search whose choice is clear, or is to be made in any case; None for neither."""
+        observation, sampler, group_speed = decision.observation, self._run.sampler, self._run.state.group_speed
+        now = observation.measured if observation is not None else None
+        known = [each for each in self._known if now is not None and each.ranks == now.ranks]
+
+        def find() -> Search | None:
+            if observation is None:
                 return None
-            if known and search.choice().setting in (run.state.setting, spec.start):
+            search = Search(spec, sampler, [observation], known, group_speed)
+            if not (decision.is_last or verdict(search, decision.is_early)):
+                return None
+            search.choice()  # what that needs is remembered
+            return search
+
+        return find
+
+    def _command(self, decision: _Decision, spec: SearchSpec) -> Command | None:
+        """What rank 0 makes of it: None to go on measuring, or on another rank."""
+        run = self._run
+        if decision.found is None:
+            return None
+        try:
+            search = decision.found.result()
+            if search is None:
+                return None
+            if search.known and search.choice().setting in (run.state.setting, spec.start):
                 return Command(run.setting)  # as it was forecast, or nothing is better
             self._advice.seek(search)
             search.next()  # it is over

@@ -23,9 +23,12 @@ from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.search import Dimension
 from lightning_omni.server.keys import ENVIRONMENT
+from lightning_omni.tuner import by_first_batches
+from lightning_omni.tuner.beside import at_once, beside
 from lightning_omni.tuner.first_batches import FirstBatches
 
 RANK = int(os.environ.get("LOCAL_RANK", 0))
+BESIDE = beside
 SECONDS_PER_BYTE = FirstBatches._seconds_per_byte
 
 
@@ -82,6 +85,12 @@ class Sent(Dimension):
         world.core.wire_format = TopK(fraction=value)
 
 
+def is_deciding(trainer: Any) -> bool:
+    """Whether rank 0 finds out, beside the batch that begins, what is to be done."""
+    fits = [each._fit for each in trainer.callbacks if isinstance(each, omni.OmniTuner) and each._fit is not None]
+    return any(each.by_first_batches._decision is not None for each in fits)
+
+
 class Classifier(pl.LightningModule):
     """Sleeps as long as a device of its rank's speed would compute."""
 
@@ -97,6 +106,7 @@ class Classifier(pl.LightningModule):
         self.segments: list[tuple[bool, float]] = []
         self.steps = 0
         self.had_groups = False
+        self.beside = 0
         self.rng = random.Random(RANK)
 
     def on_train_epoch_start(self) -> None:
@@ -107,6 +117,7 @@ class Classifier(pl.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.steps += 1
+        self.beside += is_deciding(self.trainer)
         if "hooks" in self.options:  # what modules rely on
             assert batch[-1] == "transferred"
             self.of_epoch.append(self.steps)
@@ -255,6 +266,7 @@ def main() -> None:
         if "again" not in fit:
             tuner = omni.OmniTuner(**{"search": "bayes", **fit["tuner"]}) if "tuner" in fit else None
         time.perf_counter = EmulatedClock() if "emulated" in fit else EmulatedClock.real  # type: ignore[assignment]
+        by_first_batches.beside = at_once if "emulated" in fit else BESIDE  # it would take far more emulated steps
         meets = [Meets()] if "emulated" in fit else []
         callbacks = [State(), *meets, tuner, state] if tuner else [state]
         options = {"max_epochs": 4, **fit.get("trainer", {})}
@@ -284,6 +296,7 @@ def main() -> None:
                 "sizes": state.sizes,
                 "last_epoch": sorted(state.last_epoch),
                 "steps": module.steps,
+                "beside": module.beside,
                 "losses": module.noted,
                 "segments": module.segments,
                 "max_steps": run.max_steps,
