@@ -36,6 +36,13 @@ SLOW_LINK: dict[str, Any] = {
 FITS: dict[str, dict[str, Any]] = {  # of those with "emulated", the time that steps take is no matter of this machine
     "plain": {"seconds": {"0": 2e-3, "1": 2e-3}, "trainer": EPOCHS},
     "equal": {"tuner": TUNER, "seconds": {"0": 2e-3, "1": 2e-3}, "trainer": EPOCHS},
+    "rank 0 decides beside it": {
+        "beside": True,
+        "tuner": TUNER,
+        "data": {"samples": 4096},  # a busy machine takes a while to decide
+        "seconds": {"0": 2e-3, "1": 2e-3},
+        "trainer": {**EPOCHS, "max_epochs": 1},
+    },
     "one group is all there is": {
         "tuner": {**TUNER, "space": {"groups": [1], "rebalance": False}},
         "seconds": {"0": 2e-3, "1": 6e-3},
@@ -213,8 +220,9 @@ def test_where_there_is_nothing_to_choose_the_run_is_bitwise_that_without_a_tune
 
 
 def test_ranks_train_on_while_rank_0_finds_out_what_is_to_be_done(fits: dict[str, list[dict[str, Any]]]) -> None:
-    one, other = fits["equal"]
+    one, other = fits["rank 0 decides beside it"]
     assert one["beside"] == other["beside"] > 0
+    assert one["setting"] == other["setting"] is not None
 
 
 @pytest.mark.parametrize("name", ["equal", "a slow rank", "accumulated"])
