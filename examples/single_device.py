@@ -198,13 +198,15 @@ def serve(kind: str, batch_size: int, budget: float) -> None:
 def processes(kinds: Sequence[str], batch_size: int, budget: float) -> Iterator[dict[str, subprocess.Popen[str]]]:
     """One for each kind; they are idle until they are asked, and end with this one."""
     started: dict[str, subprocess.Popen[str]] = {}
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # they leave Ctrl-C to this one, from their first moment on
     try:
-        for kind in kinds:
-            command = [sys.executable, __file__, "--serve", kind, "--batch-size", str(batch_size)]
-            command += ["--budget", str(budget)]
-            started[kind] = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        signal.signal(signal.SIGINT, before)
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # they leave Ctrl-C to this one, from the first moment on
+        try:
+            for kind in kinds:
+                command = [sys.executable, __file__, "--serve", kind, "--batch-size", str(batch_size)]
+                command += ["--budget", str(budget)]
+                started[kind] = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        finally:
+            signal.signal(signal.SIGINT, before)
         yield started
     finally:
         for process in started.values():

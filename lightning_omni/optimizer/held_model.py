@@ -5,7 +5,7 @@ What is here comes before training: wrapping, sharding, and the weights that all
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,16 +25,13 @@ class HeldModel:
     Args:
         place: this rank's, in the run.
         not_reduced: gives the parameters whose gradients are none of DDP's.
-        ever_lost: ranks that were lost in this loop or an earlier one.
 
     Attributes:
         sharded: the module that the members hold together; None if each has all of it.
     """
 
-    def __init__(
-        self, place: Place, not_reduced: Callable[[], Iterable[Parameter]], ever_lost: Collection[int]
-    ) -> None:
-        self._place, self._not_reduced, self._ever_lost = place, not_reduced, ever_lost
+    def __init__(self, place: Place, not_reduced: Callable[[], Iterable[Parameter]]) -> None:
+        self._place, self._not_reduced = place, not_reduced
         self.sharded: Module | None = None
 
     # --- Held by each rank -------------------------------------------------------------------------------------------
@@ -93,7 +90,7 @@ class HeldModel:
         place = self._place
         # Other launchers' groups are not in this torch.distributed world: they read what the server is given.
         is_alone = len(place.holders.alive) == 1 and place.enlistment is None
-        if self.sharded is not None and not is_alone and not self._ever_lost:
+        if self.sharded is not None and not is_alone and not place.ever_lost:
             share_initial(self.sharded, place.holders, place.torch_rank)
 
 

@@ -99,7 +99,7 @@ class World(Place):
         self.states = States(self, self.channel, self.residuals)
         self.edits = Edits(self, self.channel, self.states)
         self.versions = Versions(self, self.channel, self.edits)
-        self.held = HeldModel(self, lambda: self.executor.not_reduced(), self.ever_lost)
+        self.held = HeldModel(self, lambda: self.executor.not_reduced())
         self._local = Executor(self.heads)
         self._exchanging = Exchanging(self, self.channel, self.parameter_groups, self.edits, self.heads)
         self.wants_stop = self.is_finished = self.is_begun = False

@@ -21,7 +21,7 @@ from lightning_omni.protocol.cut import Cut
 from lightning_omni.protocol.epochs import Epochs
 from lightning_omni.protocol.layout import Layout, TensorSpec, spec_of
 from lightning_omni.protocol.leases import EpochPlan
-from lightning_omni.protocol.persistence import STATE, STATE_VERSION
+from lightning_omni.protocol.persistence import check_state
 from lightning_omni.protocol.split import ELEMENTWISE, Split
 
 
@@ -75,12 +75,7 @@ class SavedRun:
             ConfigurationError: another release has saved it, or the shares cannot be put together.
         """
         first = states[0]
-        if first.get("name") != STATE or (first.get("version"), first.get("protocol")) != (STATE_VERSION, m.VERSION):
-            raise ConfigurationError(
-                f"the state is that of {first.get('name')} {first.get('version')} with protocol"
-                f" {first.get('protocol')}, and this release reads {STATE} {STATE_VERSION} with protocol {m.VERSION};"
-                " use the release of lightning-omni that has saved it"
-            )
+        check_state(first, "release", "use the release of lightning-omni that has saved it")
         services = first["services"]
         formed = msgspec.msgpack.decode(services["Snapshots"]["formed"], type=m.Form)
         epochs = Epochs()

@@ -478,7 +478,7 @@ class ServerCore:
         Raises:
             ConfigurationError: it is no state that this server can go on from.
         """
-        check_state(state)
+        check_state(state, "server", "start the server in an empty directory")
         self.reset()
         self._now = now
         self._persistence.load(state, journal, now)

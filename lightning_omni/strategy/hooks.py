@@ -417,7 +417,7 @@ class OmniStrategyHooks(SavingStrategy):
     @override
     def barrier(self, name: str | None = None) -> None:
         """The first call after Lightning has registered its signal handlers is a barrier."""
-        if name == _private.FIRST_BARRIER and self._is_fitting(self._trainer):
+        if name == _private.FIRST_BARRIER and self._is_fitting(self._trainer) and not self.nested.is_running:
             self._install_signals()
         super().barrier(name)
 

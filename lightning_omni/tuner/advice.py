@@ -48,23 +48,28 @@ class Advice:
 
     def batch_done(self) -> None:
         """A batch was trained, and nothing is timed."""
-        if self._sought is None and self._asked is not None:
-            self._begin(self._asked)
+        self._begin()
         if self._sought is not None and self._sought.done():
             self._tell(self._sought)
 
     def ended(self) -> None:
         """The run has ended well: what is not known yet is waited for."""
-        if self._sought is None and self._asked is not None:
-            self._begin(self._asked)
+        self._begin()
         if self._sought is not None:
             self._tell(self._sought)
 
-    def _begin(self, search: Search) -> None:
+    def _begin(self) -> None:
+        """Something was asked, perhaps, and nothing is sought."""
+        if self._asked is None or self._sought is not None:
+            return
+        plain, ways = self._asked.to_dict(), self._ways(self._asked)
         self._asked = None
-        plain, ways = search.to_dict(), self._ways(search)
-        # With a search of its own: this rank's goes on being used.
-        self._sought = beside(lambda: [told for way in ways if (told := way(Search.from_dict(plain)))])
+
+        def find() -> list[tuple[str, str]]:
+            copy = Search.from_dict(plain)  # this rank's goes on being used
+            return [told for way in ways if (told := way(copy))]
+
+        self._sought = beside(find)
 
     def _tell(self, sought: Future[list[tuple[str, str]]]) -> None:
         self._sought = None
