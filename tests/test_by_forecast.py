@@ -17,8 +17,8 @@ from lightning_omni.performance.forecast import Scaling, Setting, TrialResult
 from lightning_omni.performance.measured import Measured
 from lightning_omni.search import GroupSpeed, Observation, Search, SearchSpec, Space
 from lightning_omni.search.choice import verdict
-from lightning_omni.tuner.first_batches import seconds_per_byte
 from lightning_omni.tuner.forecast_check import ForecastCheck
+from lightning_omni.tuner.microbenchmarks import seconds_per_byte
 from lightning_omni.tuner.state import TunerState
 from lightning_omni.tuner.throughput import Speed
 

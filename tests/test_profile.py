@@ -102,6 +102,12 @@ def test_what_groups_wait_for_a_link_is_between_nothing_and_all_of_the_others(
     assert found <= 0.1 + groups * (serve + 2 * link) / period
 
 
+def test_an_exchange_may_be_just_its_parts_whatever_their_sum_is_in_binary() -> None:
+    assert 0.1 + 2 * 0.1 > 0.3
+    profile = Profile.of(Costs(0.1, exchange=0.3, serve=0.1, link=0.1, nbytes=8), ranks=2, batch_size=1)
+    assert profile.predict(2).parts["exchange"] == 0.0
+
+
 @pytest.mark.parametrize(
     ("costs", "told"),
     [
@@ -293,6 +299,7 @@ def test_a_queue_is_as_long_as_a_simulated_one(groups: int, load: float, cv: flo
 
 @settings(max_examples=8, deadline=None)
 @example(serve=0.05, link=0.0, scatter=0.5, period=1, seed=86)
+@example(serve=0.1, link=0.0, scatter=0.375, period=2, seed=11)
 @given(
     serve=st.floats(0, 0.1),
     link=st.floats(0, 0.1),

@@ -86,7 +86,7 @@ class CostModel:
             ring=costs.allreduce * ones,
             hop=costs.allreduce_latency * ones,
             between=0 * ones,
-            delay=(costs.exchange - costs.serve - 2 * costs.link) * ones,
+            delay=max(0.0, costs.exchange - costs.serve - 2 * costs.link) * ones,
             own_per_byte=costs.link / max(costs.nbytes, 1) * ones,
             serve=costs.serve * ones,
             link_per_byte=costs.link / max(costs.nbytes, 1) * ones,
@@ -105,6 +105,18 @@ class CostModel:
     def away(self) -> float:
         """What part of an exchange's bytes crosses links."""
         return part_away(self.servers, self.per_node)
+
+    def all_reduce(self, sizes: Array, together: Array) -> Array:
+        """Seconds of an all-reduce in each group, shape (draws, groups).
+
+        Args:
+            sizes: members of each, shape (groups,).
+            together: whether each is on one node, shape (groups,).
+        """
+        ring, hop = self.ring[:, None], self.hop[:, None]
+        if self.node_ring is not None:
+            ring, hop = np.where(together, self.node_ring, ring), np.where(together, self.node_hop, hop)
+        return np.asarray(2 * (sizes - 1) * (ring / sizes + hop))
 
     def averaging(self, share: float, messages: int = 1) -> CostModel:
         """With gradients of which so large a part travels, in so many all-reduces."""

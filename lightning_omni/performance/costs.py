@@ -53,7 +53,8 @@ class Costs(Serializable):
             check_number(each.name, getattr(self, each.name), f"a number, {least} or more", least, below=math.inf)
         if self.per_sample + self.overhead <= 0:
             raise ConfigurationError("per_sample=0: pass the seconds of a sample, or overhead= of a step")
-        if (parts := self.serve + 2 * self.link) > self.exchange:
+        # 0.3 is enough for 0.1 and twice 0.1, which are a little more in binary.
+        if (parts := self.serve + 2 * self.link) > self.exchange and not math.isclose(parts, self.exchange):
             raise ConfigurationError(
                 f"exchange={self.exchange}: serve, and link both ways, are parts of it; pass {parts:g} or more"
             )

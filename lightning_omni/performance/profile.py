@@ -292,7 +292,10 @@ class Profile(Serializable):
                 f" pass a topology of {len(model.devices)} ranks"
             )
         outcome = plan.outcome(topology)
-        seconds, samples = (_interval(draws, level) for draws in (outcome.seconds_per_update, outcome.samples_rate))
+        least = outcome.serial
+        most = float(outcome.samples_rate[0] * outcome.seconds_per_update[0]) / least if least else math.inf
+        seconds = _interval(outcome.seconds_per_update, level, least=least)
+        samples = _interval(outcome.samples_rate, level, most=most)
         bottleneck = outcome.bottleneck if exchanging is None else plan.bottleneck(topology)
         reason = (_BOTTLENECKS if exchanging is None or outcome.is_busy else _NOT_ALWAYS_BUSY)[bottleneck]
         return Prediction(
@@ -330,6 +333,18 @@ class Profile(Serializable):
         plan = TrainingPlan(model, self.batch_size, rebalance, model.known(exchanging or ExchangePattern()))
         topology, rate = self._fastest_topology(groups, plan)
         return float(plan.outcome(topology).samples_rate[0]) if rate is None else rate
+
+    def largest_gain(self, all_reduce: str) -> float:
+        """By what factor such an average of gradients may make any group faster than the exact one, at most.
+
+        No step is shorter than the quickest rank computes, and no group of any size saves more by the format.
+        """
+        exact, other = self._likely, self._averaging(self._likely, all_reduce)
+        computed = float((other.overhead - exact.overhead).max())
+        # Groups of each size, on several nodes and on one.
+        sizes, together = np.tile(np.arange(1, self.ranks + 1), 2), np.repeat([False, True], self.ranks)
+        saved = float((exact.all_reduce(sizes, together) - other.all_reduce(sizes, together)).max())
+        return 1 + max(0.0, saved - computed) * max(self.speeds) / self.batch_size
 
     def _averaging(self, model: CostModel, all_reduce: str) -> CostModel:
         """The same with gradients that the members of a group average so."""
@@ -474,14 +489,21 @@ class Profile(Serializable):
         return profile
 
 
-def _interval(draws: Array, level: float) -> Estimate:
+def _interval(draws: Array, level: float, least: float = 0.0, most: float = math.inf) -> Estimate:
     """By what factor the resampled fits are off the first, that is off the true value (the basic bootstrap).
 
     They are off on average, too: of few steps the slowest is not seen, and one over a mean is not the mean of one over.
+
+    Args:
+        draws: the fit, and resampled ones.
+        level: probability of the interval.
+        least: the smallest value that is possible.
+        most: the largest.
     """
     first, factors = float(draws[0]), draws[0] / draws[1:]
-    low, value, high = np.quantile(factors, [(1 - level) / 2, 0.5, (1 + level) / 2])
-    return Estimate(first * float(value), first * float(low), first * float(high))
+    low, value, high = first * np.quantile(factors, [(1 - level) / 2, 0.5, (1 + level) / 2])
+    value = float(min(max(value, least), most))
+    return Estimate(value, min(float(low), value), max(float(high), value))
 
 
 def _milliseconds(seconds: Estimate) -> str:

@@ -381,12 +381,14 @@ class BarrierExchange:
             >>> link.cycle(steps, none).round(3).tolist()  # most of it lies in the midst of the next second
             [1.2]
         """
-        # Noise of few cycles is the same in all draws, and many of the first one say what it is.
-        few = self._mean_cycle(hidden, rest, c.BARRIER_CHAINS)
         if is_rough:
-            return few
+            return self._mean_cycle(hidden, rest, c.BARRIER_CHAINS)
         first = replace(self, way=self.way[:1], serve=self.serve[:1], send=self.send[:1])
         many = first._mean_cycle(hidden[:1], rest[:1], max(c.BARRIER_CHAINS, c.BARRIER_SAMPLES // rest.shape[1]))
+        if len(rest) == 1:
+            return many
+        # Noise of few cycles is the same in all draws, and many of the first one say what it is.
+        few = self._mean_cycle(hidden, rest, c.BARRIER_CHAINS)
         return np.asarray(few * (many / few[:1]))
 
     def _mean_cycle(self, hidden: Array, rest: Array, chains: int) -> Array:
@@ -415,12 +417,11 @@ class BarrierExchange:
             behind = answers.sum(axis=2, keepdims=True) * (answers > 0)
             answered.put(order, behind + half.take(order))
             ends[number] = served[:, :, 0]
-        spent, longest = np.zeros((2, draws))
-        for end, then in list(zip(ends, thens.max(axis=3), strict=True))[c.BARRIER_CYCLES // 4 :]:
-            spent += end.mean(axis=1)
-            longest += then.mean(axis=1)
-        counted = c.BARRIER_CYCLES - c.BARRIER_CYCLES // 4
+        skipped = c.BARRIER_CYCLES // 4
+        counted = c.BARRIER_CYCLES - skipped
+        spent = np.cumsum(ends[skipped:].mean(axis=2), axis=0)[-1]
         if hidden.any():
             return np.asarray(spent / counted)
+        longest = np.cumsum(thens[skipped:].max(axis=3).mean(axis=2), axis=0)[-1]
         exact, _ = slowest(rest, np.ones(groups, int))  # which is known, and not only of these samples
         return np.asarray((spent - longest) / counted + exact)

@@ -78,7 +78,7 @@ class TrainingPlan:
         compute, variance = (np.stack(column, axis=1) for column in zip(*work, strict=True))
         between = model.between[:, None]
         together = np.array([model.placement.are_together(members) for members in groups])
-        allreduce = self._allreduce(sizes, together)
+        allreduce = model.all_reduce(sizes, together)
         nothing = np.zeros_like(allreduce)
         if len(groups) == 1:  # plain synchronous training, with no server and no head
             return Outcome(sizes * self.batch, compute + between, allreduce, nothing, nothing, nothing, 0.0, nothing)
@@ -111,13 +111,6 @@ class TrainingPlan:
         return Outcome(sizes * self.batch, compute, allreduce, *per_step, head, spent)
 
     # --- What is sent ------------------------------------------------------------------------------------------------
-
-    def _allreduce(self, sizes: Array, together: Array) -> Array:
-        """Seconds of an all-reduce in each group, shape (draws, groups)."""
-        model, ring, hop = self.model, self.model.ring[:, None], self.model.hop[:, None]
-        if model.node_ring is not None:
-            ring, hop = np.where(together, model.node_ring, ring), np.where(together, model.node_hop, hop)
-        return np.asarray(2 * (sizes - 1) * (ring / sizes + hop))
 
     def _handed_on(self, groups: Groups) -> Array:
         """Seconds of a step in which members get what their leader was answered, shape (draws, groups)."""
@@ -322,6 +315,11 @@ class Outcome:
             "link": float(self.link[0] @ weights) * groups,
             "head": self.head,
         }
+
+    @property
+    def serial(self) -> float:
+        """Seconds of an update at the busiest of what all groups share: no update takes less."""
+        return max(self.parts[name] for name in ("serve", "link", "head"))
 
     @property
     def is_saturated(self) -> bool:

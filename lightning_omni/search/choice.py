@@ -131,8 +131,12 @@ def best_by_forecast(evidence: Evidence, groups: int | None = None) -> Setting:
     """
     forecast = evidence.forecast()
     candidates = [each for each in evidence.candidates() if groups in (None, each.groups)]
+    return _best_of(evidence, forecast, _promising(evidence, forecast, candidates))
+
+
+def _best_of(evidence: Evidence, forecast: Forecast, candidates: Sequence[Setting]) -> Setting:
     return least(
-        candidates if evidence.prior is None else _promising(evidence, forecast, candidates),
+        candidates,
         lambda setting: careful(forecast.log_seconds(setting), forecast.efficiency(setting)[1]),
         lambda setting: (
             setting.groups,
@@ -145,6 +149,8 @@ def best_by_forecast(evidence: Evidence, groups: int | None = None) -> Setting:
 
 def _promising(evidence: Evidence, forecast: Forecast, candidates: Sequence[Setting]) -> list[Setting]:
     """Of hundreds of settings those that might be the best: the others cannot be, however fast their exchange is."""
+    if evidence.prior is None:  # there are few
+        return list(candidates)
     bounds = sorted(
         (
             (careful(cost - math.log(evidence.most(each)), error), number, each)
@@ -185,22 +191,22 @@ def verdict(evidence: Evidence, is_early: bool = False) -> str:
     profile, start = evidence.profile, evidence.as_it_would_be(evidence.spec.start)
     if profile is None or (is_early and start == evidence.spec.start):
         return ""
-    best = best_by_forecast(evidence)
+    forecast = evidence.forecast()
+    promising = _promising(evidence, forecast, evidence.candidates())
+    best = _best_of(evidence, forecast, promising)
     if is_early and best != start:
         return ""
     if best == evidence.spec.start:
-        return "nothing" if _most(evidence, start) < c.GAIN else ""
-    cost, error = evidence.efficiency()(best)
+        return "nothing" if _most(evidence, forecast, start, promising) < c.GAIN else ""
+    cost, error = forecast.efficiency(best)
     least, _ = _speed_up(evidence, evidence.spec.start, best)
     least *= math.exp(-careful(cost, error))
     return "change" if least > _least_gain(best) else ""
 
 
-def _most(evidence: Evidence, start: Setting) -> float:
+def _most(evidence: Evidence, forecast: Forecast, start: Setting, promising: Sequence[Setting]) -> float:
     """The largest speed-up that any setting may have, by the interval of what hardware does."""
-    forecast = evidence.forecast()
-    promising = [each for each in _promising(evidence, forecast, evidence.candidates()) if each != start]
-    first = min(promising, key=forecast.log_seconds, default=start)
+    first = min((each for each in promising if each != start), key=forecast.log_seconds, default=start)
     return _speed_up(evidence, start, first)[1] * math.exp(-forecast.efficiency(first)[0])
 
 

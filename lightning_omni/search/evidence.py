@@ -94,6 +94,7 @@ class Evidence:
         self._speeds_differ = False
         self._most: dict[tuple[int, str, str], float] = {}
         self._slower: float | None = None
+        self._ways: list[Setting] | None = None
         self._patterns: dict[tuple[str, int, str, bool, tuple[str, int] | tuple[()]], ExchangePattern] = {}
 
     @property
@@ -133,7 +134,7 @@ class Evidence:
             self._rates.clear()
             self._uneven.clear()
             self._most.clear()
-            self._slower = None
+            self._slower = self._ways = None
             if isinstance(self.theory, Experience):
                 self.theory = replace(self.theory, scatter=scatter(measured))
         return self._fitted[1]
@@ -364,18 +365,33 @@ class Evidence:
 
     def candidates(self) -> list[Setting]:
         """What can be chosen: what was tried, and what theory proposes for each number of groups."""
-        if isinstance(self.theory, Experience):
-            ways = self.spec.space.ways(self.spec.start, self._suggested)
-            ranks = self.profile.ranks if self.profile is not None else math.inf
-            heads = {"", *(self.profile.heads if self.profile is not None else ())}
-            ways = [each for each in ways if each.groups == 1 or each.merged in heads]
-            return [each for each in ways if each.groups < ranks or each.all_reduce == self.spec.start.all_reduce]
+        if self.prior is not None:
+            profile = self.profile
+            if self._ways is None:
+                self._ways = self._ways_by_prior(profile)
+            return list(self._ways)
         tried = self.tried
         sound = [each.setting for each in tried if not each.has_failed]
         if tried and 1 not in {each.groups for each in sound}:
             sound = []
         proposed = [self.proposal(groups, factor) for groups in self.groups() if (factor := self.largest_step(groups))]
         return list(dict.fromkeys([*map(self.as_it_would_be, sound), *proposed])) or [self.spec.start]
+
+    def _ways_by_prior(self, profile: Profile | None) -> list[Setting]:
+        """Every way in which groups may exchange, of those whose cost is known.
+
+        Without the all-reduce formats that no group can be clearly faster by: where links are fast that is four ways
+        out of five, of which no more has to be found out.
+        """
+        space, start = self.spec.space, self.spec.start
+        if profile is not None:
+            formats = [each for each in space.all_reduce if each == start.all_reduce or _pays(profile, each)]
+            space = replace(space, all_reduce=tuple(formats))
+        ways = space.ways(start, self._suggested)
+        ranks = profile.ranks if profile is not None else math.inf
+        heads = {"", *(profile.heads if profile is not None else ())}
+        ways = [each for each in ways if each.groups == 1 or each.merged in heads]
+        return [each for each in ways if each.groups < ranks or each.all_reduce == start.all_reduce]
 
     def _suggested(self, setting: Setting) -> Setting:
         """The same with the momentum and rate that suited such a setting best, of those that are allowed."""
@@ -404,6 +420,11 @@ class Evidence:
         if not any(each.has_failed for each in several):
             return 1.0
         return min(self.scaling.step(each.setting) / self.theory.step for each in several if not each.has_failed)
+
+
+def _pays(profile: Profile, all_reduce: str) -> bool:
+    """Whether a format of averages might make any group faster by more than a trifle."""
+    return is_faster(profile.largest_gain(all_reduce), 1.0)
 
 
 def _rose(tried: TrialResult) -> bool:

@@ -134,6 +134,9 @@ class Prior:
     overlap: tuple[float, float] = (0.0, 0.1)
     all_reduce: Mapping[bool, Mapping[str, tuple[float, float]]] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)
+    _found: dict[tuple[str, bool, int, int], list[Array]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @classmethod
     @cache
@@ -225,17 +228,36 @@ class Prior:
         """Values of a row that was not measured, as in `PriorRow.values`."""
         for name, error in ((method, 0.0), *((name, c.RELATED) for name in RELATIVES.get(method, ()))):
             if rows := self._rows(name, is_adaptive):
-                found = _interpolated(rows, groups, period, scatter)
+                found = self._interpolated(name, is_adaptive, groups, period, scatter)
                 other = 0.0 if rows[0].is_adaptive == is_adaptive else c.RELATED
                 found[DEVIATION] = math.hypot(found[DEVIATION], error, other)
                 return found
         every = {row.method for row in self.rows}
         found = max(
-            (_interpolated(self._rows(name, is_adaptive), groups, period, scatter) for name in sorted(every)),
+            (self._interpolated(name, is_adaptive, groups, period, scatter) for name in sorted(every)),
             key=lambda values: float(values[COST]),
         )
         found[DEVIATION] = math.hypot(found[DEVIATION], 2 * c.RELATED)
         return found
+
+    def _interpolated(self, method: str, is_adaptive: bool, groups: int, period: int, scatter: float) -> Array:
+        """Between surfaces of one distribution of step times each, by their scatter at these groups."""
+        found = self._on_surfaces(method, is_adaptive, groups, period)
+        low, high = found[0], found[-1]
+        width = float(high[SCATTER] - low[SCATTER])
+        share = min(1.0, max(0.0, (scatter - float(low[SCATTER])) / width)) if width > 0 else 0.0
+        return np.asarray((1 - share) * low + share * high)
+
+    def _on_surfaces(self, method: str, is_adaptive: bool, groups: int, period: int) -> list[Array]:
+        """Values for each distribution of step times that was measured, the steadiest first."""
+        key = method, is_adaptive, groups, period
+        if key not in self._found:  # settings with other wire formats, and other tasks, ask for the same
+            surfaces: dict[str, list[PriorRow]] = {}
+            for row in self._rows(method, is_adaptive):
+                surfaces.setdefault(row.times, []).append(row)
+            values = [_on_surface(each, groups, period) for each in surfaces.values()]
+            self._found[key] = sorted(values, key=lambda each: each[SCATTER])
+        return self._found[key]
 
     def _rows(self, method: str, is_adaptive: bool) -> list[PriorRow]:
         """Of the method: with the same kind of optimizer, or else with the other."""
@@ -247,20 +269,6 @@ def _added(cost: tuple[float, float], variants: Iterable[tuple[float, float]]) -
     """A cost and its deviation, with those of variants that have nothing to do with one another."""
     means, deviations = zip(cost, *variants, strict=True)
     return float(sum(means)), float(math.hypot(*deviations))
-
-
-def _interpolated(rows: Iterable[PriorRow], groups: int, period: int, scatter: float) -> Array:
-    """Between surfaces of one distribution of step times each, by their scatter at these groups."""
-    surfaces: dict[str, list[PriorRow]] = {}
-    for row in rows:
-        surfaces.setdefault(row.times, []).append(row)
-    found = sorted(
-        (_on_surface(each, groups, period) for each in surfaces.values()), key=lambda values: values[SCATTER]
-    )
-    low, high = found[0], found[-1]
-    width = float(high[SCATTER] - low[SCATTER])
-    share = min(1.0, max(0.0, (scatter - float(low[SCATTER])) / width)) if width > 0 else 0.0
-    return np.asarray((1 - share) * low + share * high)
 
 
 def _on_surface(rows: list[PriorRow], groups: int, period: int) -> Array:

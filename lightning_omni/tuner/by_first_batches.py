@@ -35,12 +35,22 @@ class _Decision:
         is_early: whether it is too little for anything but proportional batches.
         is_last: whether it is decided by in any case.
         found: what rank 0 makes of it, once it knows; None on other ranks.
+        batches: that were trained since.
     """
 
     observation: Observation | None
     is_early: bool
     is_last: bool
     found: Future[Search | None] | None = None
+    batches: int = 0
+
+    def trained(self) -> bool:
+        """A batch was trained since; says whether it is time to ask rank 0: after 1, 2, 4, 8 of them, and so on.
+
+        To ask takes as long as a short batch, and so costs few of them, and no batch that takes longer than to decide.
+        """
+        self.batches += 1
+        return self.batches & (self.batches - 1) == 0
 
 
 class ByFirstBatches:
@@ -133,7 +143,8 @@ class ByFirstBatches:
         if not steps or trainer.is_last_batch:
             return
         if self._decision is not None:
-            self._hear(self._decision)
+            if self._decision.trained():
+                self._hear(self._decision)
         elif batches.is_due:
             self._begin_to_decide(batches)
 

@@ -25,11 +25,11 @@ from lightning_omni.search import Dimension
 from lightning_omni.server.keys import ENVIRONMENT
 from lightning_omni.tuner import by_first_batches
 from lightning_omni.tuner.beside import at_once, beside
-from lightning_omni.tuner.first_batches import FirstBatches
+from lightning_omni.tuner.microbenchmarks import Microbenchmarks
 
 RANK = int(os.environ.get("LOCAL_RANK", 0))
 BESIDE = beside
-SECONDS_PER_BYTE = FirstBatches._seconds_per_byte
+REDUCE_PER_BYTE = Microbenchmarks.reduce_per_byte
 
 
 class EmulatedClock:
@@ -107,7 +107,7 @@ class Classifier(pl.LightningModule):
         self.steps = 0
         self.had_groups = False
         self.beside = 0
-        self.rng = random.Random(RANK)
+        self.rng = random.Random(RANK + options.get("seed", 0))
 
     def on_train_epoch_start(self) -> None:
         self.of_epoch: list[int] = []
@@ -247,7 +247,7 @@ def data(
 
 def pretend_link(per_byte: float | None) -> None:
     """Ranks find that each byte takes so long on their links; None for what it takes."""
-    FirstBatches._seconds_per_byte = SECONDS_PER_BYTE if per_byte is None else lambda _: per_byte
+    Microbenchmarks.reduce_per_byte = REDUCE_PER_BYTE if per_byte is None else property(lambda _: per_byte)
 
 
 def main() -> None:
