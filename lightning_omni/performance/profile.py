@@ -334,6 +334,13 @@ class Profile(Serializable):
         topology, rate = self._fastest_topology(groups, plan)
         return float(plan.outcome(topology).samples_rate[0]) if rate is None else rate
 
+    @property
+    def largest_gain_of_split(self) -> float:
+        """By what factor proportional batches may make any group faster, at most: its slowest member counts no more."""
+        slowest, *others = sorted(self.speeds)
+        sums = np.cumsum([slowest, *reversed(others)])  # of the slowest and the fastest few
+        return float((sums / np.arange(1, len(sums) + 1)).max() / slowest)
+
     def largest_gain(self, all_reduce: str) -> float:
         """By what factor such an average of gradients may make any group faster than the exact one, at most.
 

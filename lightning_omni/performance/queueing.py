@@ -381,6 +381,8 @@ class BarrierExchange:
             >>> link.cycle(steps, none).round(3).tolist()  # most of it lies in the midst of the next second
             [1.2]
         """
+        if not (hidden.any() or self.way.any() or self.serve.any() or self.send.any()):
+            return slowest(rest, np.ones(rest.shape[1], int))[0]
         if is_rough:
             return self._mean_cycle(hidden, rest, c.BARRIER_CHAINS)
         first = replace(self, way=self.way[:1], serve=self.serve[:1], send=self.send[:1])

@@ -91,7 +91,7 @@ class Evidence:
         self._fitted: tuple[int, Profile] | None = None
         self._rates: dict[Setting, float] = {}
         self._uneven: dict[Setting, bool] = {}
-        self._speeds_differ = False
+        self._may_be_uneven = False
         self._most: dict[tuple[int, str, str], float] = {}
         self._slower: float | None = None
         self._ways: list[Setting] | None = None
@@ -129,8 +129,9 @@ class Evidence:
         if not measured:
             return None
         if self._fitted is None or self._fitted[0] != len(measured):
-            self._fitted = (len(measured), Profile.fit(measured))
-            self._speeds_differ = speeds_differ(measured)
+            profile = Profile.fit(measured)
+            self._fitted = (len(measured), profile)
+            self._may_be_uneven = speeds_differ(measured) and is_faster(profile.largest_gain_of_split, 1.0)
             self._rates.clear()
             self._uneven.clear()
             self._most.clear()
@@ -298,7 +299,7 @@ class Evidence:
         key = replace(setting, momentum=0.0, lr=0.0, rebalance=False, further=())
         if key not in self._uneven:
             split, plain = (replace(key, rebalance=how) for how in (True, False))
-            self._uneven[key] = self._speeds_differ and is_faster(self.throughput(split), self.throughput(plain))
+            self._uneven[key] = self._may_be_uneven and is_faster(self.throughput(split), self.throughput(plain))
         return self._uneven[key]
 
     def groups(self) -> list[int]:
