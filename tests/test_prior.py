@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_omni.search.constants import RELATED
+from lightning_omni.search.constants import LARGEST_STEP, RELATED
 from lightning_omni.search.prior import STREAMING, Prior, PriorRow, Steepness
 from lightning_omni.search.space import ALL_REDUCES
 
@@ -40,9 +40,23 @@ def test_the_prior_passes_through_its_rows(one: PriorRow) -> None:
     place = one.method, one.groups, one.period
     found = PRIOR.log_cost(*place, scatter=one.scatter, is_adaptive=one.is_adaptive)
     assert found == pytest.approx((one.log_cost, one.deviation))
-    assert PRIOR.suggested(*place, 1.0, one.scatter, one.is_adaptive) == pytest.approx(
-        (one.momentum, one.step), rel=1e-4
-    )
+    step = min(one.step, LARGEST_STEP)
+    assert PRIOR.suggested(*place, 1.0, one.scatter, one.is_adaptive) == pytest.approx((one.momentum, step), rel=1e-4)
+
+
+@given(
+    method=st.sampled_from(["async_sgd", "elastic_averaging", "local_sgd", "streaming", "diloco", "gossip"]),
+    groups=st.integers(2, 64),
+    period=st.sampled_from([1, 2, 8, 32]),
+    scatter=st.floats(0, 2),
+    is_adaptive=st.booleans(),
+)
+def test_no_step_is_suggested_that_is_much_larger_than_the_users_own(
+    method: str, groups: int, period: int, scatter: float, is_adaptive: bool
+) -> None:
+    momentum, step = PRIOR.suggested(method, groups, period, 0.9, scatter, is_adaptive)
+    assert 0 < step <= LARGEST_STEP < math.sqrt(3), "which never learns on some tasks"
+    assert 0 <= momentum <= 0.9
 
 
 @given(groups=st.integers(2, 8), scatter=st.floats(0, 2))

@@ -123,7 +123,7 @@ def best_as_measured(evidence: Evidence) -> Setting:
 
 
 def best_by_forecast(evidence: Evidence, groups: int | None = None) -> Setting:
-    """Careful with what was not tried; among equals the fewest groups, the smallest step and the fewest samples.
+    """Careful with what was not tried; among equals the fewest groups, the fewest samples and the smallest step.
 
     Args:
         evidence: what is known.
@@ -141,8 +141,8 @@ def _best_of(evidence: Evidence, forecast: Forecast, candidates: Sequence[Settin
         lambda setting: (
             setting.groups,
             _unusual(setting),
-            evidence.scaling.step(setting),
             forecast.efficiency(setting)[0],
+            evidence.scaling.step(setting),
         ),
     )
 

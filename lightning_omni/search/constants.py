@@ -48,6 +48,10 @@ one that is judged by the worst of all."""
 BEYOND, FARTHEST = 0.1, 2.0
 """Added to it for each interval of the prior's table that a setting lies beyond its end; and over how many intervals
 the table is continued in a line, to stay level after that."""
+LARGEST_STEP = 1.3
+"""Times the user's own step that the prior may suggest. It was found on a grid of factors of √3, by which steps that
+are closer than half of one cannot be told apart; and a step that is too large may never learn anything, however much
+faster it is for most."""
 LONGER, FLAT, STEEP = 1.6, 0.05, 0.2
 """A training loss is flat that has fallen, while the number of epochs grew by the first factor, by less than the second
 part of what was learnt since the start, and by less than the third part of itself."""

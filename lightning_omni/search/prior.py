@@ -173,12 +173,13 @@ class Prior:
             is_adaptive: whether the optimizer divides by the size of gradients.
 
         Returns:
-            The momentum (β1), and the step relative to the user's own.
+            The momentum (β1), and the step relative to the user's own: never much larger.
         """
         if self._is_synchronous(method, groups):
             return momentum, 1.0
         best, log_step, *_ = self._values(method, groups, period, scatter, is_adaptive)
-        return min(momentum, max(0.0, round(float(best), 6))), round(math.exp(log_step), 6)
+        step = min(math.exp(log_step), c.LARGEST_STEP)
+        return min(momentum, max(0.0, round(float(best), 6))), round(step, 6)
 
     def log_cost(
         self,

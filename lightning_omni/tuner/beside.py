@@ -25,12 +25,12 @@ def beside(find: Callable[[], Found]) -> Future[Found]:
         What it gives or raises, once it has.
     """
 
-    def find_politely() -> Found:
-        with _switching:
+    def find_beside() -> Found:
+        with frequent_switches:
             return find()
 
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="omni-tuner")
-    found = thread.submit(find_politely)
+    found = thread.submit(find_beside)
     thread.shutdown(wait=False)
     return found
 
@@ -45,7 +45,7 @@ def at_once(find: Callable[[], Found]) -> Future[Found]:
     return found
 
 
-class _OftenSwitching:
+class _FrequentSwitches:
     """While any thread is within, Python switches threads after `SWITCH_INTERVAL`; then as before."""
 
     def __init__(self) -> None:
@@ -65,7 +65,8 @@ class _OftenSwitching:
                 sys.setswitchinterval(self._before)
 
 
-_switching = _OftenSwitching()
+frequent_switches = _FrequentSwitches()
+"""A context in which a thread computes beside training."""
 
 
-__all__ = ["at_once", "beside"]
+__all__ = ["at_once", "beside", "frequent_switches"]

@@ -22,6 +22,7 @@ from lightning_omni.search.surrogate import check_libraries, load_libraries
 from lightning_omni.strategy.arguments import refuses_unknown
 from lightning_omni.strategy.hooks import OmniStrategyHooks, strategy_of
 from lightning_omni.strategy.namespaces import refuse_other_namespace
+from lightning_omni.tuner.beside import frequent_switches
 from lightning_omni.tuner.fit import Fit, TunedFit, may_form_groups
 from lightning_omni.tuner.joined_fit import JoinedFit
 from lightning_omni.tuner.run import TunedRun, TunerOptions
@@ -193,7 +194,12 @@ class OmniTunerHooks(_CallbackBase):
         """Begins to import what a search needs: where it is first needed, all ranks would wait for it."""
         if self.budget > 0:
             needed = sampler_of(self.search).uses_scikit_optimize
-            threading.Thread(target=load_libraries, args=(needed,), name="omni-libraries", daemon=True).start()
+
+            def load() -> None:
+                with frequent_switches:
+                    load_libraries(needed)
+
+            threading.Thread(target=load, name="omni-libraries", daemon=True).start()
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -6,10 +6,10 @@
 
 With ``--cache`` rows are written to a file as they come, and those that it has are not measured again.
 
-Tasks are those of `tasks.JUDGING`, which set no constant; their users' own settings are recorded there. The user's own
-synchronous run is timed as `OmniTuner` times the first batches of a fit, and decided by after as many of them; then the
-chosen setting trains from the first sample to the target. What the first batches took longer than they would have with
-it is added. Times are virtual, and deciding and forming groups take none.
+Tasks are those of `tasks.JUDGING`, which set no constant, unless others are asked for; their users' own settings are
+recorded there. The user's own synchronous run is timed as `OmniTuner` times the first batches of a fit, and decided by
+after as many of them; then the chosen setting trains from the first sample to the target. What the first batches took
+longer than they would have with it is added. Times are virtual, and deciding and forming groups take none.
 
 Beside it stand the user's own setting, and alternatives: one group with every all-reduce format, with proportional
 batches and without; and every way of exchanging with as many groups as there are ranks and half as many, each with the
@@ -35,7 +35,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from tasks import CLUSTERS, JUDGING, RANKS, Outcome, Task, cluster_of
+from tasks import CLUSTERS, JUDGING, RANKS, TASKS, Outcome, Task, cluster_of
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import method_named, with_period
@@ -277,7 +277,7 @@ COLUMNS = ("task", "cluster", "own", "tuned", "faster", "batches", "chosen", "re
 
 def judge(name: str, cluster: str, seed: int, with_alternatives: bool) -> Row:
     """Measures a row."""
-    judged = Judged(JUDGING[name], cluster_of(cluster, JUDGING[name]), seed)
+    judged = Judged(TASKS[name], cluster_of(cluster, TASKS[name]), seed)
     decided = judged.decide()
     seconds = judged.tuned(decided)
     chosen = "as it was" if decided.setting == judged.own else str(decided.setting)
@@ -325,8 +325,9 @@ class Rows:
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    recorded = [name for name, task in JUDGING.items() if _is_recorded(task)]
-    parser.add_argument("--tasks", nargs="+", choices=recorded, default=recorded)
+    recorded = [name for name, task in TASKS.items() if _is_recorded(task)]
+    judging = [name for name in recorded if name in JUDGING]
+    parser.add_argument("--tasks", nargs="+", choices=recorded, default=judging)
     parser.add_argument("--clusters", nargs="+", choices=CLUSTERS, default=list(CLUSTERS))
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--alternatives", choices=("all", "none"), default="all")
