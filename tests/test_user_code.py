@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from lightning_omni import OmniStrategy
 from lightning_omni.errors import ConfigurationError, OmniError, UnsupportedError
 from lightning_omni.methods import LocalSGD
-from lightning_omni.methods.master import Master, check_servable
+from lightning_omni.methods.master import Master, check_servable, hyperparameters_of
 from lightning_omni.methods.replica import Replica
 from lightning_omni.optimizer import OmniOptimizer, World, names_of
 from lightning_omni.optimizer.executor import Exchanging, Executor, evaluating
@@ -104,6 +104,17 @@ def test_an_optimizer_that_needs_a_closure_is_named_when_it_fails_at_the_server(
 def test_an_optimizer_that_swaps_weights_for_evaluation_is_refused_at_the_server() -> None:
     with pytest.raises(UnsupportedError, match=r"ScheduleFree moves the weights in its train\(\).*local_sgd"):
         check_servable(ScheduleFree([Parameter(torch.ones(3))], lr=0.1))
+
+
+def test_a_setting_that_cannot_be_sent_is_refused_at_the_server_by_name_and_is_no_matter_where_ranks_step() -> None:
+    body, head = Parameter(torch.ones(3)), Parameter(torch.ones(2))
+    groups: list[dict[str, Any]] = [{"params": [body], "rule": len, "scale": 0.5}, {"params": [head]}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    with pytest.raises(UnsupportedError, match=r"a parameter group's 'rule' is a builtin_function.*local_sgd"):
+        check_servable(optimizer)
+    first, second = hyperparameters_of(optimizer, are_needed=False)
+    assert (first["scale"], first["lr"], second["lr"]) == (0.5, 0.1, 0.1)
+    assert "rule" not in first
 
 
 @pytest.mark.parametrize("averages", [True, False])

@@ -233,23 +233,30 @@ def park(optimizer: Optimizer, parked: dict[Tensor, Any]) -> None:
         optimizer.state[parameter] = parked.pop(parameter)
 
 
-def hyperparameters_of(optimizer: Optimizer, of: Container[Tensor] | None = None) -> list[dict[str, Any]]:
+def hyperparameters_of(
+    optimizer: Optimizer, of: Container[Tensor] | None = None, are_needed: bool = True
+) -> list[dict[str, Any]]:
     """The optimizer's hyperparameters as plain numbers, one mapping for each parameter group.
 
     Args:
         optimizer: the optimizer.
         of: only of groups that hold some of these parameters; None takes all groups.
+        are_needed: whether an optimizer is to step with them; otherwise what is no plain value is left out.
+
+    Raises:
+        UnsupportedError: one that is needed is no plain value.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(2))
         >>> hyperparameters_of(torch.optim.SGD([weight], lr=0.1))[0]["lr"]
         0.1
     """
+    kind = type(optimizer)
     return [
         {
-            key: value if type(value) in _PLAIN else _plain(value)
+            key: value if type(value) in _PLAIN else _checked(kind, "a parameter group's", key, value)
             for key, value in group.items()
-            if key not in _NOT_SETTINGS
+            if key not in _NOT_SETTINGS and (are_needed or _is_plain(value))
         }
         for group in optimizer.param_groups
         if of is None or holds(group, of)
@@ -416,17 +423,25 @@ def check_servable(optimizer: Optimizer) -> None:
     own = {key: value for key, value in vars(optimizer).items() if key not in _torch_attributes()}
     for where, values in (("its attribute", own), ("the default", optimizer.defaults)):
         for key, value in values.items():
-            if not _is_plain(value):
-                raise UnsupportedError(
-                    f"{kind.__qualname__} cannot run at the parameter server: {where} {key!r} is a"
-                    f" {type(value).__qualname__}, and only plain values (numbers, strings, lists) can be sent there;"
-                    f" {_STEP_ON_RANKS}"
-                )
+            _checked(kind, where, key, value)
+    hyperparameters_of(optimizer)
 
 
 def class_path(kind: type) -> str:
     """``module:Class`` of a class."""
     return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def _checked(kind: type[Optimizer], where: str, key: str, value: Any) -> Any:
+    """The value as plain data, or `UnsupportedError`, which says where it stands."""
+    try:
+        return _plain(value)
+    except TypeError as error:
+        raise UnsupportedError(
+            f"{kind.__qualname__} cannot run at the parameter server: {where} {key!r} is a"
+            f" {type(value).__qualname__}, and only plain values (numbers, strings, lists) can be sent there;"
+            f" {_STEP_ON_RANKS}"
+        ) from error
 
 
 def _plain(value: Any) -> Any:

@@ -262,7 +262,8 @@ class Exchanging(Executor):
         self._edits.check(part)
         with torch.no_grad():
             self._parameter_groups.follow(index)
-            hyperparameters = hyperparameters_of(optimizer, part.replica.ever_held)
+            are_needed = not self._place.steps_here(part)
+            hyperparameters = hyperparameters_of(optimizer, part.replica.ever_held, are_needed)
             with evaluating(part.replica, closure, loss), self._stepping():
                 self._advance(index, Gradient(part.replica.gradients(), hyperparameters))
         return loss

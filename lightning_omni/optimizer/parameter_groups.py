@@ -203,23 +203,15 @@ class ParameterGroups:
         """What the server is told."""
         here = self._place.steps_here(part)
         return {
-            "groups": self._describe(part, fresh, only_plain=here),
+            "groups": self._describe(part, fresh, are_needed=not here),
             "weights": {name: parameter.detach() for name, parameter in fresh.items()},
             "state": {} if here else self._state(part, fresh),
         }
 
     @staticmethod
-    def _describe(part: Part, fresh: Mapping[str, Parameter], only_plain: bool) -> list[dict[str, Any]]:
+    def _describe(part: Part, fresh: Mapping[str, Parameter], are_needed: bool) -> list[dict[str, Any]]:
         places = {parameter: place for place, parameter in enumerate((*part.replica.ordered, *fresh.values()))}
-        try:
-            settings = hyperparameters_of(part.optimizer, places)
-        except TypeError as error:
-            if only_plain:  # the server only writes them down
-                return []
-            raise UnsupportedError(
-                f"a setting of a parameter group is a {error}, and only plain values (numbers, strings, lists) can be"
-                " sent to the parameter server; use groups=1"
-            ) from error
+        settings = hyperparameters_of(part.optimizer, places, are_needed=are_needed)
         groups = [group["params"] for group in part.optimizer.param_groups if holds(group, places)]
         return [
             {**each, "params": [places[parameter] for parameter in group if parameter in places]}
