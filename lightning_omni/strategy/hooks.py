@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_omni.errors import ConfigurationError, ConnectionLost, Evicted, OmniError, UnsupportedError
@@ -34,7 +35,7 @@ from lightning_omni.strategy.checkpoints import Checkpoints
 from lightning_omni.strategy.declared import callbacks_of
 from lightning_omni.strategy.joining import RunStates
 from lightning_omni.strategy.launcher import say_exit
-from lightning_omni.strategy.leased import GivenRank, is_given
+from lightning_omni.strategy.leased import GivenRank, draws_batches, is_given
 from lightning_omni.strategy.listener import Listener, NestedRuns
 from lightning_omni.strategy.live_metrics import gathering_sentence
 from lightning_omni.strategy.namespaces import refuse_other_namespace
@@ -667,7 +668,10 @@ class OmniStrategyHooks(SavingStrategy):
         loader = super().process_dataloader(dataloader)
         if self.world is not None and self.world.enlistment is not None:
             _private.seed_workers(self._trainer, loader, self.world.rank)
-        return self.epochs.data.process(loader, self.global_rank, is_given) if self._trainer.training else loader
+        return self.epochs.data.process(loader, self.global_rank, self._is_ours) if self._trainer.training else loader
+
+    def _is_ours(self, loader: DataLoader[Any]) -> bool:
+        return is_given(loader) and not draws_batches(self.fitted.training_step)
 
     # --- Collectives -------------------------------------------------------------------------------------------------
 

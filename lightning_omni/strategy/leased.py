@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -109,7 +110,7 @@ class LeasedData:
         Args:
             loader: what Lightning is about to iterate in training.
             rank: this rank.
-            is_ours: tells a sampler of Lightning's from a user's own.
+            is_ours: tells a loader whose samples may be dealt out, by Lightning's sampler, from a user's own.
         """
         world = self._world
         if self.kind == "static" or world is None:
@@ -119,7 +120,8 @@ class LeasedData:
             if world.executor.exchanges:
                 self._say(
                     'OmniStrategy: the training data is dealt out beforehand (as with data="static"), because it has a'
-                    " sampler of its own, is iterable, or is no plain DataLoader; a slow group delays an epoch's end"
+                    " sampler of its own, is iterable, is no plain DataLoader, or is drawn by training_step"
+                    " (dataloader_iter); a slow group delays an epoch's end"
                 )
             self._take_in(None)
             return loader
@@ -151,9 +153,9 @@ class LeasedData:
         if self._world is not None and self._world.enlistment is not None:
             raise UnsupportedError(
                 "join=True deals the samples of an epoch out to the groups that there are, and this training data is"
-                " several loaders, has a sampler of its own, is iterable, or is no plain DataLoader: pass one"
-                " DataLoader over a dataset with a length, with shuffle= in the place of a sampler, and leave"
-                " use_distributed_sampler=True"
+                " several loaders, has a sampler of its own, is iterable, is no plain DataLoader, or is drawn by"
+                " training_step (dataloader_iter): pass one DataLoader over a dataset with a length, with shuffle= in"
+                " the place of a sampler, leave use_distributed_sampler=True, and have training_step take the batch"
             )
 
     def adopt(self) -> None:
@@ -333,6 +335,11 @@ class GivenRank(int):
 def is_given(loader: DataLoader[Any]) -> bool:
     """Whether a loader's sampler is Lightning's, which has its rank of OmniStrategy, and not a user's own."""
     return isinstance(getattr(loader.sampler, "rank", None), GivenRank)
+
+
+def draws_batches(training_step: Callable[..., Any]) -> bool:
+    """Whether it draws its batches itself, when it likes; those of leased data are told apart by their hooks."""
+    return "dataloader_iter" in inspect.signature(training_step).parameters
 
 
 def split_of(dataset: object) -> int:

@@ -157,7 +157,7 @@ class Listener:
                 values |= live_metrics(world.control.status, self._staleness, strategy.step_times)
                 self._display.tell(values)
             for name, value in values.items():
-                pl_module.log(name, value)
+                pl_module.log(name, value, batch_size=1)  # as Lightning asks where training_step draws its batches
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """The fit ends."""
@@ -187,7 +187,7 @@ class Listener:
         if self._strategy.joined.executor.exchanges:
             for name, value in self._staleness.compute().items():
                 if name in ("mean", "max"):
-                    pl_module.log(f"omni/staleness_{name}", value.float(), sync_dist=True)
+                    pl_module.log(f"omni/staleness_{name}", value.float(), sync_dist=True, batch_size=1)
         is_parallel = isinstance(self._strategy.joined.options.inside, ModelParallel)  # which computes a batch together
         can_rebalance = self._strategy.epochs.leases is not None and not (self._strategy.balance.is_on or is_parallel)
         if control.status is not None and (sentence := straggler_sentence(control.status, can_rebalance)):

@@ -1015,6 +1015,7 @@ CASES: tuple[Case, ...] = (
     Case("custom batch sampler", data=own_batch_sampler),
     Case("weighted sampler", data=weighted),
     Case("workers", data=lambda: (modules.train_loader(num_workers=1, persistent_workers=True), modules.val_loader())),
+    Case("training_step draws its batches", module=modules.Drawing),
     Case("drop_last", data=lambda: (modules.train_loader(7, drop_last=True), modules.val_loader())),
     Case("partial last batch", data=lambda: (modules.train_loader(7), modules.val_loader())),
     # --- Modules ------------------------------------------------------------------------------------------------------
@@ -1103,6 +1104,7 @@ QUICK = (
     "StochasticWeightAveraging with BatchNorm",
     "EMAWeightAveraging",
     "fit twice, by steps",
+    "training_step draws its batches",
     "two optimizers, frozen by hand",
     "switches optimizers through the strategy",
     "logs everywhere",
