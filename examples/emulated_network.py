@@ -3,8 +3,8 @@
 Not a script. Each host is a network namespace of Linux with an address of its own, joined to the others by virtual
 Ethernet; ``tc`` limits what its link, or its site's, carries in each direction. Nothing of it is seen from outside, and
 nothing is left behind, however the script ends: a namespace lives as long as the process that holds it, and that one
-ends with this one. Who is not root gets these rights in a user namespace, where the system allows one
-(`with_own_network`).
+ends with this one, as do those that were started on hosts. Who is not root gets these rights in a user namespace, where
+the system allows one (`with_own_network`).
 """
 
 from __future__ import annotations
@@ -105,6 +105,8 @@ class Hosts:
     ) -> subprocess.Popen[Any]:
         """Starts a process on a host; it is killed, with all that it has started, when the context is left.
 
+        It is also killed when the thread that calls this ends, so that a script that is killed leaves none.
+
         Args:
             host: number of the host.
             command: program and arguments.
@@ -113,7 +115,8 @@ class Hosts:
         """
         # torch's gloo looks its own host name up, which no namespace has an address for.
         variables = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "TP_SOCKET_IFNAME": "eth0", **(environment or {})}
-        process = subprocess.Popen(self.inside(host, command), env=variables, start_new_session=True, **options)
+        tied = self.inside(host, ["setpriv", "--pdeathsig", "KILL", "--", *command])
+        process = subprocess.Popen(tied, env=variables, start_new_session=True, **options)
         self._stack.callback(_kill, process)
         return process
 
@@ -141,7 +144,7 @@ class Hosts:
     def _build(self) -> None:
         if sys.platform != "linux":
             raise NoNamespacesError("hosts are emulated with network namespaces, which only Linux has")
-        for program in ("ip", "tc", "nsenter", "unshare"):
+        for program in ("ip", "tc", "nsenter", "setpriv", "unshare"):
             if shutil.which(program) is None:
                 raise NoNamespacesError(f"{program} is not installed: packages iproute2 and util-linux have it")
         self._hub = self._hold()
@@ -247,8 +250,15 @@ def _release(process: subprocess.Popen[bytes]) -> None:
 
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
-    """Within it, what this machine cannot do ends the script with a sentence instead of a traceback."""
+    """Within it, what this machine cannot do ends the script with a sentence, not a traceback, and so does Ctrl-C.
+
+    SIGTERM leaves the contexts of the script, so that its files are removed, too.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield
     except NoNamespacesError as error:
         raise SystemExit(f"{Path(sys.argv[0]).name}: {error}") from None
+    except KeyboardInterrupt:
+        sys.stderr.write("Interrupted.\n")
+        raise SystemExit(128 + signal.SIGINT) from None

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import select
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -147,3 +149,30 @@ def test_three_launchers_on_three_hosts_train_one_run_with_the_commands_of_the_p
     assert logs(tmp_path).count("takes part") >= 2
     for address in hosts.addresses:
         assert re.search(rf"joined from [^\n]*{re.escape(address)}\b", logs(tmp_path)), logs(tmp_path)
+
+
+STARTS = """
+from emulated_network import Hosts, Network
+
+with Hosts(Network(sites=(1,))) as hosts:
+    process = hosts.start(0, ["sleep", "600"])
+    print(process.pid, flush=True)
+    process.wait()
+"""
+
+
+def test_processes_on_hosts_end_with_the_script_that_is_killed(hosts: Hosts) -> None:
+    examples = str(Path(__file__).parents[1] / "examples")
+    script = subprocess.Popen(
+        [sys.executable, "-c", STARTS], env={**os.environ, "PYTHONPATH": examples}, stdout=subprocess.PIPE, text=True
+    )
+    with script:
+        assert script.stdout is not None
+        pid = int(script.stdout.readline())
+        descriptor = os.pidfd_open(pid)
+        script.kill()
+        ended, _, _ = select.select([descriptor], [], [], 10)
+        os.close(descriptor)
+    if not ended:
+        os.kill(pid, signal.SIGKILL)
+    assert ended
