@@ -1137,6 +1137,8 @@ def test_a_group_that_was_told_otherwise_is_refused_and_the_run_goes_on(run: Run
     refused: list[tuple[dict[str, Any], str]] = [
         ({"method": "hardsync"}, "the run that this group joins has"),
         ({"samples": 64}, "this group's data is not that of the run"),
+        ({"epochs": 3}, "max_epochs=3: the run that this group joins has max_epochs=2"),
+        ({"trainer": {"max_steps": 20}}, "max_steps=20: the run that this group joins has max_steps=-1"),
         ({"split": 2}, "this group's training data is another part of its dataset"),
         ({"finder": True}, "find the rate before, without server="),
         ({"several": True}, "this training data is several loaders"),

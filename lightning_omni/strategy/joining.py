@@ -50,6 +50,7 @@ class RunStates:
         self._strategy = strategy
         self._told: set[str] = set()
         self._again: dict[str, Any] | None = None
+        self._limits: dict[str, int | None] = {}
         self.is_described = False
 
     def check(self, trainer: Trainer) -> None:
@@ -78,6 +79,7 @@ class RunStates:
                 "join=True with several WeightAveraging callbacks: a checkpoint has room for the average of one, and so"
                 " has what a group that joins is given; keep one of them"
             )
+        self._limits = {"max_epochs": trainer.max_epochs, "max_steps": trainer.max_steps}
 
     # --- The recorder's group ----------------------------------------------------------------------------------------
 
@@ -120,6 +122,7 @@ class RunStates:
         loops = self._sendable("the loops' progress", {"loops": checkpoint["loops"]})
         progress = strategy.epochs.progress
         return {
+            "limits": self._limits,
             "epoch": trainer.current_epoch,
             "counters": _private.progress_counters(trainer)[1:],
             "samples": strategy.epochs.samples,
@@ -199,12 +202,19 @@ class RunStates:
 
         Raises:
             UnsupportedError: what the run is at cannot be sent.
+            ConfigurationError: this group was given other limits or callbacks.
         """
         strategy = self._strategy
         joined = strategy.joined.take_part()
         tree = strategy.joined.channel.store.read_run_state()
         if "refused" in tree:
             raise UnsupportedError(f"no group can join this run: {tree['refused']}")
+        for name, limit in tree["limits"].items():
+            if self._limits[name] != limit:  # it would end while others train on, or train on alone
+                raise ConfigurationError(
+                    f"{name}={self._limits[name]}: the run that this group joins has {name}={limit}; give all groups"
+                    " the same limits"
+                )
         assert joined.plan is not None  # or the server would not have let it in
         averages = _private.averaged_models(trainer)
         if len(averages) != len(tree["averages"]):
