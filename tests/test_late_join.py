@@ -152,7 +152,7 @@ def test_a_group_that_was_lost_comes_back_under_its_name_and_in_another_incarnat
 def test_who_may_not_come_late_is_told_why() -> None:
     layout = Layout.of({"w": torch.zeros(2)})
     with served(InMemory()) as serving:
-        with pytest.raises(Refused, match="cannot join: it was lost or never was"):
+        with pytest.raises(Refused, match=r"^rank 0 cannot join: it was lost or never was"):
             serving.join(0, 0, layout)  # no group is there yet
         serving.join(0, 1, layout)
         early = serving.join(4, 0, layout)

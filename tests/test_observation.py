@@ -230,9 +230,11 @@ def test_a_person_asks_for_other_groups_until_they_are_formed() -> None:
     said = say(link, m.SetGroups(groups=3))
     assert said == m.Acknowledged()
     assert overview(link).status.wanted_groups == 3
-    assert overview(link).log[-1].text == "3 groups were asked for, from the next epoch on"
+    assert overview(link).log[-1].text == "3 groups asked for, from the next epoch on"
     link.form((0,), (1,), (2,), generation=2)
     assert overview(link).status.wanted_groups == 0
+    say(link, m.SetGroups(groups=1))
+    assert overview(link).log[-1].text == "1 group asked for, from the next epoch on"
 
 
 def test_a_server_that_goes_on_knows_that_a_person_has_asked_for_other_groups() -> None:

@@ -200,7 +200,7 @@ def _asked_all_reduce(all_reduce: str, known: PlanSource) -> tuple[str, ...]:
     if not known.profile.shapes:
         raise ConfigurationError(
             f"--all-reduce {all_reduce}: how many bytes that is depends on the parameters' shapes, which the file does"
-            " not have; pass one that this version's OmniTuner wrote, or leave it out"
+            ' not have; pass one that OmniTuner(search="forecast") wrote, or leave it out'
         )
     return (all_reduce,)
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from lightning_omni.checks import counted
 from lightning_omni.errors import MalformedMessage, Refused
 from lightning_omni.methods import Method
 from lightning_omni.protocol import messages as m
@@ -240,7 +241,8 @@ class RunObservation(Service):
         if counts == self._counts:
             return
         if roster.wanted_groups not in (0, self._counts[3]):
-            self._note(now, "wanted", f"{roster.wanted_groups} groups were asked for, from the next epoch on")
+            wanted = counted(roster.wanted_groups, "group")
+            self._note(now, "wanted", f"{wanted} asked for, from the next epoch on")
         self._counts = counts
         if new := sorted(roster.members.keys() - self._joined):
             hosts = ", ".join(sorted({roster.members[rank].host for rank in new} - {""}))

@@ -359,7 +359,8 @@ class Roster:
             )
         allowed = range(first.world_size, MOST_RANKS) if comes_late else range(min(hello.world_size, MOST_RANKS))
         if hello.rank not in allowed or hello.rank in self.lost or hello.rank in self.gone:
-            raise Refused("rank", f"rank {hello.rank} of {hello.world_size} cannot join: it was lost or never was")
+            of = f" of {hello.world_size}" if hello.world_size else ""  # a group that joins on its own announces none
+            raise Refused("rank", f"rank {hello.rank}{of} cannot join: it was lost or never was")
         if hello.rank in self.members and self.members[hello.rank].peer:
             raise Refused("rank", f"rank {hello.rank} has joined already; is the script running twice?")
         if problem := fingerprint_problem(hello, first):
