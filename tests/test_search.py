@@ -177,6 +177,18 @@ def test_what_is_tried_and_chosen_is_in_the_space(strategy: str) -> None:
     assert space.holds(chosen) == chosen
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_choice_by_the_probes_alone_is_not_explained_by_a_prediction(strategy: str) -> None:
+    search = Search(JOB, strategy)
+    for _ in drive(search, most=5):
+        pass
+    predicted, measured = (
+        "predicted to reach the target first",
+        f"the first at its loss, of {len(search.observations)} ",
+    )
+    assert search.choice().why.startswith(predicted if search.sampler.by_forecast else measured)
+
+
 # --- Asked again, stopped, and replayed ------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from lightning_omni.checks import counted
 from lightning_omni.performance.forecast import Forecast, Setting, SettingEstimate, log_costs
 from lightning_omni.performance.measured import Measured
 from lightning_omni.search import constants as c
@@ -58,7 +59,7 @@ def choose(evidence: Evidence, by_forecast: bool, stopped: str = "") -> Choice:
         gain = math.exp(forecast.log_seconds(evidence.as_it_would_be(start)) - forecast.log_seconds(best))
         if gain < c.GAIN:
             return Choice(start, "nothing that was tried is clearly better: it stays", forecast.of(start))
-    return Choice(best, _reasons(evidence, best, forecast, stopped), forecast.of(best))
+    return Choice(best, _reasons(evidence, best, forecast, stopped, by_forecast), forecast.of(best))
 
 
 def gain_of_merging(evidence: Evidence) -> Choice | None:
@@ -281,15 +282,20 @@ def _too_small(evidence: Evidence) -> str:
     )
 
 
-def _reasons(evidence: Evidence, best: Setting, forecast: Forecast, stopped: str) -> str:
+def _reasons(evidence: Evidence, best: Setting, forecast: Forecast, stopped: str, by_forecast: bool = True) -> str:
     alone = evidence.proposal(1)
-    count = len(evidence.observations)
-    seen = f"{count} probes" if evidence.prior is None else f"{len(evidence.tried[0].losses)} batches of the run"
-    parts = [f"predicted to reach the target first, from {seen}"]
+    seen = counted(len(evidence.observations), "probe")
+    if evidence.prior is not None:
+        seen = f"{len(evidence.tried[0].losses)} batches of the run"
+    parts = [
+        f"predicted to reach the target first, from {seen}" if by_forecast else f"the first at its loss, of {seen}"
+    ]
     if best.groups > 1:
         faster = evidence.throughput(best) / evidence.throughput(alone)
         more = math.exp(forecast.efficiency(best)[0] - forecast.efficiency(alone)[0])
-        parts.append(f"{faster:.2f} times the samples per second of one group, for {more:.2f} times the samples")
+        # Of its samples theory may say something else than the probes did.
+        samples = f", for {more:.2f} times the samples" if by_forecast else ""
+        parts.append(f"{faster:.2f} times the samples per second of one group{samples}")
     elif best.rebalance or best.all_reduce != alone.all_reduce:
         plain = replace(best, all_reduce=alone.all_reduce)
         if best.all_reduce != plain.all_reduce:
@@ -298,7 +304,7 @@ def _reasons(evidence: Evidence, best: Setting, forecast: Forecast, stopped: str
         if best.rebalance:
             gain = evidence.throughput(plain) / evidence.throughput(replace(plain, rebalance=False))
             parts.append(f"proportional batches make one group {gain:.2f} times faster, without staleness")
-    else:
+    elif by_forecast:
         parts.append("more groups are not faster by enough to pay for their staleness")
     parts += [*evidence.corrected, f"{evidence.prediction(best).bottleneck} is the bottleneck"]
     return ("; ".join(parts) + (f" ({stopped})" if stopped else "")).strip()
