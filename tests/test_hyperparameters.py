@@ -121,6 +121,19 @@ def test_the_highest_rate_is_that_of_the_schedules_peak(name: str) -> None:
     assert name in ("chained", "one in another", "triangular") or seen >= 0.85 * highest
 
 
+@given(digits=st.integers(1, 99_999), power=st.integers(-9, -1), factor=st.floats(0.03, 30))
+def test_a_rate_that_a_user_has_written_is_that_once_more_when_scaling_is_taken_back(
+    digits: int, power: int, factor: float
+) -> None:
+    lr = float(f"{digits}e{power}")
+    optimizer = optimizer_of(rates=(lr, LR))
+    schedule = s.StepLR(optimizer, 5)
+    hyperparameters = Hyperparameters(optimizer, [schedule])
+    hyperparameters.scale(factor)
+    hyperparameters.scale(1 / factor)
+    assert rates_of(optimizer) == schedule.base_lrs == [lr, LR]
+
+
 def test_a_schedule_that_is_passed_twice_is_scaled_once() -> None:
     optimizer = optimizer_of()
     inner = s.ExponentialLR(optimizer, 0.5)

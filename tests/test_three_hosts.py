@@ -155,9 +155,7 @@ STARTS = """
 from emulated_network import Hosts, Network
 
 with Hosts(Network(sites=(1,))) as hosts:
-    process = hosts.start(0, ["sleep", "600"])
-    print(process.pid, flush=True)
-    process.wait()
+    hosts.start(0, ["sh", "-c", "echo $$; exec sleep 600"]).wait()  # says its number once it is there
 """
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -125,14 +126,14 @@ class Hyperparameters:
             groups = [group for group in self._optimizer.param_groups if name in group]
             _own(groups, name)
             for group in groups:
-                _set(group, name, group[name] * factor)
+                _set(group, name, _times(group[name], factor))
         for scheduler in self._schedulers:
             for name in (*_RATES_OF_SCHEDULERS, *_RATES_OF_PLATEAUS * isinstance(scheduler, ReduceLROnPlateau)):
                 value = vars(scheduler).get(name)
                 if isinstance(value, list):
-                    setattr(scheduler, name, [each * factor for each in value])
+                    setattr(scheduler, name, [_times(each, factor) for each in value])
                 elif isinstance(value, (int, float)) and not isinstance(value, bool):
-                    setattr(scheduler, name, value * factor)
+                    setattr(scheduler, name, _times(value, factor))
 
     def _highest(self) -> list[float]:
         """Of each parameter group the learning rate where its schedule is highest."""
@@ -143,6 +144,18 @@ class Hyperparameters:
             peaks = vars(scheduler).get("max_lrs", rates)  # of a CyclicLR, whose groups know the lowest only
             rates = [max(float(peak), rate) for peak, rate in zip(peaks, rates, strict=True)]
         return rates
+
+
+def _times(value: Any, factor: float) -> float:
+    """A product that is a number of few digits but for rounding is that number: the user's own rate comes back exactly.
+
+    Example:
+        >>> 0.05 * 1.3 * (1 / 1.3), _times(0.05 * 1.3, 1 / 1.3)
+        (0.049999999999999996, 0.05)
+    """
+    product = float(value) * factor
+    short = float(f"{product:.12g}")
+    return short if math.isclose(product, short, rel_tol=1e-15) else product
 
 
 def _flat(schedulers: Iterable[Any]) -> Iterable[Any]:
