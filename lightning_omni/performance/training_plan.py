@@ -319,7 +319,8 @@ class Outcome:
     @property
     def serial(self) -> float:
         """Seconds of an update at the busiest of what all groups share: no update takes less."""
-        return max(self.parts[name] for name in ("serve", "link", "head"))
+        parts = self.parts
+        return max(parts[name] for name in ("serve", "link", "head"))
 
     @property
     def is_saturated(self) -> bool:
@@ -335,5 +336,5 @@ class Outcome:
     @property
     def bottleneck(self) -> str:
         names = ("serve", "link", "head") if self.is_saturated else ("compute", "allreduce", "exchange")
-        largest = max(names, key=lambda name: self.parts[name])
+        largest = max(names, key=self.parts.__getitem__)
         return "server" if largest == "serve" else largest
