@@ -287,3 +287,26 @@ def test_groups_that_do_not_pay_are_given_up_if_groups_did_not_before() -> None:
     run.state.rounds = 2
     assert not check.epoch_done()
     assert gave_up == [OWN]
+
+
+@given(
+    st.floats(0.1, 10.0),
+    st.floats(0.0, 0.1),
+    st.integers(3, 60).map(lambda number: 8 * number),
+    st.integers(0, 9),
+)
+@settings(deadline=None)
+def test_learnt_is_what_lies_below_the_last_of_the_first_batches_by_more_than_their_standard_error(
+    level: float, scatter: float, steps: int, seed: int
+) -> None:
+    losses = level + scatter * level * np.random.default_rng(seed).normal(size=steps)
+    tried = TrialResult(OWN, tuple(256.0 * np.arange(1, steps + 1)), tuple(losses.tolist()), gathers=False)
+    found = search(Observation(tried, seen(equal()).measured)).learnt_below
+    error = scatter * level / math.sqrt(3 / 8 * steps)
+    assert found == pytest.approx(losses[-3 * steps // 8 :].mean() - error, abs=0.6 * error + 1e-9)
+
+
+def test_of_first_batches_whose_losses_are_no_numbers_it_is_not_known_what_would_be_better() -> None:
+    observation = seen(equal())
+    lost = replace(observation.tried, losses=(math.nan,) * 12)
+    assert math.isnan(search(replace(observation, tried=lost)).learnt_below)

@@ -96,6 +96,15 @@ FITS: dict[str, dict[str, Any]] = {  # of those with "emulated", the time that s
         "flat": "in groups",
         "trainer": {**EPOCHS, "max_epochs": 12},
     },
+    "nothing is learnt in groups": {
+        "emulated": True,
+        "tuner": {**TUNER, "budget": 0.9, "space": {"rebalance": False, "wire": "fp32"}},
+        "seconds": {"0": 4e-3, "1": 4e-3},
+        "exponential": True,
+        "flat": "as at first",
+        "lr": 4e-3,  # little is learnt before there are groups
+        "trainer": {**EPOCHS, "max_epochs": 12},
+    },
     "there is nothing more to learn": {
         "emulated": True,
         "tuner": {**TUNER, "budget": 0.9, "space": {"rebalance": False, "wire": "fp32"}},
@@ -342,6 +351,21 @@ def test_a_run_whose_loss_stays_high_in_groups_goes_on_with_the_users_own_settin
         assert pytest.approx(0.9) in rank["losses"], "it was in groups before"
         assert statistics.fmean(rank["losses"][-16:]) < 0.6
     assert "momentum 0.9, lr 0.05: it lowers the training loss further" in finished.output
+
+
+def test_where_nothing_was_learnt_in_groups_the_users_own_setting_begins_with_the_weights_of_before_them(
+    fits: dict[str, list[dict[str, Any]]], finished: Run
+) -> None:
+    for rank in fits["nothing is learnt in groups"]:
+        tried = next(number for number, (is_trial, _) in enumerate(rank["segments"]) if is_trial)
+        at_first = statistics.fmean(rank["losses"][:8])
+        until = [math.isclose(loss, at_first, rel_tol=1e-5) for loss in rank["losses"][:tried]]
+        formed = tried - until[::-1].index(False)
+        weights = [each for _, each in rank["segments"]]
+        assert weights[tried] == pytest.approx(weights[formed], rel=1e-6)
+        assert weights[tried] != pytest.approx(weights[tried - 1], rel=1e-4), "groups had moved them"
+        assert rank["setting"]["groups"] == 1
+    assert "is no lower than it was before" in finished.output
 
 
 def test_a_run_that_learns_nothing_more_with_the_users_own_setting_either_goes_on_in_groups(

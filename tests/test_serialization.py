@@ -43,7 +43,13 @@ def test_a_device_report_of_an_earlier_version_is_read_whole() -> None:
 def test_what_rank_0_says_arrives_as_it_was_said() -> None:
     probe = Probe(3, Setting(2, 0.5, 0.1, further=(("wire", "bfloat16"),)), 512, "grid")
     command = Command(
-        probe.setting, probe, speeds={0: 10.0, 11: 20.5}, by_speed=True, divergence_threshold=2.5, why="it is faster"
+        probe.setting,
+        probe,
+        speeds={0: 10.0, 11: 20.5},
+        by_speed=True,
+        divergence_threshold=2.5,
+        learnt_below=2.0,
+        why="it is faster",
     )
     assert Command.from_dict(json.loads(json.dumps(command.to_dict()))) == command
 

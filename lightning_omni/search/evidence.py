@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from lightning_omni.methods import method_named, with_period
+from lightning_omni.performance.constants import BLOCKS, TAIL
 from lightning_omni.performance.exchanging import ExchangePattern
 from lightning_omni.performance.forecast import Forecast, SampleEfficiency, Scaling, Setting, Theory, TrialResult
 from lightning_omni.performance.head_cost import HeadCost
@@ -273,9 +274,22 @@ class Evidence:
         tried = [each for each in sound if each.setting.groups == setting.groups] or sound
         if not tried:
             return math.nan
-        ends = [float(each.blocks(each.end)[-3:].mean()) for each in tried]
+        ends = [float(each.blocks(each.end)[-TAIL:].mean()) for each in tried]
         level, first = max(ends), tried[0].first_loss
         return level + max(c.LOST * (first - level), c.NOISY * abs(level), c.SCATTERED * _scatter_of_losses(tried))
+
+    @property
+    def learnt_below(self) -> float:
+        """The training loss below which a run has learnt something since its first batches; NaN if they failed.
+
+        It is the mean of the last of these, less its standard error.
+        """
+        first = self.tried[0]
+        if first.has_failed:
+            return math.nan
+        counted = max(1.0, len(first.losses) * TAIL / BLOCKS)
+        level = float(first.blocks(first.end)[-TAIL:].mean())
+        return level - _scatter_of_losses([first]) / math.sqrt(counted)
 
     def gain(self, number: int) -> float:
         """By how much lower the loss of a probe was than that of the first.

@@ -190,8 +190,16 @@ class AppliedSetting:
 
     # --- To try the user's own setting --------------------------------------------------------------------------------
 
-    def begin_trial(self) -> RollbackPoint:
-        """The user's own steps in one group, from the weights that there are. On all ranks.
+    @property
+    def may_start_over(self) -> bool:
+        """Whether a trial can begin where the run would be rolled back to."""
+        return self._before is not None and self._merged_before == (self._run.strategy.merged.name or "")
+
+    def begin_trial(self, starts_over: bool) -> RollbackPoint:
+        """The user's own steps in one group. On all ranks.
+
+        Args:
+            starts_over: from where the run would be rolled back to; else from the weights that there are.
 
         Returns:
             Where the run is, in case it is worse after the trial.
@@ -200,6 +208,9 @@ class AppliedSetting:
         speeds, state.before_trial = state.speeds, state.setting
         run.strategy.form_one()
         before = RollbackPoint.of(run.module, run.trainer.optimizers, run.world.core)
+        if starts_over:
+            assert self._before is not None
+            self.return_to(self._before)
         self._train_in_one_group(run.own, 1 / state.scaled)
         state.speeds = speeds  # by which groups are formed again
         self._guard = None

@@ -265,7 +265,7 @@ class ByFirstBatches:
             run.state.reference = spec.batch / command.setting.groups
             self._applied.apply(run.hyperparameters(), command)
         self._applied.watch(command.divergence_threshold, keeps=True)
-        run.state.rounds += 1
+        run.state.rounds, run.state.learnt_below = run.state.rounds + 1, command.learnt_below
         self._retuning.changed(in_mid_epoch=True)
 
 

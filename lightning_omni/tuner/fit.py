@@ -325,8 +325,9 @@ class TunedFit(Fit):
             self.applied.roll_back()
             self.retuning.changed()
             return
-        self.applied.keep_weights()
         self.plateau.epoch_done()
+        if self.plateau.has_learnt:
+            self.applied.keep_weights()
         is_due = options.retune_every is not None and epoch % options.retune_every == 0 and not self.plateau.is_trying
         if not is_due or run.state.setting is None or stops_now(run.trainer) or epoch >= run.epochs:
             return

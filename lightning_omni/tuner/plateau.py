@@ -5,6 +5,9 @@ gradients keep the loss from falling further, and no measurement of the first ba
 flat, it costs little to find out: the run goes on with the user's own setting for a while, and keeps to it if that
 lowers the loss by more than the chosen setting can still be expected to. If the loss is even higher after the trial,
 the run goes on from the weights of before it: larger steps than the chosen ones may well raise it at first.
+
+Where nothing was learnt at all since the setting was chosen, its steps may have spoilt the weights (units that no input
+reaches any more get no gradient): the trial then begins with those that the run had before.
 """
 
 from __future__ import annotations
@@ -103,6 +106,11 @@ class PlateauWatch:
         return bool(run.hear(int(is_flat and pays and self._length < self._steps_left)))
 
     @property
+    def has_learnt(self) -> bool:
+        """Whether the run has learnt anything since something was chosen, as far as is known; the same on all ranks."""
+        return not self._is_watched or math.isnan(self._run.state.learnt_below)
+
+    @property
     def _is_watched(self) -> bool:
         """Whether the run trains with something that was chosen; the same on all ranks."""
         state = self._run.state
@@ -122,6 +130,8 @@ class PlateauWatch:
         if batches:
             state.losses.epochs.append(loss / batches)
             state.samples += batches * run.batch(1) / run.window
+            if loss / batches < state.learnt_below:
+                state.learnt_below = math.nan
 
     # --- To try -------------------------------------------------------------------------------------------------------
 
@@ -141,11 +151,13 @@ class PlateauWatch:
         """From here on the user's own setting. On all ranks."""
         run, curve = self._run, self._run.state.losses
         steps = self._length
+        starts_over = not self.has_learnt and self._applied.may_start_over
+        learnt = "is no lower than it was before" if starts_over else "hardly falls any more"
         run.say(
-            f"OmniTuner: the training loss hardly falls any more ({curve.now:.4g}) with {run.state.setting}: your own"
-            f" setting is tried for {steps} steps"
+            f"OmniTuner: the training loss {learnt} ({curve.now:.4g}) with {run.state.setting}: your own setting is"
+            f" tried for {steps} steps{', from the weights of then' if starts_over else ''}"
         )
-        before = self._applied.begin_trial()
+        before = self._applied.begin_trial(starts_over)
         curve.next_trial = c.LONGER * len(curve.epochs)
         self._trial = OwnTrial(steps, steps, self._retuning.stash_speeds(), before)
 

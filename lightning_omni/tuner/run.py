@@ -171,6 +171,7 @@ class TunedRun:
             Command.to_form(search, setting),
             scale=setting.lr / search.spec.start.lr,
             divergence_threshold=search.divergence_threshold(setting),
+            learnt_below=search.learnt_below if self.learns_from_run else math.nan,
             why=self.choice.why,
         )
 
@@ -184,6 +185,7 @@ class TunedRun:
             unfinished=False,
             group_speed=None,
             divergence_threshold=math.nan,
+            learnt_below=math.nan,
             before_trial=None,
             losses=EpochLosses(math.nan),
             forgotten=self.spent,

@@ -24,6 +24,7 @@ class Command(Serializable):
         by_speed: whether groups are formed by them.
         scale: by what learning rates are multiplied, if the search is over.
         divergence_threshold: the training loss above which the run has diverged with that setting; NaN if unknown.
+        learnt_below: the training loss below which it has learnt something with that setting; NaN if unknown.
         why: of the choice.
         error: why nothing can go on; every rank raises it.
     """
@@ -34,6 +35,7 @@ class Command(Serializable):
     by_speed: bool = False
     scale: float = 1.0
     divergence_threshold: float = math.nan
+    learnt_below: float = math.nan
     why: str = ""
     error: str = ""
 
@@ -65,6 +67,7 @@ class TunerState(Serializable):
         group_speed: of groups that seemed not to pay, so that one group was timed again; None if none have. If others
             seem not to, either, groups are given up.
         divergence_threshold: the training loss above which the run has diverged; NaN if unknown.
+        learnt_below: the training loss below which it has learnt something since that was chosen; NaN once it has.
         is_final: whether the run went back to one group for good: it had diverged with what was chosen, learnt too
             slowly, or groups were not fast enough.
         before_trial: what the run returns to if the user's own setting, which is tried, is no better; else None.
@@ -89,6 +92,7 @@ class TunerState(Serializable):
     checked: int = 0
     group_speed: GroupSpeed | None = None
     divergence_threshold: float = math.nan
+    learnt_below: float = math.nan
     is_final: bool = False
     before_trial: Setting | None = None
     losses: EpochLosses = field(default_factory=lambda: EpochLosses(math.nan))
