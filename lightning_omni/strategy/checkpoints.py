@@ -259,7 +259,7 @@ def _count_as_ddp(checkpoint: dict[str, Any], progress: Progress | None) -> None
 
 def _caught_up(checkpoint: dict[str, Any], epochs: EpochDriver, progress: Progress | None) -> list[Counts]:
     """What schedulers count at a moment which the rank that saves has not heard of; the checkpoint is changed."""
-    counts = epochs.schedules_at(progress)
+    counts = epochs.schedulers.counts_at(progress)
     if not counts:
         return []
     schedulers = [config.scheduler for config in epochs.trainer.lr_scheduler_configs]

@@ -8,7 +8,7 @@ static data, the loop is left alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
@@ -30,7 +30,7 @@ from lightning_omni.strategy import _private
 from lightning_omni.strategy.leased import LeasedData, is_given, size_of
 from lightning_omni.strategy.published import PublishedValidation
 from lightning_omni.strategy.run_progress import RunProgress
-from lightning_omni.strategy.schedulers import Pacer, arrive
+from lightning_omni.strategy.run_schedulers import RunSchedulers
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer
@@ -67,7 +67,7 @@ class EpochDriver:
         data: the training data, as leased.
         is_open: whether a training epoch is under way.
         run: how far it is, and how far it goes.
-        schedule: where schedulers that keep pace count from.
+        schedulers: that follow the run's common progress.
         is_open_ended: whether the epoch ends when the samples do, and not after a number of batches.
         on_parted: called on every rank when the groups have parted, and train.
     """
@@ -87,10 +87,8 @@ class EpochDriver:
         self.is_open_ended = False
         self._trainer: Trainer | None = None
         self._world: World | None = None
-        self._pacer: Pacer | None = None
+        self.schedulers = RunSchedulers(self.run, self._steps)
         self._plan: EpochPlan | None = None
-        self.schedule: Schedule = {}
-        self._resumed_schedules: Sequence[Sequence[int]] = ()
         self._begun = -1
         self._validates: bool | None = None
         self._started = self._stopping = self._over = self._is_skipped = False
@@ -105,6 +103,7 @@ class EpochDriver:
         self.data.connect(world)
         self.published.connect(trainer, world)
         self.run.connect(trainer)
+        self.schedulers.connect(trainer)
         self._started, self._begun = False, -1
 
     def resume(self, saved: Saved) -> None:
@@ -114,18 +113,16 @@ class EpochDriver:
             saved: what it says of its run.
         """
         self.run.resume(saved)
-        self._resumed_schedules = saved.schedules
+        self.schedulers.resume(saved.schedules)
 
     def start(self) -> None:
         """The groups stand; the first epoch is about to begin."""
-        trainer = self.trainer
         self._started, self._stopping = True, False
         self.data.adopt()
         self.run.start(self.world.tensor_parallel, self._entered.samples if self._entered is not None else None)
-        counts, self._resumed_schedules = arrive(trainer.lr_scheduler_configs, self._resumed_schedules), ()
         if self.leases is not None:
             self.run.limit_steps(self.is_open_ended)
-            self.schedule = {**self.schedule, **{each: (count, self._steps()) for each, count in counts.items()}}
+        self.schedulers.start(count_from_here=self.leases is not None)
         self._pace()
 
     def enter(self, entered: Entered, schedule: Schedule) -> None:
@@ -140,8 +137,7 @@ class EpochDriver:
     def finish(self) -> None:
         """The run has ended, well or badly: the loops decide for themselves, and the schedulers are given back."""
         self.run.step_limit, self._validates, self.is_open_ended = None, None, False
-        self._unpace()
-        self.schedule = {}
+        self.schedulers.finish()
         self.is_open = self._started = False
 
     def forget(self) -> None:
@@ -150,6 +146,7 @@ class EpochDriver:
         self.data.forget()
         self.published.forget()
         self.run.forget()
+        self.schedulers.forget()
         self._plan, self._entered = None, None
         self._trainer, self._world = None, None
 
@@ -183,6 +180,15 @@ class EpochDriver:
     @progress.setter
     def progress(self, progress: Progress | None) -> None:
         self.run.progress = progress
+
+    @property
+    def schedule(self) -> Schedule:
+        """Where schedulers that keep pace count from."""
+        return self.schedulers.bases
+
+    @schedule.setter
+    def schedule(self, schedule: Schedule) -> None:
+        self.schedulers.bases = schedule
 
     @property
     def max_steps(self) -> int:
@@ -219,7 +225,7 @@ class EpochDriver:
                     self.leases.begin(self.published.dealt(self._plan))
             elif self.is_open_ended:
                 self.leases.begin_local(self._plan, goes_on=True)
-                if self._pacer is None:  # what is left may be in more pieces than DDP would have batches of
+                if not self.schedulers.are_paced:  # what is left may be in more pieces than DDP would have batches of
                     self._pace()
             self.run.limit_steps(self.is_open_ended)
         else:
@@ -284,8 +290,7 @@ class EpochDriver:
         """A batch has ended: finds out, together with the other groups, whether to go on, validate or stop."""
         if self.run.by_hand is not None:
             self.run.by_hand.end_batch()
-        if self._pacer is not None:
-            self._pacer.keep_up()
+        self.schedulers.keep_up()
         if not (self.world.executor.exchanges or self.is_open_ended):
             return
         verdict = self._what_next()
@@ -331,8 +336,7 @@ class EpochDriver:
         self.is_open = False
         self.run.end(trainer.current_epoch, trained if is_cut_short else None)
         self._follow_schedulers()
-        if self._pacer is not None:
-            self._pacer.catch_up()
+        self.schedulers.catch_up()
         self.is_open_ended, self._validates = False, None
 
     @property
@@ -507,12 +511,6 @@ class EpochDriver:
             self.run.advance(self._seen())
         return self.run.steps_at(self.run.now())
 
-    def schedules_at(self, progress: Progress | None) -> list[tuple[int, ...]]:
-        """For a checkpoint of that moment: see `lightning_omni.strategy.schedulers.Pacer.counts_at`."""
-        if self._pacer is None or progress is None:
-            return []
-        return self._pacer.counts_at(self.trainer.lr_scheduler_configs, self.run.steps_at(progress))
-
     def _seen(self) -> int:
         """Positions of this epoch that are trained, as far as this rank knows. All members of a group know alike."""
         assert self.leases is not None
@@ -524,31 +522,13 @@ class EpochDriver:
     def _pace(self) -> None:
         """Schedulers follow the run's common progress, where groups differ in speed."""
         if self.leases is not None and self.data.kind == "dynamic":
-            trainer = self.trainer
-            by_hand = not trainer.lightning_module.automatic_optimization
-            batches = (lambda: _private.batches_begun(trainer)) if by_hand else None
-            pacer = Pacer(
-                trainer.lr_scheduler_configs,
-                self._steps,
-                lambda: trainer.current_epoch + 1,
-                batches,
-                lambda frequency, steps: self.run.now().scheduled(frequency, steps),
-            )
-            self.schedule = pacer.count_from(self.schedule)
-            if self.data.is_dynamic or self.is_open_ended:
-                pacer.pace()
-                self._pacer = pacer
+            self.schedulers.keep_pace(self.data.is_dynamic or self.is_open_ended)
 
     def _follow_schedulers(self) -> None:
-        """Callbacks and hooks may have put others in their place, as StochasticWeightAveraging does."""
-        if self._pacer is not None and not self._pacer.has(self.trainer.lr_scheduler_configs):
-            self._unpace()
+        """Callbacks and hooks may have put others in their place."""
+        if self.schedulers.are_others:
+            self.schedulers.release()
             self._pace()
-
-    def _unpace(self) -> None:
-        if self._pacer is not None:
-            self._pacer.release()
-            self._pacer = None
 
     # --- Regrouping --------------------------------------------------------------------------------------------------
 
@@ -580,7 +560,7 @@ class EpochDriver:
             else:
                 self.leases.restart(rest.epoch)  # with the book that the server kept
         self._align_progress()
-        self._unpace()
+        self.schedulers.release()
         self._pace()
 
     def _align_progress(self) -> None:

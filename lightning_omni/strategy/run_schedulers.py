@@ -1,0 +1,121 @@
+"""The schedulers of a run, which follow the progress of all groups: where they count from, and when they keep pace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lightning_omni.optimizer.run_state import Schedule
+from lightning_omni.protocol.progress import Progress
+from lightning_omni.strategy import _private
+from lightning_omni.strategy.run_progress import RunProgress
+from lightning_omni.strategy.schedulers import Pacer, arrive
+
+if TYPE_CHECKING:
+    from pytorch_lightning import Trainer
+
+
+class RunSchedulers:
+    """The schedulers of one fit after another: where they count from, and whether they keep pace.
+
+    Args:
+        run: how far it is.
+        steps: the same in optimizer steps as DDP would count them, as far as this rank knows.
+
+    Attributes:
+        bases: where schedulers that keep pace count from.
+    """
+
+    def __init__(self, run: RunProgress, steps: Callable[[], int]) -> None:
+        self._run, self._steps = run, steps
+        self._trainer: Trainer | None = None
+        self._pacer: Pacer | None = None
+        self._resumed: Sequence[Sequence[int]] = ()
+        self.bases: Schedule = {}
+
+    def connect(self, trainer: Trainer) -> None:
+        """A fit is being set up."""
+        self._trainer = trainer
+
+    def resume(self, counts: Sequence[Sequence[int]]) -> None:
+        """The fit goes on from a checkpoint, where `counts_at` has said this."""
+        self._resumed = counts
+
+    def start(self, count_from_here: bool) -> None:
+        """The first epoch is about to begin: schedulers arrive where the run goes on.
+
+        Args:
+            count_from_here: whether those that have to arrive count from there.
+        """
+        counts, self._resumed = arrive(self._configs, self._resumed), ()
+        if count_from_here:
+            self.bases = {**self.bases, **{each: (count, self._steps()) for each, count in counts.items()}}
+
+    def keep_pace(self, is_paced: bool) -> None:
+        """From now on schedulers follow the run's common progress.
+
+        Args:
+            is_paced: whether they need anything for it; else it is noted where they count from.
+        """
+        trainer = self._trainer
+        assert trainer is not None
+        by_hand = not trainer.lightning_module.automatic_optimization
+        pacer = Pacer(
+            self._configs,
+            self._steps,
+            lambda: trainer.current_epoch + 1,
+            (lambda: _private.batches_begun(trainer)) if by_hand else None,
+            lambda frequency, steps: self._run.now().scheduled(frequency, steps),
+        )
+        self.bases = pacer.count_from(self.bases)
+        if is_paced:
+            pacer.pace()
+            self._pacer = pacer
+
+    @property
+    def are_paced(self) -> bool:
+        """Whether they keep pace."""
+        return self._pacer is not None
+
+    @property
+    def are_others(self) -> bool:
+        """Whether callbacks or hooks have put others in their place, as StochasticWeightAveraging does."""
+        return self._pacer is not None and not self._pacer.has(self._configs)
+
+    def keep_up(self) -> None:
+        """A batch has ended."""
+        if self._pacer is not None:
+            self._pacer.keep_up()
+
+    def catch_up(self) -> None:
+        """An epoch has ended."""
+        if self._pacer is not None:
+            self._pacer.catch_up()
+
+    def counts_at(self, progress: Progress | None) -> list[tuple[int, ...]]:
+        """For a checkpoint of that moment: see `Pacer.counts_at`."""
+        if self._pacer is None or progress is None:
+            return []
+        return self._pacer.counts_at(self._configs, self._run.steps_at(progress))
+
+    def release(self) -> None:
+        """They keep pace no longer, and are as they were."""
+        if self._pacer is not None:
+            self._pacer.release()
+            self._pacer = None
+
+    def finish(self) -> None:
+        """The fit has ended, well or badly."""
+        self.release()
+        self.bases = {}
+
+    def forget(self) -> None:
+        """The run is torn down."""
+        self.finish()
+        self._trainer = None
+
+    @property
+    def _configs(self) -> list[Any]:
+        """Lightning's."""
+        assert self._trainer is not None
+        return self._trainer.lr_scheduler_configs
