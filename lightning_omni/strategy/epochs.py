@@ -1,9 +1,9 @@
 """Takes Lightning's training loop through epochs whose samples are dealt out while they are trained.
 
 Lightning counts batches; here an epoch ends when its samples do, for all groups together. `EpochDriver` holds all that
-follows from this: when a group has its last batch, when all groups validate, how schedules keep pace. What the samples
-are is `LeasedData`'s, how far the run is with them, and has steps left, is `RunProgress`'. With one group, and with
-static data, the loop is left alone.
+follows from this: when a group has its last batch, and when all groups validate. What the samples are is
+`LeasedData`'s, how far the run is with them, and has steps left, is `RunProgress`', and that schedules keep pace is
+`RunSchedulers`'. With one group, and with static data, the loop is left alone.
 """
 
 from __future__ import annotations
