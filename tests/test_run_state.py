@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 from hypothesis import example, given, settings
@@ -23,8 +24,9 @@ from torch._C._distributed_c10d import HashStore
 
 import lightning_omni
 from lightning_omni import OmniOptimizer, World
+from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import AsyncSGD, LocalSGD
-from lightning_omni.optimizer.folders import Folder, save
+from lightning_omni.optimizer.folders import Folder, beside, is_folder, save
 from lightning_omni.optimizer.loaders import Leases
 from lightning_omni.optimizer.options import WorldOptions
 from lightning_omni.optimizer.run_state import GroupScope, Live, RollbackPoint, RunScope, RunState, ShardScope
@@ -283,3 +285,40 @@ def test_a_checkpoint_takes_the_place_of_a_link(tmp_path: Path, leads: str) -> N
     assert Folder(path).metadata() == {"epoch": 3}
     assert sorted(each.name for each in tmp_path.iterdir()) == ["last.ckpt"] + ["other"] * (leads == "to a folder")
     assert not other.exists() or (other / "file").exists()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_checkpoint_of_which_the_first_rank_cannot_write_its_part_is_refused_and_the_old_one_kept(
+    tmp_path: Path,
+) -> None:
+    path, tensors = tmp_path / "last.ckpt", {"state_dict": {"w": torch.ones(2)}}
+    save(path, tensors, {"epoch": 3}, dist.group.WORLD)
+    with pytest.raises(OSError, match=r"one of before is as it was: .*pickle.* \([\d.]+ MB are free there\)"):
+        save(path, tensors, {"epoch": lambda: 3}, dist.group.WORLD)
+    assert Folder(path).metadata() == {"epoch": 3}
+    assert [each.name for each in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_checkpoint_below_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=r"this checkpoint was not saved; .* Not a directory"):
+        save(tmp_path / "file" / "last.ckpt", {"state_dict": {"w": torch.ones(2)}}, {}, dist.group.WORLD)
+
+
+def test_a_folder_whose_saving_was_interrupted_is_told_from_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "last.ckpt.partial").mkdir()
+    (tmp_path / "last.ckpt.partial" / "__0_0.distcp").touch()
+    with pytest.raises(ConfigurationError, match=r"partial'.* no complete checkpoint, because it has no meta\.pt"):
+        is_folder(tmp_path / "last.ckpt.partial")
+    assert not is_folder(tmp_path / "absent.ckpt")
+
+
+@pytest.mark.parametrize("suffix", ["17.partial", "partial", "17.before"])
+def test_lightning_resumes_from_the_last_complete_checkpoint_beside_what_a_killed_process_has_left(
+    tmp_path: Path, suffix: str
+) -> None:
+    (tmp_path / "hpc_ckpt_1.ckpt").touch()
+    beside(tmp_path / "hpc_ckpt_2.ckpt", suffix).mkdir()
+    trainer = pl.Trainer(default_root_dir=tmp_path, accelerator="cpu", logger=False, enable_progress_bar=False)
+    assert trainer._checkpoint_connector._hpc_resume_path == str(tmp_path / "hpc_ckpt_1.ckpt")

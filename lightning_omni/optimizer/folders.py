@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
+from typing_extensions import override
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.optimizer.sharding import held_by, in_order, like
@@ -33,8 +34,19 @@ _TENSOR, _PLACE = "omni.tensor", "omni.place"
 
 
 def is_folder(path: Any) -> bool:
-    """Whether this is such a checkpoint."""
-    return "://" not in str(path) and (Path(path) / METADATA).is_file()
+    """Whether this is such a checkpoint.
+
+    Raises:
+        ConfigurationError: it is a folder, and none that is complete.
+    """
+    if "://" in str(path) or not Path(path).is_dir():
+        return False
+    if not (Path(path) / METADATA).is_file():
+        raise ConfigurationError(
+            f"ckpt_path={str(path)!r}: this folder is no complete checkpoint, because it has no {METADATA}. If its name"
+            " ends with .partial, the process that saved it was killed meanwhile: pass one that was saved before"
+        )
+    return True
 
 
 # --- Saving ----------------------------------------------------------------------------------------------------------
@@ -50,28 +62,66 @@ def save(path: Path, tensors: Mapping[str, Any], plain: Mapping[str, Any], group
         group: the process group.
 
     Raises:
-        OSError: it could not be written; what was there before is as it was.
+        OSError: it could not be written, on all ranks; what was there before is as it was.
     """
-    partial = path.with_name(f"{path.name}.partial")
+    partial = beside(path, "partial")
     is_first = dist.get_rank(group) == 0
     if is_first:
         shutil.rmtree(partial, ignore_errors=True)
-        path.parent.mkdir(parents=True, exist_ok=True)
     dist.barrier(group)
     try:
-        state_dict_saver.save(dict(tensors), storage_writer=FileSystemWriter(partial), process_group=group)
+        state_dict_saver.save(dict(tensors), storage_writer=_Writer(partial, path, plain), process_group=group)
     except CheckpointException as error:
+        reasons = ", ".join(sorted({str(reason) for reason, _ in error.failures.values()})) + _free(partial)
         if is_first:
             shutil.rmtree(partial, ignore_errors=True)
-        reasons = ", ".join(sorted({str(reason) for reason, _ in error.failures.values()}))
         raise OSError(f"{path}: this checkpoint was not saved; one of before is as it was: {reasons}") from error
-    if is_first:
-        torch.save(dict(plain), partial / METADATA)
-        _replace(partial, path)
+
+
+class _Writer(FileSystemWriter):
+    """Writes to a folder beside the checkpoint, which takes its place when it is complete.
+
+    What the first rank does alone is in `finish`: torch tells all ranks if that fails, so none waits for it.
+    """
+
+    def __init__(self, partial: Path, path: Path, plain: Mapping[str, Any]) -> None:
+        super().__init__(partial)
+        self._partial, self._path, self._plain = partial, path, plain
+
+    @override
+    def finish(self, *args: Any, **kwargs: Any) -> None:
+        super().finish(*args, **kwargs)
+        torch.save(dict(self._plain), self._partial / METADATA)
+        _replace(self._partial, self._path)
+
+
+def _free(partial: Path) -> str:
+    """How much room there is, as the end of a message: torch does not say that a disk is full."""
+    try:
+        return f" ({shutil.disk_usage(partial).free / 1e6:.1f} MB are free there)"
+    except OSError:
+        return ""
+
+
+def beside(path: Path, suffix: str) -> Path:
+    """A name beside a checkpoint for what is not the checkpoint, or not any more.
+
+    A process that is killed leaves it. Lightning looks for the last ``hpc_ckpt_N.ckpt`` of a folder, and takes all
+    digits of every name with ``ckpt_`` in it for such an N: this is none.
+
+    Args:
+        path: of the checkpoint.
+        suffix: of the name.
+
+    Example:
+        >>> beside(Path("hpc_ckpt_2.ckpt"), "17.partial").name
+        'hpc_ckpt-2.ckpt.17.partial'
+    """
+    return path.with_name(f"{path.name.replace('ckpt_', 'ckpt-')}.{suffix}")
 
 
 def _replace(partial: Path, path: Path) -> None:
-    before = path.with_name(f"{path.name}.{os.getpid()}.before")
+    before = beside(path, f"{os.getpid()}.before")
     if os.path.lexists(path):  # perhaps a link to a folder that is gone
         path.rename(before)
     partial.rename(path)

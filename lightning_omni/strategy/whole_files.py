@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from lightning_omni.optimizer.folders import beside
+
 
 def write_whole(checkpoint: dict[str, Any], path: str | Path) -> None:
     """Writes a checkpoint.
@@ -25,7 +27,7 @@ def write_whole(checkpoint: dict[str, Any], path: str | Path) -> None:
     final.parent.mkdir(parents=True, exist_ok=True)
     buffer = io.BytesIO()  # torch does not say what went wrong with a file
     torch.save(checkpoint, buffer)
-    partial = final.with_name(f"{final.name}.{os.getpid()}.partial")
+    partial = beside(final, f"{os.getpid()}.partial")
     try:
         with partial.open("wb") as file:
             file.write(buffer.getbuffer())
