@@ -54,7 +54,8 @@ def test_all_is_well_with_a_server_that_serves(capsys: pytest.CaptureFixture[str
         assert main(["doctor", address, "--mb", "8"]) == 0
     finally:
         server.kill()
-    assert "refused a connection: it ended before it had shown a key, as a check of the port does" in server.output
+    refused = "refused a connection: it ended before it had shown a key, as a check of the port does"
+    assert re.search(rf"^\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d {refused}", server.output, re.MULTILINE), server.output
     assert "the key does not match" not in server.output
     said = capsys.readouterr().out
     for step in ("key", "address", "control port", "handshake", "versions", "data port", "clock", "run", "latency"):
@@ -102,6 +103,14 @@ def test_a_command_says_which_address_was_meant(command: str, capsys: pytest.Cap
     assert "localhost:5555: pass the address" in said
     assert 'here "tcp://localhost:5555"' in said
     assert "server=" not in said
+
+
+def test_the_data_port_is_told_from_the_control_port(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving() as server:
+        assert main(["doctor", f"tcp://127.0.0.1:{server.core.data_port}"]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "this is the server's data port; pass its address with the control port (serve --port)" in said
+    assert "do: handshake: pass the address that lightning-omni serve has printed" in said
 
 
 def test_another_key_and_no_key_have_remedies(

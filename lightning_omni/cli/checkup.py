@@ -197,6 +197,7 @@ def _observer(checkup: Checkup, address: str, key: bytes, encryption: str) -> Ob
         remedies = {
             "key": "copy the server's key file here, or set LIGHTNING_OMNI_KEY to its key; and --encryption as serve's",
             "version": "install the same version of lightning-omni on both sides",
+            "malformed": "pass the address that lightning-omni serve has printed",
         }
         raise checkup.fail("handshake", str(no), remedies.get(no.code, "look at the server's log")) from None
     except OmniError as error:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from lightning_omni.protocol.observation import Happening
     from lightning_omni.protocol.server import ServerCore
 
+TIMES = "%Y-%m-%d %H:%M:%S"
+"""How times are written in it."""
 EVERY = 0.25
 """Seconds after which what has happened is told, at most."""
 
@@ -56,5 +58,14 @@ def line_of(happening: Happening, now: float) -> str:
         happening: on the clock of `time.monotonic`.
         now: on the same clock.
     """
-    when = datetime.fromtimestamp(time.time() - (now - happening.at))
-    return f"{when:%Y-%m-%d %H:%M:%S} {quoted(happening.text)}"
+    return stamped(quoted(happening.text), now - happening.at)
+
+
+def stamped(text: str, ago: float = 0.0) -> str:
+    """A line with the local time.
+
+    Args:
+        text: the rest of it.
+        ago: how many seconds ago it happened.
+    """
+    return f"{datetime.fromtimestamp(time.time() - ago).strftime(TIMES)} {text}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import torch
 from rich.console import Console
 
 from lightning_omni.cli.console import INTERRUPTED, log
-from lightning_omni.cli.run_log import RunLog
+from lightning_omni.cli.run_log import TIMES, RunLog, stamped
 from lightning_omni.protocol import transport as transports
 from lightning_omni.server import ZeroMQ
 from lightning_omni.server.addresses import EVERYWHERE
@@ -96,6 +97,7 @@ def stand(settings: ServerSettings, options: Options, console: Console) -> int:
     Returns:
         The exit code of this process.
     """
+    logging.basicConfig(format="%(asctime)s %(message)s", datefmt=TIMES, level=logging.WARNING)
     signals = StopSignals()
     supervises = bool(settings.state) and can_supervise()
     if supervises:
@@ -103,7 +105,7 @@ def stand(settings: ServerSettings, options: Options, console: Console) -> int:
     preload()  # before ranks come: they take a server that is silent for long to be gone
     lifeline = None
     if supervises:
-        outcome = supervise(lambda: bool(signals), lambda text: log(console, text))
+        outcome = supervise(lambda: bool(signals), lambda text: log(console, stamped(text)))
         if isinstance(outcome, int):  # in the process that does not serve itself
             return signals.exit_code(outcome)
         lifeline = outcome

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from lightning_omni.errors import OmniError, ProtocolError, Refused
+from lightning_omni.errors import MalformedMessage, OmniError, ProtocolError, Refused
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol import shard_messages as sm
 from lightning_omni.protocol.admission import Admission
@@ -257,8 +257,21 @@ class Router:
         Raises:
             MalformedMessage: they are none that belongs on this channel.
         """
-        message: m.Message = m.decode_with(self._decoders[channel], data, channel)
+        try:
+            message: m.Message = m.decode_with(self._decoders[channel], data, channel)
+        except MalformedMessage:
+            if channel == DATA:
+                self._check_is_for_data(data)
+            raise
         return message
+
+    def _check_is_for_data(self, data: bytes | memoryview) -> None:
+        """Raises if it is a message for the control port, whose sender was given the other one of the server's ports."""
+        try:
+            m.decode_with(self._decoders[CONTROL], data, CONTROL)
+        except MalformedMessage:
+            return
+        raise MalformedMessage("this is the server's data port; pass its address with the control port (serve --port)")
 
     def route(self, channel: m.Channel, peer: Peer, message: m.Message, payload: Payload, now: float) -> list[Out]:
         """Handles a message.

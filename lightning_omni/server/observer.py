@@ -174,12 +174,13 @@ class Observer:
         return self._hear(expect)
 
     def _say(self, frames: Sequence[bytes]) -> float:
-        """Says something; returns when."""
+        """Says something; returns when: before, for while it is sent the answer may already come."""
+        began = time.perf_counter()
         try:
             self._dialed.wire.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:
             raise ConnectionLost(f"the parameter server at {self.address} is gone") from None
-        return time.perf_counter()
+        return began
 
     def _hear(self, expect: type[Answer]) -> Answer:
         wire, deadline = self._dialed.wire, time.monotonic() + PATIENCE
