@@ -54,7 +54,7 @@ def test_all_is_well_with_a_server_that_serves(capsys: pytest.CaptureFixture[str
         assert main(["doctor", address, "--mb", "8"]) == 0
     finally:
         server.kill()
-    refused = "refused a connection: it ended before it had shown a key, as a check of the port does"
+    refused = "refused a connection from 127.0.0.1: it ended before it had shown a key, as a check of the port does"
     assert re.search(rf"^\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d {refused}", server.output, re.MULTILINE), server.output
     assert "the key does not match" not in server.output
     said = capsys.readouterr().out

@@ -266,7 +266,7 @@ class Router:
         return message
 
     def _check_is_for_data(self, data: bytes | memoryview) -> None:
-        """Raises if it is a message for the control port, whose sender was given the other one of the server's ports."""
+        """Raises if it is a message for the control port, whose sender was given the wrong port."""
         try:
             m.decode_with(self._decoders[CONTROL], data, CONTROL)
         except MalformedMessage:

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import zmq
 
@@ -193,11 +193,11 @@ class ConnectionGuard:
         for listener in self._listeners:
             for failed in listener.read_events():
                 self.refused += 1
-                self._refusals.say("refused a connection", failed)
+                self._refusals.say(f"refused a connection{failed.origin}", failed.reason)
 
     def _end_excess(self, listener: _Listener) -> None:
         now, excess = time.monotonic(), len(listener.strangers) - listener.most
-        for descriptor, (wire, since) in list(listener.strangers.items()):
+        for descriptor, (wire, since, _) in list(listener.strangers.items()):
             acknowledged, received = _traffic(wire)
             late = now - since > ADMISSION_TIME
             if self._keys.encryption == "curve":
@@ -224,6 +224,22 @@ class ConnectionGuard:
         listener.forget(descriptor)
 
 
+class _Refused(NamedTuple):
+    """A connection that did not come through the handshake."""
+
+    reason: str
+    origin: str = ""
+
+
+class _Stranger(NamedTuple):
+    """A connection that was not let in."""
+
+    wire: socket.socket
+    since: float
+    origin: str
+    """Where it comes from, as it stands in the log; nothing if it is gone already."""
+
+
 class _Listener:
     """One listening socket, and the connections to it that were not let in, by descriptor and oldest first.
 
@@ -233,7 +249,8 @@ class _Listener:
     def __init__(self, context: zmq.Context[Any], listening: zmq.Socket[bytes], most: int) -> None:
         self.most = most
         self.gate: Gate | None = None
-        self.strangers: dict[int, tuple[socket.socket, float]] = {}
+        self.strangers: dict[int, _Stranger] = {}
+        self._failing = ""
         self._listening = listening
         endpoint = f"inproc://omni-monitor-{id(listening)}"
         failures = (
@@ -245,8 +262,11 @@ class _Listener:
         self.monitor.setsockopt(zmq.RCVHWM, 0)  # the thread that serves all connections must not wait for this one
         self.monitor.connect(endpoint)
 
-    def read_events(self) -> list[str]:
-        """Brings the list up to date; returns the kinds of handshakes that failed."""
+    def read_events(self) -> list[_Refused]:
+        """Brings the list up to date; returns the handshakes that failed.
+
+        ZeroMQ says why one has failed, and in the next event which connection that was, which ends then.
+        """
         failed = []
         with contextlib.suppress(zmq.Again):
             while True:
@@ -255,11 +275,17 @@ class _Listener:
                 if event == zmq.EVENT_ACCEPTED:
                     self._add(value)
                 elif event == zmq.EVENT_DISCONNECTED:
+                    if self._failing:
+                        origin = self.strangers[value].origin if value in self.strangers else ""
+                        failed.append(_Refused(self._failing, origin))
+                        self._failing = ""
                     self.forget(value)
                 elif event == zmq.EVENT_LISTENING:
                     self.gate = Gate(value, time.monotonic())
+                elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:  # its connection is told why before it ends
+                    failed.append(_Refused(_FAILURES[event]))
                 else:
-                    failed.append(_FAILURES.get(event, ""))
+                    self._failing = _FAILURES[event]
         return failed
 
     def let_in(self, descriptor: int) -> None:
@@ -271,8 +297,7 @@ class _Listener:
     def forget(self, descriptor: int) -> None:
         """This connection is watched no more."""
         if descriptor in self.strangers:
-            wire, _ = self.strangers.pop(descriptor)
-            wire.close()
+            self.strangers.pop(descriptor).wire.close()
 
     def close(self) -> None:
         """Watches nothing any more."""
@@ -296,7 +321,11 @@ class _Listener:
         except OSError:  # and the descriptor is another file's now
             os.close(own)
             return
-        self.strangers[descriptor] = wire, time.monotonic()
+        try:
+            origin = f" from {wire.getpeername()[0]}"
+        except OSError:
+            origin = ""
+        self.strangers[descriptor] = _Stranger(wire, time.monotonic(), origin)
 
 
 def _abort(wire: socket.socket) -> None:
