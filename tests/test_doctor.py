@@ -54,8 +54,8 @@ def test_all_is_well_with_a_server_that_serves(capsys: pytest.CaptureFixture[str
         assert main(["doctor", address, "--mb", "8"]) == 0
     finally:
         server.kill()
-    refused = "refused a connection from 127.0.0.1: it ended before it had shown a key, as a check of the port does"
-    assert re.search(rf"^\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d {refused}", server.output, re.MULTILINE), server.output
+    refused = r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d refused a connection( from 127\.0\.0\.1)?: it ended before it had"
+    assert re.search(refused, server.output, re.MULTILINE), server.output
     assert "the key does not match" not in server.output
     said = capsys.readouterr().out
     for step in ("key", "address", "control port", "handshake", "versions", "data port", "clock", "run", "latency"):

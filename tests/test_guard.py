@@ -146,6 +146,15 @@ def test_a_wrong_key_is_told_at_once_and_in_few_lines(caplog: pytest.LogCaptureF
         assert len(caplog.records) <= rate_limits.LINES
 
 
+def test_the_log_says_where_a_refused_connection_came_from(caplog: pytest.LogCaptureFixture) -> None:
+    with closing(Serving("curve")) as serving, serving.connect(m.CONTROL) as wire:
+        assert wire.recv(1), "ZeroMQ greets first: the connection stands"
+        wait_for(lambda: any(listener.strangers for listener in serving.server._guard._listeners))
+        wire.close()
+        wait_for(lambda: bool(caplog.records))
+    assert caplog.records[0].getMessage().startswith("refused a connection from 127.0.0.1: ")
+
+
 def test_who_is_let_in_is_decided_by_the_clients_own_key() -> None:
     keys = RunKeys(KEY)
     own = z85.decode(zmq.curve_public(z85.encode(keys._client)))

@@ -247,6 +247,14 @@ def test_a_server_that_goes_on_knows_that_a_person_has_asked_for_other_groups() 
     assert link.core.status(0.0).wanted_groups == 3
 
 
+def test_a_server_that_goes_on_does_not_say_again_who_was_lost_before() -> None:
+    link = trained_link((0, 1), (2,))
+    link.core.lose(2, "rank 2 gave no sign of life for 30 s")
+    assert [each.kind for each in link.core.happenings][-1] == "lost"
+    link.core.load(link.core.state(), (), link.now)
+    assert [each.kind for each in link.core.happenings] == ["restored"]
+
+
 @pytest.mark.parametrize("groups", [-1, 0, 4])
 def test_groups_that_cannot_be_are_not_asked_of_the_ranks(groups: int) -> None:
     link = trained_link((0, 1), (2,))

@@ -224,6 +224,8 @@ class RunObservation(Service):
     def load(self, state: bytes) -> None:
         self._formed = msgspec.msgpack.decode(state, type=m.Form)
         self._joined.update(self._roster.members)
+        self._lost.update(self._roster.lost)
+        self._left.update(self._roster.gone)
         text = "this server goes on with the run of one that is no more, from what that has saved"
         self._note(self._now(), "restored", text)
 
