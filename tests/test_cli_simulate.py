@@ -368,6 +368,8 @@ def test_wrong_workloads_are_told(workload: str, capsys: pytest.CaptureFixture[s
         (("--aggregators", "-1"), "aggregators=-1: pass"),
         (("--overlap", "--method", "diloco"), "overlap=True with DiLoCo"),
         (("--jitter", "much"), "--jitter much: pass none, exponential"),
+        (("--jitter", "exponential:0.3"), "--jitter exponential:0.3: pass none, exponential"),
+        (("--cluster.devices", '[{"count": 2, "jitter": {"kind": "gamma"}}]'), 'kind="gamma": by how much?'),
         (("--cluster.devices", '[{"count": 2}]', "--devices", "4"), "move --devices into it"),
         (
             ("--cluster.devices", '[{"count": 2}]', "--cluster.link.latency", "-1"),

@@ -17,7 +17,7 @@ from covering import covering
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from lightning_omni.errors import ConfigurationError, ProtocolError
+from lightning_omni.errors import ConfigurationError, ProtocolError, UnsupportedError
 from lightning_omni.methods import METHODS, AsyncDiLoCo, AsyncSGD, DiLoCo, Downpour, Gossip, LocalSGD, Method, SoftSync
 from lightning_omni.performance.costs import Costs
 from lightning_omni.performance.profile import Profile
@@ -624,7 +624,7 @@ def test_a_peers_weights_take_their_time() -> None:
 
 @pytest.mark.parametrize("kind", ["normal", "lognormal", "exponential", "gamma"])
 def test_the_mean_of_jitter_is_one(kind: Any) -> None:
-    factors = Jitter(kind, cv=0.3).factors(np.random.default_rng(0), 40_000)
+    factors = Jitter(kind, cv=1.0 if kind == "exponential" else 0.3).factors(np.random.default_rng(0), 40_000)
     assert factors.mean() == pytest.approx(1, abs=0.02)
     assert factors.std() == pytest.approx(1 if kind == "exponential" else 0.3, rel=0.05)
     assert factors.min() > 0
@@ -867,6 +867,18 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"batched": "yes"}, "batched='yes'"),
     ({"progress": 3}, "progress=3"),
     ({"data": []}, "data: pass a map-style dataset"),
+    ({"method": None}, "method=None: pass a name"),
+    ({"seed": -1}, "seed=-1: pass a whole number"),
+    ({"max_epochs": 1.5}, "max_epochs=1.5: pass a whole number"),
+    ({"evaluate": accuracy, "evaluate_every": 0.5}, "evaluate_every=0.5: pass a whole number"),
+    ({"evaluate": accuracy, "evaluate_every": 1, "target": "accuracy=0.5"}, "target='accuracy=0.5': pass a metric"),
+    ({"evaluate": accuracy, "evaluate_every": 1, "target": ("accuracy", math.nan)}, "target=nan: pass a metric"),
+    ({"evaluate": lambda model: 0.5, "evaluate_every": 1}, "evaluate: it returns 0.5; let it return a number for each"),
+    ({"model": new_model().requires_grad_(False)}, "model: none of its parameters has requires_grad=True"),
+    ({"loss": lambda model, batch: 0.5}, "loss: it returns 0.5; let it return the mean loss"),
+    ({"loss": lambda model, batch: model(batch[0])}, "loss: it returns a tensor of shape"),
+    ({"optimizer": torch.optim.SGD(new_model().parameters(), lr=1)}, "pass a function of parameters"),
+    ({"optimizer": lambda p: None}, "optimizer=None: pass a function that returns"),
     ({"optimizer": lambda p: torch.optim.SGD(new_model().parameters(), lr=1)}, "optimizer: it must be made from"),
 ]
 
@@ -884,6 +896,14 @@ def test_a_wrong_argument_is_named(options: dict[str, Any], says: str) -> None:
         (lambda: Device(-1.0), "seconds_per_sample=-1"),
         (lambda: Jitter("uniform"), "kind='uniform'"),  # type: ignore[arg-type]
         (lambda: Jitter("normal", -1), "cv=-1"),
+        (lambda: Jitter("gamma"), r'by how much\? .*Jitter\("gamma", cv=0.2\)'),
+        (lambda: Jitter("exponential", 0.3), 'cv=0.3: it is always 1; .*kind="gamma"'),
+        (lambda: Jitter("none", 0.3), "cv=0.3: nothing scatters"),
+        (lambda: Jitter("normal", "0.3"), "cv='0.3': pass"),  # type: ignore[arg-type]
+        (lambda: Cluster.even("4"), "size='4'"),  # type: ignore[arg-type]
+        (lambda: Cluster.even(2, link=1e9), "link=1000000000.0: pass a Link"),
+        (lambda: Cluster.even(2, events=[1.0]), "events=1.0"),
+        (lambda: Cluster((1.0, 2.0)), "devices=1.0"),  # type: ignore[arg-type]
         (lambda: Link(0), "bandwidth=0"),
         (lambda: Link(latency=-1), "latency=-1"),
         (lambda: Cluster(()), "at least one device"),
@@ -898,6 +918,12 @@ def test_a_wrong_argument_is_named(options: dict[str, Any], says: str) -> None:
 def test_an_impossible_cluster_is_refused(make: Any, says: str) -> None:
     with pytest.raises(ConfigurationError, match=says):
         make()
+
+
+def test_a_sparse_gradient_is_refused_with_the_remedy() -> None:
+    embedding = nn.Sequential(nn.Embedding(3, 8, sparse=True), nn.Linear(8, 3))
+    with pytest.raises(UnsupportedError, match="build the embedding with sparse=False"):
+        run(model=embedding, data=TensorDataset(LABELS, LABELS))
 
 
 def test_progress_goes_from_little_to_one() -> None:

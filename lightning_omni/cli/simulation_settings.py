@@ -16,11 +16,11 @@ class Scatter:
 
     Args:
         kind: none, exponential, normal, lognormal or gamma.
-        cv: Standard deviation over mean; the exponential's is 1.
+        cv: Standard deviation over mean; the exponential's is always 1, and none has none.
     """
 
     kind: str = "none"
-    cv: float = 0.0
+    cv: float | None = None
 
 
 @dataclass(frozen=True)

@@ -229,12 +229,13 @@ def jitter_of(name: str, given: str | Scatter) -> Jitter:
         given: a text such as ``"lognormal:0.2"``, or its parts.
     """
     if isinstance(given, Scatter):
-        return Jitter(given.kind, given.cv)  # type: ignore[arg-type]  # which it checks
-    kind, _, cv = given.partition(":")
-    if kind in ("normal", "lognormal", "gamma") and not cv:
+        cv = math.nan if given.cv is None else given.cv
+        return Jitter(given.kind, cv)  # type: ignore[arg-type]  # which it checks
+    kind, _, by = given.partition(":")
+    if kind in ("normal", "lognormal", "gamma") and not by:
         raise ConfigurationError(f"{name} {given}: by how much? pass {kind}:0.2 for a fifth of the mean")
     try:
-        return Jitter(kind, float(cv) if cv else 0.0)  # type: ignore[arg-type]
+        return Jitter(kind, float(by or math.nan))  # type: ignore[arg-type]
     except ValueError as error:
         raise ConfigurationError(
             f"{name} {given}: pass none, exponential, or normal, lognormal or gamma as in lognormal:0.2"

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lightning_omni.checks import check_choice, check_number, check_whole
+from lightning_omni.checks import check_choice, check_kind, check_number, check_whole
 from lightning_omni.errors import ConfigurationError
 
 _SLOWEST_NORMAL = 0.05
@@ -29,8 +29,9 @@ class Jitter:
 
     Args:
         kind: distribution of the factor; ``"exponential"`` makes the whole time exponential.
-        cv: standard deviation over mean, 0 or more; the exponential's is 1 and needs none. A normal factor is cut off
-            at 0.05, so that its mean is 1 for a ``cv`` of up to about 0.4.
+        cv: standard deviation over mean, 0 or more, for ``"normal"``, ``"lognormal"`` and ``"gamma"``; the
+            exponential's is always 1. A normal factor is cut off at 0.05, so that its mean is 1 for a ``cv`` of up to
+            about 0.4.
 
     Raises:
         ConfigurationError: an argument is out of range.
@@ -41,11 +42,29 @@ class Jitter:
     """
 
     kind: Literal["none", "normal", "lognormal", "exponential", "gamma"] = "none"
-    cv: float = 0.0
+    cv: float = math.nan
 
     def __post_init__(self) -> None:
         check_choice("kind", self.kind, ("none", "normal", "lognormal", "exponential", "gamma"))
+        if isinstance(self.cv, float) and math.isnan(self.cv):
+            self._without_cv()
+        if self.kind == "none" and self.cv != 0:
+            raise ConfigurationError(
+                f'kind="none" and cv={self.cv!r}: nothing scatters; leave cv out, or pass another kind'
+            )
+        if self.kind == "exponential" and self.cv not in (0, 1):
+            raise ConfigurationError(
+                f'kind="exponential" and cv={self.cv!r}: it is always 1; leave cv out, or pass kind="gamma"'
+            )
         check_number("cv", self.cv, "the standard deviation over the mean, 0 or more", 0, below=math.inf)
+
+    def _without_cv(self) -> None:
+        if self.kind not in ("none", "exponential"):
+            raise ConfigurationError(
+                f'kind="{self.kind}": by how much? pass the standard deviation over the mean, as Jitter("{self.kind}",'
+                " cv=0.2)"
+            )
+        object.__setattr__(self, "cv", 0.0)
 
     def factors(self, random: np.random.Generator, count: int) -> np.ndarray[Any, Any]:
         """That many factors: float64, ``(count,)``."""
@@ -264,6 +283,12 @@ class Cluster:
             _check_time(name, getattr(self, name))
         for name in ("devices", "events"):  # a list from YAML is as good
             object.__setattr__(self, name, tuple(getattr(self, name)))
+        for device in self.devices:
+            check_kind("devices", device, Device, "a Device for each rank")
+        for event in self.events:
+            check_kind("events", event, (Failure, Slowdown, ServerRestart), "Failure, Slowdown and ServerRestart only")
+        for name in ("link", "server", "group_link"):
+            check_kind(name, getattr(self, name), Link, "a Link, as Link(bandwidth=1e9, latency=1e-4)")
         self._check_restarts()
         for event in self.events:
             if not isinstance(event, ServerRestart) and not 0 <= event.rank < len(self.devices):
@@ -328,6 +353,7 @@ class Cluster:
             jitter: see `Device`; None for none.
             network: other arguments of the cluster.
         """
+        check_whole("size", size, "the number of devices, 1 or more", 1)
         return cls.of_speeds([1.0] * size, seconds_per_sample, overhead, jitter, **network)
 
     @classmethod

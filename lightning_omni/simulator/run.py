@@ -124,6 +124,8 @@ def simulate(
     if isinstance(topology, int):
         topology = Topology.even(len(cluster.devices), topology)
     _check_together(topology, cluster, batches, rebalance, merged)
+    given = 'a name, as "hardsync", or a value, as DiLoCo(period=50)'
+    check_kind("method", method, (str, Method), given)
     chosen = method_named(method) if isinstance(method, str) else checked(method)
     chosen.check(len(topology.alive))
     wire_format = wire_of(wire)
@@ -136,9 +138,9 @@ def simulate(
     if topology.is_synchronous:
         # Whatever the method, one group is plain synchronous training.
         formation = Formation(HardSync(), topology, all_reduce=formation.all_reduce)
+    workload = Workload(model, data, loss, evaluate, optimizer)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
-        workload = Workload(model, data, loss, evaluate, optimizer)
         run = Simulation(workload, cluster, formation, batches, limits, cadence, record)
         with progress_of(progress) as shown:
             return run.run(shown, returns_if_interrupted=progress is not False)

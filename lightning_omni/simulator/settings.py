@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from lightning_omni.checks import check_number, check_whole
 from lightning_omni.errors import ConfigurationError
@@ -52,7 +52,7 @@ class Batches:
         seed: of all that is random.
 
     Raises:
-        ConfigurationError: the size is not above 0.
+        ConfigurationError: the size is not above 0, or the seed is no whole number.
     """
 
     size: int
@@ -63,6 +63,7 @@ class Batches:
 
     def __post_init__(self) -> None:
         check_whole("batch_size", self.size, "the samples in one device's batch, 1 or more", 1)
+        check_whole("seed", self.seed, "a whole number from 0 up")
 
 
 @dataclass(frozen=True)
@@ -84,12 +85,14 @@ class RunLimits:
         """Limits of which some are None.
 
         Raises:
-            ConfigurationError: all are, or one is not above 0.
+            ConfigurationError: all are, or one is not above 0, or only part of an update or an epoch.
         """
         given = {"max_updates": max_updates, "max_epochs": max_epochs, "max_seconds": max_seconds}
         if all(value is None for value in given.values()):
             raise ConfigurationError("when is the run to end? pass max_updates=, max_epochs= or max_seconds=")
-        _check_above_zero(given)
+        _check_above_zero("max_seconds", max_seconds)
+        _check_counted("max_updates", max_updates)
+        _check_counted("max_epochs", max_epochs)
         return cls(*(math.inf if value is None else value for value in given.values()))
 
     def fraction(self, updates: int, epochs: float, seconds: float) -> float:
@@ -107,7 +110,8 @@ class Cadence:
         target: name and value of a metric; the run ends with the evaluation that reaches it.
 
     Raises:
-        ConfigurationError: a period is not above 0, or nothing is ever compared with the target.
+        ConfigurationError: a period is not above 0, the target has no name or no value, or nothing is ever compared
+            with it.
     """
 
     every_updates: int | None = None
@@ -115,17 +119,31 @@ class Cadence:
     target: tuple[str, float] | None = None
 
     def __post_init__(self) -> None:
-        _check_above_zero({"evaluate_every": self.every_updates, "evaluate_every_seconds": self.every_seconds})
-        if self.target is not None and self.every_updates is None and self.every_seconds is None:
+        _check_counted("evaluate_every", self.every_updates)
+        _check_above_zero("evaluate_every_seconds", self.every_seconds)
+        if self.target is not None:
+            self._check_target(self.target)
+
+    def _check_target(self, target: Any) -> None:
+        what = 'a metric and its value, as ("accuracy", 0.9), or None'
+        if not isinstance(target, (tuple, list)) or len(target) != 2 or not isinstance(target[0], str):
+            raise ConfigurationError(f"target={target!r}: pass {what}")
+        check_number("target", target[1], what, above=-math.inf, below=math.inf)
+        if self.every_updates is None and self.every_seconds is None:
             raise ConfigurationError(
                 "target= is looked for at evaluations; pass evaluate_every= or evaluate_every_seconds="
             )
 
 
-def _check_above_zero(values: Mapping[str, float | None]) -> None:
-    for name, value in values.items():
-        if value is not None:
-            check_number(name, value, "a number above 0, or None", above=0)
+def _check_above_zero(name: str, value: float | None) -> None:
+    if value is not None:
+        check_number(name, value, "a number above 0, or None", above=0)
+
+
+def _check_counted(name: str, value: float | None) -> None:
+    """Updates and epochs are counted; an infinite number of them is as good as None."""
+    if value is not None and value != math.inf:
+        check_whole(name, value, "a whole number above 0, or None", 1)
 
 
 class Enough(Exception):

@@ -6,8 +6,10 @@ import copy
 import math
 
 from torch import Tensor
+from torch.optim import Optimizer
 
-from lightning_omni.errors import OmniError
+from lightning_omni.checks import check_kind
+from lightning_omni.errors import ConfigurationError, OmniError
 from lightning_omni.methods.replica import Replica
 from lightning_omni.methods.totals import Total
 from lightning_omni.protocol import messages as m
@@ -66,6 +68,7 @@ class Simulation:
         self._model = copy.deepcopy(workload.model).train()
         self._evaluated = copy.deepcopy(workload.model).eval()
         self._optimizer = workload.optimizer(list(self._model.parameters()))
+        check_kind("optimizer", self._optimizer, Optimizer, "a function that returns a torch optimizer")
         everything = named_parameters(self._model, self._optimizer)
         merged = formation.merged
         self._head = SimulatedHead(merged, self._model, self._optimizer) if merged is not None else None
@@ -321,7 +324,13 @@ class Simulation:
             parameters[name].copy_(weight)
         for mine, trained in zip(self._evaluated.buffers(), self._model.buffers(), strict=True):
             mine.copy_(trained)
-        return {name: float(value) for name, value in self._evaluate(self._evaluated).items()}
+        metrics = self._evaluate(self._evaluated)
+        try:
+            return {name: float(value) for name, value in metrics.items()}
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ConfigurationError(
+                f'evaluate: it returns {metrics!r}; let it return a number for each metric, as {{"accuracy": 0.9}}'
+            ) from error
 
     def _trace(self) -> Trace:
         monitor = self._monitor

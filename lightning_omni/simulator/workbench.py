@@ -15,7 +15,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_map
 from torch.utils.data import TensorDataset, default_collate
 
-from lightning_omni.errors import ConfigurationError
+from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.simulator.workload import Loss
 
 MOST_TOGETHER = 32
@@ -178,8 +178,19 @@ class Workbench:
     def _differentiate(self, loss: Tensor) -> list[Tensor | None]:
         """One gradient for each parameter; None where it is frozen, or took no part in the loss."""
         moving = [parameter for parameter in self._parameters if parameter.requires_grad]
-        found = iter(torch.autograd.grad(loss, moving, allow_unused=True))
-        return [next(found) if parameter.requires_grad else None for parameter in self._parameters]
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+            raise ConfigurationError(
+                f"loss: it returns {found}; let it return the mean loss of the batch, one number with the gradient that"
+                " the model gives it"
+            )
+        gradients = torch.autograd.grad(loss, moving, allow_unused=True)
+        if any(each is not None and each.layout != torch.strided for each in gradients):
+            raise UnsupportedError(
+                "a gradient is sparse, and gradients travel dense; build the embedding with sparse=False"
+            )
+        rest = iter(gradients)
+        return [next(rest) if parameter.requires_grad else None for parameter in self._parameters]
 
     def _neighbours(self, job: _Computation) -> list[_Computation]:
         """The job, and others of its kind that are wanted soon."""

@@ -18,6 +18,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Optimizer
 from torch.utils.data import TensorDataset
 
+from lightning_omni.checks import check_kind
 from lightning_omni.errors import ConfigurationError
 
 Loss = Callable[[Any, Any], Tensor]
@@ -42,6 +43,9 @@ class Workload:
         loss: the mean loss of a batch, from the model and the batch.
         evaluate: metrics of a model in evaluation mode, by name; None for none.
         optimizer: makes a torch optimizer from parameters.
+
+    Raises:
+        ConfigurationError: one of them is of another kind, or the model has nothing to train.
     """
 
     model: nn.Module
@@ -49,6 +53,20 @@ class Workload:
     loss: Loss
     evaluate: Evaluate | None = None
     optimizer: MakeOptimizer = sgd
+
+    def __post_init__(self) -> None:
+        check_kind("model", self.model, nn.Module, "a torch.nn.Module")
+        for name, given, what in (
+            ("loss", self.loss, "a function of the model and a batch"),
+            ("evaluate", self.evaluate, "a function of the model, or None"),
+            ("optimizer", self.optimizer, "a function of parameters, as lambda parameters: SGD(parameters, lr=0.1)"),
+        ):
+            if not callable(given) and (name, given) != ("evaluate", None):
+                raise ConfigurationError(f"{name}={given!r}: pass {what}")
+        if not any(parameter.requires_grad for parameter in self.model.parameters()):
+            raise ConfigurationError(
+                "model: none of its parameters has requires_grad=True; pass one that can be trained"
+            )
 
     @property
     def nbytes(self) -> int:
