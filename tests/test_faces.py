@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -96,6 +97,7 @@ def test_every_public_name_is_there_and_an_unknown_one_is_not() -> None:
         omni.Tuner  # noqa: B018
 
 
+QUICKSTART = Path(__file__).parents[1] / "docs" / "quickstart.md"
 LOOPS = {
     "one group": {"groups": 1, "merges": False},
     "two groups": {"groups": 2, "merges": False},
@@ -123,7 +125,7 @@ def plain_loops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]
             *(
                 sys.executable,
                 str(SCRIPTS / "plain_loop.py"),
-                json.dumps({**INTERRUPTED, **LOOPS, **REFUSED, "last": {"rank": 1}}),
+                json.dumps({**INTERRUPTED, **LOOPS, **REFUSED, "page": {"page": str(QUICKSTART)}, "last": {"rank": 1}}),
             ),
         ],
         capture_output=True,
@@ -133,6 +135,16 @@ def plain_loops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def test_the_loop_of_the_quickstart_trains_and_saves_what_all_groups_have_trained(
+    plain_loops: list[dict[str, Any]],
+) -> None:
+    updates, parameters = 3 * 1024 // 32, 6
+    for each in plain_loops:
+        assert (each["page"]["epoch"], each["page"]["steps"]) == (2, [updates] * parameters)
+        assert each["page"]["loss"] == plain_loops[0]["page"]["loss"] < 1
+        assert each["page"]["is saved"]
 
 
 @pytest.mark.parametrize("name", LOOPS)
