@@ -6,6 +6,7 @@
     OMP_NUM_THREADS=1 python tests/benchmarks/prior.py --all-reduce                     # measures these formats anew
     OMP_NUM_THREADS=1 python tests/benchmarks/prior.py --streaming                      # likewise, fragments
     OMP_NUM_THREADS=1 python tests/benchmarks/prior.py --widths                         # PowerSGD in wider layers
+    OMP_NUM_THREADS=1 python tests/benchmarks/prior.py --check                          # rows, on all tasks
 
 Tasks are those to develop on (`tasks.DEVELOPING`) and no others, step times those of `tasks.PRIOR_CLUSTERS`; links
 take no time. A run trains one method with one number of groups and local steps, and all momenta and steps of a grid
@@ -24,6 +25,9 @@ the momentum and step that whole averages suggest: nothing is chosen by it. It i
 
 What a setting costs is said by tasks that had no part in choosing it: of each task the costs count of the setting that
 is best for all others. The momentum and step that are suggested are the best for all of them.
+
+``--check`` trains all tasks to develop on with what the table suggests, to each task's own target, which is twice as
+far, and prints what that costs beside what the table says.
 
 Where several groups needed fewer samples than one they count as equal: an average of weights smooths what is evaluated,
 and a user who wants that has it without groups.
@@ -44,7 +48,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
@@ -94,6 +98,8 @@ WIDENED = ("fashion", "powerlaw", "teacher", "characters_sgd", "characters", "fa
 """Tasks of perceptrons, which are trained with other widths, too."""
 WIDTHS, THIN = (64, 256, 1024), (1, 2, 4, 8, 16)
 """Of hidden layers, and ranks of PowerSGD."""
+CHECKED = (("async_sgd", 1), ("elastic_averaging", 1))
+"""Methods and local steps of the rows that are checked."""
 QUARTILES = 1.35
 """Standard deviations of a normal distribution between its quartiles."""
 ESTIMATED = 0.15
@@ -544,18 +550,31 @@ def streaming_cost(name: str, groups: int, period: int) -> tuple[float, float]:
     return math.log(ratio), float(np.std(busy) / np.mean(busy))
 
 
-def beside_one_group(task: Task, method: Method, groups: int, cluster: Cluster) -> tuple[float, Outcome]:
-    """Samples to a task's target of groups that average, over its user's own in one group; and what groups did.
+def beside_one_group(
+    task: Task, method: Method, groups: int, cluster: Cluster, like: str = "local_sgd", scatter: float = 0.0
+) -> tuple[float, Outcome]:
+    """Samples to a task's target of several groups, over its user's own in one group; and what groups did.
 
-    Their momentum and step are those that whole averages suggest.
+    Args:
+        task: what is trained.
+        method: of the groups.
+        groups: how many.
+        cluster: that they train on.
+        like: name of the method whose momentum and step they have: whole averages, for fragments.
+        scatter: of the groups' step times, with which that is looked up.
     """
     own, period = Setting(1, task.momentum, task.own_lr), method.push_period * method.fragments
-    theory = Experience(own, Scaling(task.is_adaptive), prior=Prior.load())
-    whole = theory.suggested(replace(own, groups=groups, period=period, method="local_sgd"))
+    theory = Experience(own, Scaling(task.is_adaptive), prior=Prior.load(), scatter=scatter)
+    suggested = theory.suggested(replace(own, groups=groups, period=period, method=like))
     most = LONGEST * task.updates
-    alone = task.train(PRIOR_CLUSTERS["nearly equal"], most=most)
-    found = task.train(cluster, method, groups, momentum=whole.momentum, lr=whole.lr, most=most)
-    return samples_at_least(task, found) / alone.samples, found
+    found = task.train(cluster, method, groups, momentum=suggested.momentum, lr=suggested.lr, most=most)
+    return samples_at_least(task, found) / samples_alone(task), found
+
+
+@cache
+def samples_alone(task: Task) -> float:
+    """To a task's target with its user's own setting in one group."""
+    return float(task.train(PRIOR_CLUSTERS["nearly equal"], most=LONGEST * task.updates).samples)
 
 
 def samples_at_least(task: Task, found: Outcome) -> float:
@@ -652,6 +671,40 @@ def show_widths() -> None:
         print("|", " | ".join([name, str(width), *cells]), "|", flush=True)
 
 
+def show_check() -> None:
+    """Prints what suggested settings cost on all tasks, as a page has it."""
+    print("| method | optimizer | groups | local steps | scatter | table | median | quartiles | not there |")
+    print("|---" * 9 + "|")
+    rows = [row for row in Prior.load().rows if row.tasks and (row.method, row.period) in CHECKED]
+    with ProcessPoolExecutor(initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        for row in rows:
+            tasks = [name for name, task in DEVELOPING.items() if task.is_adaptive == row.is_adaptive]
+            found = list(pool.map(partial(suggested_costs, row), tasks))
+            low, median, high = statistics.quantiles([ratio for ratio, _ in found], n=4, method="inclusive")
+            lost = sum(math.isinf(samples) for _, samples in found)
+            place = (
+                f"`{row.method}`",
+                "AdamW" if row.is_adaptive else "SGD",
+                row.groups,
+                row.period,
+                f"{row.scatter:.2f}",
+            )
+            cost = (
+                f"{math.exp(row.log_cost):.2f}",
+                f"{median:.2f}",
+                f"{low:.2f} to {high:.2f}",
+                f"{lost} of {len(tasks)}",
+            )
+            print("|", " | ".join(map(str, (*place, *cost))), "|", flush=True)
+
+
+def suggested_costs(row: PriorRow, name: str) -> tuple[float, float]:
+    """What groups need on a task with the setting that a row suggests: samples over its user's own, and samples."""
+    method, cluster = with_period(method_named(row.method), row.period), PRIOR_CLUSTERS[row.times]
+    ratio, found = beside_one_group(DEVELOPING[name], method, row.groups, cluster, row.method, row.scatter)
+    return ratio, found.samples
+
+
 def widened(task: Task, width: int) -> Subject:
     """What a task trains, with hidden layers of another width."""
     subject, layers = task.subject, []
@@ -674,6 +727,7 @@ def main() -> None:
     parser.add_argument("--all-reduce", action="store_true", help="measure and write all-reduce formats alone")
     parser.add_argument("--streaming", action="store_true", help="measure and write averages in fragments alone")
     parser.add_argument("--widths", action="store_true", help="print what PowerSGD costs in layers of other widths")
+    parser.add_argument("--check", action="store_true", help="print what suggested settings cost on all tasks")
     parser.add_argument("--tasks", nargs="+", choices=DEVELOPING, default=list(DEVELOPING))
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=0.0, help="no run is begun later")
@@ -700,8 +754,11 @@ def main() -> None:
     if given.widths:
         show_widths()
         return
+    if given.check:
+        show_check()
+        return
     if given.cache is None:
-        parser.error("--cache: pass the file of runs, or --all-reduce, --streaming or --widths")
+        parser.error("--cache: pass the file of runs, or --all-reduce, --streaming, --widths or --check")
     runs, end = Runs(given.cache), time.monotonic() + 60 * given.minutes
     for seed, cell, name in product(range(given.seeds), cells(), given.tasks):
         if (cell, name, seed) not in runs.known and time.monotonic() < end:
