@@ -194,7 +194,8 @@ class Task:
         """
         run = Run(self, self.momentum if momentum is None else momentum, self.own_lr if lr is None else lr)
         target = self.target if until is None else until
-        trace = self.simulate(run, cluster, method, groups, target=("smooth_loss", target), most=most, **options)
+        ends_at = ("smooth_loss", target) if math.isfinite(target) else None
+        trace = self.simulate(run, cluster, method, groups, target=ends_at, most=most, **options)
         evaluated = trace.evaluated
         at = crossing(evaluated["smooth_loss"], target, run.smoothed)
         samples, seconds = (at_evaluation(evaluated[name], at) for name in ("samples", "time"))
@@ -207,7 +208,7 @@ class Task:
         method: str | Method,
         groups: int | Topology,
         *,
-        target: tuple[str, float],
+        target: tuple[str, float] | None,
         most: float = math.inf,
         every: int = EVERY,
         **options: Any,
