@@ -271,7 +271,10 @@ class Router:
             m.decode_with(self._decoders[CONTROL], data, CONTROL)
         except MalformedMessage:
             return
-        raise MalformedMessage("this is the server's data port; pass its address with the control port (serve --port)")
+        raise MalformedMessage(
+            f"not a {DATA} message: this is the server's data port; pass its address with the control port"
+            " (serve --port)"
+        )
 
     def route(self, channel: m.Channel, peer: Peer, message: m.Message, payload: Payload, now: float) -> list[Out]:
         """Handles a message.
