@@ -146,7 +146,9 @@ def test_tables_fit_a_terminal_and_are_whole_in_a_pipe(
 @pytest.mark.processes
 def test_ctrl_c_ends_a_command_without_a_traceback(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(
-        "import time\n\ndef made():\n    print('it runs', flush=True)\n    time.sleep(600)\n"
+        # A signal that comes right before a sleep does not end it.
+        "import time\n\ndef made():\n    print('it runs', flush=True)\n"
+        "    for _ in range(6000):\n        time.sleep(0.1)\n"
     )
     for arguments, sign in (
         (["simulate", "--workload", f"{tmp_path / 'slow.py'}:made"], "it runs"),
