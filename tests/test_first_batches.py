@@ -33,6 +33,13 @@ SLOW_LINK: dict[str, Any] = {
     "tail": 256,
     "trainer": {**EPOCHS, "max_epochs": 1},
 }
+FLAT = {  # ends of epochs at which the user's own setting may be tried
+    "emulated": True,
+    "tuner": {**TUNER, "budget": 0.9, "space": {"rebalance": False, "wire": "fp32"}},
+    "seconds": {"0": 4e-3, "1": 4e-3},
+    "exponential": True,
+    "trainer": {**EPOCHS, "max_epochs": 12},
+}
 FITS: dict[str, dict[str, Any]] = {  # of those with "emulated", the time that steps take is no matter of this machine
     "plain": {"seconds": {"0": 2e-3, "1": 2e-3}, "trainer": EPOCHS},
     "equal": {"tuner": TUNER, "seconds": {"0": 2e-3, "1": 2e-3}, "trainer": EPOCHS},
@@ -89,46 +96,26 @@ FITS: dict[str, dict[str, Any]] = {  # of those with "emulated", the time that s
         "trainer": {**EPOCHS, "max_epochs": 6},
     },
     "it learns too slowly in groups": {
-        "emulated": True,
-        "tuner": {**TUNER, "budget": 0.9, "space": {"rebalance": False, "wire": "fp32"}},
-        "seconds": {"0": 4e-3, "1": 4e-3},
-        "exponential": True,
+        **FLAT,
         "flat": "in groups",
-        "trainer": {**EPOCHS, "max_epochs": 12},
     },
     "nothing is learnt in groups": {
-        "emulated": True,
-        "tuner": {**TUNER, "budget": 0.9, "space": {"rebalance": False, "wire": "fp32"}},
-        "seconds": {"0": 4e-3, "1": 4e-3},
-        "exponential": True,
+        **FLAT,
         "flat": "as at first",
         "lr": 4e-3,  # little is learnt before there are groups
-        "trainer": {**EPOCHS, "max_epochs": 12},
     },
     "there is nothing more to learn": {
-        "emulated": True,
-        "tuner": {**TUNER, "budget": 0.9, "space": {"rebalance": False, "wire": "fp32"}},
-        "seconds": {"0": 4e-3, "1": 4e-3},
-        "exponential": True,
+        **FLAT,
         "flat": "always",
-        "trainer": {**EPOCHS, "max_epochs": 12},
     },
     "larger steps raise the loss": {
-        "emulated": True,
-        "tuner": {**TUNER, "budget": 0.9, "space": {"rebalance": False, "wire": "fp32"}},
-        "seconds": {"0": 4e-3, "1": 4e-3},
-        "exponential": True,
+        **FLAT,
         "flat": "higher alone",
-        "trainer": {**EPOCHS, "max_epochs": 12},
     },
     "it is stopped in a trial": {
-        "emulated": True,
-        "tuner": {**TUNER, "budget": 0.9, "space": {"rebalance": False, "wire": "fp32"}},
-        "seconds": {"0": 4e-3, "1": 4e-3},
-        "exponential": True,
+        **FLAT,
         "flat": "higher alone",
         "stops_in_trial": True,
-        "trainer": {**EPOCHS, "max_epochs": 12},
     },
     "the loss rises by design": {
         "emulated": True,
@@ -156,10 +143,7 @@ FITS: dict[str, dict[str, Any]] = {  # of those with "emulated", the time that s
     "sparse gradients on a slow link": {**SLOW_LINK, "sparse": True},
     "a hook of the user's on a slow link": {**SLOW_LINK, "hook": True},
     "slow learning is saved": {
-        "emulated": True,
-        "tuner": {**TUNER, "budget": 0.9, "space": {"rebalance": False, "wire": "fp32"}},
-        "seconds": {"0": 4e-3, "1": 4e-3},
-        "exponential": True,
+        **FLAT,
         "flat": "in groups",
         "trainer": {**EPOCHS, "max_epochs": 3},
     },

@@ -274,8 +274,7 @@ class Evidence:
         tried = [each for each in sound if each.setting.groups == setting.groups] or sound
         if not tried:
             return math.nan
-        ends = [float(each.blocks(each.end)[-TAIL:].mean()) for each in tried]
-        level, first = max(ends), tried[0].first_loss
+        level, first = max(map(_level, tried)), tried[0].first_loss
         return level + max(c.LOST * (first - level), c.NOISY * abs(level), c.SCATTERED * _scatter_of_losses(tried))
 
     @property
@@ -288,8 +287,7 @@ class Evidence:
         if first.has_failed:
             return math.nan
         counted = max(1.0, len(first.losses) * TAIL / BLOCKS)
-        level = float(first.blocks(first.end)[-TAIL:].mean())
-        return level - _scatter_of_losses([first]) / math.sqrt(counted)
+        return _level(first) - _scatter_of_losses([first]) / math.sqrt(counted)
 
     def gain(self, number: int) -> float:
         """By how much lower the loss of a probe was than that of the first.
@@ -449,6 +447,11 @@ def _rose(tried: TrialResult) -> bool:
         return False
     first, last = (float(np.mean(part)) for part in (tried.losses[:groups], tried.losses[-3 * groups :]))
     return last > first + c.RISE * abs(first)
+
+
+def _level(tried: TrialResult) -> float:
+    """The loss at which it ended."""
+    return float(tried.blocks(tried.end)[-TAIL:].mean())
 
 
 def _scatter_of_losses(tried: Sequence[TrialResult]) -> float:

@@ -617,21 +617,20 @@ def _summary(costs: Sequence[float]) -> list[float]:
     return [max(0.0, round(statistics.mean(costs), 3)), round(deviation, 3)]
 
 
+def place_of(row: PriorRow) -> tuple[str, ...]:
+    """Columns of a page's table that say what a row is about."""
+    kind = "AdamW" if row.is_adaptive else "SGD"
+    return f"`{row.method}`", kind, str(row.groups), str(row.period), f"{row.scatter:.2f}"
+
+
 def show(runs: Runs) -> None:
     """Prints rows that were measured, and what theory says of the same settings, as a page has them."""
     print("| method | optimizer | groups | local steps | scatter | momentum | step | samples | deviation | runs |")
     print("|---|---|---|---|---|---|---|---|---|---|")
     for row in map(PriorRow.from_dict, learnt(runs)["rows"]):
         if row.tasks:
-            place = (
-                f"`{row.method}`",
-                "AdamW" if row.is_adaptive else "SGD",
-                row.groups,
-                row.period,
-                f"{row.scatter:.2f}",
-            )
             cost = f"{row.momentum:.1f}", f"{row.step:.2f}", f"{math.exp(row.log_cost):.2f}", f"{row.deviation:.2f}"
-            print("|", " | ".join(map(str, (*place, *cost, f"{row.tasks} × {row.seeds}"))), "|")
+            print("|", " | ".join((*place_of(row), *cost, f"{row.tasks} × {row.seeds}")), "|")
     costs = Costs(runs, is_adaptive=False)
     theory = Theory(Setting(groups=1, momentum=0.9, lr=1.0), Scaling())
     print(
@@ -682,20 +681,13 @@ def show_check() -> None:
             found = list(pool.map(partial(suggested_costs, row), tasks))
             low, median, high = statistics.quantiles([ratio for ratio, _ in found], n=4, method="inclusive")
             lost = sum(math.isinf(samples) for _, samples in found)
-            place = (
-                f"`{row.method}`",
-                "AdamW" if row.is_adaptive else "SGD",
-                row.groups,
-                row.period,
-                f"{row.scatter:.2f}",
-            )
             cost = (
                 f"{math.exp(row.log_cost):.2f}",
                 f"{median:.2f}",
                 f"{low:.2f} to {high:.2f}",
                 f"{lost} of {len(tasks)}",
             )
-            print("|", " | ".join(map(str, (*place, *cost))), "|", flush=True)
+            print("|", " | ".join((*place_of(row), *cost)), "|", flush=True)
 
 
 def suggested_costs(row: PriorRow, name: str) -> tuple[float, float]:
