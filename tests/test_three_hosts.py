@@ -20,7 +20,7 @@ from runs import search_path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
-from emulated_network import Hosts, Network, NoNamespacesError
+from emulated_network import CONGESTION, Hosts, Network, NoNamespacesError
 
 PAGE = Path(__file__).parents[1] / "docs" / "joining.md"
 START = 200.0
@@ -152,7 +152,7 @@ def test_three_launchers_on_three_hosts_train_one_run_with_the_commands_of_the_p
 
 
 STARTS = """
-from emulated_network import Hosts, Network
+from emulated_network import CONGESTION, Hosts, Network
 
 with Hosts(Network(sites=(1,))) as hosts:
     hosts.start(0, ["sh", "-c", "echo $$; exec sleep 600"]).wait()  # says its number once it is there
@@ -174,3 +174,9 @@ def test_processes_on_hosts_end_with_the_script_that_is_killed(hosts: Hosts) -> 
     if not ended:
         os.kill(pid, signal.SIGKILL)
     assert ended
+
+
+def test_hosts_share_links_by_a_congestion_control_that_namespaces_may_use(hosts: Hosts) -> None:
+    setting = hosts.inside(0, ["cat", "/proc/sys/net/ipv4/tcp_congestion_control"])
+    found = subprocess.run(setting, check=True, capture_output=True, text=True, timeout=START).stdout.strip()
+    assert found in CONGESTION
