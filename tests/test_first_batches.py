@@ -24,6 +24,13 @@ SLOWER: dict[str, Any] = {
     "flat": "never",
     "trainer": {**EPOCHS, "max_epochs": 5},
 }
+STALLING: dict[str, Any] = {
+    "emulated": True,
+    "data": {"samples": 2048},
+    "tuner": {**TUNER, "space": {"rebalance": False, "wire": "fp32"}},
+    "seconds": {"0": 1e-3, "1": 1e-3},
+    "trainer": {**EPOCHS, "max_epochs": 1},
+}
 SLOW_LINK: dict[str, Any] = {
     "emulated": True,
     "tuner": {**TUNER, "space": {"groups": [1], "rebalance": False}},
@@ -71,6 +78,9 @@ FITS: dict[str, dict[str, Any]] = {  # of those with "emulated", the time that s
     },
     "steps take three times as long": {**SLOWER, "slower_from": 2},
     "groups are slower than predicted": {**SLOWER, "slower_in_groups": 3},
+    "ranks stall now and then": {**STALLING, "stalls_after": 10},
+    "ranks stall at once": {**STALLING, "stalls_after": 0},
+    "no rank stalls": {**STALLING},
     "all is slower than predicted": {**SLOWER, "slower_since_groups": 3, "trainer": {**EPOCHS, "max_epochs": 3}},
     "groups are slower than predicted in the only epoch": {
         **SLOWER,
@@ -94,6 +104,15 @@ FITS: dict[str, dict[str, Any]] = {  # of those with "emulated", the time that s
         "exponential": True,
         "diverged_after": 90,  # in the third epoch
         "trainer": {**EPOCHS, "max_epochs": 6},
+    },
+    "it diverges in groups in the only epoch": {
+        "emulated": True,
+        "data": {"samples": 2048},
+        "tuner": {**TUNER, "space": {"rebalance": False, "wire": "fp32", "method": "elastic_averaging", "period": 1}},
+        "seconds": {"0": 4e-3, "1": 4e-3},
+        "exponential": True,
+        "diverged_after": 50,
+        "trainer": {**EPOCHS, "max_epochs": 1, "val_check_interval": 32, "enable_checkpointing": True},
     },
     "it learns too slowly in groups": {
         **FLAT,
@@ -324,6 +343,32 @@ def test_a_run_that_diverges_in_groups_goes_on_in_one_from_its_last_good_epoch_a
         chosen += rank["losses"][32:48]
         rolled_back += rank["losses"][lost[-1] + 1 :][:16]
     assert statistics.fmean(rolled_back) < statistics.fmean(chosen), "more was learnt since the choice"
+
+
+def test_a_run_that_diverges_in_its_only_epoch_is_rolled_back_at_the_next_validation_inside_it(
+    fits: dict[str, list[dict[str, Any]]],
+) -> None:
+    for rank in fits["it diverges in groups in the only epoch"]:
+        assert rank["world"][0] == rank["setting"]["groups"] == 1
+        lost = [number for number, loss in enumerate(rank["losses"]) if math.isnan(loss)]
+        after = rank["losses"][lost[-1] + 1 :]
+        assert len(after) >= 16, "the epoch has 128 batches"
+        assert statistics.fmean(after) < statistics.fmean(rank["losses"][:16])
+
+
+@pytest.mark.parametrize("name", ["ranks stall now and then", "ranks stall at once"])
+def test_one_group_whose_ranks_stall_is_timed_again_and_goes_on_in_groups(
+    fits: dict[str, list[dict[str, Any]]], finished: Run, name: str
+) -> None:
+    for rank in fits[name]:
+        assert rank["world"][0] == rank["setting"]["groups"] == 2
+        assert rank["updates"] > 0
+    assert fits["ranks stall now and then"][0]["searches"] == 2, "the first batches had shown nothing"
+    assert "timing the run in one group again, because it trains" in finished.output
+
+
+def test_one_group_that_is_as_fast_as_forecast_is_not_timed_again(fits: dict[str, list[dict[str, Any]]]) -> None:
+    assert fits["no rank stalls"][0]["searches"] == fits["no rank stalls"][0]["chosen"] == 1
 
 
 def test_a_run_whose_loss_stays_high_in_groups_goes_on_with_the_users_own_setting(

@@ -51,7 +51,8 @@ def test_a_power_law_is_flat_once_its_gain_is_a_small_part_of_what_was_learnt(co
     assume(abs(c.LONGER**power - 1 - c.STEEP) > 0.05)
     curve = EpochLosses(2.0, [epoch**-power for epoch in range(1, count + 1)])
     longer = EpochLosses(2.0, [epoch**-power for epoch in range(1, 4 * count + 1)])
-    assert longer.gained <= curve.gained + 1e-9
+    # Windows are whole epochs: after 6 the last is compared with the 4th, which were 1.5 times fewer and not 1.6.
+    assert longer.gained <= 1.03 * curve.gained + 1e-9
     assert not curve.is_flat or longer.is_flat
 
 

@@ -179,12 +179,13 @@ def _least_gain(setting: Setting) -> float:
     return c.GAIN if setting.groups > 1 else c.FASTER
 
 
-def verdict(evidence: Evidence, is_early: bool = False) -> str:
+def verdict(evidence: Evidence, is_early: bool = False, may_stay: bool = True) -> str:
     """Whether it is certain by now that another setting is better, or that none is; empty if it is neither.
 
     Args:
         evidence: what is known.
         is_early: whether only proportional batches may be decided on, which leave the updates as they are.
+        may_stay: whether it may be that none is better.
 
     The interval of the hardware forecast gets narrower with every batch that is measured, what is known of samples does
     not: so it counts as it will in the end, with a part of its standard deviation against a change.
@@ -198,7 +199,7 @@ def verdict(evidence: Evidence, is_early: bool = False) -> str:
     if is_early and best != start:
         return ""
     if best == evidence.spec.start:
-        return "nothing" if _most(evidence, forecast, start, promising) < c.GAIN else ""
+        return "nothing" if may_stay and _most(evidence, forecast, start, promising) < c.GAIN else ""
     cost, error = forecast.efficiency(best)
     least, _ = _speed_up(evidence, evidence.spec.start, best)
     least *= math.exp(-careful(cost, error))

@@ -34,6 +34,7 @@ class _Decision:
         observation: what all ranks had seen; None if it is too little.
         is_early: whether it is too little for anything but proportional batches.
         is_last: whether it is decided by in any case.
+        may_stay: whether it may be decided by that nothing is faster, although it is not the last.
         found: what rank 0 makes of it, once it knows; None on other ranks.
         batches: that were trained since.
     """
@@ -41,6 +42,7 @@ class _Decision:
     observation: Observation | None
     is_early: bool
     is_last: bool
+    may_stay: bool
     found: Future[Search | None] | None = None
     batches: int = 0
 
@@ -79,6 +81,7 @@ class ByFirstBatches:
         self._retuning, self._reports = retuning, reports
         self._batches: FirstBatches | None = None
         self._known: list[Measured] = []
+        self._is_patient = False
         self._deciding = 0.0
         self._decision: _Decision | None = None
         self._advice = Advice(run)
@@ -92,10 +95,15 @@ class ByFirstBatches:
         run.state.own, run.state.reference = None, float(run.batch(run.world.size))
         spec = self._space.specification(hyperparameters, hyperparameters.lr, share=run.options.budget)
         run.state.own = spec.start
+        self._is_patient = False
         self._time(spec)
 
     def begin_again(self, reason: str) -> None:
-        """Back to the user's own setting, in one group, which is timed once more."""
+        """Back to the user's own setting, in one group, which is timed once more.
+
+        That nothing is faster than one group is then not believed a few batches once more: what has misled the last
+        ones, or is new, may show in few of them.
+        """
         run = self._run
         run.say(f"OmniTuner: timing the run in one group again, because {reason}")
         self.close()
@@ -104,8 +112,11 @@ class ByFirstBatches:
         # As fast as one group: no reason to begin again once more, if an epoch is too short.
         self._retuning.changed(in_mid_epoch=run.strategy.epochs.is_open)
         hyperparameters = run.hyperparameters()
-        self._deciding, self._known = 0.0, []
-        self._time(self._space.specification(hyperparameters, hyperparameters.lr, share=run.options.budget))
+        self._deciding, self._known, self._is_patient = 0.0, [], True
+        spec = self._space.specification(hyperparameters, hyperparameters.lr, share=run.options.budget)
+        if max(spec.space.groups) > 1:
+            run.world.connection.start_server()  # it was dismissed if one group was chosen before
+        self._time(spec)
 
     def _time(self, spec: SearchSpec, before: FirstBatches | None = None) -> None:
         heads = [name for name in spec.space.head.options(spec.start) if name]
@@ -115,6 +126,11 @@ class ByFirstBatches:
         self._batches = FirstBatches(self._run.strategy, spec, heads, before, is_asked=is_asked)
 
     # --- While it trains ----------------------------------------------------------------------------------------------
+
+    @property
+    def is_timing(self) -> bool:
+        """Whether batches are timed to decide by."""
+        return self._batches is not None
 
     def interrupted(self) -> None:
         """Something else than training comes."""
@@ -163,7 +179,7 @@ class ByFirstBatches:
     def _begin_to_decide(self, batches: FirstBatches) -> None:
         """By what the first batches have shown, on every rank: the ranks train on until rank 0 knows."""
         began, run = time.perf_counter(), self._run
-        decision = self._decision = _Decision(batches.seen(), batches.is_early, batches.is_last)
+        decision = self._decision = _Decision(batches.seen(), batches.is_early, batches.is_last, not self._is_patient)
         if run.speaks:
             # What comes so early is found in no time.
             decision.found = (at_once if decision.is_early else beside)(self._finding(decision, batches.spec))
@@ -222,7 +238,7 @@ class ByFirstBatches:
             if observation is None:
                 return None
             search = Search(spec, sampler, [observation], known, group_speed)
-            if not (decision.is_last or verdict(search, decision.is_early)):
+            if not (decision.is_last or verdict(search, decision.is_early, decision.may_stay)):
                 return None
             search.choice()  # what that needs is remembered
             return search

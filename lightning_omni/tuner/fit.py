@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.protocol.all_reduce import EXACT
 from lightning_omni.search.samplers import sampler_of
-from lightning_omni.strategy._private import has_hook_for_gradients, stops_now
+from lightning_omni.strategy._private import has_hook_for_gradients, stops_now, will_step
 from lightning_omni.strategy.declared import is_fast_dev_run
 from lightning_omni.strategy.hooks import OmniStrategyHooks
 from lightning_omni.tuner import _private
@@ -269,6 +269,14 @@ class TunedFit(Fit):
         self.by_first_batches.batch_done(loss)
         self.applied.batch_done(loss)
         self.plateau.batch_done(loss)
+        self._check_one_group()
+
+    def _check_one_group(self) -> None:
+        """All ranks are at the same step there, so that it can be timed again in the middle of an epoch."""
+        run, trainer = self.run, self.run.trainer
+        may_change = run.options.retune_every is not None and not self.by_first_batches.is_timing
+        if may_change and will_step(trainer) and not trainer.is_last_batch and (reason := self.check.step_done()):
+            self._tuning.begin_again(reason)
 
     @override
     def validation_starts(self) -> None:
@@ -298,8 +306,16 @@ class TunedFit(Fit):
         """The epoch may be the only one: groups are checked where all of them validate."""
         run, trainer = self.run, self.run.trainer
         is_inside = run.strategy.epochs.is_open and not trainer.is_last_batch and not run.world.is_computing
-        may_change = run.options.retune_every is not None and not run.problem and not self.plateau.is_trying
-        if is_inside and may_change and (reason := self.check.validated()):
+        if not is_inside or run.problem or not run.learns_from_run:  # which others cannot do in mid-epoch
+            return
+        if self.applied.has_diverged:
+            self.applied.roll_back()
+            self.retuning.changed(in_mid_epoch=True)
+            return
+        if self.plateau.has_learnt:
+            self.applied.keep_weights()
+        may_change = run.options.retune_every is not None and not self.plateau.is_trying
+        if may_change and (reason := self.check.validated()):
             self._tuning.begin_again(reason)
 
     @override

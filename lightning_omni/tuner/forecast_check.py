@@ -1,4 +1,4 @@
-"""Whether groups are as fast as they have to be: what the first batches could not show, the first epoch with them does.
+"""Whether a run is as fast as it was forecast: what the first batches could not show, those that follow do.
 
 A forecast may be wrong about what it has not seen: a server that shares its cores with something else, a link that
 others use, a lock in the user's data. Then one group may be faster after all for the samples that groups cost.
@@ -6,6 +6,9 @@ others use, a lock in the user's data. Then one group may be faster after all fo
 It may also be one group's forecast that is wrong: the batches that it is from were a few fast ones, or the machine has
 become slower since, for groups and for one. So one group is timed again, and from then on groups are chosen only where
 they pay although they are slower than predicted, by as much as these were. If they do not pay then, they are given up.
+
+And one group that trains as the user has set it may be slower than the first batches were: ranks that stall now and
+then, or slow down later, keep all others waiting. It is then timed again, too.
 """
 
 from __future__ import annotations
@@ -26,9 +29,10 @@ from lightning_omni.tuner.throughput import Speed
 
 
 class ForecastCheck:
-    """Compares what groups train per second with what one group would, once after each choice.
+    """Compares what a run trains per second with what was forecast.
 
-    If they get slower later, that is a change, which `Retuning` sees.
+    What groups train is compared with what one group would, once after each choice. If they get slower later, that is a
+    change, which `Retuning` sees.
 
     Args:
         run: that is tuned.
@@ -39,6 +43,34 @@ class ForecastCheck:
 
     def __init__(self, run: TunedRun, applied: AppliedSetting, retuning: Retuning, reports: TunerReports) -> None:
         self._run, self._applied, self._retuning, self._reports = run, applied, retuning, reports
+        self._steps, self._next = 0, c.FEWEST_STEPS
+
+    def step_done(self) -> str:
+        """Compares one group that nothing was chosen for with its forecast, after 8, 16, 32, ... steps. On all ranks.
+
+        Returns:
+            Why it is to be timed again, or nothing.
+        """
+        run, state = self._run, self._run.state
+        is_users_own = state.setting is not None and state.setting == state.own
+        if not (run.learns_from_run and is_users_own) or state.is_final or state.before_trial is not None:
+            return ""
+        self._steps += 1
+        if self._steps < self._next:
+            return ""
+        self._next = 2 * self._steps
+        speed = self._retuning.speed_so_far()
+        return run.world.tell(self._why_slower(speed) if speed is not None else "")
+
+    def _why_slower(self, speed: Speed) -> str:
+        """That one group is clearly slower than forecast, if it is; rank 0 knows."""
+        run = self._run
+        if not run.searches or run.searches[-1].profile is None:
+            return ""
+        predicted = run.searches[-1].prediction(run.setting).samples_per_second
+        if math.log(predicted.low) - speed.log_most < math.log(c.GAIN):
+            return ""
+        return f"it trains {speed.rate:.3g} samples per second, and {predicted.value:.3g} were predicted"
 
     def epoch_done(self) -> str:
         """Compares groups that were chosen with one group, by the whole epoch. On all ranks.

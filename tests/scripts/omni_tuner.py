@@ -131,6 +131,8 @@ class Classifier(pl.LightningModule):
         seconds *= self.options.get("slower_since_groups", 1) if self.had_groups else 1
         if self.options.get("exponential"):
             seconds *= self.rng.expovariate(1.0)
+        if self.steps > self.options.get("stalls_after", 1 << 30) and self.rng.random() < 0.2:
+            seconds *= 20
         if isinstance(time.perf_counter, EmulatedClock):
             time.perf_counter.ahead += seconds
             seconds *= EmulatedClock.SLEPT
