@@ -40,7 +40,7 @@ SLOW_LINK: dict[str, Any] = {
     "tail": 256,
     "trainer": {**EPOCHS, "max_epochs": 1},
 }
-FLAT = {  # ends of epochs at which the user's own setting may be tried
+FLAT: dict[str, Any] = {  # ends of epochs at which the user's own setting may be tried
     "emulated": True,
     "tuner": {**TUNER, "budget": 0.9, "space": {"rebalance": False, "wire": "fp32"}},
     "seconds": {"0": 4e-3, "1": 4e-3},
@@ -117,6 +117,21 @@ FITS: dict[str, dict[str, Any]] = {  # of those with "emulated", the time that s
     "it learns too slowly in groups": {
         **FLAT,
         "flat": "in groups",
+    },
+    "it learns too slowly in groups in the only epoch": {
+        **FLAT,
+        "data": {"samples": 6144},
+        "flat": "in groups",
+        "seconds": {"0": 1e-3, "1": 1e-3},
+        "trainer": {**EPOCHS, "max_epochs": 1, "val_check_interval": 64, "enable_checkpointing": True},
+    },
+    "it learns too slowly in groups in an epoch without validation": {
+        **FLAT,
+        "data": {"samples": 6144},
+        "tuner": {**FLAT["tuner"], "monitor": "none"},
+        "flat": "in groups",
+        "seconds": {"0": 1e-3, "1": 1e-3},
+        "trainer": {**EPOCHS, "max_epochs": 1, "limit_val_batches": 0},
     },
     "nothing is learnt in groups": {
         **FLAT,
@@ -371,10 +386,18 @@ def test_one_group_that_is_as_fast_as_forecast_is_not_timed_again(fits: dict[str
     assert fits["no rank stalls"][0]["searches"] == fits["no rank stalls"][0]["chosen"] == 1
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "it learns too slowly in groups",
+        "it learns too slowly in groups in the only epoch",
+        "it learns too slowly in groups in an epoch without validation",
+    ],
+)
 def test_a_run_whose_loss_stays_high_in_groups_goes_on_with_the_users_own_setting(
-    fits: dict[str, list[dict[str, Any]]], finished: Run
+    fits: dict[str, list[dict[str, Any]]], finished: Run, name: str
 ) -> None:
-    for rank in fits["it learns too slowly in groups"]:
+    for rank in fits[name]:
         assert rank["world"][0] == rank["setting"]["groups"] == 1
         assert (rank["lr"], rank["momentum"]) == (0.05, 0.9)
         assert pytest.approx(0.9) in rank["losses"], "it was in groups before"

@@ -27,6 +27,13 @@ FITS: dict[str, dict[str, Any]] = {
         "checkpoint": {"monitor": "val_loss", "every_n_train_steps": 3},  # which the slow group seldom comes to
         "trainer": {"val_check_interval": 0.25, "max_epochs": 2},
     },
+    "checks in mid-epoch": {"check_every": 64, "sleep": SLOW, "trainer": {"max_epochs": 2}},
+    "checks of groups that accumulate": {
+        "check_every": 64,
+        "sleep": SLOW,
+        "strategy": {"groups": 4, "method": "local_sgd:period=3"},
+        "trainer": {"max_epochs": 2, "accumulate_grad_batches": 2},
+    },
     "validation by batch count": {
         "trainer": {"val_check_interval": 5, "check_val_every_n_epoch": None, "max_epochs": 2}
     },
@@ -121,6 +128,8 @@ def test_all_ranks_end_with_the_same_weights_and_validation(trained: Run, name: 
         "slow group, one-cycle schedule",
         "accumulation and clipping",
         "validation in mid-epoch",
+        "checks in mid-epoch",
+        "checks of groups that accumulate",
         "validation by batch count",
         "static",
         "iterable",
@@ -136,6 +145,20 @@ def test_every_sample_of_an_epoch_is_trained_exactly_once(trained: Run, name: st
     total = FITS[name].get("data", {}).get("samples", 256)
     for epoch in range(FITS[name].get("trainer", {}).get("max_epochs", 1)):
         assert samples_of_epoch(ranks, epoch) == Counter(range(total))
+
+
+@pytest.mark.parametrize("name", ["checks in mid-epoch", "checks of groups that accumulate"])
+def test_where_groups_are_checked_inside_an_epoch_all_ranks_are_there_with_the_same_weights(
+    trained: Run, name: str
+) -> None:
+    ranks = result(trained, name)
+    assert len({str([weights for _, weights, _ in each["checks"]]) for each in ranks}) == 1
+    assert all(world == 4 for each in ranks for world, *_ in each["checks"])
+    trained_by_then = [
+        sum(samples) for samples in zip(*([at for *_, at in each["checks"]] for each in ranks), strict=True)
+    ]
+    assert trained_by_then == 2 * [64, 128, 192], "and they have trained what comes before it, and no more"
+    assert all(len(each["validations"]) == 2 for each in ranks), "at the ends of its epochs"
 
 
 def test_a_padded_epoch_holds_every_sample(trained: Run) -> None:

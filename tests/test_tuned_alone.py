@@ -379,7 +379,7 @@ def test_a_run_of_which_nothing_is_tuned_keeps_no_losses() -> None:
     tuner = tuner_of(search="forecast")
     trainer_of(tuner).fit(Line())
     assert tuner.problem == "one rank is one group"
-    assert not tuner._fit.plateau._epoch  # type: ignore[union-attr]
+    assert not tuner._fit.plateau._noted  # type: ignore[union-attr]
 
 
 def test_where_max_time_alone_ends_a_run_the_budget_is_a_part_of_it() -> None:

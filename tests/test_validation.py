@@ -189,6 +189,12 @@ FITS: dict[str, dict[str, Any]] = {
         "regroup": {"3": 4},
         "trainer": EVERY,
     },
+    "checked inside the epoch": {
+        "strategy": {**PUBLISHED, "groups": 2},
+        "check_every": 96,
+        "sleep": {"2": 0.01, "3": 0.01},
+        "trainer": {**EVERY, "max_epochs": 2},
+    },
     "mean of all groups": {"strategy": {**PUBLISHED, "groups": 2, "method": "local_sgd"}, "trainer": EVERY},
 }
 
@@ -215,6 +221,9 @@ def test_all_ranks_hear_of_the_same_validations_with_the_same_steps(runs: tuple[
         assert worlds == [4] * 4
     elif name == "resumed":
         assert worlds in ([1, 1, 4], [1, 1, 1, 4]), "the weights are of shortly before the point, or of after it"
+    elif name == "checked inside the epoch":
+        assert len(worlds) == 8
+        assert len(every[0]["checks"]) == 4
     elif not name.startswith("metrics"):
         assert len(worlds) == 4
         assert max(worlds[:3]) <= 2

@@ -53,11 +53,13 @@ LARGEST_STEP = 1.3
 are closer than half of one cannot be told apart; and a step that is too large may never learn anything, however much
 faster it is for most."""
 LONGER, FLAT, STEEP = 1.6, 0.05, 0.2
-"""A training loss is flat that has fallen, while the number of epochs grew by the first factor, by less than the second
-part of what was learnt since the start, and by less than the third part of itself."""
-FEWEST_EPOCHS, LATE = 3, 0.2
-"""Epochs of which it can be told; and the part of them, the last ones, whose mean is what the loss is."""
-TRIAL, FEWEST_STEPS, LAST = 0.1, 8, 0.4
+"""A training loss is flat that has fallen, while the number of windows grew by the first factor, by less than the
+second part of what was learnt since the start, and by less than the third part of itself."""
+FEWEST_WINDOWS, LATE = 3, 0.2
+"""Windows of which it can be told; and the part of them, the last ones, whose mean is what the loss is."""
+SHORTEST_WINDOW = 50
+"""Optimizer steps of all ranks after which a window ends inside an epoch; else it ends with the epoch."""
+TRIAL, FEWEST_STEPS, LAST = 0.05, 8, 0.4
 """The user's own setting is tried with this part of the samples that were trained, and at least so many steps; the loss
 of the last part of these counts."""
 LONGEST_TRIAL = 5

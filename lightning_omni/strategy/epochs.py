@@ -70,6 +70,9 @@ class EpochDriver:
         schedulers: that follow the run's common progress.
         is_open_ended: whether the epoch ends when the samples do, and not after a number of batches.
         on_parted: called on every rank when the groups have parted, and train.
+        check_every: samples between two synchronization points inside an epoch of several groups that has no
+            validation for which all of them wait; 0 for none.
+        on_check: called on every rank at these.
     """
 
     def __init__(
@@ -91,9 +94,11 @@ class EpochDriver:
         self._plan: EpochPlan | None = None
         self._begun = -1
         self._validates: bool | None = None
-        self._started = self._stopping = self._over = self._is_skipped = False
+        self._started = self._stopping = self._over = self._is_skipped = self._is_check = False
         self._entered: Entered | None = None
         self.on_parted: Callable[[], None] = tuple  # type: ignore[assignment]
+        self.check_every = 0
+        self.on_check: Callable[[], None] = tuple  # type: ignore[assignment]
 
     # --- The run -----------------------------------------------------------------------------------------------------
 
@@ -206,7 +211,7 @@ class EpochDriver:
         self.world.enter_compute()
         self.is_open, self._over = True, False
         self.is_open_ended = self.data.is_dynamic or self._is_shrunk or self._goes_on_alone
-        self._is_skipped = False
+        self._is_skipped = self._is_check = False
         self._plan = self._validates = None
         if self.leases is not None:
             self._plan = self.run.begin(epoch)
@@ -222,7 +227,7 @@ class EpochDriver:
                 if entered is not None:
                     self.leases.restart(epoch)  # with the book that the server keeps
                 else:
-                    self.leases.begin(self.published.dealt(self._plan))
+                    self.leases.begin(self._dealt(self._plan))
             elif self.is_open_ended:
                 self.leases.begin_local(self._plan, goes_on=True)
                 if not self.schedulers.are_paced:  # what is left may be in more pieces than DDP would have batches of
@@ -233,6 +238,20 @@ class EpochDriver:
             self.published.begin(None)
         self._have_parted()
 
+    def _dealt(self, plan: EpochPlan) -> EpochPlan:
+        """The plan by which samples are leased: where all groups wait for each other is in it."""
+        dealt = self.published.dealt(plan)
+        if not self._is_checked(plan):
+            return dealt
+        return msgspec.structs.replace(dealt, validate_every=self.check_every, validate_offset=0)
+
+    def _is_checked(self, plan: EpochPlan) -> bool:
+        """Whether groups wait for each other inside the epoch to be checked, and not to validate."""
+        dealt = self.published.dealt(plan)
+        every = dealt.validate_every
+        validates_inside = every > 0 and every - dealt.validate_offset % every < dealt.budget
+        return self.check_every > 0 and not validates_inside
+
     def _have_parted(self) -> None:
         self.on_parted()
         self.published.have_parted()
@@ -241,7 +260,7 @@ class EpochDriver:
         """Raises `ConfigurationError` unless this group has the data of the run that it has joined."""
         assert self._plan is not None
         self._plan = msgspec.structs.replace(self._plan, trained=entered.plan.trained)
-        if (mine := self.published.dealt(self._plan)) != entered.plan:
+        if (mine := self._dealt(self._plan)) != entered.plan:
             raise ConfigurationError(
                 f"this group's data is not that of the run that it joins, {mine} against {entered.plan}: give all the"
                 " same dataset, batch size, limits and validation="
@@ -297,7 +316,9 @@ class EpochDriver:
         self._over = verdict == "over"
         if self.is_open_ended:
             self._set_last_batch(verdict == "over")
-            self._validates = self._ends_in_validation() if self._over else verdict in ("validate", "stop:validate")
+            self._is_check = verdict == "validate" and self._plan is not None and self._is_checked(self._plan)
+            is_validation = verdict in ("validate", "stop:validate") and not self._is_check
+            self._validates = self._ends_in_validation() if self._over else is_validation
         if verdict == "stop:skip":
             self._over = self._is_skipped = True
             self._set_last_batch(True)
@@ -475,6 +496,9 @@ class EpochDriver:
             is_due: what the loop would say by itself.
         """
         trainer = self.trainer
+        if self._is_check:
+            self._check()
+            return False
         if _private.validates_by_time(trainer):
             return any(self.world.agree([int(is_due())]))  # no two clocks are alike
         if self.published.is_on and not self._stopping and not _private.stops_now(trainer):
@@ -485,6 +509,13 @@ class EpochDriver:
         if self._validates is None:
             return is_due()
         return _private.validates_this_epoch(trainer) and (self._validates or _private.stops_now(trainer))
+
+    def _check(self) -> None:
+        """All groups synchronize inside the epoch, and go on."""
+        self._is_check = False
+        self._synchronize(self.trainer.lightning_module)
+        self.on_check()
+        self.after_validation()
 
     def validate(self, run: Callable[[], Any]) -> Any:
         """The validation loop runs: of all ranks that are alive, or of this group alone."""
@@ -556,7 +587,7 @@ class EpochDriver:
             if self.world.executor.control is None:
                 self.leases.begin_local(rest, goes_on=True)
             elif before.control is None:
-                self.leases.begin(self.published.dealt(rest))
+                self.leases.begin(self._dealt(rest))
             else:
                 self.leases.restart(rest.epoch)  # with the book that the server kept
         self._align_progress()

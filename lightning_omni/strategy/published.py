@@ -217,6 +217,7 @@ class PublishedValidation:
 
     def have_parted(self) -> None:
         """The groups compute again, and groups that join from here on are given what this one knows."""
+        self._have_all_ended = False
         if self._world is not None and self._world.control is not None:
             self._release()
 

@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.protocol.all_reduce import EXACT
+from lightning_omni.search import constants as c
 from lightning_omni.search.samplers import sampler_of
 from lightning_omni.strategy._private import has_hook_for_gradients, stops_now, will_step
 from lightning_omni.strategy.declared import is_fast_dev_run
@@ -169,6 +170,9 @@ class TunedFit(Fit):
             return
         if run.state.setting is not None and run.state.ranks != run.world.size:
             self._search_once_more(hyperparameters)
+        if run.learns_from_run:  # by the third window it may be seen whether the loss is flat
+            run.strategy.epochs.check_every = c.FEWEST_WINDOWS * c.SHORTEST_WINDOW * run.batch(run.world.size)
+            run.strategy.epochs.on_check = self._synchronized
         if run.state.setting is not None:
             self._go_on()
         else:
@@ -183,7 +187,7 @@ class TunedFit(Fit):
     def _tune_nothing(self, problem: str, may_split: bool = False) -> None:
         """The run goes on as the user has set it, but for batches that may be split by speed."""
         run = self.run
-        run.problem = problem
+        run.problem, run.strategy.epochs.check_every = problem, 0
         run.strategy.form_as_arranged()
         run.world.dismiss_server()
         splits = may_split and self.applied.split_by_speed()
@@ -303,10 +307,14 @@ class TunedFit(Fit):
         self._check_in_mid_epoch()
 
     def _check_in_mid_epoch(self) -> None:
-        """The epoch may be the only one: groups are checked where all of them validate."""
+        """The epoch may be the only one: groups are checked where all of them synchronize."""
         run, trainer = self.run, self.run.trainer
         is_inside = run.strategy.epochs.is_open and not trainer.is_last_batch and not run.world.is_computing
         if not is_inside or run.problem or not run.learns_from_run:  # which others cannot do in mid-epoch
+            return
+        self.plateau.synchronized(ends_epoch=False)
+        # Not where a rank has summed up gradients that it has not stepped with, or has a callback that stops the run.
+        if any(run.world.agree([int(not will_step(trainer) or stops_now(trainer))])):
             return
         if self.applied.has_diverged:
             self.applied.roll_back()
@@ -314,9 +322,17 @@ class TunedFit(Fit):
             return
         if self.plateau.has_learnt:
             self.applied.keep_weights()
-        may_change = run.options.retune_every is not None and not self.plateau.is_trying
-        if may_change and (reason := self.check.validated()):
+        if run.options.retune_every is None or self.plateau.is_trying or self.by_first_batches.is_timing:
+            return
+        if reason := self.check.validated():
             self._tuning.begin_again(reason)
+        elif self.plateau.is_due:
+            self.plateau.begin_trial()
+
+    def _synchronized(self) -> None:
+        """As after a validation, where there was none."""
+        self._check_in_mid_epoch()
+        self.epoch_starts()
 
     @override
     def ended(self) -> None:
@@ -327,6 +343,7 @@ class TunedFit(Fit):
     @override
     def close(self) -> None:
         self.by_first_batches.close()
+        self.run.strategy.epochs.check_every = 0
 
     @override
     def epoch_done(self) -> None:
@@ -341,7 +358,7 @@ class TunedFit(Fit):
             self.applied.roll_back()
             self.retuning.changed()
             return
-        self.plateau.epoch_done()
+        self.plateau.synchronized(ends_epoch=True)
         if self.plateau.has_learnt:
             self.applied.keep_weights()
         is_due = options.retune_every is not None and epoch % options.retune_every == 0 and not self.plateau.is_trying

@@ -14,52 +14,52 @@ from lightning_omni.serialization import Serializable
 
 
 @dataclass
-class EpochLosses(Serializable):
-    """The mean training loss of each epoch with one setting, and whether it is flat.
+class TrainingLosses(Serializable):
+    """The training loss with one setting, and whether it is flat.
 
     Args:
         first: loss at the start of the run.
 
     Attributes:
-        epochs: mean loss of each epoch, the latest one last.
+        windows: mean loss of each window, the latest one last: an epoch, or a part of one.
         setting: that they were trained with.
-        next_trial: epochs after which the user's own setting may be tried.
+        next_trial: windows after which the user's own setting may be tried.
 
     Example:
-        >>> curve = EpochLosses(first=2.3, epochs=[1.0, 0.50, 0.49])
+        >>> curve = TrainingLosses(first=2.3, windows=[1.0, 0.50, 0.49])
         >>> curve.is_flat, round(curve.gained, 2)
         (True, 0.01)
     """
 
     first: float
-    epochs: list[float] = field(default_factory=list)
+    windows: list[float] = field(default_factory=list)
     setting: Setting | None = None
     next_trial: float = 0.0
 
     @property
     def now(self) -> float:
-        """The mean of the last epochs; NaN if there are none."""
-        return self._mean(len(self.epochs))
+        """The mean of the last windows; NaN if there are none."""
+        return self._mean(len(self.windows))
 
     @property
     def gained(self) -> float:
-        """By how much the loss has fallen while the number of epochs grew by the factor `c.LONGER`."""
-        return self._mean(round(len(self.epochs) / c.LONGER)) - self.now
+        """By how much the loss has fallen while the number of windows grew by the factor `c.LONGER`."""
+        return self._mean(round(len(self.windows) / c.LONGER)) - self.now
 
     @property
     def is_flat(self) -> bool:
         """Whether that is a small part of what was learnt since the start, and of the loss, which may be near zero.
 
-        It is not if there are too few epochs.
+        It is not if there are too few windows.
         """
-        if len(self.epochs) < c.FEWEST_EPOCHS:
+        if len(self.windows) < c.FEWEST_WINDOWS:
             return False
         return self.gained <= min(c.FLAT * abs(self.first - self.now), c.STEEP * abs(self.now))
 
     def _mean(self, end: int) -> float:
-        """Of the last epochs up to there."""
-        count = max(1, round(c.LATE * len(self.epochs)))
-        last = self.epochs[max(0, end - count) : end]
+        """Of the last windows up to there."""
+        count = max(1, round(c.LATE * len(self.windows)))
+        last = self.windows[max(0, end - count) : end]
         return statistics.fmean(last) if last else math.nan
 
 
@@ -74,7 +74,7 @@ class TrialOutcome(IntEnum):
     """The loss is higher than before it."""
 
     @classmethod
-    def of(cls, losses: Sequence[float], curve: EpochLosses) -> TrialOutcome:
+    def of(cls, losses: Sequence[float], curve: TrainingLosses) -> TrialOutcome:
         """That of a trial.
 
         Args:
@@ -84,7 +84,7 @@ class TrialOutcome(IntEnum):
         _, last = _latest(losses)
         if last and lowers_more(last, curve):
             return cls.BETTER
-        return cls.NEITHER if last and statistics.fmean(last) <= curve.now else cls.WORSE
+        return cls.NEITHER if last and statistics.fmean(last) <= curve.now + _rounding(curve) else cls.WORSE
 
 
 def is_falling(losses: Sequence[float]) -> bool:
@@ -105,18 +105,22 @@ def _latest(losses: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
     return losses[-2 * count : -count], losses[-count:]
 
 
-def lowers_more(losses: Sequence[float], curve: EpochLosses) -> bool:
+def lowers_more(losses: Sequence[float], curve: TrainingLosses) -> bool:
     """Whether a trial has lowered the loss by more than the setting before is expected to.
 
-    What that lowered it by, while its epochs grew by the factor `c.LONGER`, it is expected to do once more: a run that
+    What that lowered it by, while its windows grew by the factor `c.LONGER`, it is expected to do once more: a run that
     has taken so long may well take as long again. Less than the standard error of the trial's mean is not told from it.
 
     Args:
         losses: of the last batches of the trial.
         curve: of the setting before.
     """
-    rounding = 1e-6 * abs(curve.now)
-    return curve.now - statistics.fmean(losses) > max(0.0, curve.gained) + _error(losses) + rounding
+    return curve.now - statistics.fmean(losses) > max(0.0, curve.gained) + _error(losses) + _rounding(curve)
+
+
+def _rounding(curve: TrainingLosses) -> float:
+    """Differences that single precision cannot tell."""
+    return 1e-6 * abs(curve.now)
 
 
 def _error(losses: Sequence[float]) -> float:
@@ -126,4 +130,4 @@ def _error(losses: Sequence[float]) -> float:
     return statistics.stdev(losses) / math.sqrt(len(losses)) if len(losses) > 1 else 0.0
 
 
-__all__ = ["EpochLosses", "TrialOutcome", "is_falling", "lowers_more"]
+__all__ = ["TrainingLosses", "TrialOutcome", "is_falling", "lowers_more"]

@@ -19,7 +19,6 @@ from lightning_omni.performance.forecast import Setting
 from lightning_omni.search import GroupSpeed, Search
 from lightning_omni.search import constants as c
 from lightning_omni.search.choice import Choice, best_by_forecast
-from lightning_omni.strategy._private import stops_now
 from lightning_omni.tuner.applied import AppliedSetting
 from lightning_omni.tuner.reports import TunerReports
 from lightning_omni.tuner.retuning import Retuning
@@ -83,8 +82,7 @@ class ForecastCheck:
 
     def validated(self) -> str:
         """The same where groups synchronize inside an epoch, once their speed is known well enough. On all ranks."""
-        run = self._run
-        if not self._is_due or any(run.world.agree([int(stops_now(run.trainer))])):  # a callback of one rank, perhaps
+        if not self._is_due:
             return ""
         speed = self._retuning.speed_so_far()
         return self._check(speed) if speed is not None and speed.is_known_within(c.GAIN) else ""

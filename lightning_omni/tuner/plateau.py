@@ -12,8 +12,10 @@ reaches any more get no gradient): the trial then begins with those that the run
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +24,7 @@ from lightning_omni.optimizer.run_state import RollbackPoint
 from lightning_omni.search import constants as c
 from lightning_omni.strategy._private import will_step
 from lightning_omni.tuner.applied import AppliedSetting
-from lightning_omni.tuner.flatness import EpochLosses, TrialOutcome, is_falling
+from lightning_omni.tuner.flatness import TrainingLosses, TrialOutcome, is_falling
 from lightning_omni.tuner.reports import TunerReports
 from lightning_omni.tuner.retuning import Retuning
 from lightning_omni.tuner.run import TunedRun
@@ -54,8 +56,8 @@ class OwnTrial:
 class PlateauWatch:
     """Watches the training loss for a plateau, and tries the user's own setting there.
 
-    A trial begins at the end of an epoch, which all groups reach together; in one group all ranks take the same steps,
-    so that it can end in the middle of the next.
+    A trial begins where all groups synchronize, at the end of an epoch or inside it; in one group all ranks take the
+    same steps, so that it can end after any of them.
 
     Args:
         run: that is tuned.
@@ -67,7 +69,8 @@ class PlateauWatch:
     def __init__(self, run: TunedRun, applied: AppliedSetting, retuning: Retuning, reports: TunerReports) -> None:
         self._run, self._applied, self._retuning, self._reports = run, applied, retuning, reports
         self._trial: OwnTrial | None = None
-        self._epoch: list[Tensor] = []
+        self._noted: list[Tensor] = []  # losses that are in no window yet
+        self._is_inside = False  # whether these have begun inside an epoch
 
     # --- While it trains ----------------------------------------------------------------------------------------------
 
@@ -76,18 +79,20 @@ class PlateauWatch:
         trainer, trial = self._run.trainer, self._trial
         losses = [loss.detach().float().mean()] if loss is not None else []
         if trial is None:
-            self._epoch += losses
+            self._noted += losses
             return
         trial.losses += losses
         trial.taken += will_step(trainer)
         if trial.taken >= trial.end and will_step(trainer) and not trainer.is_last_batch:
             self._end(trial)
 
-    def epoch_done(self) -> None:
-        """An epoch has ended, for all groups. On all ranks."""
+    def synchronized(self, ends_epoch: bool) -> None:
+        """All groups have synchronized, at the end of an epoch or inside it. On all ranks."""
+        is_over = True
         if not self.is_trying and self._is_watched:
-            self._follow()
-        self._epoch = []
+            is_over = self._follow(least=int(ends_epoch and not self._is_inside))
+        if is_over:
+            self._noted, self._is_inside = [], not ends_epoch
 
     @property
     def is_trying(self) -> bool:
@@ -96,13 +101,13 @@ class PlateauWatch:
 
     @property
     def is_due(self) -> bool:
-        """Whether it is to be tried, at the end of an epoch. All ranks ask, and hear the same."""
+        """Whether it is to be tried, where all groups synchronize. All ranks ask, and hear the same."""
         if not self._is_watched:
             return False
         run = self._run
         curve = run.state.losses
         pays = 2 * self._applied.seconds_to_form <= run.options.budget * run.seconds  # to form groups, once and back
-        is_flat = curve.is_flat and len(curve.epochs) >= curve.next_trial
+        is_flat = curve.is_flat and len(curve.windows) >= curve.next_trial
         return bool(run.hear(int(is_flat and pays and self._length < self._steps_left)))
 
     @property
@@ -117,35 +122,58 @@ class PlateauWatch:
         is_chosen = state.setting is not None and not state.is_final and not self._applied.is_users_own
         return self._run.learns_from_run and is_chosen
 
-    def _follow(self) -> None:
-        """One more epoch of the curve; on all ranks."""
+    def _follow(self, least: int) -> bool:
+        """As many windows more as there are batches for; on all ranks.
+
+        Args:
+            least: how many, if they are short.
+
+        Returns:
+            Whether there are any.
+        """
         run, state = self._run, self._run.state
         if state.setting != state.losses.setting:
             tried = run.searches[0].tried if run.searches else []  # rank 0 knows, and decides
-            state.losses = EpochLosses(tried[0].first_loss if tried else math.nan, setting=state.setting)
-        device = run.strategy.root_device
-        total = torch.stack(self._epoch).sum() if self._epoch else torch.zeros((), device=device)
-        together = torch.stack([total.to(device), torch.full_like(total, len(self._epoch), device=device)])
-        loss, batches = run.strategy.reduce(together, reduce_op="sum").tolist()
-        if batches:
-            state.losses.epochs.append(loss / batches)
-            state.samples += batches * run.batch(1) / run.window
-            if loss / batches < state.learnt_below:
+            state.losses = TrainingLosses(tried[0].first_loss if tried else math.nan, setting=state.setting)
+        (batches,) = self._of_all(torch.tensor([float(len(self._noted))]))
+        samples = batches * run.batch(1) / run.window
+        count = max(int(samples / (c.SHORTEST_WINDOW * self._batch)), least) if samples else 0
+        if not count:
+            return False
+        # Each group trains about as many batches in each window as in any other.
+        ends = [number * len(self._noted) // count for number in range(count + 1)]
+        losses = torch.stack(self._noted).tolist() if self._noted else []
+        sums = [[math.fsum(losses[begin:end]), end - begin] for begin, end in itertools.pairwise(ends)]
+        for total, number in self._of_all(torch.tensor(sums)):
+            state.losses.windows.append(total / number)
+            if total / number < state.learnt_below:
                 state.learnt_below = math.nan
+        state.samples += samples
+        return True
+
+    def _of_all(self, own: Tensor) -> list[Any]:
+        """The sum over all ranks, as plain numbers. All call it."""
+        summed: Tensor = self._run.strategy.reduce(own.to(self._run.strategy.root_device), reduce_op="sum")
+        return list(summed.tolist())
 
     # --- To try -------------------------------------------------------------------------------------------------------
 
     @property
     def _length(self) -> int:
         """Steps of a trial."""
-        run = self._run
-        return max(c.FEWEST_STEPS, math.ceil(c.TRIAL * run.state.samples / run.batch(len(run.world.live_ranks))))
+        return max(c.FEWEST_STEPS, math.ceil(c.TRIAL * self._run.state.samples / self._batch))
+
+    @property
+    def _batch(self) -> int:
+        """Samples in a step of all ranks."""
+        return self._run.batch(len(self._run.world.live_ranks))
 
     @property
     def _steps_left(self) -> float:
-        """Of epochs that have not begun: a run should not end in the middle of a trial."""
-        run = self._run
-        return (run.epochs - run.trainer.current_epoch - 1) * run.batches / run.window
+        """Of the run: it should not end in the middle of a trial."""
+        run, epochs = self._run, self._run.strategy.epochs
+        later = (run.epochs - run.trainer.current_epoch - 1) * run.batches / run.window
+        return later + (max(0.0, run.samples_per_epoch - epochs.samples) / self._batch if epochs.is_open else 0.0)
 
     def begin_trial(self) -> None:
         """From here on the user's own setting. On all ranks."""
@@ -158,7 +186,7 @@ class PlateauWatch:
             f" tried for {steps} steps{', from the weights of then' if starts_over else ''}"
         )
         before = self._applied.begin_trial(starts_over)
-        curve.next_trial = c.LONGER * len(curve.epochs)
+        curve.next_trial = c.LONGER * len(curve.windows)
         self._trial = OwnTrial(steps, steps, self._retuning.stash_speeds(), before)
 
     def ended(self) -> None:

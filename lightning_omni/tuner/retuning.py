@@ -71,7 +71,7 @@ class Retuning:
     def stash_speeds(self) -> SpeedHistory:
         """The run trains with another setting for a while: says how fast it was, for when it returns."""
         speeds = self._speeds
-        self.changed()
+        self.changed(in_mid_epoch=self._run.strategy.epochs.is_open)
         return speeds
 
     def restore_speeds(self, speeds: SpeedHistory) -> None:

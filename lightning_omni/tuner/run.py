@@ -18,7 +18,7 @@ from lightning_omni.search.samplers import sampler_of
 from lightning_omni.strategy.declared import callbacks_of, loader_of
 from lightning_omni.strategy.hooks import OmniStrategyHooks
 from lightning_omni.trace import reaches
-from lightning_omni.tuner.flatness import EpochLosses
+from lightning_omni.tuner.flatness import TrainingLosses
 from lightning_omni.tuner.hyperparameters import Hyperparameters
 from lightning_omni.tuner.probing import batch_size_of, probed_loader
 from lightning_omni.tuner.state import Command, TunerState
@@ -187,7 +187,7 @@ class TunedRun:
             divergence_threshold=math.nan,
             learnt_below=math.nan,
             before_trial=None,
-            losses=EpochLosses(math.nan),
+            losses=TrainingLosses(math.nan),
             forgotten=self.spent,
         )
         self.rounds = []

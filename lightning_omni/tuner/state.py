@@ -10,7 +10,7 @@ from lightning_omni.performance.forecast import Setting
 from lightning_omni.search import GroupSpeed, Probe, Search
 from lightning_omni.serialization import Serializable
 from lightning_omni.topology import Topology
-from lightning_omni.tuner.flatness import EpochLosses
+from lightning_omni.tuner.flatness import TrainingLosses
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class TunerState(Serializable):
     learnt_below: float = math.nan
     is_final: bool = False
     before_trial: Setting | None = None
-    losses: EpochLosses = field(default_factory=lambda: EpochLosses(math.nan))
+    losses: TrainingLosses = field(default_factory=lambda: TrainingLosses(math.nan))
     samples: float = 0.0
     forgotten: float = 0.0
     reporting: float = 0.0

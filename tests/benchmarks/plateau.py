@@ -4,10 +4,11 @@
     OMP_NUM_THREADS=1 python tests/benchmarks/plateau.py --tasks churn mixture
 
 As in `judged.py` the user's own synchronous run is timed for a few batches, and the choice of the tuner trains from
-the first sample to the target. At each end of an epoch `OmniTuner`'s own rule looks at the training losses so far
-(`lightning_omni.tuner.flatness`). Where it asks for a trial, the user's own setting trains from the weights of then,
-with the optimizer's state if it is an adaptive one; if the rule finds that better, the run ends with it. What a trial
-that is not better took is added in full, though a fit keeps what it has learnt. Times are virtual; forming groups takes
+the first sample to the target. At each end of an epoch, and inside a long one after every third window,
+`OmniTuner`'s own rule looks at the training losses so far (`lightning_omni.tuner.flatness`). Where it asks for a
+trial, the user's own setting trains from the weights of then, with the optimizer's state if it is an adaptive one; if
+the rule finds that better, the run ends with it. What a trial that is not better took is added in full, though a fit
+keeps what it has learnt. Times are virtual; forming groups, and what groups wait for where the rule is applied, take
 none.
 
 Printed is how many times faster than the user's own setting a run reaches the target, without trials and with them.
@@ -33,15 +34,15 @@ from tasks import CLUSTERS, DEVELOPING, TASKS, Outcome, Run, cluster_of
 from torch import Tensor, nn
 
 from lightning_omni.search import constants as c
-from lightning_omni.tuner.flatness import EpochLosses, TrialOutcome, is_falling
+from lightning_omni.tuner.flatness import TrainingLosses, TrialOutcome, is_falling
 
 CLUSTERS_OF_RANDOM_TIMES = ("exponential", "lognormal", "two generations")
 LONGEST = 4.0
 
 
 @dataclass(frozen=True)
-class EpochEnd:
-    """Where a run was when an epoch ended.
+class WindowEnd:
+    """Where a run was when a window of its losses ended.
 
     Attributes:
         evaluations: that were made by then.
@@ -57,7 +58,7 @@ class EpochEnd:
 
 
 class FollowedRun(Run):  # type: ignore[misc]
-    """A run that notes the training loss of each batch, and what it had at each epoch's end.
+    """A run that notes the training loss of each batch, and what it had at each window's end.
 
     Attributes:
         latest: the last one that was made.
@@ -65,12 +66,12 @@ class FollowedRun(Run):  # type: ignore[misc]
     """
 
     latest: FollowedRun
-    start: EpochEnd | None = None
+    start: WindowEnd | None = None
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.noted: list[float] = []
-        self.ends: list[EpochEnd] = []
+        self.ends: list[WindowEnd] = []
         self._evaluations = self._trained = 0
         FollowedRun.latest = self
         if self.start is not None:
@@ -100,11 +101,16 @@ class FollowedRun(Run):  # type: ignore[misc]
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         self._evaluations += 1
-        if self._trained >= (len(self.ends) + 1) * len(self.task.subject.data):
+        if self._trained >= (len(self.ends) + 1) * window_of(self.task):
             state = copy.deepcopy((model.state_dict(), self._made[0].state_dict()))
-            self.ends.append(EpochEnd(self._evaluations, len(self.noted), *state))
+            self.ends.append(WindowEnd(self._evaluations, len(self.noted), *state))
         told: dict[str, float] = super().evaluate(model)
         return told
+
+
+def window_of(task: tasks.Task) -> int:
+    """Samples of a window: an epoch, or a part of one."""
+    return int(min(len(task.subject.data), c.SHORTEST_WINDOW * task.batch))
 
 
 def with_trials(judged: Judged, decided: Decided, outcome: Outcome, run: FollowedRun) -> tuple[float, int]:
@@ -117,16 +123,18 @@ def with_trials(judged: Judged, decided: Decided, outcome: Outcome, run: Followe
         run: of that.
     """
     batch, times = judged.task.batch, outcome.trace.evaluated["time"]
-    curve, late, after, trials, before = EpochLosses(statistics.fmean(run.noted[:2])), 0.0, 0.0, 0, 0
+    curve, late, after, trials, before = TrainingLosses(statistics.fmean(run.noted[:2])), 0.0, 0.0, 0, 0
+    window, epoch = window_of(judged.task), len(judged.task.subject.data)
+    each = c.FEWEST_WINDOWS if window < epoch else 1
     for number, end in enumerate(run.ends):
         now = float(times[end.evaluations - 1])
         if now >= outcome.seconds:
             break
-        curve.epochs.append(statistics.fmean(run.noted[before : end.losses]))
+        curve.windows.append(statistics.fmean(run.noted[before : end.losses]))
         before = end.losses
-        if not curve.is_flat or len(curve.epochs) < after:
+        if (number + 1) % each or not curve.is_flat or len(curve.windows) < after:
             continue
-        steps = max(c.FEWEST_STEPS, math.ceil(c.TRIAL * (number + 1) * len(judged.task.subject.data) / batch))
+        steps = max(c.FEWEST_STEPS, math.ceil(c.TRIAL * (number + 1) * window / batch))
         FollowedRun.start = end
         own = judged.train(judged.own, math.inf, seconds=LONGEST * judged.ddp.seconds)
         FollowedRun.start = None
@@ -139,7 +147,7 @@ def with_trials(judged: Judged, decided: Decided, outcome: Outcome, run: Followe
         if TrialOutcome.of(noted[:steps], curve) is TrialOutcome.BETTER:
             return late + now + own.seconds, trials
         late += steps * judged.ddp.seconds * batch / judged.ddp.samples
-        after = c.LONGER * len(curve.epochs)
+        after = c.LONGER * len(curve.windows)
     return late + outcome.seconds, trials
 
 

@@ -167,11 +167,18 @@ class Notes(pl.Callback):
         self.threads: list[int] = []
         self.files: list[int] = []
         self.is_server_prepared = False
+        self.checks: list[list[Any]] = []
         self.events = (FOLDER / f"events{RANK}").open("a")
 
     def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
         self.is_server_prepared = trainer.strategy.world.server.process is not None  # none is needed yet
         self.say(f"process {os.getpid()}")
+        if "check_every" in self.options:
+
+            def note() -> None:
+                self.checks.append([torch.distributed.get_world_size(), digest(pl_module), len(self.samples[-1])])
+
+            trainer.strategy.epochs.check_every, trainer.strategy.epochs.on_check = self.options["check_every"], note
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         self.samples.append([])
@@ -316,6 +323,7 @@ def fit(options: dict[str, Any]) -> dict[str, Any]:
         "threads": notes.threads,
         "files": notes.files,
         "is_server_prepared": notes.is_server_prepared,
+        "checks": notes.checks,
         **odd_buffers(module),
         "best": getattr(run.checkpoint_callback, "best_model_path", "") if checkpoint else "",
         "children": len(strategy.launcher.procs) if strategy.launcher and RANK == 0 else 0,
