@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from multiprocessing.pool import Pool
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import torch
@@ -215,7 +216,8 @@ def simulate_all(runs: Mapping[Key, Run], images: Images, what: str, processes: 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
         with (
-            _pool(processes, images) as pool,
+            TemporaryDirectory() as folder,
+            _pool(processes, images, Path(folder, "images.pt")) as pool,
             Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress,
         ):
             bar = progress.add_task(what, total=len(keys))
@@ -228,12 +230,16 @@ def simulate_all(runs: Mapping[Key, Run], images: Images, what: str, processes: 
     return {key: traces[number] for number, key in enumerate(keys)}
 
 
-def _pool(processes: int, images: Images) -> Pool:
-    """A pool whose processes leave Ctrl-C to this one, from their first moment on."""
-    arrays = [tensor.numpy() for tensor in (*images.train, *images.test)]
+def _pool(processes: int, images: Images, path: Path) -> Pool:
+    """A pool whose processes leave Ctrl-C to this one, from their first moment on.
+
+    They read the images from a file: who passes megabytes to a process waits until it has imported torch, and here
+    would not hear Ctrl-C meanwhile.
+    """
+    torch.save((images.source, images.train, images.test), path)
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        return multiprocessing.get_context("spawn").Pool(processes, _prepare, (images.source, arrays))
+        return multiprocessing.get_context("spawn").Pool(processes, _prepare, (path,))
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -241,10 +247,9 @@ def _pool(processes: int, images: Images) -> Pool:
 _images: list[Images] = []
 
 
-def _prepare(source: str, arrays: Sequence[Any]) -> None:
+def _prepare(path: Path) -> None:
     torch.set_num_threads(1)
-    train, labels, test, test_labels = (torch.from_numpy(array) for array in arrays)
-    _images.append(Images(source, (train, labels), (test, test_labels)))
+    _images.append(Images(*torch.load(path)))
 
 
 def _simulate(numbered: tuple[int, Run]) -> tuple[int, Trace]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from processes import interpret
-from runs import Run, Running, free_port
+from runs import Run, Running, free_port, search_path
 
 TERMINATED = 128 + signal.SIGTERM
 
@@ -181,6 +182,48 @@ observer.join(60)
 def test_ctrl_c_while_the_other_ranks_start_ends_all_without_an_error() -> None:
     ended = interpret(INTERRUPTED_WHILE_IT_STARTS)
     assert (ended.returncode, ended.stdout, ended.stderr) == (128 + signal.SIGINT, "", "")
+
+
+INTERRUPTED_EXAMPLE = """
+import os, pathlib, signal, sys, threading, time
+
+started = pathlib.Path(sys.argv[0]).with_suffix(".started")
+if __name__ == "__mp_main__":  # a process that simulates, as it starts
+    started.touch()
+    time.sleep(15)
+
+from functools import partial
+
+import torch
+from comparison import Images, Run, simulate_all
+from lightning_omni.simulator import Cluster
+
+def interrupt():
+    while not started.exists():
+        time.sleep(0.02)
+    time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGINT)
+
+if __name__ == "__main__":
+    part = (torch.zeros(10_000, 1, 14, 14), torch.zeros(10_000, dtype=torch.int64))
+    threading.Thread(target=interrupt).start()
+    run = Run("async_sgd", 2, Cluster.even(2), partial(torch.optim.SGD, lr=0.1), updates=1)
+    simulate_all({"only": run}, Images("nothing", part, part), "simulating", processes=1)
+"""
+
+
+def test_ctrl_c_ends_an_example_while_its_processes_start(tmp_path: Path) -> None:
+    script = tmp_path / "example.py"
+    script.write_text(INTERRUPTED_EXAMPLE)
+    path = os.pathsep.join([search_path(), str(Path(__file__).parents[1] / "examples")])
+    ended = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=220,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+    )
+    assert (ended.returncode, ended.stdout.strip(), ended.stderr) == (128 + signal.SIGINT, "Interrupted.", "")
 
 
 @contextmanager
