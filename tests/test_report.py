@@ -13,6 +13,7 @@ from functools import cache
 from html.parser import HTMLParser
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import pytest
 from jinja2 import UndefinedError
@@ -357,18 +358,40 @@ def test_nothing_reaches_the_page_unescaped() -> None:
         templates().from_string("{{ nothing }}").render()
 
 
+def from_the_run(seen: Observation, start: Setting, **space: Any) -> Search:
+    """A search that was shown the run's own first batches."""
+    made = Search(SearchSpec(start, 128, 1e5, 0.1, Space.of(space, 8)), "forecast")
+    assert made.next() is not None
+    made.tell(seen)
+    return made
+
+
+def test_first_batches_whose_loss_rises_are_no_probe_that_diverged() -> None:
+    seen = observed(replace(START, method="async_sgd", wire="fp32"))
+    rising = tuple(0.6 + 0.01 * batch for batch in range(len(seen.tried.losses)))
+    made = from_the_run(replace(seen, tried=replace(seen.tried, losses=rising)), seen.tried.setting)
+    whole = report(Round(made, 0, 0.0))
+    (digest,) = whole.digests
+    assert digest.choice.setting != digest.start
+    (row,) = digest.probes
+    assert row.time == pytest.approx(digest.time(digest.start).value)
+    assert f">{times(row.time)}</td>" in (page := html.unescape(words_of(whole)))
+    assert "∞" not in page
+    losses = next(axes for axes in whole.figure().axes if axes.get_ylabel() == "training loss")
+    low, top = losses.get_ylim()
+    assert low < min(rising) < max(rising) < top
+
+
 @pytest.mark.parametrize("learns_from_run", [False, True], ids=["with probes", "from the run's first batches"])
 def test_what_each_part_of_the_choice_gives_multiplies_to_what_all_of_it_gives(learns_from_run: bool) -> None:
     made = found()
     if learns_from_run:
         start = replace(START, method="async_sgd", wire="fp32")
-        space = Space.of({"method": ["local_sgd"], "wire": ["fp32", "int8"], "period": [32]}, 8)
         seen = observed(start)
         assert seen.measured is not None
         slow = tuple(tuple(seconds + 1.0 for seconds in row) for row in seen.measured.steps)  # all-reduce
-        made = Search(SearchSpec(start, 128, 1e5, 0.1, space), "forecast")
-        assert made.next() is not None
-        made.tell(replace(seen, measured=replace(seen.measured, steps=slow)))
+        seen = replace(seen, measured=replace(seen.measured, steps=slow))
+        made = from_the_run(seen, start, method=["local_sgd"], wire=["fp32", "int8"], period=[32])
     whole = report(Round(made, 0, 0.0))
     (digest,) = whole.digests
     choice, parts = digest.choice.setting, digest.contributions

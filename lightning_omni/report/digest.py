@@ -247,8 +247,11 @@ class Digest:
         unit = self.forecast.log_seconds(self.choice.setting) - self.forecast.efficiency.offset
         rows = []
         seen, judged = self.search.observations, self.search.tried
-        for number, (observation, tried, (cost, error)) in enumerate(zip(seen, judged, log_costs(judged), strict=True)):
-            rate = self.search.throughput(self.search.as_it_would_be(tried.setting))
+        # The run's own batches are of one setting: there is no other curve that tells whether their loss is high.
+        is_run = self.search.sampler.learns_from_run and not self.is_about_steps
+        costs = [(math.inf if each.has_failed else 0.0, 0.0) for each in judged] if is_run else log_costs(judged)
+        for number, (observation, tried, (cost, error)) in enumerate(zip(seen, judged, costs, strict=True)):
+            rate = self.search.throughput(tried.setting if is_run else self.search.as_it_would_be(tried.setting))
             rows.append(
                 ProbeRow(
                     number + 1,

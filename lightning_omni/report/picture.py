@@ -293,14 +293,19 @@ class _ProbeCurve(NamedTuple):
 
 
 def _bounds_of_losses(curves: Sequence[_ProbeCurve]) -> tuple[float, float] | None:
-    """The least loss, and a little above the first; None where no loss is finite."""
-    having = [curve.losses for curve in curves if not curve.has_failed] or [curve.losses for curve in curves]
+    """The least loss, and a little above the first, or the last if that is higher and its probe has not failed.
+
+    None where no loss is finite.
+    """
+    alive = [curve.losses for curve in curves if not curve.has_failed]
+    having = alive or [curve.losses for curve in curves]
     sound = [finite for losses in having if len(finite := losses[np.isfinite(losses)])]
     if not sound:
         return None
-    first, low = max(float(losses[0]) for losses in sound), min(float(losses.min()) for losses in sound)
+    ends = (0, -1) if alive else (0,)
+    high, low = max(float(losses[end]) for losses in sound for end in ends), min(float(each.min()) for each in sound)
     above = 0.25 if any(curve.has_failed for curve in curves) else 0.05
-    return low, first + above * max(first - low, 1e-9)
+    return low, high + above * max(high - low, 1e-9)
 
 
 def _mark_failure(axes: Any, curve: _ProbeCurve, low: float, top: float) -> None:
