@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import signal
 import sys
@@ -691,6 +692,17 @@ def run(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Run]:
 
 
 SERVERS = pytest.mark.parametrize("run", [(), ("--shards", "2")], ids=["one server", "two servers"], indirect=True)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_group_that_joins_a_run_says_so_where_it_was_started(run: Run) -> None:
+    run.train_together({"epochs": 2, "samples": 32, "hold": [1]})
+    first, second = (run.groups[name].output for name in "ab")
+    assert "joined the run" not in first
+    assert re.findall(r"OmniStrategy: 1 rank in 1 group of 1 .* joined the run as (.*)", second) == [
+        "group 1; another group logs and saves"
+    ]
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -13,6 +14,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only
 from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.callbacks import EMAWeightAveraging, ModelCheckpoint
 from pytorch_lightning.loops.fetchers import _PrefetchDataFetcher
@@ -358,6 +360,16 @@ def test_the_averages_of_weight_averaging_are_found() -> None:
 def test_model_checkpoint_keeps_what_it_saved_where_it_did() -> None:
     added_in_2_6 = {"_defer_save_until_validation"}
     assert set(_private._OF_SAVES) - set(vars(ModelCheckpoint())) <= added_in_2_6
+
+
+def test_what_is_for_rank_zero_alone_can_be_said_by_another(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rank_zero_only, "rank", 3, raising=False)
+    with caplog.at_level(logging.INFO):
+        rank_zero_info("not this")
+        _private.undecorated(rank_zero_info)("but this")
+    assert caplog.messages == ["but this"]
 
 
 def test_step_counters_are_what_global_step_is_made_of(trainer: Trainer) -> None:

@@ -6,6 +6,7 @@ these names is gone or behaves otherwise.
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections import ChainMap
@@ -255,6 +256,12 @@ def replaces_scheduler(trainer: Trainer) -> bool:
 def set_rank(rank: int) -> None:
     """The number by which code decides what only rank 0 does."""
     rank_zero_only.rank = rank  # type: ignore[attr-defined]
+
+
+def undecorated(function: Callable[[str], None]) -> Callable[[str], None]:
+    """What `rank_zero_only` decorates, for a rank that is not 0 and has something to say."""
+    plain: Callable[[str], None] = inspect.unwrap(function)
+    return plain
 
 
 _BEFORE_TRAINING = ("setup", "on_fit_start", "on_train_start", "on_train_epoch_start")

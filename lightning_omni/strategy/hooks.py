@@ -696,7 +696,14 @@ class OmniStrategyHooks(SavingStrategy):
     def _say_hello(self) -> None:
         # By a tuner, which is what prepares for the launch.
         is_chosen = any(hasattr(callback, "on_omni_launch") for callback in callbacks_of(self._trainer))
-        self.rank_zero_info(f"OmniStrategy: {self.grouping.sentence}{'' if is_chosen else self.grouping.advice}")
+        said = f"OmniStrategy: {self.grouping.sentence}{'' if is_chosen else self.grouping.advice}"
+        world = self.joined
+        if world.enlistment is not None and world.is_leader and not self.is_global_zero:
+            # Nothing else is said where it was started: no progress, and no word of `rank_zero_info`.
+            say = _private.undecorated(self.rank_zero_info)
+            say(f"{said} | joined the run as group {world.group}; another group logs and saves")
+        else:
+            self.rank_zero_info(said)
 
     # --- Shorthand ---------------------------------------------------------------------------------------------------
 
