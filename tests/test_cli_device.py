@@ -166,11 +166,21 @@ def test_the_lines_to_paste_say_what_was_found() -> None:
         " callbacks=[DeviceTuner(setting=DeviceSetting(threads=2, fused=True))])",
         "# and batch_size=64 in your DataLoader",
     ]
-    assert lines_of(report(DeviceSetting())) == "trainer = Trainer()  # nothing was faster"
 
 
 def finding(low: float, high: float, pairs: int = 7) -> Finding:
     return Finding("step", "tried", "rejected", gain=(low + high) / 2, spread=(low, high), pairs=pairs)
+
+
+def test_nothing_is_said_to_be_no_faster_that_the_budget_had_no_time_for() -> None:
+    skipped = Finding("fused optimizer", "SGD", "skipped", "the budget of 5 s is used up")
+    for findings, said in (
+        ((skipped,), "nothing was compared with them"),
+        ((skipped, finding(0.8, 0.9)), "nothing faster was found"),
+    ):
+        stays = replace(report(DeviceSetting()), findings=findings, gain=None)
+        assert lines_of(stays) == f"trainer = Trainer()  # {said}"
+        assert stays.summary == f"1 samples/s with the defaults; {said}"
 
 
 def test_losses_of_a_precision_that_diverged_are_in_a_file_for_strict_readers_and_come_back(tmp_path: Path) -> None:

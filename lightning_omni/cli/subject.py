@@ -148,7 +148,7 @@ def lines_of(report: DeviceReport) -> str:
         text += ["from lightning_omni import DeviceTuner", "from lightning_omni.device import DeviceSetting", ""]
     if setting.precision == "tf32":
         text += ['torch.set_float32_matmul_precision("high")']
-    text += [f"trainer = Trainer({', '.join(trainer)})" + ("" if trainer else "  # nothing was faster")]
+    text += [f"trainer = Trainer({', '.join(trainer)})" + ("" if trainer else f"  # {report.of_none}")]
     if setting.batch_size is not None:
         text += [f"# and batch_size={setting.batch_size} in your DataLoader"]
     return "\n".join(text)

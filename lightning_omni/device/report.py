@@ -114,10 +114,16 @@ class DeviceReport(Serializable):
         )
 
     @property
+    def of_none(self) -> str:
+        """What is said where the defaults stay: nothing can be faster than what nothing was compared with."""
+        has_compared = any(each.gain is not None for each in self.findings)
+        return "nothing faster was found" if has_compared else "nothing was compared with them"
+
+    @property
     def summary(self) -> str:
         """One sentence."""
         if self.gain is None:
-            return f"{_number(self.baseline)} samples/s with the defaults; nothing faster was found"
+            return f"{_number(self.baseline)} samples/s with the defaults; {self.of_none}"
         scatter = f", {self.spread[0]:.2f} to {self.spread[1]:.2f}" if self.spread else ""
         times = f"{_number(self.tuned)} instead of {_number(self.baseline)} samples/s ({self.gain:.2f} times{scatter})"
         return f"{times}: {self.setting.words}"
