@@ -447,6 +447,21 @@ def test_parameters_that_were_added_are_there_in_their_versions_before_they_are_
         assert serving.core.clock == 1
 
 
+@pytest.mark.parametrize("trained", [-1, 5, 10**9])
+@pytest.mark.parametrize("kind", [m.Await, m.Leave])
+def test_what_a_server_has_refused_keeps_no_other_from_going_on(kind: type[Any], trained: int) -> None:
+    with ExitStack() as stack:
+        serving = Mortal(stack)
+        first, second = workers(serving, method_named("async_sgd"))
+        first.train(0)
+        question = {"epoch": PLAN.epoch, "generation": 1, "trained": trained}
+        with pytest.raises(Refused, match=f"says it trained {trained} batches"):
+            first.request(kind(**question, **({"interval": 0} if kind is m.Await else {})), m.Verdict)
+        serving.die()
+        finish([first, second])
+        assert set(first.used + second.used) == set(range(SAMPLES))
+
+
 def test_a_server_without_the_state_and_one_of_another_version_refuse() -> None:
     with ExitStack() as stack:
         serving = Mortal(stack)

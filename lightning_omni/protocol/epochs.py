@@ -167,9 +167,9 @@ class Epochs:
     def wait(self, group: int, rank: int, question: Await) -> None:
         """A rank has trained what its group holds of the validation interval, and asks what is next."""
         book = self.book_of(question.epoch, question.generation)
-        self._journal.note(AskedEntry(group, rank, question))
         if book.has(group) or group not in self._sizes:  # else a peer was faster to say that the group leaves
             book.train(group, question.trained)
+        self._journal.note(AskedEntry(group, rank, question))  # not what was refused: no server could go on from that
         self._waiting[rank] = (group, question)
         self._asked.add(rank)
 
@@ -180,7 +180,13 @@ class Epochs:
         return self.book.untrained_spans(group, batches)
 
     def leave(self, group: int, message: Leave) -> None:
-        """A group leaves the epoch early, and perhaps ends the run for all."""
+        """A group leaves the epoch early, and perhaps ends the run for all.
+
+        Raises:
+            ProtocolError: it has not drawn what it says that it has trained; nothing has changed.
+        """
+        if self.holds(group, message.epoch):
+            self.check_trained(group, message.epoch, message.trained)
         self._journal.note(LeftEpochEntry(group, message))
         self._dirty = True
         if message.stop:
