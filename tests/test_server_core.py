@@ -24,9 +24,11 @@ from lightning_omni.methods.master import describe, hyperparameters_of
 from lightning_omni.protocol import EpochPlan, Out, ServerCore
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import Packed, pack, unpack
+from lightning_omni.protocol.collectives import MOST_OPEN
 from lightning_omni.protocol.cut import Cut
 from lightning_omni.protocol.handshake import attach_mac, derive, rank_mac, server_mac, session_key
 from lightning_omni.protocol.layout import Layout, TensorSpec
+from lightning_omni.protocol.roster import MOST_RANKS
 from lightning_omni.protocol.router import types_on
 from lightning_omni.protocol.service import as_tensor
 
@@ -325,6 +327,14 @@ def test_a_rank_cannot_join_twice() -> None:
 @pytest.mark.parametrize("rank", [3, -1, 10**6])
 def test_a_rank_outside_the_world_is_refused(rank: int) -> None:
     expect_refusal(greet_and_prove(Link(), rank, 0), "rank", f"rank {rank} of 3")
+
+
+@pytest.mark.parametrize("world_size", [MOST_RANKS + 1, 2**40, 2**64 - 1])
+def test_a_run_of_more_ranks_than_there_are_numbers_is_refused_and_the_server_takes_another(world_size: int) -> None:
+    link = Link()
+    expect_refusal(greet_and_prove(link, 0, 0, world_size=world_size), "rank", f"{MOST_RANKS} are the most")
+    link.tick(1.0)
+    assert isinstance(link.join(0), m.Welcome)
 
 
 def test_a_lost_rank_cannot_come_back(link: Link) -> None:
@@ -895,6 +905,16 @@ def test_collectives_may_overlap(link: Link) -> None:
     assert [g.number for g, _ in contribute(link, 2, number=1)] == [1]
     contribute(link, 1, number=0)
     assert [g.number for g, _ in contribute(link, 2, number=0)] == [0]
+
+
+def test_a_rank_that_comes_to_ever_more_collectives_is_refused_and_those_of_all_ranks_go_on(link: Link) -> None:
+    for number in range(100, 100 + MOST_OPEN):
+        assert contribute(link, 2, number=number) == []
+    for number in range(200, 300):
+        expect_refusal(link.control(2, m.Contribute(number=number, what="barrier")), "protocol", "waits at 16 others")
+    for rank in range(2):
+        contribute(link, rank, number=100)
+    assert [g.number for rank in range(3) for g in link.news(rank) if isinstance(g, m.Gathered)] == [100] * 3
 
 
 # --- Losses --------------------------------------------------------------------------------------------------------

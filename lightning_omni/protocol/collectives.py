@@ -3,6 +3,7 @@
 Rule 1: a collective is complete when every *live* rank has contributed; the dead are not waited for.
 Rule 2: all ranks must call the same one; two that differ at one synchronization point end the run with a clear
 sentence.
+Rule 3: a rank opens a few at a time, so what is kept is bounded by the number of ranks.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ from collections.abc import Collection
 
 from torch import Tensor
 
-from lightning_omni.errors import CollectiveMismatch
+from lightning_omni.errors import CollectiveMismatch, ProtocolError
+
+MOST_OPEN = 16
+"""Collectives at which a rank may wait when it opens another one."""
 
 
 class Collectives:
@@ -32,8 +36,11 @@ class Collectives:
         """A rank takes part in a collective.
 
         Raises:
+            ProtocolError: the rank waits at too many others.
             CollectiveMismatch: others called something else at the same point.
         """
+        if number not in self._open and sum(rank in waiting for waiting in self._open.values()) >= MOST_OPEN:
+            raise ProtocolError(f"rank {rank} comes to collective {number}, and waits at {MOST_OPEN} others")
         present = self._open.setdefault(number, {})
         for other, (purpose, _) in present.items():
             if purpose != what:

@@ -351,6 +351,8 @@ class Roster:
                 "this server knows nothing of the run: what the one before it had saved is not there; start it with the"
                 " same --state",
             )
+        if hello.world_size > MOST_RANKS:
+            raise Refused("rank", f"a run of {hello.world_size} ranks cannot be: {MOST_RANKS} are the most")
         first = self._first or hello
         comes_late = self._first is not None and not hello.world_size
         if hello.run != first.run or (hello.world_size != first.world_size and not comes_late):
