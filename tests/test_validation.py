@@ -143,6 +143,17 @@ def test_weights_of_a_validation_stay_as_they_were_when_it_began(link: Link) -> 
     expect_refusal(link.control(1, m.ReleaseVersion(number=1)), "protocol", "only rank 0 saves")
 
 
+def test_versions_that_no_validation_is_of_take_no_room_from_those_that_are_evaluated(link: Link) -> None:
+    for number in (1, 1000, 2**63 - 1):
+        expect_refusal(link.data(1, m.TakeSnapshot(version=number))[0], "protocol", "0 were given to groups")
+    for number in range(1, 2 * MOST_OPEN):
+        assert claim(link, 1, number) == number
+        link.data(1, *result(number, loss=0.0))
+        assert isinstance(link.data(0, m.TakeSnapshot(version=number))[0], m.Snapshot)
+        link.control(0, m.ReleaseVersion(number=number))
+        assert isinstance(link.data(1, m.TakeSnapshot(version=number))[0], m.Snapshot), "late, and not kept"
+
+
 def test_every_answer_to_a_push_says_how_many_validations_are_complete(link: Link) -> None:
     claim(link, 1, 1)
     assert link.data(0, *push_of(gradient(0)))[0].validations == 0

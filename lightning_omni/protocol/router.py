@@ -171,7 +171,7 @@ TABLE = (
         does="hands weights over", in_parts=True,
     ),
     Row(m.GroupState, DATA, Role.LEADER, Snapshots, Snapshots.store_group_state, Snapshots.check_packed),
-    Row(m.TakeSnapshot, DATA, Role.RANK, Snapshots, Snapshots.take, in_parts=True),
+    Row(m.TakeSnapshot, DATA, Role.RANK, Snapshots, Snapshots.take, in_parts=True, check=Snapshots.check_version),
     Row(
         m.ReleaseVersion, CONTROL, Role.RECORDER, Snapshots, Snapshots.release,
         does="saves the weights of validations", told=True,

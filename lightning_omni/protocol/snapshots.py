@@ -132,8 +132,14 @@ class Snapshots(Service):
         self._group_states[sender.group] = unpack(message.packed, as_tensor(payload).clone())
         return [Out(sender.peer, m.DATA, m.GroupStateStored())]
 
+    def check_version(self, sender: Sender, message: m.TakeSnapshot) -> None:
+        """Raises `ProtocolError` for a validation that was given to no group. Servers of shares know of none."""
+        if self._servers.number == 0 and message.version > (last := self._epochs.validations.last):
+            raise ProtocolError(f"there is no validation {message.version} yet; {last} were given to groups")
+
     def take(self, sender: Sender, message: m.TakeSnapshot, payload: Payload) -> list[Out]:
         """Everything of this moment, or of that of a validation."""
+        self.check_version(sender, message)
         if not message.version:
             moment = self._moment(message.with_state)
         else:
@@ -150,6 +156,8 @@ class Snapshots(Service):
         return [Out(sender.peer, m.CONTROL, m.VersionReleased())]
 
     def _version(self, number: int) -> Moment:
+        if 0 < number <= self._epochs.validations.saved:  # no one else will ask for it
+            return self._moment(with_state=True)
         if number not in self._versions:
             if number < 0 or len(self._versions) > MOST_OPEN:
                 raise ProtocolError(f"the weights of validations {sorted(self._versions)} are kept, and no more")

@@ -84,6 +84,11 @@ class ValidationBook:
         return self._last
 
     @property
+    def last(self) -> int:
+        """Number of the validation that was given to a group last; 0 if there was none."""
+        return self._last
+
+    @property
     def evaluating(self) -> set[int]:
         """Groups that evaluate."""
         return set(self._under_way.values())
