@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +220,27 @@ def test_connections_are_bounded_in_number_and_time(
     deadline = time.monotonic() + 60
     while get_or_none(status_server.url, "/healthz") is None:
         assert time.monotonic() < deadline
+
+
+def test_metrics_are_rendered_once_for_each_snapshot_and_format_however_many_ask_for_whatever(
+    status_server: StatusServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rendered, render = [], exposition.metrics_text
+
+    def slow(*asked: Any) -> tuple[bytes, str]:
+        rendered.append(asked)
+        time.sleep(0.2)
+        return render(*asked)
+
+    monkeypatch.setattr(exposition, "metrics_text", slow)
+    accepted = ["", "text/plain", *(f"application/openmetrics-text; version={n}" for n in ("0.0.1", "9.9.9", "x"))]
+    for updates in range(2):
+        status_server.publish(overview(pushes=updates))
+        with ThreadPoolExecutor(web.MOST_CONNECTIONS) as readers:
+            asked = [readers.submit(get, status_server.url, "/metrics", Accept=each) for each in 3 * accepted]
+        assert {each.result()[0] for each in asked} == {200}
+        assert {"# EOF" in each.result()[1] for each in asked} == {False, True}
+        assert len(rendered) == 2 * (updates + 1)
 
 
 def get_or_none(url: str, path: str) -> tuple[int, str] | None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 PREFIX = "lightning_omni_"
 STALENESS_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Upper ends of the buckets of the staleness histogram, in updates."""
+OPEN_METRICS = "application/openmetrics-text"
 MISSING = "--http needs prometheus_client; install it with: pip install 'lightning-omni[metrics]'"
 
 
@@ -42,6 +43,15 @@ def status_json(overview: m.Overview, age: float, updated: float) -> bytes:
     """
     plain = msgspec.to_builtins(overview)
     return msgspec.json.encode({**plain, "snapshot_age": age, "time": updated}) + b"\n"
+
+
+def format_of(accept: str) -> str:
+    """Which of the two formats a reader gets, as what `metrics_text` is to be told that it takes.
+
+    Args:
+        accept: which formats the reader takes, as in HTTP. It may name any versions, and be made up.
+    """
+    return OPEN_METRICS if OPEN_METRICS in accept else ""
 
 
 def metrics_text(overview: m.Overview, taken: float, accept: str = "", is_of_run: bool = True) -> tuple[bytes, str]:

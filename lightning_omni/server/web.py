@@ -35,6 +35,7 @@ REQUEST_TIME = 5.0
 """Seconds that a connection may stand."""
 _POLL = 0.25
 _TEXT = "text/plain; charset=utf-8"
+_rendering = threading.Lock()
 _PATHS = b"there are /metrics, /status, /healthz and /readyz\n"
 
 
@@ -175,7 +176,8 @@ class _Handler(BaseHTTPRequestHandler):
             return _sentence(HTTPStatus.SERVICE_UNAVAILABLE, "the server has not begun to serve")
         age = time.monotonic() - snapshot.at
         if path == "/metrics":
-            body, kind = _metrics(snapshot, self.headers.get("Accept", "")[:200])
+            with _rendering:  # those that ask meanwhile wait for it
+                body, kind = _metrics(snapshot, exposition.format_of(self.headers.get("Accept", "")))
             return HTTPStatus.OK, kind, body
         if path == "/status" and not snapshot.is_of_run:
             return _sentence(HTTPStatus.NOT_FOUND, "the run's status is at the server that coordinates, server 0")
@@ -193,7 +195,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @lru_cache(maxsize=4)
 def _metrics(snapshot: TimedOverview, accept: str) -> tuple[bytes, str]:
-    """Rendered once for each snapshot, however many ask."""
+    """Rendered once for each snapshot and format, however many ask."""
     return exposition.metrics_text(snapshot.overview, snapshot.taken, accept, snapshot.is_of_run)
 
 
