@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+import zmq
 from processes import Process
 from runs import free_port
 from test_observation import say, watch
@@ -20,6 +21,8 @@ from lightning_omni.cli import main
 from lightning_omni.protocol import ServerCore
 from lightning_omni.protocol import messages as m
 from lightning_omni.server import Server
+from lightning_omni.server.frames import MOST_UNTAKEN, PROBE
+from lightning_omni.server.observer import Observer
 from lightning_omni.server.versions import about, versions
 
 KEY = "5a" * 32
@@ -168,3 +171,27 @@ def test_only_who_holds_the_key_is_told_what_the_server_is_and_no_echo_is_too_la
 def test_a_size_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "tcp://127.0.0.1:5555", "--mb", "0"]) == 2
     assert "--mb 0" in capsys.readouterr().err
+
+
+def test_a_process_that_watches_and_reads_no_answer_has_a_bounded_number_of_them_kept() -> None:
+    asked = 300
+    with serving() as server:
+        observer = Observer(server.address, bytes.fromhex(KEY))
+        wire = observer._dialed.wire
+        wire.setsockopt(zmq.RCVHWM, 16)
+        for _ in range(asked):
+            wire.send(m.encode(m.Echo(nbytes=m.LARGEST_ECHO)))
+        other = Observer(server.address, bytes.fromhex(KEY))
+        assert len(other.echo(back=m.LARGEST_ECHO).times) == 1, "the other one has to wait for it"
+        assert sum(map(len, server._untaken._sent.values())) < 2 * MOST_UNTAKEN / m.LARGEST_ECHO + 4
+        came = 0
+        while wire.poll(2000):  # the last ones were not sent; what was is whole
+            *_, last = wire.recv_multipart()
+            came += last != PROBE
+            assert len(last) in (len(PROBE), m.LARGEST_ECHO)
+            if came >= MOST_UNTAKEN / m.LARGEST_ECHO and last == PROBE:
+                break
+        assert MOST_UNTAKEN / m.LARGEST_ECHO <= came < asked / 2
+        assert len(observer.echo(back=m.LARGEST_ECHO).times) == 1, "it gets no more answers"
+        for each in (observer, other):
+            each.close()

@@ -525,6 +525,10 @@ class ServerCore:
             return True
         return self._admission.find(channel, peer) is not None
 
+    def is_watching(self, peer: Peer) -> bool:
+        """Whether a control connection is that of a process that was let in and is no rank."""
+        return self._observers.has(peer)
+
     def data_connection(self, rank: int) -> tuple[Peer, bytes] | None:
         """A rank's data connection, and the secret that has opened it; None if it has none, or is gone."""
         return self._admission.data_connection(rank)

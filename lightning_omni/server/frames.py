@@ -10,7 +10,7 @@ control channel message and payload are the frames of one ZeroMQ message.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy
@@ -27,6 +27,8 @@ CHUNK = 1 << 19
 """Bytes of payload in one frame, at most."""
 LITTLE = 8 * CHUNK
 """Bytes of payload up to which ZeroMQ may copy by itself: with 4 MB it takes as long, with 1 MB 0.95 of the time."""
+MOST_UNTAKEN = 16 << 20
+"""Bytes of answers that a process which watches has not taken; then it gets no more. Twice what `doctor` asks for."""
 _ENVELOPE = 4 << 10
 """Bytes that encryption adds to a frame, and more."""
 LARGEST_CONTROL_FRAME = 64 << 10
@@ -148,6 +150,31 @@ class Copies:
                 self._free.append(block)
             else:
                 self._sent.append((block, tracker))
+
+
+class Untaken:
+    """Answers that no rank waits for: what a peer does not take of them is bounded, and more is not sent.
+
+    ZeroMQ keeps whatever a peer does not read. It gives a frame back when that is out.
+    """
+
+    def __init__(self) -> None:
+        self._sent: dict[bytes, deque[_Sent]] = {}
+
+    def add(self, peer: bytes, parts: Sequence[bytes]) -> list[zmq.Frame]:
+        """An answer as frames that are to be sent now; none if too much of earlier ones has not been taken."""
+        sent = self._sent.setdefault(peer, deque())
+        while sent and sent[0][1].done:
+            sent.popleft()
+        if sum(len(data) for data, _ in sent) > MOST_UNTAKEN:
+            return []
+        frames = [zmq.Frame(part, track=True, copy=False) for part in parts]
+        sent.extend((memoryview(part), frame.tracker) for part, frame in zip(parts, frames, strict=True))
+        return frames
+
+    def tidy(self) -> None:
+        """Forgets peers that have taken all, or have gone."""
+        self._sent = {peer: sent for peer, sent in self._sent.items() if not all(tracker.done for _, tracker in sent)}
 
 
 def message_frames(message: Message, places: Places = NOWHERE) -> Iterator[list[Any]]:

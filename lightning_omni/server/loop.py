@@ -30,6 +30,7 @@ from lightning_omni.server.frames import (
     PROBE,
     Assembly,
     Copies,
+    Untaken,
     message_frames,
 )
 from lightning_omni.server.guard import ConnectionGuard
@@ -119,7 +120,7 @@ class Server:
             self._segment_socket = SegmentSocket(memory_path(self.address), self.shared)
         self._answer_places: dict[tuple[bytes, int], Place] = {}
         self._assemblies: dict[bytes, Assembly] = {}
-        self._copies = Copies()
+        self._copies, self._untaken = Copies(), Untaken()
         self._paced = PacedAnswers(self._clock)
         self._buffers: dict[bytes, dict[int, Tensor]] = {}
         self._refusals: Counter[bytes] = Counter()
@@ -310,7 +311,7 @@ class Server:
             if not self._reach([peer, PROBE]):
                 self._send(self.core.hang_up(peer))
 
-    def _reach(self, frames: list[bytes]) -> bool:
+    def _reach(self, frames: list[Any]) -> bool:
         """Sends on the control channel; false if no peer is there any more."""
         try:
             self._sockets[m.CONTROL].send_multipart(frames)
@@ -332,6 +333,7 @@ class Server:
             for peer in kept.keys() - attached:
                 del kept[peer]
         self.shared.keep(attached)
+        self._untaken.tidy()
         self._answer_places = {key: place for key, place in self._answer_places.items() if key[0] in attached}
         if self._segment_socket is not None:
             self._segment_socket.tidy()
@@ -345,7 +347,11 @@ class Server:
                 continue
             if item.channel == m.CONTROL:
                 parts = [part if isinstance(part, bytes) else part.numpy().tobytes() for part in item.payload]
-                self._reach([item.peer, m.encode(item.message), *parts])
+                said: list[Any] = [m.encode(item.message), *parts]
+                if self.core.is_watching(item.peer):
+                    said = self._untaken.add(item.peer, said)
+                if said:
+                    self._reach([item.peer, *said])
                 continue
             socket = self._sockets[m.DATA]
             place = self._put(item)
