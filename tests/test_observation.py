@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from datetime import datetime, timedelta
+from io import StringIO
 from typing import Any
 
 import pytest
+from rich.console import Console
 from test_server_core import KEY, Link, control_peer, expect_refusal, trained_link
 
+from lightning_omni.cli.run_log import TIMES, RunLog
 from lightning_omni.errors import Refused
 from lightning_omni.methods import AsyncSGD
 from lightning_omni.protocol import handshake
@@ -177,6 +182,18 @@ def test_what_happens_is_written_down_with_its_time() -> None:
     link.core.fail("out of luck")
     assert overview(link).over == "the parameter server failed: out of luck"
     assert overview(link).log[-1].kind == "over"
+
+
+def test_the_log_has_the_time_of_day_although_the_servers_clock_stood_still_for_long() -> None:
+    said, began = StringIO(), datetime.now().replace(microsecond=0)
+    link = Link()
+    link.now = time.monotonic() - 500.0  # it was suspended for so long
+    link.join(0)
+    link.tick(1.0)
+    RunLog(link.core, Console(file=said, width=200)).tell(at_once=True)
+    day, hour, text = said.getvalue().split(maxsplit=2)
+    assert text == "rank 0 joined\n"
+    assert abs(datetime.strptime(f"{day} {hour}", TIMES) - began) < timedelta(seconds=30)
 
 
 @pytest.mark.parametrize(

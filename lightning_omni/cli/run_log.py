@@ -26,7 +26,7 @@ class RunLog:
     """Tells what happens to the runs of a server.
 
     Args:
-        core: the server, driven on the clock of `time.monotonic`.
+        core: the server, whose clock may have stood still for a while.
         console: where to.
     """
 
@@ -48,14 +48,14 @@ class RunLog:
         new = list(takewhile(lambda each: each is not self._last, reversed(self._core.happenings)))
         for happening in reversed(new):
             self._last = happening
-            log(self._console, line_of(happening, now), highlight=False)
+            log(self._console, line_of(happening, self._core.now), highlight=False)
 
 
 def line_of(happening: Happening, now: float) -> str:
     """One line: local time and what happened.
 
     Args:
-        happening: on the clock of `time.monotonic`.
+        happening: on the server's clock.
         now: on the same clock.
     """
     return stamped(quoted(happening.text), now - happening.at)

@@ -552,6 +552,11 @@ class ServerCore:
         return self._observation.overview()
 
     @property
+    def now(self) -> float:
+        """The time of the last message, or of the last `tick`, on the clock of these."""
+        return self._now
+
+    @property
     def happenings(self) -> Sequence[Happening]:
         """What happened to the run, up to this moment."""
         return self._observation.happenings
