@@ -907,6 +907,15 @@ def test_collectives_may_overlap(link: Link) -> None:
     assert [g.number for g, _ in contribute(link, 2, number=0)] == [0]
 
 
+@pytest.mark.parametrize("stop", ["run", "Validate", "end\n", " "])
+def test_an_end_of_an_epoch_that_no_rank_would_understand_is_refused(link: Link, stop: str) -> None:
+    link.control(2, m.OpenEpoch(plan=EpochPlan(epoch=0, total=8, batch_size=2, budget=8)))
+    answer = link.control(2, m.Leave(epoch=0, generation=1, trained=0, stop=stop))
+    expect_refusal(answer, "protocol", "leaves an epoch with stop=")
+    link.control(0, m.OpenEpoch(plan=EpochPlan(epoch=0, total=8, batch_size=2, budget=8)))
+    assert link.data(2, *push_of(gradient(0)))[0].stop == ""
+
+
 def test_a_rank_that_comes_to_ever_more_collectives_is_refused_and_those_of_all_ranks_go_on(link: Link) -> None:
     for number in range(100, 100 + MOST_OPEN):
         assert contribute(link, 2, number=number) == []

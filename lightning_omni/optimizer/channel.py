@@ -27,6 +27,7 @@ from lightning_omni.optimizer.other_groups import OtherGroups
 from lightning_omni.optimizer.place import Place
 from lightning_omni.optimizer.server_store import ServerStore
 from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.epochs import STOPS
 from lightning_omni.protocol.group import Action, Ask, Heard, Said
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.requests import ByAggregator, Requests, alike
@@ -39,7 +40,6 @@ _log = logging.getLogger(__name__)
 
 _NUMBERS = 96
 """Where in front of an answer's tensors the note lies, in bytes; whole numbers come before it."""
-_STOPS = ("", "validate", "end", "skip")
 _Answer = TypeVar("_Answer", bound=m.Message)
 
 
@@ -274,7 +274,7 @@ class Channel:
                         int(answer.applied),
                         answer.refused_in_row,
                         answer.progress,
-                        _STOPS.index(answer.stop),
+                        STOPS.index(answer.stop),
                         int(answer.repeated),
                         answer.validations,
                         answer.groups,
@@ -293,7 +293,7 @@ class Channel:
         clock, staleness, applied, refused, progress, stop, repeated, *counts = prefix[:9].tolist()
         if staleness >= 0:
             part.staleness[staleness] += 1
-        heard = Heard(staleness, bool(applied), progress, _STOPS[stop], bool(repeated), refused, *counts)
+        heard = Heard(staleness, bool(applied), progress, STOPS[stop], bool(repeated), refused, *counts)
         tensors = layout.views(memory[PREFIX:]) if ask.pulls else ()
         pulled = self._place.core.hear(heard, tensors, clock, float(numbers[0]), ask.fragment)
         self.warn_of_refusal(heard.applied, refused)

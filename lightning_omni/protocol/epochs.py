@@ -28,6 +28,9 @@ from lightning_omni.protocol.leases import Batch, EpochPlan, LeaseBook
 from lightning_omni.protocol.messages import Await, Leave
 from lightning_omni.protocol.validations import ValidationBook
 
+STOPS = ("", "validate", "end", "skip")
+"""How a group that leaves an epoch may end it for the others: see `lightning_omni.protocol.messages.Leave`."""
+
 
 class Epochs:
     """Opens, watches and closes epochs.
@@ -183,8 +186,11 @@ class Epochs:
         """A group leaves the epoch early, and perhaps ends the run for all.
 
         Raises:
-            ProtocolError: it has not drawn what it says that it has trained; nothing has changed.
+            ProtocolError: it has not drawn what it says that it has trained, or no rank would understand how the others
+                are to end; nothing has changed.
         """
+        if message.stop not in STOPS:
+            raise ProtocolError(f"a group leaves an epoch with stop={message.stop!r}: there are {STOPS}")
         if self.holds(group, message.epoch):
             self.check_trained(group, message.epoch, message.trained)
         self._journal.note(LeftEpochEntry(group, message))
