@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import random
+import resource
 import secrets
 import signal
 import socket
@@ -43,8 +44,9 @@ from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import Packed, pack
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.server import ControlConnection, DataConnection, Server, ServerProcess
+from lightning_omni.server.dialing import Dialed
 from lightning_omni.server.frames import CHUNK, KEPT_ALIVE, LITTLE, Assembly, Copies, chunks
-from lightning_omni.server.keys import new_key
+from lightning_omni.server.keys import RunKeys, new_key
 from lightning_omni.server.process import ServerSettings
 
 KEY = bytes(range(32))
@@ -878,3 +880,28 @@ def test_the_server_process_outlives_its_parent_for_as_long_as_it_takes_to_say_s
                 rank.push(0, read_at=0)
     finally:
         parent.kill()
+
+
+@pytest.mark.parametrize("left", [0, 1, 2])
+def test_where_no_more_files_may_be_opened_an_attempt_fails_and_leaves_nothing_to_wait_for(left: int) -> None:
+    context, held = zmq.Context[Any](), []
+    context.socket(zmq.DEALER).close(0)  # its threads run
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = max(map(int, os.listdir("/dev/fd"))) + 16
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, soft), hard))
+    try:
+        with suppress(OSError):
+            while True:
+                held.append(os.open(os.devnull, os.O_RDONLY))
+        for _ in range(left):
+            os.close(held.pop())
+        with pytest.raises(zmq.ZMQError, match="Too many open files"):
+            Dialed(context, "tcp://127.0.0.1:9", RunKeys(KEY, "off"), CHUNK, m.CONTROL)
+    finally:
+        for each in held:
+            os.close(each)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    ending = threading.Thread(target=context.term, daemon=True)
+    ending.start()
+    ending.join(IN_TIME)
+    assert not ending.is_alive()

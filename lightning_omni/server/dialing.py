@@ -75,7 +75,11 @@ class Dialed:
             self.wire.setsockopt(zmq.HEARTBEAT_IVL, SIGN)
             self.wire.setsockopt(zmq.HEARTBEAT_TTL, int(1000 * silence))
             self.wire.setsockopt(zmq.HEARTBEAT_TIMEOUT, ANSWERED)
-        self.monitor = self.wire.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        try:
+            self.monitor = self.wire.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        except BaseException:  # too many files are open; while a socket is, its context waits for it
+            self.wire.close(0)
+            raise
         try:
             keys.prepare(self.wire, address, "client")
             self.wire.connect(address)
