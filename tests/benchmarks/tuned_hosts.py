@@ -1,6 +1,6 @@
 """`OmniTuner` against Lightning's DDP on emulated hosts: seconds to an accuracy, tuning included.
 
-    python tests/benchmarks/tuned_hosts.py                            # all scenes, about 20 minutes
+    python tests/benchmarks/tuned_hosts.py                            # all scenes, about an hour
     python tests/benchmarks/tuned_hosts.py --scenes random --seeds 3  # one of them, three times
     python tests/benchmarks/tuned_hosts.py --task clicks --step 0.1   # another model, one of tasks.py
     python tests/benchmarks/tuned_hosts.py --scenes link --ways torchft --options '{"sync_every": 8}'
@@ -54,6 +54,7 @@ from rich.console import Console
 from rich.table import Table
 from slow_network import START, host_environment, save_images
 from slow_network_worker import BATCH, COPY_EVERY, evaluate, lenet
+from step_times import PATTERNS, Rank
 from tasks import EVERY, SMOOTHED, TASKS, Task, at_evaluation, crossing
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -68,7 +69,8 @@ class Scene:
 
     mbit: float | None = None
     slow: float = 1.0
-    is_random: bool = False
+    times: str = "steady"
+    """Of steps: a pattern of `step_times.py`."""
     wanted: str = ""
 
 
@@ -81,9 +83,13 @@ WAYS = ("ddp", *HOOKS, *PEERS, "tuned")
 SCENES = {
     "equal": Scene(wanted="at most 1.05 of DDP's time"),
     "slow": Scene(slow=4.0, wanted="2.8 times faster"),
-    "random": Scene(is_random=True, wanted="1.5 times faster"),
+    "random": Scene(times="exponential", wanted="1.5 times faster"),
     "link": Scene(mbit=100, wanted="1.25 of DDP's time on fast links"),
     "slow, link": Scene(mbit=100, slow=4.0, wanted="3.3 times faster than the best tuned peer"),
+    **{
+        name: Scene(times=name, wanted="not below 0.95 of DDP's speed")
+        for name in ("lognormal", "stalls", "neighbours", "grades", "overhead", "fades", "drifts")
+    },
 }
 
 
@@ -210,15 +216,17 @@ class Device:
     def __init__(self, told: dict[str, Any], rank: int, problem: Images | JudgedTask) -> None:
         self._problem = problem
         self._seconds = told["step"] / problem.batch * (told["slow"] if rank == RANKS - 1 else 1.0)
-        self._generator = random.Random(1_000 * told["seed"] + rank) if told["random"] else None
+        draw = random.Random(1_000 * told["seed"] + rank)
+        self._pattern = PATTERNS[told["times"]](Rank(rank, told["step"], draw))
+        self._began: float | None = None
 
     def loss(self, net: nn.Module, batch: Any) -> Tensor:
         """Of a batch, as late as all but the real computation of its gradients allows."""
         began = time.perf_counter()
         loss = self._problem.loss(net, batch)
         took = time.perf_counter() - began
-        seconds = self._seconds * len(batch[0])
-        seconds *= self._generator.expovariate(1.0) if self._generator is not None else 1.0
+        self._began = began if self._began is None else self._began
+        seconds = self._pattern(self._seconds * len(batch[0]), began - self._began)
         time.sleep(max(0.0, seconds - 3 * took))
         return loss
 
@@ -403,7 +411,7 @@ def run(way: str, scene: Scene, data: Path, seed: int, arguments: argparse.Names
         "seed": seed,
         "step": arguments.step,
         "slow": scene.slow,
-        "random": scene.is_random,
+        "times": scene.times,
         "lr": arguments.lr,
         "momentum": arguments.momentum,
         "options": json.loads(arguments.options),
