@@ -105,3 +105,13 @@ def test_scatter_is_not_taken_for_a_fall() -> None:
     random = np.random.default_rng(0)
     found = [is_falling(random.normal(1.0, 0.2, 40).tolist()) for _ in range(500)]
     assert statistics.fmean(found) < 0.25
+
+
+def test_each_trial_that_was_no_better_puts_the_next_one_off_for_longer() -> None:
+    curve = TrainingLosses(2.3, [0.5] * 10)
+    due = []
+    for _ in range(4):
+        curve.trial_begins()
+        due.append(curve.next_trial / len(curve.windows))
+        curve.windows *= 2
+    assert due == pytest.approx([c.LONGER, c.LONGER**2, c.LONGER**3, c.LONGER**4])

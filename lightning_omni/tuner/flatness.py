@@ -23,7 +23,8 @@ class TrainingLosses(Serializable):
     Attributes:
         windows: mean loss of each window, the latest one last: an epoch, or a part of one.
         setting: that they were trained with.
-        next_trial: windows after which the user's own setting may be tried.
+        trials: of the user's own setting, so far.
+        next_trial: windows after which there may be another.
 
     Example:
         >>> curve = TrainingLosses(first=2.3, windows=[1.0, 0.50, 0.49])
@@ -34,7 +35,13 @@ class TrainingLosses(Serializable):
     first: float
     windows: list[float] = field(default_factory=list)
     setting: Setting | None = None
+    trials: int = 0
     next_trial: float = 0.0
+
+    def trial_begins(self) -> None:
+        """The more often the user's own setting was no better, the longer it takes until it is tried again."""
+        self.trials += 1
+        self.next_trial = c.LONGER**self.trials * len(self.windows)
 
     @property
     def now(self) -> float:

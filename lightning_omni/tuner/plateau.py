@@ -186,7 +186,7 @@ class PlateauWatch:
             f" tried for {steps} steps{', from the weights of then' if starts_over else ''}"
         )
         before = self._applied.begin_trial(starts_over)
-        curve.next_trial = c.LONGER * len(curve.windows)
+        curve.trial_begins()
         self._trial = OwnTrial(steps, steps, self._retuning.stash_speeds(), before)
 
     def ended(self) -> None:

@@ -123,7 +123,7 @@ def with_trials(judged: Judged, decided: Decided, outcome: Outcome, run: Followe
         run: of that.
     """
     batch, times = judged.task.batch, outcome.trace.evaluated["time"]
-    curve, late, after, trials, before = TrainingLosses(statistics.fmean(run.noted[:2])), 0.0, 0.0, 0, 0
+    curve, late, before = TrainingLosses(statistics.fmean(run.noted[:2])), 0.0, 0
     window, epoch = window_of(judged.task), len(judged.task.subject.data)
     each = c.FEWEST_WINDOWS if window < epoch else 1
     for number, end in enumerate(run.ends):
@@ -132,7 +132,7 @@ def with_trials(judged: Judged, decided: Decided, outcome: Outcome, run: Followe
             break
         curve.windows.append(statistics.fmean(run.noted[before : end.losses]))
         before = end.losses
-        if (number + 1) % each or not curve.is_flat or len(curve.windows) < after:
+        if (number + 1) % each or not curve.is_flat or len(curve.windows) < curve.next_trial:
             continue
         steps = max(c.FEWEST_STEPS, math.ceil(c.TRIAL * (number + 1) * window / batch))
         FollowedRun.start = end
@@ -143,12 +143,11 @@ def with_trials(judged: Judged, decided: Decided, outcome: Outcome, run: Followe
             if not is_falling(noted[:steps]):
                 break
             steps += length
-        trials += 1
+        curve.trial_begins()
         if TrialOutcome.of(noted[:steps], curve) is TrialOutcome.BETTER:
-            return late + now + own.seconds, trials
+            return late + now + own.seconds, curve.trials
         late += steps * judged.ddp.seconds * batch / judged.ddp.samples
-        after = c.LONGER * len(curve.windows)
-    return late + outcome.seconds, trials
+    return late + outcome.seconds, curve.trials
 
 
 def main() -> None:
