@@ -21,7 +21,7 @@ from lightning_omni.cli import main
 from lightning_omni.protocol import ServerCore
 from lightning_omni.protocol import messages as m
 from lightning_omni.server import Server
-from lightning_omni.server.frames import MOST_UNTAKEN, PROBE
+from lightning_omni.server.frames import MOST_UNTAKEN, PROBE, Untaken
 from lightning_omni.server.observer import Observer
 from lightning_omni.server.versions import about, versions
 
@@ -195,3 +195,17 @@ def test_a_process_that_watches_and_reads_no_answer_has_a_bounded_number_of_them
         assert len(observer.echo(back=m.LARGEST_ECHO).times) == 1, "it gets no more answers"
         for each in (observer, other):
             each.close()
+
+
+def test_answers_of_a_few_bytes_that_are_not_taken_are_bounded_too() -> None:
+    untaken, asked = Untaken(), 10_000
+    kept = [frames for _ in range(asked) if (frames := untaken.add(b"observer", [b"few"]))]
+    assert len(kept) < asked / 2, "each costs more than its bytes"
+    assert untaken.add(b"another", [b"few"])
+    untaken.tidy()
+    assert not untaken.add(b"observer", [b"few"])
+    trackers = [frame.tracker for frames in kept for frame in frames]
+    kept.clear()  # as ZeroMQ does with what is out
+    for tracker in trackers:
+        tracker.wait(timeout=30)
+    assert untaken.add(b"observer", [b"few"])

@@ -9,7 +9,7 @@ control channel message and payload are the frames of one ZeroMQ message.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -28,7 +28,8 @@ CHUNK = 1 << 19
 LITTLE = 8 * CHUNK
 """Bytes of payload up to which ZeroMQ may copy by itself: with 4 MB it takes as long, with 1 MB 0.95 of the time."""
 MOST_UNTAKEN = 16 << 20
-"""Bytes of answers that a process which watches has not taken; then it gets no more. Twice what `doctor` asks for."""
+"""Bytes of answers that a process which watches has not taken, with `_ENVELOPE` for each frame; then it gets no more.
+Twice what `doctor` asks for."""
 _ENVELOPE = 4 << 10
 """Bytes that encryption adds to a frame, and more."""
 LARGEST_CONTROL_FRAME = 64 << 10
@@ -159,22 +160,28 @@ class Untaken:
     """
 
     def __init__(self) -> None:
-        self._sent: dict[bytes, deque[_Sent]] = {}
+        self._sent: dict[bytes, deque[tuple[int, zmq.MessageTracker]]] = {}
+        self._sizes: Counter[bytes] = Counter()
 
     def add(self, peer: bytes, parts: Sequence[bytes]) -> list[zmq.Frame]:
         """An answer as frames that are to be sent now; none if too much of earlier ones has not been taken."""
         sent = self._sent.setdefault(peer, deque())
         while sent and sent[0][1].done:
-            sent.popleft()
-        if sum(len(data) for data, _ in sent) > MOST_UNTAKEN:
+            self._sizes[peer] -= sent.popleft()[0]
+        if self._sizes[peer] > MOST_UNTAKEN:
             return []
-        frames = [zmq.Frame(part, track=True, copy=False) for part in parts]
-        sent.extend((memoryview(part), frame.tracker) for part, frame in zip(parts, frames, strict=True))
+        # Of a small frame that is copied, as by default, it is not known when it is out.
+        frames = [zmq.Frame(part, track=True, copy=False, copy_threshold=0) for part in parts]
+        for part, frame in zip(parts, frames, strict=True):
+            size = len(part) + _ENVELOPE  # what a frame of few bytes costs is more than these
+            self._sizes[peer] += size
+            sent.append((size, frame.tracker))
         return frames
 
     def tidy(self) -> None:
         """Forgets peers that have taken all, or have gone."""
-        self._sent = {peer: sent for peer, sent in self._sent.items() if not all(tracker.done for _, tracker in sent)}
+        for peer in [peer for peer, sent in self._sent.items() if all(tracker.done for _, tracker in sent)]:
+            del self._sent[peer], self._sizes[peer]
 
 
 def message_frames(message: Message, places: Places = NOWHERE) -> Iterator[list[Any]]:
