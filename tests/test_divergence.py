@@ -11,7 +11,8 @@ import torch
 from lightning_omni.methods import AsyncSGD, Replica
 from lightning_omni.optimizer.run_state import RollbackPoint
 from lightning_omni.protocol.group import GroupCore
-from lightning_omni.tuner.divergence import NON_FINITE_TOLERATED, DivergenceGuard
+from lightning_omni.search.constants import NON_FINITE_TOLERATED
+from lightning_omni.tuner.divergence import DivergenceGuard
 
 ZERO = torch.zeros(())
 

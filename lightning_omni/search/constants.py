@@ -1,4 +1,4 @@
-"""Every number that a search decides by. What each means and where it comes from is a table in ``docs/tuning.md``."""
+"""Every number that the tuner decides by: a table in ``docs/tuning-prior.md`` says where each comes from."""
 
 from __future__ import annotations
 
@@ -64,3 +64,24 @@ TRIAL, FEWEST_STEPS, LAST = 0.05, 8, 0.4
 of the last part of these counts."""
 LONGEST_TRIAL = 5
 """A trial whose loss still falls is made longer, up to so many times."""
+BUDGET_PART = 0.4
+"""Of the budget for the search before the first batch, and as much for the first retuning of the run under way. More is
+earned while the run trains: so a run that reaches its target early has not paid for all of its epochs."""
+EARLY = 0.25
+"""Up to this part of the run it counts as early: the steps that are best then are best for most of it."""
+UNLIMITED = 10
+"""Epochs that a run without limits is taken to train, or twice as many as it has begun if that is more."""
+CHANGED, FALSE_ALARM = 0.2, 0.05
+"""Speed that has changed by more than the first part is a reason to search again; and how likely noise alone may make a
+run that never changes look as if it had, however many epochs it has."""
+NON_FINITE_TOLERATED = 8
+"""Non-finite pushes of a group that are tolerated in a row before it gives the epoch up. If so many losses in a row are
+not finite the epoch was lost: groups with weights of their own may push finite ones in between."""
+NEWEST_LOSS = 0.05
+"""Weight of the newest loss in the running mean by which a run is seen to diverge."""
+MESSAGES, CLEARLY_LONGER = 5, 10.0
+"""Messages of which the shortest counts, for one may have waited for a rank that was late; and how many times as long
+as an empty one a message takes that says what bytes take."""
+TIMED_PASSES, MOST_MERGEABLE = 3, 3
+"""Passes of a submodule of which the shortest counts, for in the first one memory is allocated; and submodules of which
+it is looked what merging them would gain, unless the user names some."""

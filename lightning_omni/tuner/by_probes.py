@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from lightning_omni.errors import ConfigurationError, OmniError
 from lightning_omni.search import Observation, Search, SearchSpec, StepSearchSpec
+from lightning_omni.search import constants as c
 from lightning_omni.search.samplers import sampler_of
 from lightning_omni.search.surrogate import import_libraries, load_libraries
 from lightning_omni.tuner.applied import AppliedSetting
@@ -18,7 +19,7 @@ from lightning_omni.tuner.hyperparameters import Hyperparameters
 from lightning_omni.tuner.monitored_metric import MonitoredMetric
 from lightning_omni.tuner.probing import Prober
 from lightning_omni.tuner.reports import TunerReports
-from lightning_omni.tuner.retuning import BUDGET_PART, SPEED, Retuning
+from lightning_omni.tuner.retuning import SPEED, Retuning
 from lightning_omni.tuner.run import TunedRun
 from lightning_omni.tuner.search_progress import SearchProgress
 from lightning_omni.tuner.state import Command
@@ -55,7 +56,7 @@ class ByProbes:
         """The search before the first batch, or what is left of one that was interrupted."""
         run = self._run
         run.state.own, run.state.reference = None, float(run.batch(run.world.size))
-        share = run.options.budget * BUDGET_PART
+        share = run.options.budget * c.BUDGET_PART
         spec = self._space.specification(hyperparameters, hyperparameters.lr, share)
         run.state.own = spec.start
         if math.isfinite(run.seconds_left):

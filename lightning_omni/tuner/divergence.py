@@ -12,11 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-NON_FINITE_TOLERATED = 8
-"""Non-finite pushes of a group that are tolerated in a row before it gives the epoch up. If so many losses in a row are
-not finite the epoch was lost: groups with weights of their own may push finite ones in between."""
-_MEMORY = 0.05
-"""Weight of the newest loss in the running mean."""
+from lightning_omni.search import constants as c
 
 
 class DivergenceGuard:
@@ -43,7 +39,7 @@ class DivergenceGuard:
         if loss is not None:
             loss, before = loss.detach(), self._mean
             is_finite, lost = torch.isfinite(loss), torch.zeros_like(loss) if self._lost is None else self._lost
-            mean = loss.clone() if before is None else before.lerp(loss, _MEMORY)
+            mean = loss.clone() if before is None else before.lerp(loss, c.NEWEST_LOSS)
             if is_guarded and before is not None:
                 mean = torch.where(is_finite, torch.where(torch.isfinite(before), mean, loss), before)
             self._mean, self._lost = mean, torch.where(is_finite, 0.0, lost + 1)  # on the device: nothing waits for it
@@ -53,7 +49,7 @@ class DivergenceGuard:
     @property
     def gives_up(self) -> bool:
         """Whether nothing that the group pushes is applied any more; alike on all its members."""
-        return self._refused >= NON_FINITE_TOLERATED
+        return self._refused >= c.NON_FINITE_TOLERATED
 
     def mean(self, like: Tensor) -> Tensor:
         """The running mean of the loss, and 1, to be added up over the ranks; NaN and 1 if nothing is learnt any more.
@@ -64,7 +60,7 @@ class DivergenceGuard:
             return like.new_tensor([math.nan, 1.0])
         if self._mean is None or self._lost is None:
             return like.new_zeros(2)
-        mean = torch.where(self._lost < NON_FINITE_TOLERATED, self._mean, math.nan)
+        mean = torch.where(self._lost < c.NON_FINITE_TOLERATED, self._mean, math.nan)
         return torch.stack([mean.to(like), like.new_ones(())])
 
     def is_worse(self, total: float, ranks: float) -> bool:

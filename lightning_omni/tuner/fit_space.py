@@ -17,6 +17,7 @@ from lightning_omni.methods.master import check_servable
 from lightning_omni.performance.forecast import Setting
 from lightning_omni.protocol.all_reduce import text_of as text_of_all_reduce
 from lightning_omni.search import SearchSpec, Space
+from lightning_omni.search import constants as c
 from lightning_omni.search import space as searched
 from lightning_omni.strategy._private import has_hook_for_gradients
 from lightning_omni.strategy.proxies import Merged
@@ -29,8 +30,6 @@ _USUAL = ("async_sgd", "fp32", False, "fp32")
 """Method, wire format, overlap and all-reduce format of a strategy whose user has chosen none."""
 _COMMUNICATION = ("method", "wire", "overlap", "all_reduce")
 """Dimensions of how gradients and weights travel."""
-_MOST_MERGEABLE = 3
-"""Submodules of which it is looked what merging them would gain, unless the user names some."""
 
 
 class FitSpace:
@@ -169,7 +168,7 @@ class FitSpace:
             with suppress(ConfigurationError):
                 self._check_merged(name)
                 found.append(name)
-        return found[:_MOST_MERGEABLE]
+        return found[: c.MOST_MERGEABLE]
 
     def _check_merged(self, name: str) -> None:
         """Raises an error if this fit cannot have that submodule merged; the message says why."""

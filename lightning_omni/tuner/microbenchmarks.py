@@ -16,15 +16,12 @@ from lightning_omni.optimizer.balance import gather
 from lightning_omni.optimizer.reduction import seconds_of_arithmetic
 from lightning_omni.optimizer.serve_time import seconds_of_push
 from lightning_omni.protocol.all_reduce import all_reduce_of
+from lightning_omni.search import constants as c
 from lightning_omni.strategy.hooks import OmniStrategyHooks
 
-MESSAGES = 5
-"""Messages of which the shortest counts: one may have waited for a rank that was late."""
 MESSAGE_BYTES = 1 << 16, 1 << 18, 1 << 20
 """Of messages that take longer for what is in them. The last kind takes much longer than an empty one on fast links
 and is a small part of a large gradient; on slow links smaller ones do."""
-CLEARLY_LONGER = 10.0
-"""Times as long as an empty message is much longer."""
 
 
 def seconds_per_byte(timed: Callable[[int], float], nbytes: int) -> float:
@@ -45,7 +42,7 @@ def seconds_per_byte(timed: Callable[[int], float], nbytes: int) -> float:
             break
         longer = timed(more)
         per_byte = max(longer - seconds, 1e-9) / (4 * (more - count))
-        if count > 1 and longer > CLEARLY_LONGER * short:
+        if count > 1 and longer > c.CLEARLY_LONGER * short:
             break
         count, seconds = more, longer
     return per_byte
@@ -159,7 +156,7 @@ class Microbenchmarks:
     def _shortest(self, send: Callable[[], object]) -> float:
         """Seconds of the shortest of a few messages of one kind."""
         found = []
-        for _ in range(MESSAGES):
+        for _ in range(c.MESSAGES):
             self.wait_for_device()
             began = time.perf_counter()
             send()

@@ -13,9 +13,7 @@ from torch import Tensor, nn
 from lightning_omni.methods.modules import tensors_of, with_tensors
 from lightning_omni.optimizer.serve_time import one_thread
 from lightning_omni.performance.measured import HeadMeasured
-
-TIMED_PASSES = 3
-"""Of which the shortest counts: in the first one memory is allocated."""
+from lightning_omni.search import constants as c
 
 
 class ObservedHead:
@@ -73,7 +71,7 @@ class ObservedHead:
         parameters = [each for each in twin.parameters() if each.requires_grad]
         found = []
         with one_thread(), torch.random.fork_rng(devices=[]):
-            for _ in range(TIMED_PASSES):
+            for _ in range(c.TIMED_PASSES):
                 began = time.perf_counter()
                 self._pass(twin, parameters)
                 found.append(time.perf_counter() - began)

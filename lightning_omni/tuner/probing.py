@@ -33,12 +33,12 @@ from lightning_omni.protocol import EpochPlan
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.leases import apportion
 from lightning_omni.search import Dimension, Observation, Probe
+from lightning_omni.search import constants as c
 from lightning_omni.search.space import apply_further
 from lightning_omni.strategy.declared import callbacks_of, is_fast_dev_run, set_callbacks
 from lightning_omni.strategy.hooks import strategy_of
 from lightning_omni.tuner import _private
 from lightning_omni.tuner.communicating import communicate, communication_of
-from lightning_omni.tuner.divergence import NON_FINITE_TOLERATED
 from lightning_omni.tuner.hyperparameters import Hyperparameters
 from lightning_omni.tuner.step import arguments_of, loss_of, say_nothing, silence
 
@@ -226,7 +226,7 @@ class Prober:
             batches.append(ProbedBatch(current.stop, loss, now - began, world.channel.traffic.seconds - exchanged))
             # A loss scaler that begins too high skips steps until it fits: that is its way, for a while.
             overflows = overflows + 1 if self._scale < scale else 0
-            is_settling, scale = 0 < overflows < NON_FINITE_TOLERATED, self._scale
+            is_settling, scale = 0 < overflows < c.NON_FINITE_TOLERATED, self._scale
             if not is_settling and (overflows or not world.executor.is_finite(self._module.parameters())):
                 leases.leave("skip")
                 return batches, True

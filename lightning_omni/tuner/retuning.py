@@ -11,13 +11,6 @@ from lightning_omni.search import constants as c
 from lightning_omni.tuner.run import TunedRun
 from lightning_omni.tuner.throughput import RunThroughput, Speed, SpeedHistory, Trained
 
-BUDGET_PART = 0.4
-"""Of the budget for the search before the first batch, and as much for the first retuning of the run under way. More is
-earned while the run trains: so a run that reaches its target early has not paid for all of its epochs."""
-_EARLY = 0.25
-"""Up to this part of the run it counts as early: the steps that are best then are best for most of it."""
-_CHANGED = 0.2
-"""Speed that has changed by more than this part is a reason to search again."""
 _REASONS = _NONE, _UNDER_WAY_ALREADY, SPEED, _STALLED = (
     "",
     "the run is under way",
@@ -44,7 +37,7 @@ class Retuning:
         self.throughput = RunThroughput()
         self.rate = 0.0
         self.speed: Speed | None = None
-        self._speeds = SpeedHistory(_CHANGED)
+        self._speeds = SpeedHistory(c.CHANGED)
         self._has_changed = False
         self._totals: dict[int, tuple[float, float]] = {}
         self._changed_in = -1
@@ -62,7 +55,7 @@ class Retuning:
 
     def changed(self, in_mid_epoch: bool = False) -> None:
         """From now on the run trains with another setting."""
-        self.rate, self._speeds, self._has_changed = 0.0, SpeedHistory(_CHANGED), False
+        self.rate, self._speeds, self._has_changed = 0.0, SpeedHistory(c.CHANGED), False
         self.speed = None
         if in_mid_epoch:
             self._changed_in = self._run.trainer.current_epoch
@@ -117,7 +110,7 @@ class Retuning:
             epoch: how many have ended.
         """
         run = self._run
-        is_early = run.state.rounds == 1 and epoch <= max(1, _EARLY * run.epochs)
+        is_early = run.state.rounds == 1 and epoch <= max(1, c.EARLY * run.epochs)
         found = _NONE
         if run.learns_from_run:
             # The forecast does not know how the run went with its choice, and would choose the same again.
@@ -149,7 +142,7 @@ class Retuning:
             return earned
         by_epochs, by_time = run.epochs * run.samples_per_epoch / self.rate, run.seconds + run.seconds_left
         whole = min(by_epochs, by_time, run.options.seconds_to_target(run.state.reached))
-        return max(earned, budget * 2 * BUDGET_PART * whole - run.spent)
+        return max(earned, budget * 2 * c.BUDGET_PART * whole - run.spent)
 
     def specification_for_step(self, spec: SearchSpec) -> SearchSpec:
         """A search for the size of the step alone."""
@@ -177,4 +170,4 @@ def ends_soon(expected: float, seconds: float) -> bool:
     return 0 < expected <= c.SMALLER * seconds
 
 
-__all__ = ["BUDGET_PART", "SPEED", "Retuning", "ends_soon"]
+__all__ = ["SPEED", "Retuning", "ends_soon"]

@@ -14,6 +14,7 @@ from lightning_omni.performance.forecast import Setting
 from lightning_omni.protocol.progress import ReferenceBatch
 from lightning_omni.report import Round, RunTimes
 from lightning_omni.search import Choice, Dimension, Search
+from lightning_omni.search import constants as c
 from lightning_omni.search.samplers import sampler_of
 from lightning_omni.strategy.declared import callbacks_of, loader_of
 from lightning_omni.strategy.hooks import OmniStrategyHooks
@@ -25,9 +26,6 @@ from lightning_omni.tuner.state import Command, TunerState
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
-
-_UNLIMITED = 10
-"""Epochs that a run without limits is taken to train, or twice as many as it has begun if that is more."""
 
 
 @dataclass(frozen=True)
@@ -237,7 +235,7 @@ class TunedRun:
     @property
     def epochs(self) -> float:
         """Epochs that the run will train."""
-        return float(min(self._limits, default=max(_UNLIMITED, 2 * (self.trainer.current_epoch + 1))))
+        return float(min(self._limits, default=max(c.UNLIMITED, 2 * (self.trainer.current_epoch + 1))))
 
     @property
     def _limits(self) -> list[float]:

@@ -11,6 +11,7 @@ from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
 from lightning_omni.performance.step_timer import StepTimer
+from lightning_omni.search import constants as c
 from lightning_omni.strategy.declared import loader_of
 from lightning_omni.strategy.hooks import strategy_of
 from lightning_omni.tuner.probing import batch_size_of
@@ -18,10 +19,10 @@ from lightning_omni.tuner.probing import batch_size_of
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer
 
-_FALSE_ALARM = 0.05
-"""How likely noise alone may make a run that never changes look as if it had, however many epochs it has."""
-_BOTH_SIDES = NormalDist().inv_cdf(1 - _FALSE_ALARM / 2)
-"""Standard errors that as much noise exceeds."""
+
+def _standard_errors(probability: float) -> float:
+    """How many of them noise exceeds with this probability, to either side."""
+    return NormalDist().inv_cdf(1 - probability / 2)
 
 
 @dataclass(frozen=True)
@@ -92,11 +93,11 @@ class Speed:
     @property
     def log_most(self) -> float:
         """Logarithm of the most samples per second that noise can have hidden."""
-        return math.log(self.rate) + _BOTH_SIDES * self.error
+        return math.log(self.rate) + _standard_errors(c.FALSE_ALARM) * self.error
 
     def is_known_within(self, factor: float) -> bool:
         """Whether noise has hidden no more than that factor."""
-        return _BOTH_SIDES * self.error <= math.log(factor)
+        return _standard_errors(c.FALSE_ALARM) * self.error <= math.log(factor)
 
 
 class SpeedHistory:
@@ -129,15 +130,14 @@ class SpeedHistory:
         self._epochs.append(epoch)
         count = len(self._epochs)
         windows = [2**power for power in range((count // 2).bit_length())]
-        return any(self._differs(window, _FALSE_ALARM / ((count - 1) * count * len(windows))) for window in windows)
+        return any(self._differs(window, c.FALSE_ALARM / ((count - 1) * count * len(windows))) for window in windows)
 
     def _differs(self, last: int, probability: float) -> bool:
         """Whether that of the last epochs does, by more than noise does with this probability."""
         before, now = reduce(add, self._epochs[:-last]), reduce(add, self._epochs[-last:])
         both = before + now
         error = both.error * math.sqrt(both.seconds / before.seconds + both.seconds / now.seconds)
-        certain = NormalDist().inv_cdf(1 - probability / 2)
-        return abs(math.log(now.rate / before.rate)) > max(self._least, certain * error)
+        return abs(math.log(now.rate / before.rate)) > max(self._least, _standard_errors(probability) * error)
 
 
 class RunThroughput:
