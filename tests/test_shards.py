@@ -917,15 +917,23 @@ def test_what_servers_have_saved_is_put_together_as_their_snapshots_are(method: 
     assert same(saved.method, whole(group, trees, "method"))
 
 
-def test_when_a_run_is_over_the_servers_are_ready_for_the_next() -> None:
-    ensemble = run_of(2, 1)
+@pytest.mark.parametrize("is_seen_before", [False, True])
+def test_when_a_run_is_over_each_server_says_so_once_and_is_ready_for_the_next(is_seen_before: bool) -> None:
+    ensemble, over = run_of(2, 1), list[int]()
+    first, second = ensemble.cores
+    second.on_run_over = lambda: over.append(len(second.shards))
     ensemble.control(0, m.Goodbye(), m.Acknowledged)
-    assert ensemble.cores[0].is_over
-    ensemble.cores[0].reset()
-    ensemble._send(0, ensemble.cores[0].tick(0.0))
+    assert first.is_over
+    if is_seen_before:  # by what drives it: the rank's goodbye has come, and that the run is over has not
+        ensemble.arrive()
+        assert second.is_over
+        second.reset()
+    first.reset()
+    ensemble._send(0, first.tick(0.0))
     ensemble.arrive()
+    assert over == ([] if is_seen_before else [1])
     assert all(not core.roster.members for core in ensemble.cores)
-    assert ensemble.cores[1].shards == []
+    assert second.shards == []
 
 
 def test_methods_that_do_not_treat_each_number_by_itself_say_so() -> None:

@@ -135,6 +135,7 @@ class StandingServer:
         torch.set_num_threads(settings.threads)
         custom = load_plugins(settings)
         self._core = core_from(settings)
+        self._core.on_run_over = self._run_over
         self._states = None
         if settings.state:
             self._states = StateDirectory(settings.state, settings.save_every, servers=settings.shards)
@@ -215,10 +216,11 @@ class StandingServer:
         if self._core.gone or (self._lifeline is not None and self._lifeline.is_over):
             self._stopped.set()
         if self._core.is_over:
-            self._end_run()
+            self._run_over()
+            self._core.reset()
         return self._stopped.is_set()
 
-    def _end_run(self) -> None:
+    def _run_over(self) -> None:
         """All ranks have left; the next run may come."""
         outcome = ""
         if self._log is not None:  # an aggregator counts no updates, and other servers know of no rank that was lost
@@ -229,7 +231,6 @@ class StandingServer:
             self._stopped.set()
         if self._states is not None:
             self._states.discard(self._core)
-        self._core.reset()
 
     # --- It ends -----------------------------------------------------------------------------------------------------
 

@@ -76,6 +76,7 @@ class ServerCore:
             saves its state sets it. 0 if none will.
         on_save: where this server holds a share, called when the one that coordinates says that all save their state
             now, with the number of this save.
+        on_run_over: called when the one that coordinates says that the run is over, before it is forgotten here.
         key: the run's shared secret.
         limits: for how long it waits for ranks.
         data_port: told to every admitted rank; the driver of the machine sets it, and so does it ...
@@ -141,6 +142,7 @@ class ServerCore:
         self.journal = Journal()
         self.patience = 0.0
         self.on_save: Callable[[int], None] = lambda number: None
+        self.on_run_over: Callable[[], None] = lambda: None
         self.reset()
 
     def reset(self) -> None:
@@ -375,6 +377,8 @@ class ServerCore:
             case sm.Redo():
                 self._persistence.redo(message.entry)
             case sm.RunOver(reason=""):
+                if self.roster.run:  # unless it was seen here before it was told
+                    self.on_run_over()
                 self.reset()
             case sm.RunOver():
                 return self._membership.end(message.reason)
