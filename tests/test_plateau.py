@@ -26,6 +26,13 @@ def test_a_loss_near_zero_that_falls_by_a_half_is_not_flat_however_much_was_lear
     assert TrainingLosses(2.3, [0.08, 0.0201, 0.02]).is_flat
 
 
+def test_where_no_gradient_is_stale_a_loss_is_flat_only_if_it_does_not_fall_at_all() -> None:
+    falling, level = [0.5, 0.5, 0.499], [0.5, 0.5, 0.5]
+    assert TrainingLosses(2.3, falling).is_flat
+    assert not TrainingLosses(2.3, falling, is_stale=False).is_flat
+    assert TrainingLosses(2.3, level, is_stale=False).is_flat
+
+
 def test_few_epochs_say_nothing() -> None:
     for count in range(c.FEWEST_WINDOWS):
         assert not TrainingLosses(2.3, [0.5] * count).is_flat

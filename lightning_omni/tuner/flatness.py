@@ -23,6 +23,7 @@ class TrainingLosses(Serializable):
     Attributes:
         windows: mean loss of each window, the latest one last: an epoch, or a part of one.
         setting: that they were trained with.
+        is_stale: whether gradients are stale with it: the optimizer steps for each group's.
         trials: of the user's own setting, so far.
         next_trial: windows after which there may be another.
 
@@ -35,6 +36,7 @@ class TrainingLosses(Serializable):
     first: float
     windows: list[float] = field(default_factory=list)
     setting: Setting | None = None
+    is_stale: bool = True
     trials: int = 0
     next_trial: float = 0.0
 
@@ -57,10 +59,13 @@ class TrainingLosses(Serializable):
     def is_flat(self) -> bool:
         """Whether that is a small part of what was learnt since the start, and of the loss, which may be near zero.
 
-        It is not if there are too few windows.
+        Stale gradients may keep a loss from where it would arrive while it still falls a little. Where none are, it is
+        flat only if it does not fall at all. It never is if there are too few windows.
         """
         if len(self.windows) < c.FEWEST_WINDOWS:
             return False
+        if not self.is_stale:
+            return self.gained <= 0
         return self.gained <= min(c.FLAT * abs(self.first - self.now), c.STEEP * abs(self.now))
 
     def _mean(self, end: int) -> float:

@@ -134,7 +134,9 @@ class PlateauWatch:
         run, state = self._run, self._run.state
         if state.setting != state.losses.setting:
             tried = run.searches[0].tried if run.searches else []  # rank 0 knows, and decides
-            state.losses = TrainingLosses(tried[0].first_loss if tried else math.nan, setting=state.setting)
+            is_stale = run.world.method.updates_per_batch(run.setting.groups) > 1
+            first = tried[0].first_loss if tried else math.nan
+            state.losses = TrainingLosses(first, setting=state.setting, is_stale=is_stale)
         (batches,) = self._of_all(torch.tensor([float(len(self._noted))]))
         samples = batches * run.batch(1) / run.window
         count = max(int(samples / (c.SHORTEST_WINDOW * self._batch)), least) if samples else 0

@@ -33,6 +33,7 @@ from rich.table import Table
 from tasks import CLUSTERS, DEVELOPING, TASKS, Outcome, Run, cluster_of
 from torch import Tensor, nn
 
+from lightning_omni.methods import method_named
 from lightning_omni.search import constants as c
 from lightning_omni.tuner.flatness import TrainingLosses, TrialOutcome, is_falling
 
@@ -123,7 +124,8 @@ def with_trials(judged: Judged, decided: Decided, outcome: Outcome, run: Followe
         run: of that.
     """
     batch, times = judged.task.batch, outcome.trace.evaluated["time"]
-    curve, late, before = TrainingLosses(statistics.fmean(run.noted[:2])), 0.0, 0
+    is_stale = method_named(decided.setting.method).updates_per_batch(decided.setting.groups) > 1
+    curve, late, before = TrainingLosses(statistics.fmean(run.noted[:2]), is_stale=is_stale), 0.0, 0
     window, epoch = window_of(judged.task), len(judged.task.subject.data)
     each = c.FEWEST_WINDOWS if window < epoch else 1
     for number, end in enumerate(run.ends):
