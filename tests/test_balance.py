@@ -170,6 +170,15 @@ def test_what_a_rank_waits_for_is_not_its_own_time(own: OwnTime, clock: Hands) -
     assert own.finish(8) == [(8, 6.0)]
 
 
+def test_what_a_rank_does_after_its_last_gradient_counts_if_it_waits_for_no_other_there(
+    own: OwnTime, clock: Hands
+) -> None:
+    own.start()
+    train_one_batch(own, clock)
+    own.pause()
+    assert own.finish(8) == [(8, 6.0 + 1000.0)]
+
+
 def test_several_backward_passes_add_up_without_the_exchange_between_them(own: OwnTime, clock: Hands) -> None:
     own.start()
     train_one_batch(own, clock)

@@ -92,6 +92,16 @@ def test_random_step_times_ask_for_groups_that_do_not_wait() -> None:
     assert found.prediction(chosen).bottleneck == "compute"
 
 
+@pytest.mark.parametrize("own", [equal(steps=6), equal(steps=6, slow=4.0), exponential()])
+def test_where_ranks_compute_nothing_but_their_loading_that_is_said_to_be_the_bottleneck(own: np.ndarray) -> None:
+    known, means = seen(own), own.mean(axis=1)
+    assert known.measured is not None
+    for share, named in ((0.75, "loading data is the bottleneck (75%"), (0.25, "compute is the bottleneck")):
+        loading = tuple(share * means)
+        found = search(replace(known, measured=replace(known.measured, loading=loading)))
+        assert named in found.choice().why
+
+
 def test_where_the_server_would_take_as_long_as_a_step_groups_are_few_or_exchange_seldom() -> None:
     def pushed_in(serve: float) -> Search:
         known = seen(exponential())

@@ -24,6 +24,12 @@ SLOWER: dict[str, Any] = {
     "flat": "never",
     "trainer": {**EPOCHS, "max_epochs": 5},
 }
+SLOW_RANK: dict[str, Any] = {
+    "tuner": {**TUNER, "space": {"groups": [1]}},
+    "seconds": {"0": 10e-3, "1": 2e-3},
+    "data": {"samples": 1024},
+    "trainer": {**EPOCHS, "max_epochs": 1},
+}
 STALLING: dict[str, Any] = {
     "emulated": True,
     "data": {"samples": 2048},
@@ -63,6 +69,9 @@ FITS: dict[str, dict[str, Any]] = {  # of those with "emulated", the time that s
         "trainer": EPOCHS,
     },
     "a slow rank": {"tuner": ALONE, "seconds": {"0": 2e-3, "1": 10e-3}, "trainer": EPOCHS},
+    "rank 0 is slow before its step": {**SLOW_RANK, "where": "before it"},
+    "rank 0 is slow after its step": {**SLOW_RANK, "where": "after the batch"},
+    "rank 0 is slow among collectives": {**SLOW_RANK, "collectives": True},
     "slow for each step": {
         "emulated": True,
         "tuner": {**TUNER, "space": {"wire": "fp32"}},
@@ -278,6 +287,15 @@ def test_ranks_of_different_speed_get_proportional_batches_in_mid_epoch(
     assert (fast["sizes"][0], slow["sizes"][0]) == (8, 8), "the run began as it would have"
     assert fast["sizes"][30] > 8 > slow["sizes"][30], "in its first epoch of 32 batches"
     assert fast["lr"] == 0.05
+
+
+@pytest.mark.parametrize("name", [name for name in FITS if name.startswith("rank 0 is slow")])
+def test_a_rank_is_seen_to_be_slow_wherever_it_spends_its_time(
+    fits: dict[str, list[dict[str, Any]]], name: str
+) -> None:
+    slow, fast = fits[name]
+    assert fast["setting"]["rebalance"]
+    assert fast["sizes"][40] > 8 > slow["sizes"][40]
 
 
 def test_proportional_batches_that_gain_nothing_are_seen_to_and_groups_take_their_place(

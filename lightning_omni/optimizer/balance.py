@@ -1,15 +1,17 @@
 """Ranks of different speed in one group: how long each works by itself, and what part of the batch it gets.
 
-A rank's own time runs from the end of its last step (loading data is its work, too) to the moment its last gradient is
-there. It stands still where the rank waits for its group or the server: while DDP shares buffers before the forward
-pass, from the last gradient to the end of the backward pass, and in exchanges.
+A rank's own time runs from the end of its last batch (loading data is its work, too, and so are hooks) to the end of
+this one. It stands still where the rank waits for its group or the server: while DDP shares buffers before the forward
+pass, from the last gradient to the end of the backward pass, in exchanges, and in collectives that go through the
+strategy. Of groups that exchange it ends with the last gradient.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import msgspec
@@ -42,6 +44,7 @@ class Balance:
 
     Attributes:
         measured: samples and seconds of this rank's compute time of every batch so far, if it ``only_measures``.
+        loading: seconds for which this rank has waited for its data loader so far; they are in its compute time, too.
 
     Raises:
         ConfigurationError: ``rebalance`` is something else.
@@ -60,6 +63,7 @@ class Balance:
             )
         self.is_on = rebalance == "auto"
         self.measured: list[tuple[int, float]] = []
+        self.loading = 0.0
         self._only_measures = only_measures
         self._say = say
         self._world: World | None = None
@@ -72,7 +76,7 @@ class Balance:
         self._balancer = Balancer()
         self._until_agreement = FIRST
         self._exchanged = self._elsewhere = 0.0
-        self._reduced = self._until_gradient = 0.0
+        self._reduced = self._until_gradient = self._asked = 0.0
 
     @property
     def speed(self) -> float:
@@ -125,16 +129,39 @@ class Balance:
 
     # --- A batch -----------------------------------------------------------------------------------------------------
 
+    def begin_fetch(self) -> None:
+        """The loader is asked for a batch."""
+        self._asked = time.perf_counter()
+
+    def end_fetch(self) -> None:
+        """It has answered."""
+        self.loading += time.perf_counter() - self._asked
+
     def begin_batch(self) -> None:
-        """A batch is loaded; before the module gets it, the group may share buffers."""
+        """A batch is loaded."""
         if self._world is not None:
-            if len(self._world.members) > 1:  # alone, the module is not wrapped, and no rank waits
-                self._own.pause()
             self._exchanged, self._elsewhere = self._world.channel.traffic.seconds, 0.0
             self._reduced = self._until_gradient = self._world.reduction.seconds
 
+    def begin_forward(self) -> None:
+        """The wrapped module is called: until the module itself is, the group may share buffers."""
+        if self._world is not None and len(self._world.members) > 1:  # alone, the module is not wrapped
+            self._own.pause()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """What is done here waits for other ranks."""
+        is_running = self._world is not None and self._own.is_running
+        if is_running:
+            self._own.pause()
+        try:
+            yield
+        finally:
+            if is_running:
+                self._own.work()
+
     def backward_done(self) -> None:
-        """A backward pass has ended, with its wait for the group."""
+        """A backward pass has ended, with its wait for the group. Said once more, it makes no difference."""
         if self._world is not None:
             self._own.pause_since_gradient()
             self._own.work()
@@ -146,6 +173,10 @@ class Balance:
         leases = self._leases()
         if self._world is None or leases is None:
             return
+        if not self._world.executor.exchanges:  # the optimizer waits for no other rank
+            if self._only_measures and self._world.device.type == "cuda":
+                torch.cuda.synchronize(self._world.device)  # what the batch took is to be known now
+            self._own.pause()
         for samples, seconds in self._own.finish(leases.samples, self._elsewhere):
             self._throughput.note(samples, seconds)
             if self._only_measures:
@@ -304,6 +335,11 @@ class OwnTime:
         """The next batch does not count."""
         self._is_whole = False
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the rank works by itself, as far as is known."""
+        return self._since is not None
+
     def work(self) -> None:
         """From here on the rank works by itself, if it does not already."""
         if self._since is None:
@@ -329,7 +365,7 @@ class OwnTime:
         self._since = self._gradient = None
 
     def finish(self, samples: int, elsewhere: float = 0.0) -> list[tuple[int, float]]:
-        """A batch is done. What comes after its last gradient does not count, nor does a batch without gradients.
+        """A batch is done. What comes after its last pause does not count, nor does a batch without gradients.
 
         Args:
             samples: this rank's part of it.

@@ -77,6 +77,8 @@ class Measured(Serializable):
         shapes: of the parameters whose gradients a group averages; none if unknown.
         averaging: seconds that a rank computes to average them in an all-reduce format, where that is known.
         heads: by name, what merging a submodule would take, where that is known.
+        loading: of each rank: seconds of its compute time in which it waited for its data loader, on average over the
+            steps; none if unknown.
 
     Raises:
         ConfigurationError: something is missing or cannot be.
@@ -111,15 +113,24 @@ class Measured(Serializable):
     shapes: tuple[tuple[int, ...], ...] = ()
     averaging: Mapping[str, float] = field(default_factory=dict)
     heads: Mapping[str, HeadMeasured] = field(default_factory=dict)
+    loading: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("groups", "samples", "own", "steps", "exchanges"):  # lists and arrays are as good
             kind = int if name == "groups" else float
             object.__setattr__(self, name, tuple(tuple(map(kind, row)) for row in getattr(self, name)))
         object.__setattr__(self, "nodes", tuple(map(int, self.nodes)))
+        object.__setattr__(self, "loading", tuple(map(float, self.loading)))
         object.__setattr__(self, "shapes", tuple(tuple(map(int, shape)) for shape in self.shapes))
         _check_counts(self)
         _check_numbers(self)
+
+    @property
+    def loading_share(self) -> float:
+        """The part of the slowest rank's compute time in which it waits for its data loader; 0 if unknown."""
+        means = [math.fsum(row) / len(row) for row in self.own]
+        slowest = means.index(max(means))
+        return self.loading[slowest] / means[slowest] if self.loading else 0.0
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
@@ -217,8 +228,9 @@ def _check_counts(measured: Measured) -> None:
     ):
         if len(getattr(measured, name)) != count:
             raise ConfigurationError(f"{name}: {len(getattr(measured, name))} rows; pass one for each {of}, {count}")
-    if len(measured.nodes) not in (0, len(ranks)):
-        raise ConfigurationError(f"nodes: of {len(measured.nodes)} ranks; pass that of each of {len(ranks)}, or none")
+    for name in ("nodes", "loading"):
+        if (found := len(getattr(measured, name))) not in (0, len(ranks)):
+            raise ConfigurationError(f"{name}: of {found} ranks; pass that of each of {len(ranks)}, or none")
     order = sorted(ranks)
     for number, members in enumerate(measured.groups):
         count = len(measured.steps[number])

@@ -242,7 +242,7 @@ def _by_experience(evidence: Evidence) -> Choice:
         reasons = [
             "nothing is expected to be faster by enough",
             *evidence.corrected,
-            f"{evidence.prediction(best).bottleneck} is the bottleneck",
+            _bottleneck(evidence, best),
         ]
         why = "; ".join(reasons)
         return Choice(best, why, forecast.of(best))
@@ -268,6 +268,14 @@ def _best_step(evidence: Evidence, spec: StepSearchSpec) -> Choice:
     if larger >= max(c.DARES * learnt, -smaller):
         return Choice(tried[2].setting, f"steps three times as large lower the loss by {larger:.2g} at once")
     return Choice(start, "neither smaller nor larger steps are better by enough: it stays")
+
+
+def _bottleneck(evidence: Evidence, setting: Setting) -> str:
+    """What holds updates up with a setting; of computation, what holds that up."""
+    bottleneck, loading = evidence.prediction(setting).bottleneck, evidence.measured[-1].loading_share
+    if bottleneck == "compute" and loading > 1 / 2:
+        return f"loading data is the bottleneck ({loading:.0%} of a step's compute time; more num_workers may help)"
+    return f"{bottleneck} is the bottleneck"
 
 
 def _learnt(level: float, first_loss: float | None) -> float:
@@ -307,5 +315,5 @@ def _reasons(evidence: Evidence, best: Setting, forecast: Forecast, stopped: str
             parts.append(f"proportional batches make one group {gain:.2f} times faster, without staleness")
     elif by_forecast:
         parts.append("more groups are not faster by enough to pay for their staleness")
-    parts += [*evidence.corrected, f"{evidence.prediction(best).bottleneck} is the bottleneck"]
+    parts += [*evidence.corrected, _bottleneck(evidence, best)]
     return ("; ".join(parts) + (f" ({stopped})" if stopped else "")).strip()

@@ -413,7 +413,9 @@ class OmniStrategyHooks(SavingStrategy):
     # --- Training ----------------------------------------------------------------------------------------------------
 
     def _install_signals(self) -> None:
-        self.signals.install(self._trainer, self.joined, lambda: self.epochs.interrupt(self.fitted))
+        self.signals.install(
+            self._trainer, self.joined, lambda: self.epochs.interrupt(self.fitted), lambda: self.balance.waiting()
+        )
 
     @override
     def barrier(self, name: str | None = None) -> None:
@@ -457,6 +459,12 @@ class OmniStrategyHooks(SavingStrategy):
         """After the last callback, and before the forward pass: follows what was frozen, unfrozen and added."""
         super().on_train_batch_start(batch, batch_idx)
         self.grouping.batch_starts()
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped module is called, which may share buffers first."""
+        self.balance.begin_forward()
+        return super().training_step(*args, **kwargs)
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -683,13 +691,27 @@ class OmniStrategyHooks(SavingStrategy):
         if trains and group in (None, dist.group.WORLD) and not self._has_gathered:
             self._has_gathered = True
             self.rank_zero_warn(gathering_sentence(self.joined))
-        return super().all_gather(tensor, group=group, sync_grads=sync_grads)
+        with self.balance.waiting():
+            return super().all_gather(tensor, group=group, sync_grads=sync_grads)
+
+    @override
+    def reduce(self, *args: Any, **kwargs: Any) -> Any:
+        """Reduces over the default process group. What waits for others is no work of this rank's."""
+        with self.balance.waiting():
+            return super().reduce(*args, **kwargs)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Broadcasts over the default process group, and waits likewise."""
+        with self.balance.waiting():
+            return super().broadcast(obj, src)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """All or any over the default process group, which may be smaller than the world."""
-        agreed = self.grouping.agree(decision, every=all) if self.world is not None else None
-        return super().reduce_boolean_decision(decision, all=all) if agreed is None else agreed
+        with self.balance.waiting():
+            agreed = self.grouping.agree(decision, every=all) if self.world is not None else None
+            return super().reduce_boolean_decision(decision, all=all) if agreed is None else agreed
 
     # --- What a user sees --------------------------------------------------------------------------------------------
 

@@ -111,9 +111,11 @@ class Listener:
     def begin_fetch(self) -> None:
         """A batch is about to be fetched."""
         self._strategy.epochs.data.begin_fetch()
+        self._strategy.balance.begin_fetch()
 
     def end_fetch(self) -> None:
         """It is there, or was the last."""
+        self._strategy.balance.end_fetch()
         self._strategy.epochs.data.end_fetch()
 
     # --- What callbacks hear -----------------------------------------------------------------------------------------
@@ -134,6 +136,10 @@ class Listener:
         strategy.step_times.begin(traffic.seconds, traffic.moved)
         strategy.balance.begin_batch()
         strategy.epochs.begin_batch()
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """A backward pass is done; what callbacks do after it takes this rank's time."""
+        self._strategy.balance.backward_done()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +65,7 @@ class Signals:
         self._trainer: Trainer | None = None
         self._world: World | None = None
         self._leave: Callable[[], None] = lambda: None
+        self._waiting: Callable[[], AbstractContextManager[None]] = nullcontext
         self._terminates = self._requeues = self._requeued = False
         self._asked = self._progress = self._longest = 0.0
         self._watcher: threading.Thread | None = None
@@ -86,18 +88,25 @@ class Signals:
         self.is_stopping = self._terminates = self._requeues = self._requeued = False
         self._before = {number: signal.getsignal(number) for number in (signal.SIGTERM, requeue) if number is not None}
 
-    def install(self, trainer: Trainer, world: World, leave: Callable[[], None]) -> None:
+    def install(
+        self,
+        trainer: Trainer,
+        world: World,
+        leave: Callable[[], None],
+        waiting: Callable[[], AbstractContextManager[None]],
+    ) -> None:
         """After Lightning has registered its handlers, in whose place ours come. Called again, does nothing.
 
         Args:
             trainer: the Trainer.
             world: this rank's place in the run.
             leave: synchronizes all groups, for the last time.
+            waiting: within it this rank waits for others.
         """
         is_alone = world.size == 1 and world.enlistment is None
         if self._replaced or is_alone or threading.current_thread() is not threading.main_thread():
             return
-        self._trainer, self._world, self._leave = trainer, world, leave
+        self._trainer, self._world, self._leave, self._waiting = trainer, world, leave, waiting
         for number, before in self._before.items():
             if number == signal.SIGTERM:
                 self._replaced[number] = signal.signal(number, self._on_terminate)
@@ -144,10 +153,11 @@ class Signals:
             return
         self.progress()
         said = torch.tensor(self._say(), device=self._trainer.strategy.root_device)
-        dist.broadcast(said, src=0)
-        if said == _ASK:
-            said.fill_(self._wanted())
-            dist.all_reduce(said, op=dist.ReduceOp.MAX)
+        with self._waiting():
+            dist.broadcast(said, src=0)
+            if said == _ASK:
+                said.fill_(self._wanted())
+                dist.all_reduce(said, op=dist.ReduceOp.MAX)
         if said == _REQUEUE:
             self._requeue()
         elif said == _TERMINATE:

@@ -137,11 +137,6 @@ class ByFirstBatches:
         if self._batches is not None:
             self._batches.interrupted()
 
-    def backward_done(self) -> None:
-        """A gradient is there, and has been reduced."""
-        if self._batches is not None:
-            self._batches.backward_done()
-
     def batch_done(self, loss: Tensor | None) -> None:
         """A batch was trained: perhaps it is clear by now what is to be done.
 

@@ -9,7 +9,6 @@ Rule: ranks decide after the same batches, counted in optimizer steps, so that a
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -39,15 +38,17 @@ class TimedStep:
 
     Attributes:
         samples: this rank's.
-        own: seconds of its own computation, with the optimizer's step and all that is not waiting for others.
+        own: its compute time in seconds, with the optimizer's step, hooks and all that is not waiting for others.
         seconds: from the end of the last step to the end of this one.
         loss: mean over its samples, before the step.
+        loading: seconds of its own that it waited for its data loader.
     """
 
     samples: int
     own: float
     seconds: float
     loss: float
+    loading: float
 
 
 def bytes_take_long(seconds: float, step: float) -> bool:
@@ -84,8 +85,7 @@ class FirstBatches:
         self._steps: list[TimedStep] = []
         self._losses: list[Tensor] = []
         self._count = self._measured = 0
-        self._tail = 0.0
-        self._since: float | None = None
+        self._loaded = 0.0
         self._moments: Iterator[int] = iter(DECISION_STEPS[1:] if before else DECISION_STEPS)
         self._next = next(self._moments)
         self._heads: dict[str, HeadMeasured] = before._heads if before else {}
@@ -97,11 +97,6 @@ class FirstBatches:
         strategy.balance = self._balance
         self._balance.begin(self._world, strategy.fitted, lambda: strategy.epochs.leases)
 
-    def backward_done(self) -> None:
-        """A backward pass is done: what comes until the end of the batch is this rank's own."""
-        self._alone.wait_for_device()
-        self._since = time.perf_counter()
-
     def batch_done(self, loss: Tensor | None, steps: bool) -> None:
         """A batch is done.
 
@@ -110,9 +105,6 @@ class FirstBatches:
             steps: whether the optimizer has stepped.
         """
         self._alone.wait_for_device()
-        if self._since is not None:
-            self._tail += time.perf_counter() - self._since
-            self._since = None
         if loss is not None:
             self._losses.append(loss.detach())
         if not steps:
@@ -120,9 +112,9 @@ class FirstBatches:
         seconds, batches = self._timer.done(), self._balance.measured[self._measured :]
         mean = float(torch.stack(self._losses).mean()) if self._losses else math.nan
         if seconds is not None and len(batches) == len(self._losses) > 0:
-            own = sum(seconds for _, seconds in batches) + self._tail
-            self._steps.append(TimedStep(sum(samples for samples, _ in batches), own, seconds, mean))
-        self._measured, self._tail, self._losses = len(self._balance.measured), 0.0, []
+            samples, own = (math.fsum(column) for column in zip(*batches, strict=True))
+            self._steps.append(TimedStep(int(samples), own, seconds, mean, self._balance.loading - self._loaded))
+        self._measured, self._loaded, self._losses = len(self._balance.measured), self._balance.loading, []
         self._count += 1
 
     def interrupted(self) -> None:
@@ -152,7 +144,9 @@ class FirstBatches:
         if count < 2:
             return None
         rows = [row[-count:] for row in rows]
-        seconds = [max(row[step].seconds for row in rows) for step in range(count)]
+        # In the long run a step takes all ranks as long. One that is late after an all-reduce, in a hook or the
+        # optimizer, is waited for at the next one, where the others are late in its place.
+        seconds = [math.fsum(row[step].seconds for row in rows) / len(rows) for step in range(count)]
         samples = [sum(row[step].samples for row in rows) for step in range(count)]
         if self._observed:
             self._heads = self._measured_heads(sum(seconds) / count)
@@ -174,6 +168,7 @@ class FirstBatches:
             shapes=alone.shapes,
             averaging=alone.averaging,
             heads=self._heads,
+            loading=tuple(math.fsum(each.loading for each in row) / count for row in rows),
             nbytes=alone.nbytes,
             servers=server.count,
             per_node=server.per_node,

@@ -10,6 +10,7 @@ Rule 2: a search ends with the run's own state on every rank, and then the choic
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -67,9 +68,6 @@ class Fit:
 
     def batch_starts(self) -> None:
         """One comes."""
-
-    def backward_done(self) -> None:
-        """A gradient is there, and has been reduced."""
 
     def batch_done(self, outputs: Any, batch_idx: int) -> None:
         """A batch was trained.
@@ -261,10 +259,6 @@ class TunedFit(Fit):
             _private.skip_the_rest(self.run.trainer)
 
     @override
-    def backward_done(self) -> None:
-        self.by_first_batches.backward_done()
-
-    @override
     def batch_done(self, outputs: Any, batch_idx: int) -> None:
         if self.run.problem:
             return
@@ -312,20 +306,30 @@ class TunedFit(Fit):
         is_inside = run.strategy.epochs.is_open and not trainer.is_last_batch and not run.world.is_computing
         if not is_inside or run.problem or not run.learns_from_run:  # which others cannot do in mid-epoch
             return
-        self.plateau.synchronized(ends_epoch=False)
         # Not where a rank has summed up gradients that it has not stepped with, or has a callback that stops the run.
-        if any(run.world.agree([int(not will_step(trainer) or stops_now(trainer))])):
-            return
+        if not any(run.world.agree([int(not will_step(trainer) or stops_now(trainer))])):
+            may_change = run.options.retune_every is not None and not self.by_first_batches.is_timing
+            self._react(self.check.validated, may_change, ends_epoch=False)
+
+    def _react(self, reason: Callable[[], str], may_change: bool, ends_epoch: bool) -> None:
+        """All groups have synchronized: is what was chosen still right? On all ranks.
+
+        Args:
+            reason: to choose again; empty for none.
+            may_change: whether anything but a rollback is possible now.
+            ends_epoch: whether the epoch has ended, too.
+        """
         if self.applied.has_diverged:
             self.applied.roll_back()
-            self.retuning.changed(in_mid_epoch=True)
+            self.retuning.changed(in_mid_epoch=not ends_epoch)
             return
+        self.plateau.synchronized(ends_epoch)
         if self.plateau.has_learnt:
             self.applied.keep_weights()
-        if run.options.retune_every is None or self.plateau.is_trying or self.by_first_batches.is_timing:
+        if not may_change or self.plateau.is_trying:
             return
-        if reason := self.check.validated():
-            self._tuning.begin_again(reason)
+        if why := reason():
+            self._tuning.begin_again(why)
         elif self.plateau.is_due:
             self.plateau.begin_trial()
 
@@ -354,20 +358,9 @@ class TunedFit(Fit):
         run.state.at_epochs.append(self._validated)
         self._validated = math.nan
         self.retuning.epoch_done()
-        if self.applied.has_diverged:
-            self.applied.roll_back()
-            self.retuning.changed()
-            return
-        self.plateau.synchronized(ends_epoch=True)
-        if self.plateau.has_learnt:
-            self.applied.keep_weights()
-        is_due = options.retune_every is not None and epoch % options.retune_every == 0 and not self.plateau.is_trying
-        if not is_due or run.state.setting is None or stops_now(run.trainer) or epoch >= run.epochs:
-            return
-        if reason := self.check.epoch_done() or self.retuning.reason(epoch):
-            self._tuning.begin_again(reason)
-        elif self.plateau.is_due:
-            self.plateau.begin_trial()
+        is_due = options.retune_every is not None and epoch % options.retune_every == 0
+        may_change = is_due and run.state.setting is not None and not stops_now(run.trainer) and epoch < run.epochs
+        self._react(lambda: self.check.epoch_done() or self.retuning.reason(epoch), may_change, ends_epoch=True)
 
 
 __all__ = ["Fit", "TunedFit", "may_form_groups"]

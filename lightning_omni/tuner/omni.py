@@ -219,11 +219,6 @@ class OmniTunerHooks(_CallbackBase):
         self._fitting.batch_starts()
 
     @override
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """A gradient is there, and has been reduced."""
-        self._fitting.backward_done()
-
-    @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:

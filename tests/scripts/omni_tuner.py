@@ -62,8 +62,9 @@ class Meets(pl.Callback):
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
         world = trainer.strategy.world
         if len(world.members) > 1 and getattr(trainer.strategy.model, "require_backward_grad_sync", True):
-            time.perf_counter.meet(world)  # type: ignore[attr-defined]
-            time.perf_counter.ahead += pl_module.options.get("reducing", 0.0)  # type: ignore[attr-defined]
+            with trainer.strategy.balance.waiting():
+                time.perf_counter.meet(world)  # type: ignore[attr-defined]
+                time.perf_counter.ahead += pl_module.options.get("reducing", 0.0)  # type: ignore[attr-defined]
 
 
 class Sent(Dimension):
@@ -115,15 +116,18 @@ class Classifier(pl.LightningModule):
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         return batch if "hooks" not in self.options else [*batch, "transferred"]
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.steps += 1
-        self.beside += is_deciding(self.trainer)
-        if "hooks" in self.options:  # what modules rely on
-            assert batch[-1] == "transferred"
-            self.of_epoch.append(self.steps)
-            self.logger.experiment.log_metrics({"own": 1.0}, self.steps)
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._compute(len(batch[0]), "before it")
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._compute(len(batch[0]), "after the batch")
+
+    def _compute(self, samples: int, where: str) -> None:
+        """As long as the device of this rank would, if it does so there."""
+        if self.options.get("where", "training_step") != where:
+            return
         seconds = self.options.get("seconds", {}).get(str(RANK), 0.0)
-        seconds *= 8 if self.options.get("per_step") else len(batch[0])
+        seconds *= 8 if self.options.get("per_step") else samples
         seconds *= 3 if self.current_epoch >= self.options.get("slower_from", 1 << 30) else 1
         if self.trainer.strategy.world.executor.exchanges:
             seconds *= self.options.get("slower_in_groups", 1)
@@ -137,6 +141,15 @@ class Classifier(pl.LightningModule):
             time.perf_counter.ahead += seconds
             seconds *= EmulatedClock.SLEPT
         time.sleep(seconds)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.steps += 1
+        self.beside += is_deciding(self.trainer)
+        if "hooks" in self.options:  # what modules rely on
+            assert batch[-1] == "transferred"
+            self.of_epoch.append(self.steps)
+            self.logger.experiment.log_metrics({"own": 1.0}, self.steps)
+        self._compute(len(batch[0]), "training_step")
         if self.options.get("dies") == [RANK, self.steps]:
             os._exit(3)
         if self.options.get("interrupted") == self.steps:
@@ -167,6 +180,9 @@ class Classifier(pl.LightningModule):
             is_trial = tuner.state_dict()["before_trial"] is not None
             self.segments.append((is_trial, float(self.net[0].weight.detach().abs().sum())))
         self.noted.append(float(loss))
+        if "collectives" in self.options:  # in which ranks wait for each other
+            self.log("mean_loss", loss, sync_dist=True)
+            self.all_gather(loss.detach())
         if "logs" in self.options:  # a third of the time that a step takes
             self.log("train_loss", loss)
         return loss
