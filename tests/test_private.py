@@ -121,7 +121,7 @@ class Control:
     """Lets the loops decide, until it is told to."""
 
     step_limit: int | None = None
-    is_open_ended = False
+    is_open_ended = is_cut_short = False
     validation: bool | None = None
 
     def __init__(self, trainer: Trainer) -> None:

@@ -44,14 +44,26 @@ def test_what_is_skipped_of_an_epoch_counts_neither_for_max_steps_nor_for_schedu
     assert all(14 <= each["scheduled"][0] <= 17 for each in of(fits, "skips"))
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["more of two", "more of one", "more of two, saved by one", "more by hand", "more at once", "more, evaluated"],
-)
+def test_an_epoch_that_one_group_skips_the_rest_of_counts_for_schedules_by_epoch_in_all(fits: Run) -> None:
+    assert [each["scheduled"] for each in of(fits, "skips, scheduled by epoch")] == [[3], [3]]
+
+
+MORE = ["more of two", "more of one", "more of two, saved by one"]
+AT_ONCE = ["more at once", "more, evaluated"]
+
+
+@pytest.mark.parametrize("name", [*MORE, *AT_ONCE, "more by hand"])
 def test_a_run_that_max_steps_has_ended_inside_an_epoch_goes_on_for_the_steps_that_are_added(
     fits: Run, name: str
 ) -> None:
     assert abs(len(trained(fits, name)) - 10 * BATCH) < (2 * BATCH if "hand" in name else BATCH)
+
+
+@pytest.mark.parametrize("name", [*MORE, *AT_ONCE, "no more"])
+def test_an_epoch_that_max_steps_cuts_short_does_not_count_for_schedules_by_epoch(fits: Run, name: str) -> None:
+    """The first epoch, of 16 steps, is whole, and no other; a further fit at once has a schedule of its own."""
+    whole = 0 if name in AT_ONCE else 1
+    assert [each["scheduled"] for each in of(fits, name)] == [[whole], [whole]]
 
 
 def test_a_run_that_max_steps_has_ended_does_not_go_on_by_itself(fits: Run) -> None:

@@ -102,6 +102,11 @@ def set_last_batch(trainer: Trainer, is_last: bool) -> None:
     trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = is_last
 
 
+def step_schedules_by_epoch(trainer: Trainer) -> None:
+    """What the loop does after an epoch's last batch; schedules that wait for a metric come later."""
+    trainer.fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+
+
 def will_step(trainer: Trainer) -> bool:
     """Whether the current batch ends an accumulation window."""
     return not trainer.fit_loop._should_accumulate()
@@ -517,6 +522,10 @@ class LoopControl(Protocol):
     def is_open_ended(self) -> bool:
         """Whether an epoch ends when `set_last_batch` says so, whatever the number of batches."""
 
+    @property
+    def is_cut_short(self) -> bool:
+        """Whether max_steps end the epoch before its samples do, so that schedules by epoch do not count it."""
+
     def run(self, run: Callable[[], None]) -> None:
         """The fit loop runs."""
 
@@ -582,6 +591,11 @@ class _ControlledEpochLoop(_TrainingEpochLoop):
         if self._control.is_open_ended:
             return self.batch_progress.is_last_batch
         return super()._num_ready_batches_reached()
+
+    @override
+    def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
+        if interval != "epoch" or not self._control.is_cut_short:
+            super().update_lr_schedulers(interval, update_plateau_schedulers)
 
     @override
     def _should_check_val_fx(self, data_fetcher: Any) -> bool:

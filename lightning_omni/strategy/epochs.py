@@ -69,6 +69,8 @@ class EpochDriver:
         run: how far it is, and how far it goes.
         schedulers: that follow the run's common progress.
         is_open_ended: whether the epoch ends when the samples do, and not after a number of batches.
+        is_cut_short: whether the epoch has come to its end because max_steps are taken, with samples left: then it does
+            not count for schedules by epoch, as under DDP.
         on_parted: called on every rank when the groups have parted, and train.
         check_every: samples between two synchronization points inside an epoch of several groups that has no
             validation for which all of them wait; 0 for none.
@@ -87,14 +89,14 @@ class EpochDriver:
         self.data = LeasedData(data, say, lambda epoch: self.begin(self.trainer.current_epoch))
         self.run = RunProgress(self.data)
         self.is_open = False
-        self.is_open_ended = False
+        self.is_open_ended = self.is_cut_short = False
         self._trainer: Trainer | None = None
         self._world: World | None = None
         self.schedulers = RunSchedulers(self.run, self._steps)
         self._plan: EpochPlan | None = None
         self._begun = -1
         self._validates: bool | None = None
-        self._started = self._stopping = self._over = self._is_skipped = self._is_check = False
+        self._started = self._stopping = self._over = self._is_skipped = self._is_check = self._is_counted = False
         self._entered: Entered | None = None
         self.on_parted: Callable[[], None] = tuple  # type: ignore[assignment]
         self.check_every = 0
@@ -211,7 +213,7 @@ class EpochDriver:
         self.world.enter_compute()
         self.is_open, self._over = True, False
         self.is_open_ended = self.data.is_dynamic or self._is_shrunk or self._goes_on_alone
-        self._is_skipped = self._is_check = False
+        self._is_skipped = self._is_check = self.is_cut_short = False
         self._plan = self._validates = None
         if self.leases is not None:
             self._plan = self.run.begin(epoch)
@@ -310,6 +312,7 @@ class EpochDriver:
         if self.run.by_hand is not None:
             self.run.by_hand.end_batch()
         self.schedulers.keep_up()
+        self._is_counted = self.trainer.is_last_batch
         if not (self.world.executor.exchanges or self.is_open_ended):
             return
         verdict = self._what_next()
@@ -322,6 +325,7 @@ class EpochDriver:
         if verdict == "stop:skip":
             self._over = self._is_skipped = True
             self._set_last_batch(True)
+            self.is_cut_short = False
         elif verdict.startswith("stop:"):
             self._stopping = True
             if verdict == "stop:validate":
@@ -355,6 +359,8 @@ class EpochDriver:
             # Whichever rank said so, and however late. A group that was told to stop has a limit, but was not asked to.
             trainer.should_stop |= bool(ends) and (bool(was_asked) or not is_limit_reached)
         self.is_open = False
+        if self._is_skipped and not self._is_counted:  # the group that skips has counted the epoch with its last batch
+            _private.step_schedules_by_epoch(trainer)
         self.run.end(trainer.current_epoch, trained if is_cut_short else None)
         self._follow_schedulers()
         self.schedulers.catch_up()
@@ -474,6 +480,7 @@ class EpochDriver:
     def _set_last_batch(self, is_last: bool) -> None:
         _private.be_open_ended(self.trainer)
         _private.set_last_batch(self.trainer, is_last)
+        self.is_cut_short = is_last and self._plan is not None and self.run.limits.cut_short(self._plan, self.run.now())
 
     def _ends_in_validation(self) -> bool:
         """All samples of the epoch are trained: whether that is where to validate, and perhaps the end of the run."""

@@ -258,9 +258,14 @@ class FitLimits:
             ranks_per_batch=self._ranks_per_batch,
         )
 
+    @staticmethod
+    def cut_short(plan: EpochPlan, progress: Progress) -> bool:
+        """Whether max_steps end the epoch before its samples do."""
+        return plan.budget < progress.budget(plan.total, plan.epoch)
+
     def validates_at_end(self, plan: EpochPlan, progress: Progress) -> bool:
         """Whether the end of the epoch is one of the points at which val_check_interval asks for a validation."""
-        is_cut_short = plan.budget < progress.budget(plan.total, plan.epoch)  # by max_steps, before its samples end
+        is_cut_short = self.cut_short(plan, progress)
         if self._trainer.val_check_batch == float("inf"):
             return not is_cut_short
         if not plan.validate_every:

@@ -73,6 +73,11 @@ class Listener:
         """Whether the epoch ends with the samples, whatever the number of batches."""
         return self._strategy.epochs.is_open_ended
 
+    @property
+    def is_cut_short(self) -> bool:
+        """Whether max_steps end the epoch before its samples do."""
+        return self._strategy.epochs.is_cut_short
+
     def validates(self, is_due: Callable[[], bool]) -> bool:
         """Whether to validate after this batch."""
         return self._strategy.epochs.validates(is_due)

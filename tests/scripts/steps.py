@@ -27,6 +27,12 @@ class Scheduled(Net):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
+class ByEpoch(Net):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+
 class ByHand(Net):
     """Steps after every fourth batch, or after each."""
 
@@ -44,6 +50,10 @@ class ByHand(Net):
 class Skips(Scheduled):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         return -1 if batch_idx >= 4 else None
+
+
+class SkipsByEpoch(ByEpoch):
+    on_train_batch_start = Skips.on_train_batch_start
 
 
 class Follows(pl.Callback):
@@ -168,13 +178,14 @@ def main() -> None:
             "by hand, regrouped": limited(ByHand(), 2, regroup=(0, 4, 1), max_steps=20),
             "by hand, windows": limited(ByHand(4), 2, regroup=(1, 4, 1), max_steps=14),
             "skips": limited(Skips(), 2, max_steps=16),
-            "more of two": longer(Net, 2, 2, "checkpoint"),
-            "more of one": longer(Net, 2, 1, "checkpoint"),
-            "more of two, saved by one": longer(Net, 1, 2, "checkpoint"),
+            "skips, scheduled by epoch": limited(SkipsByEpoch(), 2, max_epochs=3),
+            "more of two": longer(ByEpoch, 2, 2, "checkpoint"),
+            "more of one": longer(ByEpoch, 2, 1, "checkpoint"),
+            "more of two, saved by one": longer(ByEpoch, 1, 2, "checkpoint"),
             "more by hand": longer(ByHand, 2, 1, "checkpoint"),
-            "more at once": longer(Net, 2, 2, "at once"),
-            "more, evaluated": longer(Net, 2, 2, "evaluated"),
-            "no more": longer(Net, 2, 2, "checkpoint", limit=20),
+            "more at once": longer(ByEpoch, 2, 2, "at once"),
+            "more, evaluated": longer(ByEpoch, 2, 2, "evaluated"),
+            "no more": longer(ByEpoch, 2, 2, "checkpoint", limit=20),
             "validated": validated(2, 2),
             "validated, in one group": validated(2, 1),
             "validated, by DDP": validated(2, None),
