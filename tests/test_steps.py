@@ -49,17 +49,25 @@ def test_an_epoch_that_one_group_skips_the_rest_of_counts_for_schedules_by_epoch
 
 
 MORE = ["more of two", "more of one", "more of two, saved by one"]
+INSIDE_STILL = ["more of two, inside", "more of one, inside"]
 AT_ONCE = ["more at once", "more, evaluated"]
 
 
-@pytest.mark.parametrize("name", [*MORE, *AT_ONCE, "more by hand"])
+@pytest.mark.parametrize("name", [*MORE, *INSIDE_STILL, *AT_ONCE, "more by hand"])
 def test_a_run_that_max_steps_has_ended_inside_an_epoch_goes_on_for_the_steps_that_are_added(
     fits: Run, name: str
 ) -> None:
     assert abs(len(trained(fits, name)) - 10 * BATCH) < (2 * BATCH if "hand" in name else BATCH)
 
 
-@pytest.mark.parametrize("name", [*MORE, *AT_ONCE, "no more"])
+@pytest.mark.parametrize("name", INSIDE_STILL)
+def test_a_run_that_was_saved_with_its_last_step_goes_on_inside_the_epoch_that_max_steps_cut_short(
+    fits: Run, name: str
+) -> None:
+    assert all(list(each["samples"]) == ["1"] and each["epochs"] == [] for each in of(fits, name))
+
+
+@pytest.mark.parametrize("name", [*MORE, *INSIDE_STILL, *AT_ONCE, "no more"])
 def test_an_epoch_that_max_steps_cuts_short_does_not_count_for_schedules_by_epoch(fits: Run, name: str) -> None:
     """The first epoch, of 16 steps, is whole, and no other; a further fit at once has a schedule of its own."""
     whole = 0 if name in AT_ONCE else 1

@@ -65,6 +65,17 @@ def end_whole_epoch(loops: Mapping[str, Any], batches: int) -> None:
         _count(progress["current"], batches)
 
 
+def cut_short(loops: Mapping[str, Any]) -> None:
+    """Where max_steps ended a run inside an epoch, as DDP: its last batch was none of the epoch's; changed in place.
+
+    Lightning would take the epoch for a whole one, and a run that is resumed with more steps for the next one.
+
+    Args:
+        loops: an entry of a checkpoint.
+    """
+    loops["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"] = False
+
+
 def go_on_after(loops: Mapping[str, Any], batches: int) -> None:
     """Inside an epoch, DDP resumes after so many batches, whatever the loops have counted; changed in place.
 

@@ -16,7 +16,7 @@ from lightning_omni.optimizer.sharding import held_by, is_sharded, named_rows, r
 from lightning_omni.strategy.checkpoints import Checkpoints
 from lightning_omni.strategy.grouping import GroupedStrategy
 from lightning_omni.strategy.joining import RunStates
-from lightning_omni.strategy.loop_states import end_whole_epoch
+from lightning_omni.strategy.loop_states import cut_short, end_whole_epoch
 from lightning_omni.strategy.signals import Signals
 from lightning_omni.topology import RECORDER
 
@@ -150,6 +150,8 @@ class SavingStrategy(GroupedStrategy):
             batches = self._trainer.num_training_batches
             if math.isfinite(batches):
                 end_whole_epoch(checkpoint["loops"], int(batches))
+        if self.epochs.is_cut_short and "loops" in checkpoint:
+            cut_short(checkpoint["loops"])
         if self.saves_folders:
             self._save_folder(checkpoint, filepath, storage_options)
             return

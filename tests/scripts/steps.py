@@ -90,6 +90,13 @@ class Follows(pl.Callback):
                 time.sleep(SECONDS[0])
 
 
+class Saves(Follows):
+    """After every batch, up to the last."""
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        trainer.save_checkpoint(FOLDER / "end.ckpt")
+
+
 def run_of(groups: int, follows: Follows, **options: Any) -> pl.Trainer:
     pl.seed_everything(SEED, verbose=False)
     return trainer(omni.OmniStrategy(groups=groups), 2, callbacks=[follows], **{"max_epochs": -1, **options})
@@ -110,11 +117,12 @@ def limited(module: Net, groups: int, regroup: tuple[int, int, int] | None = Non
 
 def longer(make: Any, groups: int, then: int, how: str, limit: int = 30) -> dict[str, Any]:
     """A fit of 20 steps, the last of them inside an epoch, and another one to ``limit``."""
-    run = run_of(groups, Follows(), max_steps=20)
+    run = run_of(groups, Saves() if how == "last batch" else Follows(), max_steps=20)
     module, follows = make(), Follows()
     run.fit(module, *loaders(256))
-    run.save_checkpoint(FOLDER / "end.ckpt")
-    if how == "checkpoint":
+    if how != "last batch":
+        run.save_checkpoint(FOLDER / "end.ckpt")
+    if how in ("checkpoint", "last batch"):
         run = run_of(then, follows, max_steps=limit)
         run.fit(make(), *loaders(256), ckpt_path=FOLDER / "end.ckpt")
     else:
@@ -182,6 +190,8 @@ def main() -> None:
             "more of two": longer(ByEpoch, 2, 2, "checkpoint"),
             "more of one": longer(ByEpoch, 2, 1, "checkpoint"),
             "more of two, saved by one": longer(ByEpoch, 1, 2, "checkpoint"),
+            "more of two, inside": longer(ByEpoch, 2, 2, "last batch"),
+            "more of one, inside": longer(ByEpoch, 2, 1, "last batch"),
             "more by hand": longer(ByHand, 2, 1, "checkpoint"),
             "more at once": longer(ByEpoch, 2, 2, "at once"),
             "more, evaluated": longer(ByEpoch, 2, 2, "evaluated"),
