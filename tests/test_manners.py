@@ -97,6 +97,7 @@ FINDERS: dict[str, dict[str, Any]] = {
     "groups, tuner": {"groups": 2, "tuner": True},
     "groups, in epoch 0": {"groups": 2, "epochs": [0]},
     "local steps, in epochs 0 and 1": {"groups": 2, "epochs": [0, 1], "method": "local_sgd:period=4"},
+    "reloading, in epochs 0 and 1": {"groups": 2, "epochs": [0, 1], "reload": True},
     "inside an epoch": {"groups": 2, "early": True},
 }
 
@@ -133,6 +134,14 @@ def test_a_finder_between_epochs_works_for_groups_with_weights_of_their_own(foun
         assert each["found"][0] == ddp["found"][0]
         assert all(each["weights"])
         assert each["groups"] == 2
+
+
+def test_a_finder_between_epochs_works_where_every_epoch_has_loaders_of_its_own(found: Run) -> None:
+    (ddp, _), ranks = finds(found, "ddp"), finds(found, "reloading, in epochs 0 and 1")
+    for each in ranks:
+        assert each["error"] == ""
+        assert each["found"][0] == ddp["found"][0]
+        assert each["updates"] == 64, "of both groups, in two epochs"
 
 
 def test_a_finder_inside_an_epoch_of_several_groups_is_refused(found: Run) -> None:

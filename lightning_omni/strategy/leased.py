@@ -46,6 +46,7 @@ class LeasedData:
         self.leases: Leases | None = None
         self.split = 0
         self._new: list[Leases | None] = []  # of each loader; None if its samples cannot be leased
+        self._may_be_made_again = False
         self._sampler: DistributedSampler[Any] | None = None
         self._order: int | None = None
 
@@ -139,7 +140,13 @@ class LeasedData:
             self.order = self._order
         return leased
 
+    def expect_others(self) -> None:
+        """A run inside a hook is over: a finder of learning rates makes loaders again, in place of those there are."""
+        self._may_be_made_again = True
+
     def _take_in(self, leases: Leases | None) -> None:
+        if self._may_be_made_again:
+            self._new, self._may_be_made_again = [], False
         self._new.append(leases)
         if len(self._new) > 1:
             self._refuse_to_join()
@@ -165,6 +172,7 @@ class LeasedData:
             UnsupportedError: several groups have trained on leased data, and these cannot be leased.
         """
         assert self._world is not None
+        self._may_be_made_again = False
         if not self._new:
             return
         before, self.leases = self.leases, self._coming

@@ -246,6 +246,7 @@ class NestedRuns:
             )
         with self._in_one_group(), self._apart():
             run()
+        self._strategy.epochs.data.expect_others()
 
     @contextmanager
     def _apart(self) -> Iterator[None]:

@@ -29,6 +29,14 @@ class Net(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.5)
 
 
+class Data(pl.LightningDataModule):
+    def train_dataloader(self) -> Any:
+        return loaders()[0]
+
+    def val_dataloader(self) -> Any:
+        return loaders()[1]
+
+
 class Finder(pl.callbacks.LearningRateFinder):
     """Finds the rate when told to, as Lightning's manual shows for fine-tuning."""
 
@@ -71,7 +79,8 @@ def fit(options: dict[str, Any]) -> dict[str, Any]:
     module = Net()
     finder = Finder(options["epochs"]) if "epochs" in options else None
     callbacks: list[Any] = [finder] if finder else [Early()] if options.get("early") else []
-    run = trainer(strategy, 2, callbacks=callbacks, max_epochs=2)
+    reload = {"reload_dataloaders_every_n_epochs": 1} if options.get("reload") else {}
+    run = trainer(strategy, 2, callbacks=callbacks, max_epochs=2, **reload)
     train, val = loaders()
     found: list[Any] = []
     if options.get("tuner"):
@@ -79,7 +88,7 @@ def fit(options: dict[str, Any]) -> dict[str, Any]:
         found = [[curve.suggestion(), len(curve.results["lr"])]]
     error = ""
     try:
-        run.fit(module, train, val)
+        run.fit(module, *([Data()] if reload else [train, val]))
     except Exception as problem:
         error = f"{type(problem).__name__}: {problem}"
     return {
