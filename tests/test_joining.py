@@ -844,6 +844,16 @@ def test_groups_that_come_and_go_share_the_validations_of_published_versions(run
     assert set(run.trained) == {(epoch, sample) for epoch in range(4) for sample in range(128)}
 
 
+@pytest.mark.slow
+@pytest.mark.processes
+def test_all_ranks_of_a_group_that_joins_and_does_not_record_hear_of_published_validations(run: Run) -> None:
+    published = {"strategy": {"validation": "published"}, "trainer": {"val_check_interval": 0.5}}
+    options = {"epochs": 2, "hold": [1], **published}
+    first, second = run.train_together(options, {"devices": 2})
+    assert (first["weights"], first["val"]) == (second["weights"], second["val"])
+    assert run.result("b", 1)["val"] == second["val"]
+
+
 def check_saved(folder: Path, heard: Sequence[tuple[float, float, float]]) -> None:
     """There is a checkpoint for each validation that was heard of, with the weights that have this loss."""
     losses = {int(step): loss for _, step, loss in heard}

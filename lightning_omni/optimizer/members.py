@@ -82,7 +82,7 @@ def _told(note: bytes | None, broadcast: Callable[[Tensor], None]) -> bytes:
         broadcast: from that rank to the others.
     """
     letter = torch.zeros(8 + _LETTER, dtype=torch.uint8)
-    if note is not None:
+    if note:  # torch takes no empty buffer
         beginning = torch.frombuffer(bytearray(note[:_LETTER]), dtype=torch.uint8)
         letter[:8].view(torch.int64)[0] = len(note)
         letter[8 : 8 + beginning.numel()] = beginning
