@@ -57,14 +57,27 @@ def test_a_rank_that_waits_long_in_a_collective_of_a_callback_says_where() -> No
     assert "count by batch_idx or trainer.global_step" in said
 
 
+PUBLISHED = {
+    "strategy": {"groups": 2, "validation": "published"},
+    "devices": 2,
+    "trainer": {"val_check_interval": 0.25},
+}
+
+
 @pytest.mark.parametrize(
     ("options", "to_all"),
     [
         ({"strategy": {"groups": 1}, "devices": 2}, False),
         ({"strategy": {"groups": 2}}, True),
         ({"strategy": {"groups": 2, "method": "local_sgd:period=500", "data": "static"}, "devices": 2}, False),
+        (PUBLISHED, False),
     ],
-    ids=["one group, one rank", "two groups, all ranks", "groups that hardly ever exchange, one rank"],
+    ids=[
+        "one group, one rank",
+        "two groups, all ranks",
+        "groups that hardly ever exchange, one rank",
+        "groups that do not wait for validations, one rank",
+    ],
 )
 def test_sigterm_ends_all_ranks_at_one_batch_and_saves(options: dict[str, Any], to_all: bool) -> None:
     ranks = options.get("devices", 4)

@@ -417,6 +417,7 @@ class EpochDriver:
             return
         if self.world.is_computing:
             self.leave("skip")
+            self.published.end_all()  # as the others do, which hear of it by what this group has just said
         self.world.enter_world(module)
 
     def leave(self, stop: str) -> None:
