@@ -28,6 +28,7 @@ def test_regrouping_from_any_count_to_any_count_loses_no_sample_and_repeats_none
         assert each["wrapped"]
     assert len({each["val_loss"] for each in finished.results.values()}) == 1
     assert len({each["lr"] for each in finished.results.values()}) == 1
+    assert len({each["parameters"] for each in finished.results.values()}) == 1, "they had one rate in each step"
 
 
 def test_many_regroupings_leak_neither_threads_nor_files() -> None:

@@ -599,7 +599,7 @@ class EpochDriver:
             else:
                 self.leases.restart(rest.epoch)  # with the book that the server kept
         self._align_progress()
-        self.schedulers.release()
+        self.schedulers.align(self.world.agree)
         self._pace()
 
     def _align_progress(self) -> None:

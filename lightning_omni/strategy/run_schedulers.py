@@ -9,7 +9,7 @@ from lightning_omni.optimizer.run_state import Schedule
 from lightning_omni.protocol.progress import Progress
 from lightning_omni.strategy import _private
 from lightning_omni.strategy.run_progress import RunProgress
-from lightning_omni.strategy.schedulers import Pacer, arrive
+from lightning_omni.strategy.schedulers import Pacer, arrive, counts_of, reach_all
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer
@@ -91,6 +91,18 @@ class RunSchedulers:
         """An epoch has ended."""
         if self._pacer is not None:
             self._pacer.catch_up()
+
+    def align(self, agree: Callable[[list[int]], list[int]]) -> None:
+        """Ranks of different groups are one group from here on: they count alike, or each would have another rate.
+
+        They keep pace no longer.
+
+        Args:
+            agree: the largest of each number over all ranks.
+        """
+        self.release()
+        if counts := counts_of(self._configs):
+            reach_all(self._configs, agree(counts))
 
     def counts_at(self, progress: Progress | None) -> list[tuple[int, ...]]:
         """For a checkpoint of that moment: see `Pacer.counts_at`."""

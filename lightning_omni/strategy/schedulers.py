@@ -203,6 +203,17 @@ def _that_keep_pace(configs: list[Any]) -> list[Any]:
     ]
 
 
+def counts_of(configs: list[Any]) -> list[int]:
+    """What each scheduler that keeps pace counts."""
+    return [count_of(config.scheduler) for config in _that_keep_pace(configs)]
+
+
+def reach_all(configs: list[Any], counts: Sequence[int]) -> None:
+    """Schedulers that keep pace, and do not now, are stepped until they count so many: see `counts_of`."""
+    for config, count in zip(_that_keep_pace(configs), counts, strict=True):
+        reach(config.scheduler, count, config.scheduler.step)
+
+
 def arrive(configs: list[Any], counts: Sequence[Sequence[int]]) -> dict[LRScheduler, int]:
     """Where a run goes on: schedulers arrive at where it is, which was further than they knew.
 

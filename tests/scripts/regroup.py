@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from common import OPTIONS, loaders, pl, report, trainer
+import torch
+from common import OPTIONS, digest, loaders, pl, report, trainer
 from groups import GroupNet, Notes
 from torch.nn.parallel import DistributedDataParallel
 
@@ -52,6 +53,7 @@ def main() -> None:
             "step": run.global_step,
             "lr": run.optimizers[0].param_groups[0]["lr"] if run.optimizers else None,
             "momentum": bool(run.optimizers and run.optimizers[0].state),
+            "parameters": digest(torch.nn.ParameterList(module.parameters())),
             "val_loss": float(run.callback_metrics.get("val_loss", -1.0)),
         },
     )
