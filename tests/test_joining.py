@@ -987,6 +987,27 @@ def test_a_group_that_was_frozen_joins_again_by_itself_with_new_processes(tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.parametrize("run", [("--heartbeat-timeout", "3")], ids=[""], indirect=True)
+def test_a_group_that_was_frozen_joins_again_although_a_callback_cannot_save_what_it_has(run: Run) -> None:
+    options = {"epochs": 4, "hold": [1, 2], "last": 1}
+    first = run.start("a", options)
+    run.wait_for("a0-in-1")
+    second = run.start("b", options, seed=2)
+    run.wait_for("b0-in-1")
+    os.killpg(first.pid, signal.SIGSTOP)
+    run.server.expect("rank 0 lost: rank 0 (is gone without a goodbye|gave no sign of life)", PATIENCE)
+    os.killpg(first.pid, signal.SIGCONT)
+    run.go(1)
+    first.expect("joins again in 1 s", PATIENCE)
+    run.wait_for("a0-in-2")
+    run.go(2)
+    assert first.end(PATIENCE) == 0, first.output
+    assert second.end(PATIENCE) == 0, second.output
+    assert run.result("a")["weights"] == run.result("b")["weights"]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.parametrize("run", [("--heartbeat-timeout", "2")], ids=[""], indirect=True)
 def test_a_group_that_holds_pythons_lock_for_long_is_not_taken_for_dead(run: Run) -> None:
     """Its connection gives signs of life all the same, which that of a process that is stopped does not."""

@@ -512,6 +512,13 @@ class OmniStrategyHooks(SavingStrategy):
         self.rejoining.finished()
 
     @override
+    def fails(self, exception: BaseException) -> None:
+        """Callbacks hear of it next. If they raise another error, as they save, say, `on_exception` is not called."""
+        super().fails(exception)
+        if self.has_failed:
+            self._rejoin_if_cut_off(exception)
+
+    @override
     def on_exception(self, exception: BaseException) -> None:
         """Tells the others why this rank does not come back."""
         super().on_exception(exception)
@@ -521,16 +528,20 @@ class OmniStrategyHooks(SavingStrategy):
             self.reporting.keep(self.world)
             if not self.has_failed:
                 self.world.explain(exception)
+                self._rejoin_if_cut_off(exception)
             self.explain_take_over(exception)
-            reason = (self.world.control.cause if self.world.control is not None else None) or exception
             self.world.fail(exception)
-            if self.world.enlistment is not None:
-                self._rejoin(exception, reason)
         elif self._world_options.join:
             self._rejoin(exception, exception)
         elif self._server_process is not None:
             self._server_process.stop()
             self._server_process = None
+
+    def _rejoin_if_cut_off(self, error: BaseException) -> None:
+        """If this group has joined on its own; called when it is known why it is out of the run."""
+        world = self.joined
+        if world.enlistment is not None:
+            self._rejoin(error, (world.control.cause if world.control is not None else None) or error)
 
     def _rejoin(self, error: BaseException, reason: BaseException) -> bool:
         """If it was by mistake that this group is out of the run, it joins again when the script ends with this."""

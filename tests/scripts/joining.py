@@ -190,6 +190,7 @@ def main() -> None:
     steps = [pl.callbacks.ModelCheckpoint(FOLDER / "steps", every_n_train_steps=1, save_top_k=-1)] * OPTIONS.get(
         "steps", 0
     )
+    last = [pl.callbacks.OnExceptionCheckpoint(FOLDER / NAME, "last")] * OPTIONS.get("last", 0)
     inside = pl.strategies.ModelParallelStrategy(*map(int, INSIDE.split("x"))) if "x" in INSIDE else INSIDE
     given = {"method": OPTIONS.get("method"), "timeout": None, "inside": inside, **OPTIONS.get("strategy", {})}
     strategy = omni.OmniStrategy(**given)
@@ -201,7 +202,7 @@ def main() -> None:
         max_epochs=OPTIONS["epochs"],
         callbacks=[
             *([omni.OmniTuner(**OPTIONS["tuner"])] if "tuner" in OPTIONS else []),
-            *(saves, record, Careless() if "careless" in OPTIONS else Diary(), *finder, *steps),
+            *(saves, record, Careless() if "careless" in OPTIONS else Diary(), *finder, *steps, *last),
             *([Ema(decay=OPTIONS["average"])] if "average" in OPTIONS else []),
         ],
         enable_checkpointing=True,
