@@ -19,6 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from lightning_omni.checks import counted
 from lightning_omni.errors import ConfigurationError, OmniError, Refused
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.layout import Layout, TensorSpec
@@ -251,8 +252,8 @@ def _run(checkup: Checkup, observer: Observer) -> None:
             "run", f"{seen.run} is over: {seen.over}", "start the server again, or wait until its ranks are gone"
         )
     elif seen.run:
-        groups, ranks = len(seen.groups), len(seen.live)
-        checkup.found("run", f"{seen.run}: {groups} group{'s' * (groups != 1)}, {ranks} rank{'s' * (ranks != 1)}")
+        what = f"{counted(len(seen.groups), 'group')}, {counted(len(seen.live), 'rank')}"
+        checkup.found("run", f"{seen.run}: {what}")
     else:
         checkup.found("run", "none: the server waits for ranks")
 

@@ -15,6 +15,7 @@ from typing import Protocol
 from rich.console import Console
 from rich.live import Live
 
+from lightning_omni.checks import counted
 from lightning_omni.cli.overview import Rates, picture
 from lightning_omni.errors import ConnectionLost, Refused
 from lightning_omni.protocol.messages import GroupOverview, GroupStatus, Overview
@@ -106,8 +107,7 @@ def press(view: View, key: str, overview: Overview, actions: Actions) -> View:
 def _ask(view: View, group: GroupOverview, bars: bool) -> View:
     """A group is to be evicted, if the next key says yes."""
     status = group.status
-    count = len(status.ranks)
-    question = f"evict group {status.name} with its {count} rank{'s' * (count > 1)}"
+    question = f"evict group {status.name} with its {counted(len(status.ranks), 'rank')}"
     if bars:
         question += f", and let no group from {' '.join(group.hosts) or 'its hosts'} join any more"
     return replace(view, asked=status, bars=bars, note=f"{question}? y: yes   any other key: no")
@@ -192,7 +192,7 @@ class _Connected:
         problem = self._problem(lambda observer: observer.set_groups(groups))
         if problem:
             return f"the groups stay as they are: {problem}"
-        return f"{groups} group{'s' * (groups > 1)} will be formed when the next epoch begins"
+        return f"{counted(groups, 'group')} will be formed when the next epoch begins"
 
     def save(self) -> str:
         problem = self._problem(lambda observer: observer.save())

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from lightning_omni.checks import check_whole
+from lightning_omni.checks import check_whole, counted
 from lightning_omni.device.allocator import keep_memory
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.serialization import Serializable
@@ -69,7 +69,7 @@ class DeviceSetting(Serializable):
     @property
     def words(self) -> str:
         """What differs from the defaults, in words."""
-        parts = [f"{self.threads} thread{'s' * (self.threads > 1)}"] if self.threads is not None else []
+        parts = [counted(self.threads, "thread")] if self.threads is not None else []
         parts += ["freed memory kept"] * self.keep_memory + ["cudnn.benchmark"] * self.cudnn_benchmark
         parts += ["channels_last"] * self.channels_last + ["fused optimizer"] * self.fused
         if self.compiled:

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_omni.checks import check_number
+from lightning_omni.checks import check_number, counted
 from lightning_omni.device import workers
 from lightning_omni.device.agreement import FEWEST_STEPS, ROUNDING, STEPS, TOLERANCE, Agreement
 from lightning_omni.device.allocator import can_keep_memory
@@ -324,7 +324,7 @@ class _DeviceSearch:
             raise _Skipped("one process for each accelerator is Lightning's own way")
         counts = [count for count in (2, 4, 8, 16, 32, 64, 128) if count <= self._cores and self._cores % count == 0]
         if not counts:
-            raise _Skipped(f"{self._cores} core{'s' * (self._cores > 1)} cannot be shared")
+            raise _Skipped(f"{counted(self._cores, 'core')} cannot be shared")
         for count in counts:
             self._try_workers(count)
 
@@ -539,4 +539,4 @@ def _name_of(device: torch.device, cores: int) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     processor = platform.processor() or platform.machine()
-    return f"{cores} core{'s' * (cores > 1)} ({processor})" if device.type == "cpu" else device.type
+    return f"{counted(cores, 'core')} ({processor})" if device.type == "cpu" else device.type

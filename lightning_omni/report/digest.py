@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from lightning_omni.checks import counted
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.performance.forecast import Forecast, Setting, SettingEstimate, TrialResult, log_costs, samples_to
 from lightning_omni.performance.measured import Measured
@@ -175,7 +176,7 @@ class Digest:
             parts.append((f"all-reduce {at.all_reduce}", at))
         if choice.groups != own.groups:
             at = replace(at, groups=choice.groups)
-            parts.append((f"{at.groups} group{'s' * (at.groups > 1)}, {at.method or 'the same method'}", at))
+            parts.append((f"{counted(at.groups, 'group')}, {at.method or 'the same method'}", at))
         if (choice.method, choice.period) != (own.method, own.period):
             at = replace(at, method=choice.method, period=choice.period)
             parts.append((replace(at, wire="", overlap=False, all_reduce="").exchange or "another method", at))
@@ -282,8 +283,8 @@ class Digest:
     @property
     def expense(self) -> str:
         """How many probes there were, and what they took."""
-        count, budget = len(self.search.tried), self.search.budget
-        said = f"{count} probe{'s' * (count != 1)} in {duration(self.search.spent)}"
+        budget = self.search.budget
+        said = f"{counted(len(self.search.tried), 'probe')} in {duration(self.search.spent)}"
         return said if math.isinf(budget) else f"{said} of a budget of {duration(budget)}"
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from lightning_omni.checks import counted
 from lightning_omni.palette import (
     CHOSEN,
     EXPECTED,
@@ -175,7 +176,6 @@ def _hardware(axes: Any, digest: Digest, measured_after: Mapping[int, float]) ->
         axes.scatter(*zip(*measured_after.items(), strict=True), marker="X", s=70, color=MEASURED, zorder=7, ec="white")
     axes.set(ylabel="samples / s", title=_of_hardware(digest))
     axes.set_ylim(0, axes.get_ylim()[1] * 1.05)
-    return None
 
 
 def _of_hardware(digest: Digest) -> str:
@@ -184,7 +184,7 @@ def _of_hardware(digest: Digest) -> str:
     gain = rates[fastest] / rates[1]
     if gain < 1.05:
         return "More groups are not faster"
-    return f"{_groups(fastest)} train{'s' * (fastest == 1)} {gain:.1f}× faster than 1"
+    return f"{counted(fastest, 'group')} train{'s' * (fastest == 1)} {gain:.1f}× faster than 1"
 
 
 def _step(axes: Any, digest: Digest) -> None:
@@ -211,10 +211,9 @@ def _step(axes: Any, digest: Digest) -> None:
     axes.set(
         xlabel="groups",
         ylabel="ms in one step of a group",
-        title=f"With {_groups(chosen)} {bottleneck} is the bottleneck",
+        title=f"With {counted(chosen, 'group')} {bottleneck} is the bottleneck",
     )
     axes.legend(loc="upper right", ncols=2)
-    return None
 
 
 # --- Statistical efficiency ------------------------------------------------------------------------------------------
@@ -245,7 +244,7 @@ def _of_statistics(digest: Digest) -> str:
     if most == 1:
         return "Samples to the target"
     ratio = digest.samples(digest.curve[most]).value / digest.samples(digest.curve[1]).value
-    return f"{_groups(most)} need {ratio:.2f}× the samples of 1"
+    return f"{counted(most, 'group')} need {ratio:.2f}× the samples of 1"
 
 
 def _losses(axes: Any, digest: Digest) -> None:
@@ -268,12 +267,11 @@ def _losses(axes: Any, digest: Digest) -> None:
             _mark_failure(axes, curve, low, top)
     axes.set(xlabel="samples", ylabel="training loss", ylim=(low - 0.05 * (top - low), top))
     failed = sum(curve.has_failed for curve in curves)
-    count = f"{len(curves)} probe{'s' * (len(curves) > 1)}"
+    count = counted(len(curves), "probe")
     axes.set_title(f"{count} from the same weights" + (f", {failed} failed (×)" if failed else ""))
     shown = {_kind(curve.setting, is_step) for curve in curves}
-    names = {kind: f"lr {kind:.3g}" if is_step else _groups(int(kind)) for kind in colours if kind in shown}
+    names = {kind: f"lr {kind:.3g}" if is_step else counted(int(kind), "group") for kind in colours if kind in shown}
     _name_colours(axes, {name: colours[kind] for kind, name in names.items()})
-    return None
 
 
 class _ProbeCurve(NamedTuple):
@@ -345,7 +343,7 @@ def _time(axes: Any, digest: Digest) -> None:
     top = min(1.25 * max([*times_of, *(min(each.high, 2.5 * each.value) for each in values), 1.6]), _MOST)
     _letters(axes, digest, top)
     what = "time" if digest.profile is not None else "samples"
-    title = f"Both together: {_groups(digest.choice.setting.groups)} for the least time"
+    title = f"Both together: {counted(digest.choice.setting.groups, 'group')} for the least time"
     axes.set(ylabel=f"{what} to the target  (1: the choice)", ylim=(0, top), title=title)
 
 
@@ -481,7 +479,3 @@ def _lr_axis(axes: Any, shown: Sequence[Setting]) -> None:
     axes.minorticks_off()
     axes.set(xlabel="learning rate", ylabel="momentum", xlim=(low, high), ylim=(-0.1, 1.22))
     axes.set_yticks([0, 0.2, 0.4, 0.6, 0.8, 1.0])
-
-
-def _groups(count: int) -> str:
-    return f"{count} group{'s' * (count > 1)}"
