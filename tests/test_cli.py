@@ -95,6 +95,18 @@ def test_all_commands_and_yaml_know_the_same_units(tmp_path: Path, capsys: pytes
         assert wrong in capsys.readouterr().err
 
 
+def test_all_commands_refuse_a_time_of_0_in_the_same_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for option, arguments in (
+        ("--seconds", ["simulate"]),
+        ("--evaluate-every-seconds", ["compare"]),
+        ("--every", ["top", "tcp://192.0.2.1:5555"]),
+        ("--budget", ["device", "absent.py:Model"]),
+        ("--save-every", ["serve", "--key-file", str(tmp_path / "key")]),
+    ):
+        assert main([*arguments, option, "0s"]) == 2
+        assert f"{option} 0s: pass a time above 0, as in 30s or 2min" in capsys.readouterr().err
+
+
 def test_a_port_that_there_is_not_is_refused_instead_of_another_being_listened_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -280,7 +280,7 @@ def test_servers_that_hold_a_share_each_go_on_together_when_one_is_killed_or_all
     [
         (["--shards", "2", "--shards-here", "1"], "servers on several machines do not save their shares"),
         (["--port", "0"], "name a port"),
-        (["--save-every", "0"], "pass a time, as 30s"),
+        (["--save-every", "0"], "--save-every 0.0: pass a time above 0, as in 30s"),
     ],
 )
 def test_a_state_that_cannot_be_saved_is_refused_by_the_name_of_the_option(

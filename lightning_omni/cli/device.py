@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_omni.cli.console import progress_bar, say, show
 from lightning_omni.cli.outputs import check_file, check_picture
-from lightning_omni.cli.units import Quantity, seconds_of
+from lightning_omni.cli.units import Quantity, time_of
 from lightning_omni.errors import ConfigurationError
 
 
@@ -47,9 +47,7 @@ def device(
         check_file("--json", json)
     if picture is not None:
         check_picture("--picture", picture)
-    seconds = seconds_of("--budget", budget)
-    if not seconds:
-        raise ConfigurationError(f"--budget {budget}: pass a time above 0, as in 120 or 2min")
+    seconds = time_of("--budget", budget)
     from lightning_omni.cli import subject  # not above: --help is not to wait for torch
 
     allowed, proposed = subject.names_of("allow", allow), subject.names_of("propose", propose)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from lightning_omni.cli.units import Quantity, check_above_zero, seconds_of
+from lightning_omni.cli.units import Quantity, check_above_zero, seconds_of, time_of
 from lightning_omni.errors import ConfigurationError
 
 HEARTBEAT_TIMEOUT, JOINED_HEARTBEAT_TIMEOUT = 30.0, 5.0
@@ -123,7 +123,7 @@ def serve(
         coordinator=coordinator,
         adds_up=bool(upstream),
         state=str(state or ""),
-        save_every=_seconds("--save-every", save_every),
+        save_every=time_of("--save-every", save_every),
     )
     options = Options(here, data_port, encryption, upstream, once, http, http_host, where)
     return stand(settings, options, Console(stderr=True))
@@ -164,12 +164,6 @@ def _check_shards(shards: int, here: int, shard: int, coordinator: str, record: 
             f"--record {record} --shard {shard}: the server that coordinates records what all do; give it --record"
         )
     return 1 if shard else here or shards
-
-
-def _seconds(option: str, given: Quantity) -> float:
-    if (seconds := seconds_of(option, given)) <= 0:
-        raise ConfigurationError(f"{option} {given}: pass a time, as 30s")
-    return seconds
 
 
 def _check_state(shards: int, upstream: str, record: Path | None, transport: str, port: int) -> None:

@@ -103,7 +103,7 @@ def _flavour(module: Any) -> str:
 
 def names_of(option: str, text: str) -> tuple[str, ...]:
     """Names that are separated by commas."""
-    names = tuple(name for name in text.replace(",", " ").split())
+    names = tuple(text.replace(",", " ").split())
     for name in names:
         if name not in ALLOWABLE:
             raise ConfigurationError(f"--{option} {name}: pass some of {', '.join(ALLOWABLE)}")

@@ -21,7 +21,7 @@ from lightning_omni.cli.simulation_settings import (
     SimulationSettings,
     SlowTime,
 )
-from lightning_omni.cli.units import check_above_zero, flag, rate_of, seconds_of
+from lightning_omni.cli.units import check_above_zero, flag, rate_of, seconds_of, time_of
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.simulator import (
     Cluster,
@@ -88,11 +88,8 @@ class Task:
         check_above_zero({name: getattr(settings, name) for name in _POSITIVE})
         if settings.seed < 0:
             raise ConfigurationError(f"--seed {settings.seed}: pass a whole number from 0 up")
-        times = {name: getattr(settings, name) for name in _POSITIVE_TIMES if getattr(settings, name) is not None}
-        times = {name: seconds_of(flag(name), value) for name, value in times.items()}
-        for name, value in times.items():
-            if not value:
-                raise ConfigurationError(f"{flag(name)} {getattr(settings, name)}: pass a time above 0")
+        given = {name: getattr(settings, name) for name in _POSITIVE_TIMES}
+        times: dict[str, Any] = {name: time_of(flag(name), each) for name, each in given.items() if each is not None}
         settings = replace(settings, **times)
         cluster = cluster_of(settings)
         workload = workload_named(settings.workload, settings.seed)
@@ -110,14 +107,9 @@ class Task:
             "seed": settings.seed,
             **(periods_of(settings, cluster, workload) if workload.evaluate is not None else {}),
         }
-        rates = settings.lr if isinstance(settings.lr, list) else [] if settings.lr is None else [settings.lr]
-        if settings.lr == []:
-            raise ConfigurationError("--lr []: pass at least one learning rate")
-        for name, given in (*(("lr", rate) for rate in rates), ("momentum", settings.momentum)):
-            if given is not None and not 0 <= given < math.inf:
-                raise ConfigurationError(f"{flag(name)} {given}: pass a number, 0 or more")
+        rates = rates_of(settings)
         target = target_of(settings.target, workload)
-        task = cls(cluster, workload, target, tuple(dict.fromkeys(rates)), settings.momentum, options)
+        task = cls(cluster, workload, target, rates, settings.momentum, options)
         task.optimizer(rates[0] if rates else None)(copy.deepcopy(workload.model).parameters())  # may refuse
         return task
 
@@ -267,6 +259,17 @@ def periods_of(settings: SimulationSettings, cluster: Cluster, workload: Workloa
     there_and_back = 2 * cluster.link.seconds(workload.nbytes)
     rate = sum(size / (device.seconds(size) + there_and_back) for device in cluster.devices)
     return {"evaluate_every_seconds": len(workload.data) * (epochs_of(settings) or 1) / rate / _EVALUATIONS}
+
+
+def rates_of(settings: SimulationSettings) -> tuple[float, ...]:
+    """The learning rates that the user named, each once; they and the momentum are checked."""
+    if settings.lr == []:
+        raise ConfigurationError("--lr []: pass at least one learning rate")
+    rates = settings.lr if isinstance(settings.lr, list) else [] if settings.lr is None else [settings.lr]
+    for name, given in (*(("lr", rate) for rate in rates), ("momentum", settings.momentum)):
+        if given is not None and not 0 <= given < math.inf:
+            raise ConfigurationError(f"{flag(name)} {given}: pass a number, 0 or more")
+    return tuple(dict.fromkeys(rates))
 
 
 def target_of(text: str | None, workload: Workload) -> tuple[str, float] | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from lightning_omni.cli.units import Quantity, check_above_zero, seconds_of
+from lightning_omni.cli.units import Quantity, time_of
 
 CONNECT_TIME = 10.0
 """Seconds in which the server must answer at the beginning."""
@@ -38,8 +38,7 @@ def top(
     from lightning_omni.server.keys import load
     from lightning_omni.server.observer import Observer
 
-    seconds = seconds_of("--every", every)
-    check_above_zero({"every": seconds})
+    seconds = time_of("--every", every)
     key = load(key_file)
     observer = Observer(address, key, encryption, CONNECT_TIME)
     console = Console()

@@ -72,6 +72,14 @@ def seconds_of(name: str, given: Quantity) -> float:
     return value
 
 
+def time_of(name: str, given: Quantity) -> float:
+    """Seconds above 0; see `seconds_of`."""
+    seconds = seconds_of(name, given)
+    if not seconds:
+        raise ConfigurationError(f"{name} {given}: pass a time above 0, as in 30s or 2min")
+    return seconds
+
+
 def flag(name: str) -> str:
     """An option as the user writes it."""
     return "--" + name.replace("_", "-")
