@@ -22,7 +22,7 @@ from lightning_omni.errors import UnsupportedError
 from lightning_omni.methods import Pulled, Replica
 from lightning_omni.methods.master import describe, park
 from lightning_omni.methods.replica import Drift, copies
-from lightning_omni.optimizer.sharding import complete, gradient_of, held_by, here, like, parts_of, rows, state_like
+from lightning_omni.optimizer.sharding import complete, gradient_of, here, like, load_state, parts_of, rows
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.split import Split, over_parameters
 from lightning_omni.protocol.wire_format import Memory
@@ -301,8 +301,7 @@ class ModelReplica(Replica):
         self.memory = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, state["memory"])
         if "weights" in state and len(state["weights"]) == len(self.ordered):
             self._stashed, self._stashed_drift = Pulled(copies(state["weights"]), int(state["clock"])), None
-            plain = self.optimizer.state_dict()
-            self.optimizer.load_state_dict({**plain, "state": state_like(state["optimizer"], held_by(self.optimizer))})
+            load_state(self.optimizer, state["optimizer"])
 
 
 @dataclass

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_omni.errors import ConfigurationError, UnsupportedError
-from lightning_omni.optimizer.sharding import held_by, state_like
+from lightning_omni.optimizer.sharding import state_like
 from lightning_omni.optimizer.world import World
 
 
@@ -90,7 +90,7 @@ class OmniOptimizer(Optimizer):
         own: dict[str, Any] = self.optimizer.state_dict()
         if self._is_at_server and self.world.hands_over:
             state = self.world.states.whole(self.optimizer, self.world.channel.store.snapshot().parts)
-            own["state"] = state_like(state, held_by(self.optimizer))
+            own["state"] = state_like(state, self.optimizer)
         for hook in self._state_dict_hooks.values():
             changed = hook(self, own)
             own = own if changed is None else changed

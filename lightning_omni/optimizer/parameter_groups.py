@@ -23,6 +23,7 @@ from lightning_omni.methods.master import holds, hyperparameters_of, state_of
 from lightning_omni.optimizer.channel import Channel
 from lightning_omni.optimizer.model_replica import Part
 from lightning_omni.optimizer.place import Place
+from lightning_omni.optimizer.sharding import held_by
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import pack
 from lightning_omni.protocol.layout import Layout
@@ -55,8 +56,11 @@ class ParameterGroups:
             if part.head is None:
                 part.replica.hold(self._named(part, {}))
                 part.into = None
-            elif not set(part.replica.ordered) <= _held(part):
-                raise UnsupportedError(f'merged="{part.head[0]}": its weights were taken out of their optimizer')
+            elif not set(part.replica.ordered) <= set(held_by(part.optimizer)):
+                raise UnsupportedError(
+                    f'merged="{part.head[0]}": its weights were taken out of their optimizer; put them back, or leave'
+                    " merged= out"
+                )
             part.arranged = part.arrangement
 
     @property
@@ -131,7 +135,7 @@ class ParameterGroups:
         if not self._place.steps_here(part):  # rule 1 of `States`
             for parameter in fresh.values():
                 part.optimizer.state.pop(parameter, None)
-        replica.release(_held(part))
+        replica.release(set(held_by(part.optimizer)))
         part.arranged = arrangement
         return bool(fresh)
 
@@ -303,10 +307,6 @@ def _layout_with(part: Part, fresh: Mapping[str, Parameter]) -> Layout:
         return part.replica.layout_with(fresh)
     except MalformedMessage as error:
         raise UnsupportedError(f"{error}; leave it out of the optimizer, or use groups=1") from error
-
-
-def _held(part: Part) -> set[Parameter]:
-    return {parameter for group in part.optimizer.param_groups for parameter in group["params"]}
 
 
 def _take_over(parameters: list[Parameter], values: list[Tensor]) -> None:

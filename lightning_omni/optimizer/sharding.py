@@ -396,19 +396,25 @@ def parts_of(tree: Any) -> Any:
     return tree_map(lambda leaf: here(leaf) if isinstance(leaf, DTensor) else leaf, tree)
 
 
-def state_like(state: Mapping[Any, Mapping[str, Any]], parameters: Sequence[Tensor]) -> dict[Any, dict[str, Any]]:
+def state_like(state: Mapping[Any, Mapping[str, Any]], optimizer: Optimizer) -> dict[Any, dict[str, Any]]:
     """An optimizer's state of what is `here`, by places, as the optimizer itself has it of its parameters."""
-    return _converted(state, parameters, like)
+    return _converted(state, optimizer, like)
 
 
-def state_rows(state: Mapping[Any, Mapping[str, Any]], parameters: Sequence[Tensor]) -> dict[Any, dict[str, Any]]:
+def load_state(optimizer: Optimizer, state: Mapping[Any, Mapping[str, Any]]) -> None:
+    """Gives an optimizer a state of what is `here`; its hyperparameters stay."""
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": state_like(state, optimizer)})
+
+
+def state_rows(state: Mapping[Any, Mapping[str, Any]], optimizer: Optimizer) -> dict[Any, dict[str, Any]]:
     """An optimizer's state of whole parameters, by places, as `state_like`."""
-    return _converted(state, parameters, rows)
+    return _converted(state, optimizer, rows)
 
 
 def _converted(
-    state: Mapping[Any, Mapping[str, Any]], parameters: Sequence[Tensor], make: Callable[[Tensor, Tensor], Tensor]
+    state: Mapping[Any, Mapping[str, Any]], optimizer: Optimizer, make: Callable[[Tensor, Tensor], Tensor]
 ) -> dict[Any, Any]:
+    parameters = held_by(optimizer)
     if not any(isinstance(parameter, DTensor) for parameter in parameters):
         return dict(state)
     return {
@@ -419,7 +425,7 @@ def _converted(
     }
 
 
-def held_by(optimizer: Optimizer) -> list[Tensor]:
+def held_by(optimizer: Optimizer) -> list[Parameter]:
     """The parameters of an optimizer, in its order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 

@@ -21,7 +21,7 @@ from lightning_omni.optimizer.parameter_groups import ParameterGroups
 from lightning_omni.optimizer.place import Place
 from lightning_omni.optimizer.saved import Saved
 from lightning_omni.optimizer.server_store import ServerSnapshot
-from lightning_omni.optimizer.sharding import held_by, here, in_order, parts_of, state_like, whole
+from lightning_omni.optimizer.sharding import held_by, here, in_order, load_state, parts_of, whole
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import pack
 from lightning_omni.protocol.wire_format import RESIDUAL, to_wire
@@ -181,8 +181,7 @@ class States:
     def _give_back(self, snapshot: ServerSnapshot) -> None:
         for optimizer in dict.fromkeys(part.optimizer for part in self._place.parts):
             if any(part.optimizer is optimizer and not self._place.steps_here(part) for part in self._place.parts):
-                plain, state = optimizer.state_dict(), self.whole(optimizer, snapshot.parts)
-                optimizer.load_state_dict({**plain, "state": state_like(state, held_by(optimizer))})
+                load_state(optimizer, self.whole(optimizer, snapshot.parts))
 
     def gathered(self, snapshot: ServerSnapshot) -> ServerSnapshot:
         """What the recorder's group has of a snapshot, each member its share, put together on the recorder's CPU.
@@ -221,8 +220,7 @@ class States:
             parts: of a snapshot.
         """
         state = dict(optimizer.state_dict()["state"])
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        wholes = {parameter: place for place, parameter in enumerate(held)}
+        wholes = {parameter: place for place, parameter in enumerate(held_by(optimizer))}
         for part, theirs in zip(self._place.parts, parts, strict=True):
             if part.optimizer is optimizer and not self._place.steps_here(part):
                 for place, parameter in enumerate(part.replica.ordered):
@@ -237,10 +235,10 @@ class States:
         if self._place.replicas == 1:
             return
         for part in parts:
-            plain = part.optimizer.state_dict()
-            state = self._channel.members.tell_replicas(parts_of(plain["state"]) if self._place.speaks else {})
-            if not self._place.speaks:
-                part.optimizer.load_state_dict({**plain, "state": state_like(state, held_by(part.optimizer))})
+            if self._place.speaks:
+                self._channel.members.tell_replicas(parts_of(part.optimizer.state_dict()["state"]))
+            else:
+                load_state(part.optimizer, self._channel.members.tell_replicas({}))
 
 
 class Residuals:

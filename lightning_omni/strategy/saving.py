@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lightning_omni.errors import UnsupportedError
 from lightning_omni.optimizer.folders import is_folder
-from lightning_omni.optimizer.sharding import held_by, is_sharded, named_rows, reshard, state_rows, whole
+from lightning_omni.optimizer.sharding import is_sharded, named_rows, reshard, state_rows, whole
 from lightning_omni.strategy.checkpoints import Checkpoints
 from lightning_omni.strategy.grouping import GroupedStrategy
 from lightning_omni.strategy.joining import RunStates
@@ -137,7 +137,7 @@ class SavingStrategy(GroupedStrategy):
         states = self.checkpoints.optimizer_states(checkpoint, self.optimizers, self.fitted)
         if self.is_sharded:
             states = [
-                {**saved, "state": state_rows(saved["state"], held_by(optimizer))}
+                {**saved, "state": state_rows(saved["state"], optimizer)}
                 for optimizer, saved in zip(self.optimizers, states, strict=False)
             ]
         checkpoint = {**checkpoint, "optimizer_states": states}
