@@ -9,7 +9,8 @@ Rule 2: while several groups train, written weights and states are refused in th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
+from itertools import compress
 from typing import Any
 
 import torch.distributed as dist
@@ -50,7 +51,7 @@ class Edits:
         self.buffers: Callable[[], Iterable[Untrained]] = tuple
         self.others: Callable[[], Iterable[Untrained]] = tuple
         self.switched: Callable[[], bool] = bool
-        self.reattach: Callable[[], None] = tuple  # type: ignore[assignment]
+        self.reattach: Callable[[], None] = lambda: None
         self._buffers_seen: list[int] = []
         self._others_seen: list[int] = []
         self._states_seen: dict[Optimizer, Any] = {}
@@ -72,13 +73,8 @@ class Edits:
             for parameter in set(part.replica.ordered) - {part.replica.parameters[n] for n in part.replica.own_frozen()}
         }
         others = list(self.others())
-        seen = self._others_seen if len(self._others_seen) == len(others) else [0] * len(others)
-        written = [
-            int(fingerprint(each.tensor, _SAMPLED) != then and id(each.tensor) not in loaded)
-            for each, then in zip(others, seen, strict=True)
-        ]
-        found = [each for each, any_rank in zip(others, self._agree(written), strict=True) if any_rank]
-        _check_whole(each.tensor for each in found)
+        found = list(compress(others, self._agree(self._are_written(others, loaded))))
+        _check_whole(found)
         return found
 
     def others_followed(self) -> None:
@@ -195,16 +191,24 @@ class Edits:
 
     def _share_loose(self) -> None:
         """Buffers, and parameters that no optimizer moves, become those of the recorder."""
-        others = [each.tensor for each in self.others()]
+        others = list(self.others())
         trained = {id(parameter) for part in self._place.parts for parameter in part.replica.ordered}
-        seen = self._others_seen if len(self._others_seen) == len(others) else [0] * len(others)
-        _check_whole(
-            tensor
-            for tensor, then in zip(others, seen, strict=True)
-            if id(tensor) not in trained and fingerprint(tensor, _SAMPLED) != then
-        )
+        _check_whole(compress(others, self._are_written(others, trained)))
         buffers = [each.tensor for each in self.buffers()]
-        self._share([*buffers, *(tensor for tensor in others if not isinstance(tensor, DTensor))])
+        self._share([*buffers, *(each.tensor for each in others if not isinstance(each.tensor, DTensor))])
+
+    def _are_written(self, others: Sequence[Untrained], known: Set[int]) -> list[bool]:
+        """Which of ``others`` were written since the groups synchronized last.
+
+        Args:
+            others: all of them.
+            known: identities of tensors whose values are known elsewhere.
+        """
+        seen = self._others_seen if len(self._others_seen) == len(others) else [0] * len(others)
+        return [
+            id(each.tensor) not in known and fingerprint(each.tensor, _SAMPLED) != then
+            for each, then in zip(others, seen, strict=True)
+        ]
 
     def _share(self, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
@@ -218,9 +222,9 @@ def _marks(untrained: Iterable[Untrained]) -> list[int]:
     return [fingerprint(each.tensor, _SAMPLED) for each in untrained]
 
 
-def _check_whole(written: Iterable[Tensor]) -> None:
+def _check_whole(written: Iterable[Untrained]) -> None:
     """Raises `UnsupportedError` if a sharded tensor was written that no optimizer moves: each rank has rows of it."""
-    if any(isinstance(tensor, DTensor) for tensor in written):
+    if any(isinstance(each.tensor, DTensor) for each in written):
         raise UnsupportedError(
             "a parameter that no optimizer moves was written in mid-run, and each rank of a group has a part of it;"
             ' keep such values in buffers, which are not sharded, or use inside="ddp"'

@@ -63,8 +63,8 @@ class PublishedValidation:
         self._has_said = False
         self._trainer: Trainer | None = None
         self._world: World | None = None
-        self.follow_recorder: Callable[[], None] = tuple  # type: ignore[assignment]
-        self.on_ended: Callable[[], None] = tuple  # type: ignore[assignment]
+        self.follow_recorder: Callable[[], None] = lambda: None
+        self.on_ended: Callable[[], None] = lambda: None
         self.forget()
 
     def forget(self) -> None:
