@@ -118,7 +118,7 @@ class StateDirectory:
             for begun in folder.glob(f"{_NEW}-*"):  # by a server that was killed meanwhile
                 begun.unlink(missing_ok=True)
         files = [number for folder in self._folders for number in _numbers(folder, _SAVED)]
-        self._number = max(files + self._numbers(_JOURNAL) + self._numbers(_GAP), default=0)
+        self._number = max(files + _numbers(self._path, _JOURNAL) + _numbers(self._path, _GAP), default=0)
         self._gap = 0  # number of the last journal in which an entry is missing
         self._troubles = _Troubles(self._path)
         self._journal: int | None = None
@@ -140,7 +140,7 @@ class StateDirectory:
         self._remove_parts(set(saves[-1:]))
         if not saves:
             return ""
-        if max(self._numbers(_GAP), default=0) >= saves[-1]:
+        if max(_numbers(self._path, _GAP), default=0) >= saves[-1]:
             self._keep_ended(saves[-1])
             _log.warning(
                 "no server can go on with the run in %s, for not all that its ranks were told could be written there;"
@@ -149,9 +149,9 @@ class StateDirectory:
             )
             return ""
         last = self.restored = saves[-1]
-        path = self._path / f"{_SAVED}{last:08d}"
+        path = _file(self._path, _SAVED, last)
         state = read(path)
-        journals = [number for number in self._numbers(_JOURNAL) if number >= last]
+        journals = [number for number in _numbers(self._path, _JOURNAL) if number >= last]
         entries = [entry for number in journals for entry in self._entries(number)]
         core.load(state, entries, time.monotonic())
         self._went_on = True
@@ -198,7 +198,7 @@ class StateDirectory:
         core.journal.write, core.journal.is_due = None, False
         self._close_journal()
         with contextlib.suppress(OSError):
-            if core.over and (saves := self._numbers(_SAVED)):  # its weights may still be of use
+            if core.over and (saves := _numbers(self._path, _SAVED)):  # its weights may still be of use
                 self._keep_ended(saves[-1])
             self._remove_before(self._number + 1)
         # Another server may still be writing what it was told last: that number is not given again.
@@ -255,7 +255,7 @@ class StateDirectory:
                 self._remove_before(number)
 
     def _open_journal(self, core: ServerCore) -> None:
-        journal = os.open(self._path / f"{_JOURNAL}{self._number:08d}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        journal = os.open(_file(self._path, _JOURNAL, self._number), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         self._close_journal()
         self._journal = journal
 
@@ -277,23 +277,23 @@ class StateDirectory:
         """Ranks are told what is in no journal: from what is there no server can go on, until the state is saved."""
         core.journal.write, core.patience, self._gap = None, 0.0, self._number
         with contextlib.suppress(OSError):
-            if journals := self._numbers(_JOURNAL):
-                (self._path / f"{_JOURNAL}{journals[-1]:08d}").rename(self._path / f"{_GAP}{self._gap:08d}")
+            if journals := _numbers(self._path, _JOURNAL):
+                _file(self._path, _JOURNAL, journals[-1]).rename(_file(self._path, _GAP, self._gap))
             for kind in (_JOURNAL, _GAP):  # those before are of use to no server
-                for number in self._numbers(kind):
+                for number in _numbers(self._path, kind):
                     if number < self._gap:
-                        (self._path / f"{kind}{number:08d}").unlink()
+                        _file(self._path, kind, number).unlink()
         self._troubles.say(_LOST, error)
 
     def _keep_ended(self, number: int) -> None:
         """Keeps a save with which no server goes on; those of several servers stay where they are."""
         if not self._others:
             with contextlib.suppress(OSError):
-                (self._path / f"{_SAVED}{number:08d}").rename(self._path / ENDED)
+                _file(self._path, _SAVED, number).rename(self._path / ENDED)
 
     def _entries(self, number: int) -> Iterator[Entry]:
         """What a journal holds; its end may be missing."""
-        data, decode = (self._path / f"{_JOURNAL}{number:08d}").read_bytes(), msgspec.msgpack.Decoder(AnyEntry).decode
+        data, decode = _file(self._path, _JOURNAL, number).read_bytes(), msgspec.msgpack.Decoder(AnyEntry).decode
         position = 0
         while position + _LENGTH <= len(data):
             start = position + _LENGTH
@@ -303,7 +303,9 @@ class StateDirectory:
             try:
                 yield decode(data[start:position])
             except msgspec.MsgspecError as error:
-                raise ConfigurationError(f"{self._path}: journal {number} is damaged: {error}") from error
+                raise ConfigurationError(
+                    f"{self._path}: journal {number} is damaged: {error}; pass another directory to begin without"
+                ) from error
 
     @property
     def _folders(self) -> list[Path]:
@@ -313,14 +315,11 @@ class StateDirectory:
         """Numbers of the saves that all servers have written."""
         return sorted(set.intersection(*(set(_numbers(folder, _SAVED)) for folder in self._folders)))
 
-    def _numbers(self, kind: str) -> list[int]:
-        return _numbers(self._path, kind)
-
     def _remove_parts(self, but: set[int]) -> None:
         """Removes what some servers have written of saves that not all have, but for some saves."""
         for folder in self._folders if self._others else ():
             for number in set(_numbers(folder, _SAVED)) - but:
-                (folder / f"{_SAVED}{number:08d}").unlink(missing_ok=True)
+                _file(folder, _SAVED, number).unlink(missing_ok=True)
 
     def _remove_before(self, before: int) -> None:
         for folder in self._folders:
@@ -328,7 +327,7 @@ class StateDirectory:
                 for number in _numbers(folder, kind):
                     if number < before:
                         with contextlib.suppress(OSError):
-                            (folder / f"{kind}{number:08d}").unlink()
+                            _file(folder, kind, number).unlink()
 
     def _close_journal(self) -> None:
         if self._journal is not None:
@@ -372,7 +371,7 @@ class ShareDirectory:
             ConfigurationError: it is not there.
         """
         if number:
-            core.load(read(self._path / f"{_SAVED}{number:08d}"), (), 0.0)
+            core.load(read(_file(self._path, _SAVED, number)), (), 0.0)
         core.on_save = lambda number: self._save(core, number)
 
     def _save(self, core: ServerCore, number: int) -> None:
@@ -425,7 +424,13 @@ def share_directory(path: str | Path, number: int) -> Path:
     return Path(path) / f"{_SHARE}{number}"
 
 
+def _file(folder: Path, kind: str, number: int) -> Path:
+    """A save, or a journal, of that number."""
+    return folder / f"{kind}{number:08d}"
+
+
 def _numbers(folder: Path, kind: str) -> list[int]:
+    """Of all files of a kind, ascending."""
     try:
         names = os.listdir(folder)
     except FileNotFoundError:  # of a server that has yet to be started
@@ -442,7 +447,7 @@ def _write_save(folder: Path, number: int, packed: Packed, buffer: Tensor) -> OS
             for part in (_MARK, len(head).to_bytes(_LENGTH, "little"), head, buffer.numpy().data):
                 _write_whole(file, part)
             os.fsync(file.fileno())
-        new.rename(folder / f"{_SAVED}{number:08d}")
+        new.rename(_file(folder, _SAVED, number))
         _sync(folder)
     except OSError as error:
         with contextlib.suppress(OSError):
@@ -510,7 +515,7 @@ def saved_states(path: str | Path) -> list[dict[str, Any]]:
     for attempt in range(_ATTEMPTS):
         numbers = set.intersection(*(set(_numbers(each, _SAVED)) for each in folders))
         if numbers:
-            files = [each / f"{_SAVED}{max(numbers):08d}" for each in folders]
+            files = [_file(each, _SAVED, max(numbers)) for each in folders]
         elif not shares and (folder / ENDED).exists():
             files = [folder / ENDED]
         else:
