@@ -9,6 +9,7 @@ follows from this: when a group has its last batch, and when all groups validate
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
@@ -54,6 +55,27 @@ class Entered(NamedTuple):
     split: int
 
 
+@dataclass
+class _Epoch:
+    """What is known of the epoch under way; nothing of it outlives the epoch.
+
+    Attributes:
+        plan: of its data, if they are leased.
+        validates: whether all validate after this batch; None leaves it to Lightning.
+        is_over: whether this group has its last batch behind it.
+        is_skipped: whether another group has ended the epoch before its time.
+        is_check: whether all synchronize after this batch without a validation.
+        is_counted: whether this group's last batch has counted the epoch for schedules.
+    """
+
+    plan: EpochPlan | None = None
+    validates: bool | None = None
+    is_over: bool = False
+    is_skipped: bool = False
+    is_check: bool = False
+    is_counted: bool = False
+
+
 class EpochDriver:
     """The epochs of one strategy.
 
@@ -93,14 +115,13 @@ class EpochDriver:
         self._trainer: Trainer | None = None
         self._world: World | None = None
         self.schedulers = RunSchedulers(self.run, self._steps)
-        self._plan: EpochPlan | None = None
+        self._epoch = _Epoch()
         self._begun = -1
-        self._validates: bool | None = None
-        self._started = self._stopping = self._over = self._is_skipped = self._is_check = self._is_counted = False
+        self._started = self._stopping = False
         self._entered: Entered | None = None
-        self.on_parted: Callable[[], None] = tuple  # type: ignore[assignment]
+        self.on_parted: Callable[[], None] = lambda: None
         self.check_every = 0
-        self.on_check: Callable[[], None] = tuple  # type: ignore[assignment]
+        self.on_check: Callable[[], None] = lambda: None
 
     # --- The run -----------------------------------------------------------------------------------------------------
 
@@ -143,7 +164,7 @@ class EpochDriver:
 
     def finish(self) -> None:
         """The run has ended, well or badly: the loops decide for themselves, and the schedulers are given back."""
-        self.run.step_limit, self._validates, self.is_open_ended = None, None, False
+        self.run.step_limit, self._epoch.validates, self.is_open_ended = None, None, False
         self.schedulers.finish()
         self.is_open = self._started = False
 
@@ -154,7 +175,7 @@ class EpochDriver:
         self.published.forget()
         self.run.forget()
         self.schedulers.forget()
-        self._plan, self._entered = None, None
+        self._epoch, self._entered = _Epoch(), None
         self._trainer, self._world = None, None
 
     @property
@@ -211,34 +232,38 @@ class EpochDriver:
         self._begun = epoch
         self.data.adopt()
         self.world.enter_compute()
-        self.is_open, self._over = True, False
+        self.is_open, self._epoch = True, _Epoch()
         self.is_open_ended = self.data.is_dynamic or self._is_shrunk or self._goes_on_alone
-        self._is_skipped = self._is_check = self.is_cut_short = False
-        self._plan = self._validates = None
+        self.is_cut_short = False
         if self.leases is not None:
-            self._plan = self.run.begin(epoch)
-            entered, self._entered = self._entered, None
-            trained = self._plan.trained if entered is None else entered.plan.trained
-            self.published.begin(self._plan, size_of(trained), self.data.is_dynamic)
-            if entered is not None:
-                self._check_entered(entered)
-                self.published.enter(entered.validations)
-            self.world.core.heard.progress, self.world.core.heard.stop = self.run.now().samples, ""
-            self._follow_schedulers()
-            if self.data.is_dynamic:
-                if entered is not None:
-                    self.leases.restart(epoch)  # with the book that the server keeps
-                else:
-                    self.leases.begin(self._dealt(self._plan))
-            elif self.is_open_ended:
-                self.leases.begin_local(self._plan, goes_on=True)
-                if not self.schedulers.are_paced:  # what is left may be in more pieces than DDP would have batches of
-                    self._pace()
-            self.run.limit_steps(self.is_open_ended)
+            self._begin_leased(self.leases, self.run.begin(epoch))
         else:
             self.progress = None  # the last epoch's, if a reload has brought several loaders, say
             self.published.begin(None)
         self._have_parted()
+
+    def _begin_leased(self, leases: Leases, plan: EpochPlan) -> None:
+        entered, self._entered = self._entered, None
+        trained = plan.trained if entered is None else entered.plan.trained
+        self.published.begin(plan, size_of(trained), self.data.is_dynamic)
+        if entered is not None:
+            plan = msgspec.structs.replace(plan, trained=trained)
+            self._check_entered(entered, plan)
+            self.run.advance(entered.samples)
+            self.published.enter(entered.validations)
+        self._epoch.plan = plan
+        self.world.core.heard.progress, self.world.core.heard.stop = self.run.now().samples, ""
+        self._follow_schedulers()
+        if self.data.is_dynamic:
+            if entered is not None:
+                leases.restart(plan.epoch)  # with the book that the server keeps
+            else:
+                leases.begin(self._dealt(plan))
+        elif self.is_open_ended:
+            leases.begin_local(plan, goes_on=True)
+            if not self.schedulers.are_paced:  # what is left may be in more pieces than DDP would have batches of
+                self._pace()
+        self.run.limit_steps(self.is_open_ended)
 
     def _dealt(self, plan: EpochPlan) -> EpochPlan:
         """The plan by which samples are leased: where all groups wait for each other is in it."""
@@ -258,11 +283,9 @@ class EpochDriver:
         self.on_parted()
         self.published.have_parted()
 
-    def _check_entered(self, entered: Entered) -> None:
+    def _check_entered(self, entered: Entered, plan: EpochPlan) -> None:
         """Raises `ConfigurationError` unless this group has the data of the run that it has joined."""
-        assert self._plan is not None
-        self._plan = msgspec.structs.replace(self._plan, trained=entered.plan.trained)
-        if (mine := self._dealt(self._plan)) != entered.plan:
+        if (mine := self._dealt(plan)) != entered.plan:
             raise ConfigurationError(
                 f"this group's data is not that of the run that it joins, {mine} against {entered.plan}: give all the"
                 " same dataset, batch size, limits and validation="
@@ -273,7 +296,6 @@ class EpochDriver:
                 " groups would train on what others validate with: split with one seed in all groups, as"
                 " random_split(dataset, lengths, generator=torch.Generator().manual_seed(0))"
             )
-        self.run.advance(entered.samples)
 
     @property
     def samples(self) -> int:
@@ -312,18 +334,19 @@ class EpochDriver:
         if self.run.by_hand is not None:
             self.run.by_hand.end_batch()
         self.schedulers.keep_up()
-        self._is_counted = self.trainer.is_last_batch
+        epoch = self._epoch
+        epoch.is_counted = self.trainer.is_last_batch
         if not (self.world.executor.exchanges or self.is_open_ended):
             return
         verdict = self._what_next()
-        self._over = verdict == "over"
+        epoch.is_over = verdict == "over"
         if self.is_open_ended:
-            self._set_last_batch(verdict == "over")
-            self._is_check = verdict == "validate" and self._plan is not None and self._is_checked(self._plan)
-            is_validation = verdict in ("validate", "stop:validate") and not self._is_check
-            self._validates = self._ends_in_validation() if self._over else is_validation
+            self._set_last_batch(epoch.is_over)
+            epoch.is_check = verdict == "validate" and epoch.plan is not None and self._is_checked(epoch.plan)
+            is_validation = verdict in ("validate", "stop:validate") and not epoch.is_check
+            epoch.validates = self._ends_in_validation() if epoch.is_over else is_validation
         if verdict == "stop:skip":
-            self._over = self._is_skipped = True
+            epoch.is_over = epoch.is_skipped = True
             self._set_last_batch(True)
             self.is_cut_short = False
         elif verdict.startswith("stop:"):
@@ -331,9 +354,9 @@ class EpochDriver:
             if verdict == "stop:validate":
                 self.trainer.should_stop = True
             else:
-                self._validates = False
+                epoch.validates = False
                 self.run.stop_here()
-        elif self.is_open_ended and not self._over and self._is_limit_reached_by_hand:
+        elif self.is_open_ended and not epoch.is_over and self._is_limit_reached_by_hand:
             self.run.stop_here()  # `end` tells the other groups
 
     @property
@@ -345,8 +368,8 @@ class EpochDriver:
     def end(self, module: Module) -> None:
         """An epoch has ended, in good order or before its time: the groups synchronize."""
         trainer = self.trainer
-        complete = self._over if self.is_open_ended else trainer.is_last_batch
-        is_cut_short = int(not complete or self._is_skipped)
+        complete = self._epoch.is_over if self.is_open_ended else trainer.is_last_batch
+        is_cut_short = int(not complete or self._epoch.is_skipped)
         is_limit_reached = self.run.is_limit_reached
         stops = _private.stops_now(trainer) or is_limit_reached
         if self.world.is_computing and not self._stopping and (stops or not complete):
@@ -359,12 +382,12 @@ class EpochDriver:
             # Whichever rank said so, and however late. A group that was told to stop has a limit, but was not asked to.
             trainer.should_stop |= bool(ends) and (bool(was_asked) or not is_limit_reached)
         self.is_open = False
-        if self._is_skipped and not self._is_counted:  # the group that skips has counted the epoch with its last batch
+        if self._epoch.is_skipped and not self._epoch.is_counted:  # as the group that skips has, with its last batch
             _private.step_schedules_by_epoch(trainer)
         self.run.end(trainer.current_epoch, trained if is_cut_short else None)
         self._follow_schedulers()
         self.schedulers.catch_up()
-        self.is_open_ended, self._validates = False, None
+        self.is_open_ended, self._epoch.validates = False, None
 
     @property
     def _trained(self) -> int:
@@ -399,10 +422,10 @@ class EpochDriver:
         Args:
             done: batches of this rank that are trained.
         """
-        plan = self._plan
+        plan = self._epoch.plan
         if plan is None or self.leases is None or not self.is_open_ended:
             return None
-        if self._over:
+        if self._epoch.is_over:
             return done
         seen = min(self._seen(), plan.budget)
         return max(done + 1, -(-done * plan.budget // seen) if seen else self.run.now().batches)
@@ -481,19 +504,21 @@ class EpochDriver:
     def _set_last_batch(self, is_last: bool) -> None:
         _private.be_open_ended(self.trainer)
         _private.set_last_batch(self.trainer, is_last)
-        self.is_cut_short = is_last and self._plan is not None and self.run.limits.cut_short(self._plan, self.run.now())
+        plan = self._epoch.plan
+        self.is_cut_short = is_last and plan is not None and self.run.limits.cut_short(plan, self.run.now())
 
     def _ends_in_validation(self) -> bool:
         """All samples of the epoch are trained: whether that is where to validate, and perhaps the end of the run."""
-        assert self._plan is not None
+        plan = self._epoch.plan
+        assert plan is not None
         progress, trainer = self.run.now(), self.trainer
-        if self.run.limits.steps_left(progress.steps_before(self._plan.epoch + 1)) == 0:
+        if self.run.limits.steps_left(progress.steps_before(plan.epoch + 1)) == 0:
             self.run.stop_here()
             self._say(
                 f"OmniStrategy: max_steps={self.max_steps} reached: the groups have trained as many samples as"
                 f" {self.max_steps} steps of all {self.world.size} ranks; this group made {trainer.global_step} steps"
             )
-        return self.run.limits.validates_at_end(self._plan, progress)
+        return self.run.limits.validates_at_end(plan, progress)
 
     # --- Validation and steps ----------------------------------------------------------------------------------------
 
@@ -503,24 +528,24 @@ class EpochDriver:
         Args:
             is_due: what the loop would say by itself.
         """
-        trainer = self.trainer
-        if self._is_check:
+        trainer, epoch = self.trainer, self._epoch
+        if epoch.is_check:
             self._check()
             return False
         if _private.validates_by_time(trainer):
             return any(self.world.agree([int(is_due())]))  # no two clocks are alike
         if self.published.is_on and not self._stopping and not _private.stops_now(trainer):
-            if not self._over:
+            if not epoch.is_over:
                 self.published.end_known()
                 return not _private.stops_now(trainer) and self.published.is_due(self._coming)
-            self._validates = self.published.end_all() or self._validates
-        if self._validates is None:
+            epoch.validates = self.published.end_all() or epoch.validates
+        if epoch.validates is None:
             return is_due()
-        return _private.validates_this_epoch(trainer) and (self._validates or _private.stops_now(trainer))
+        return _private.validates_this_epoch(trainer) and (epoch.validates or _private.stops_now(trainer))
 
     def _check(self) -> None:
         """All groups synchronize inside the epoch, and go on."""
-        self._is_check = False
+        self._epoch.is_check = False
         self._synchronize(self.trainer.lightning_module)
         self.on_check()
         self.after_validation()
@@ -586,12 +611,13 @@ class EpochDriver:
     def after_regroup(self, spans: Spans, before: Executor) -> None:
         """The groups have changed: the epoch goes on with the samples that are left."""
         self.data.assign()
-        if self.is_open and self.leases is not None and self._plan is not None and self.data.kind == "dynamic":
+        plan = self._epoch.plan
+        if self.is_open and self.leases is not None and plan is not None and self.data.kind == "dynamic":
             self.is_open_ended = True
             self.run.count_together()
-            rest = msgspec.structs.replace(self._plan, trained=spans)
+            rest = msgspec.structs.replace(plan, trained=spans)
             self.run.advance(size_of(spans))
-            self.published.go_on(self._plan, size_of(spans), self.world.executor.exchanges)
+            self.published.go_on(plan, size_of(spans), self.world.executor.exchanges)
             if self.world.executor.control is None:
                 self.leases.begin_local(rest, goes_on=True)
             elif before.control is None:
