@@ -416,13 +416,25 @@ class World(Place):
 
     # --- Regrouping --------------------------------------------------------------------------------------------------
 
-    def check_regroup(self) -> None:
-        """Raises `UnsupportedError` if these ranks cannot form other groups."""
+    def check_regroup(self, groups: int) -> None:
+        """Raises if these ranks cannot form so many groups now: see `regroup`."""
         if self.enlistment is not None:
             raise UnsupportedError(
                 "join=True: groups that have joined on their own cannot form other groups, for ranks of different"
                 " launchers have no process group in common; start other groups instead"
             )
+        if not self.is_begun:
+            raise ConfigurationError(
+                f"World.regroup({groups}) forms groups of ranks that train; call it inside `with world.training():`, on"
+                f" every rank at the same step, and to begin with other groups pass groups={groups} to World"
+            )
+        check_groups(groups, len(self.live_ranks), self.shards)
+        if groups > 1:
+            self.check_method(groups)
+        if self.is_sharded:
+            has_replicas = len(self.live_ranks) > groups * self.shards
+            for part in self.parts:
+                check_sharded(part.replica.parameters, self.mesh, self.options.inside, has_replicas)
 
     def regroup(
         self, groups: int, module: Module | None = None, speeds: Mapping[int, float] | None = None
@@ -441,19 +453,7 @@ class World(Place):
         Raises:
             ConfigurationError: wrong number, or no training is under way.
         """
-        self.check_regroup()
-        if not self.is_begun:
-            raise ConfigurationError(
-                f"World.regroup({groups}) forms groups of ranks that train; call it inside `with world.training():`, on"
-                f" every rank at the same step, and to begin with other groups pass groups={groups} to World"
-            )
-        check_groups(groups, len(self.live_ranks), self.shards)
-        if groups > 1:
-            self.check_method(groups)
-        if self.is_sharded:
-            has_replicas = len(self.live_ranks) > groups * self.shards
-            for part in self.parts:
-                check_sharded(part.replica.parameters, self.mesh, self.options.inside, has_replicas)
+        self.check_regroup(groups)
         before, computing = self.executor, self.is_computing
         if before.exchanges:
             self.parameter_groups.follow_all()

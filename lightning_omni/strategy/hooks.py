@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import torch.distributed as dist
 from torch import Tensor
@@ -52,6 +52,15 @@ else:
     OfLightning = Any
 if TYPE_CHECKING is True:  # LightningCLI runs what type checkers read, but not this: it would import both namespaces
     from lightning.pytorch.strategies import ModelParallelStrategy as OfLightning
+
+
+class Arrangement(NamedTuple):
+    """Groups, and how they exchange, as the user has chosen them."""
+
+    topology: Topology
+    communication: Communication
+    balance: Balance
+    merged: Merged
 
 
 class OmniStrategyHooks(SavingStrategy):
@@ -220,7 +229,7 @@ class OmniStrategyHooks(SavingStrategy):
         self.rejoining = Rejoining()
         self.checkpoints = Checkpoints(self.rank_zero_warn)
         self._has_gathered = self.has_failed = self.is_writing = False
-        self._arrangement: tuple[Topology, Communication, Balance, Merged] | None = None
+        self._arrangement: Arrangement | None = None
         self.on_ready: list[Callable[[], None]] = []
         """Called on every rank when the groups stand and the first batch has not begun: a tuner's moment."""
         self._server_process: ServerProcess | None = None
@@ -599,18 +608,14 @@ class OmniStrategyHooks(SavingStrategy):
                 "regroup() inside an accumulation window would mix gradients of different groups; call it when"
                 " accumulate_grad_batches batches are complete"
             )
-        world.check_regroup()
-        check_groups(groups, len(world.live_ranks), world.shards)
+        world.check_regroup(groups)
         if groups > 1:
-            world.method.check(groups)
             for optimizer in self.optimizers:
                 world.check_optimizer(optimizer)
             self.merged.check(trainer)
-        unchanged = groups == len(
-            [members for members in world.topology.groups if members and not set(members) & set(world.lost)]
-        )
+        is_unchanged = groups == len(world.live_groups)
         speeds = self.balance.speeds_of_all(world) if by_speed else None
-        if unchanged and (groups == 1 or not by_speed):
+        if is_unchanged and (groups == 1 or not by_speed):
             return
         self.form(groups, speeds)
         if not self.epochs.is_open:
@@ -637,7 +642,8 @@ class OmniStrategyHooks(SavingStrategy):
     def stash_arrangement(self) -> None:
         """Groups and how they exchange are about to be chosen: those of the user are kept, for a later fit."""
         if self._arrangement is None:
-            self._arrangement = self.joined.topology, self.joined.communication, self.balance, self.merged
+            world = self.joined
+            self._arrangement = Arrangement(world.topology, world.communication, self.balance, self.merged)
 
     def begin_in_one_group(self) -> None:
         """A fit is set up whose groups are chosen while it trains: until then all ranks are one."""
@@ -646,8 +652,11 @@ class OmniStrategyHooks(SavingStrategy):
 
     def form_as_arranged(self) -> None:
         """Nothing is chosen after all: the groups are formed that the user has asked for."""
-        if self._arrangement is not None and len(self._arrangement[0].alive) != len(self.joined.topology.alive):
-            self.form(len(self._arrangement[0].alive))
+        if self._arrangement is None:
+            return
+        groups = len(self._arrangement.topology.alive)
+        if groups != len(self.joined.topology.alive):
+            self.form(groups)
             self._say_hello()
 
     def restore_arrangement(self) -> None:
@@ -655,9 +664,10 @@ class OmniStrategyHooks(SavingStrategy):
         arrangement, self._arrangement = self._arrangement, None
         if arrangement is None:
             return
-        self.merged = Merged(arrangement[3].name)
+        self.merged = Merged(arrangement.merged.name)
         if not self.joined.ever_lost:
-            self.joined.topology, self.joined.communication, self.balance, _ = arrangement
+            self.joined.topology, self.joined.communication = arrangement.topology, arrangement.communication
+            self.balance = arrangement.balance
 
     def run_state(self) -> RunState:
         """A copy of all that the run must remember, as it is on this rank, where there is one group."""
