@@ -25,7 +25,7 @@ from lightning_omni.errors import ConfigurationError, OmniError, UnsupportedErro
 from lightning_omni.methods import LocalSGD
 from lightning_omni.methods.master import Master, check_servable, hyperparameters_of
 from lightning_omni.methods.replica import Replica
-from lightning_omni.optimizer import OmniOptimizer, World, names_of
+from lightning_omni.optimizer import OmniOptimizer, World, WorldOptions, names_of
 from lightning_omni.optimizer.executor import Exchanging, Executor, evaluating
 from lightning_omni.optimizer.live_world import LiveWorld, register
 from lightning_omni.optimizer.untrained import buffers_of, merge
@@ -434,6 +434,14 @@ def test_a_collective_that_is_not_offered_among_all_groups_says_which_are() -> N
         scatter(one.clone(), one, group=group)
     with pytest.raises(UnsupportedError, match=r"^torch\.distributed\.recv is not.*use all_reduce"):
         dist.recv(one, group=group)
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_options_of_a_world_say_the_groups_that_it_was_given() -> None:
+    assert World(1, options=WorldOptions(groups=2)).options.groups == 1
+    assert World(options=WorldOptions(groups=1)).options.groups == 1
+    with pytest.raises(ConfigurationError, match=r"^groups=2 and join=True: .* leave groups= out"):
+        World(2, options=WorldOptions(server="tcp://192.0.2.1:5555", join=True))
 
 
 @pytest.mark.usefixtures("alone")

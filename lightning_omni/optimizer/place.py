@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import msgspec
@@ -95,33 +96,30 @@ class Place:
     ) -> None:
         if not dist.is_initialized():
             raise ConfigurationError("call torch.distributed.init_process_group before World(...)")
-        self.options = options or WorldOptions(groups=groups)
+        options = options or WorldOptions()
+        options = self.options = options if groups is None else replace(options, groups=groups)
         self.core = GroupCore(
-            self.options.resolved_method(),
-            self.options.resolved_wire(),
-            self.options.max_nonfinite_pushes,
-            self.options.overlap,
+            options.resolved_method(), options.resolved_wire(), options.max_nonfinite_pushes, options.overlap
         )
         self.device = torch.device(device)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.torch_rank = self.rank
         ranks_per_node = list(ranks_per_node or _count_ranks_per_node(self.size))
-        joins = self.options.join
-        self.process_groups = ProcessGroups(self.rank, self.size, self.options.timeout, self.device, is_group=joins)
-        wanted = 1 if joins else groups if groups is not None else self.options.groups
-        inside, shards = self.options.inside, self.options.shards
+        joins, inside, shards = options.join, options.inside, options.shards
+        self.process_groups = ProcessGroups(self.rank, self.size, options.timeout, self.device, is_group=joins)
+        wanted = 1 if joins else options.groups
         self.topology = (
             Topology.by_node(ranks_per_node) if wanted is None else evenly(self.size, wanted, inside, shards)
         )
         self.method.check(len(self.topology.alive))
         self.shards = self.tensor_parallel = 1
-        if self.options.is_sharded:
+        if options.is_sharded:
             samples, self.tensor_parallel = sizes_in(self.topology, inside, ranks_per_node, joins, shards)
             self.shards = samples * self.tensor_parallel
         self.holders = rows_of(self.topology, self.shards)
         self.enlistment: Enlistment | None = None
         if joins:
-            self.enlistment = Enlistment(self.options, self.rank, self.size, self._tell_torch)
+            self.enlistment = Enlistment(options, self.rank, self.size, self._tell_torch)
             first = self.enlistment.first
             self.rank += first
             self.topology = Topology((tuple(range(first, first + self.size)),))
@@ -131,11 +129,11 @@ class Place:
         self.control: Control | None = None
         self.parts: list[Part] = []
         self.steps = 0
-        self.server = RunServer(self.rank, self.options, ranks_per_node, self.shards if self.is_sharded else None)
+        self.server = RunServer(self.rank, options, ranks_per_node, self.shards if self.is_sharded else None)
         self.is_computing = self.is_entering = self.is_new = False
         self.ever_lost: set[int] = set()
         self._mesh: DeviceMesh | None = None
-        self.reduction = Reduction(self.options.resolved_all_reduce())
+        self.reduction = Reduction(options.resolved_all_reduce())
 
     # --- Which rank is where
     # ------------------------------------------------------------------------------------------------
