@@ -207,23 +207,10 @@ class RunStates:
         strategy = self._strategy
         joined = strategy.joined.take_part()
         tree = strategy.joined.channel.store.read_run_state()
-        if "refused" in tree:
-            raise UnsupportedError(f"no group can join this run: {tree['refused']}")
-        for name, limit in tree["limits"].items():
-            if self._limits[name] != limit:  # it would end while others train on, or train on alone
-                raise ConfigurationError(
-                    f"{name}={self._limits[name]}: the run that this group joins has {name}={limit}; give all groups"
-                    " the same limits"
-                )
+        self._check_given(trainer, tree)
         assert joined.plan is not None  # or the server would not have let it in
-        averages = _private.averaged_models(trainer)
-        if len(averages) != len(tree["averages"]):
-            raise ConfigurationError(
-                "callbacks: WeightAveraging is either in the run or in the group that joins it, and not in both; give"
-                " all groups the same callbacks"
-            )
         checkpoint = {**tree["more"], "callbacks": tree["callbacks"], "state_dict": tree["module"]}
-        if averages:  # the callback loads both, of which the module's own weights are read when training begins
+        if tree["averages"]:  # the callback loads both, of which the module's own weights are read when training begins
             [average] = tree["averages"]
             whole = {name[7:]: each for name, each in average.items() if name.startswith("module.")}
             checkpoint |= {"state_dict": whole, "current_model_state": strategy.fitted.state_dict()}
@@ -249,6 +236,22 @@ class RunStates:
         _private.set_metrics(trainer, tree["metrics"])
         strategy.epochs.data.order = tree["order"]
         _private.begin_at(trainer, tree["epoch"], tree["counters"])
+
+    def _check_given(self, trainer: Trainer, tree: Mapping[str, Any]) -> None:
+        """Raises if the run's state cannot be taken over with what this group was given."""
+        if "refused" in tree:
+            raise UnsupportedError(f"no group can join this run: {tree['refused']}")
+        for name, limit in tree["limits"].items():
+            if self._limits[name] != limit:  # it would end while others train on, or train on alone
+                raise ConfigurationError(
+                    f"{name}={self._limits[name]}: the run that this group joins has {name}={limit}; give all groups"
+                    " the same limits"
+                )
+        if len(_private.averaged_models(trainer)) != len(tree["averages"]):
+            raise ConfigurationError(
+                "callbacks: WeightAveraging is either in the run or in the group that joins it, and not in both; give"
+                " all groups the same callbacks"
+            )
 
     def hooks_are_over(self) -> None:
         """The hooks of the epoch's start are over, which those of the run had called before this group was told of it.
