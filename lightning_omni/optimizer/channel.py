@@ -257,46 +257,27 @@ class Channel:
             layout: of the tensors that come.
             memory: for what is said, and for them.
         """
-        part = self._place.parts[ask.optimizer]
-        by_member, own_clock = self._place.share is not None, -1
-        coded = self._coded(ask, layout)
+        part, by_member = self._place.parts[ask.optimizer], self._place.share is not None
+        coded, answer = self._coded(ask, layout), None
         letter = memory if coded is None else part.handed.room(PREFIX + coded.nbytes)
-        prefix, numbers = letter[:_NUMBERS].view(torch.int64), letter[_NUMBERS:PREFIX].view(torch.float64)
         with self.timed():
             if self._place.speaks:
-                answer = self._hear(
-                    ask, layout, memory[PREFIX:], None if coded is None else coded.parts(letter[PREFIX:])
-                )
-                prefix[:9] = torch.tensor(
-                    [
-                        answer.clock,
-                        answer.staleness,
-                        int(answer.applied),
-                        answer.refused_in_row,
-                        answer.progress,
-                        STOPS.index(answer.stop),
-                        int(answer.repeated),
-                        answer.validations,
-                        answer.groups,
-                    ]
-                )
-                numbers[0], own_clock = answer.note, answer.clock
+                parts = None if coded is None else coded.parts(letter[PREFIX:])
+                answer = self._hear(ask, layout, memory[PREFIX:], parts)
+                _write(answer, letter[:PREFIX])
             self.members.broadcast(letter[:PREFIX] if by_member else letter)
             if by_member and ask.pulls:
                 self.members.broadcast_to_replicas(memory[PREFIX:])
             if coded is not None:
                 coded.decode(letter[PREFIX:], memory[PREFIX:], part)
-        if by_member and self._place.speaks and own_clock != int(prefix[0]):
-            raise ProtocolError(
-                f"servers have applied {own_clock} and {int(prefix[0])} updates to the shares of a group"
-            )
-        clock, staleness, applied, refused, progress, stop, repeated, *counts = prefix[:9].tolist()
-        if staleness >= 0:
-            part.staleness[staleness] += 1
-        heard = Heard(staleness, bool(applied), progress, STOPS[stop], bool(repeated), refused, *counts)
+        clock, heard, note = _read(letter[:PREFIX])
+        if by_member and answer is not None and answer.clock != clock:
+            raise ProtocolError(f"servers have applied {answer.clock} and {clock} updates to the shares of a group")
+        if heard.staleness >= 0:
+            part.staleness[heard.staleness] += 1
         tensors = layout.views(memory[PREFIX:]) if ask.pulls else ()
-        pulled = self._place.core.hear(heard, tensors, clock, float(numbers[0]), ask.fragment)
-        self.warn_of_refusal(heard.applied, refused)
+        pulled = self._place.core.hear(heard, tensors, clock, note, ask.fragment)
+        self.warn_of_refusal(heard.applied, heard.refused_in_row)
         return pulled
 
     def _coded(self, ask: Ask, layout: Layout) -> CodedAnswer | None:
@@ -394,3 +375,19 @@ class Channel:
         if len(connections) == 1 and (aggregator := control.attach_aggregator(timeout)) is not None:
             return [ByAggregator(connections[0], aggregator, self._warn_of_aggregator)]
         return connections
+
+
+def _write(answer: m.Weights, prefix: Tensor) -> None:
+    """Puts what an answer says beside its tensors in front of these, where `_read` finds it."""
+    applied, stop, repeated = int(answer.applied), STOPS.index(answer.stop), int(answer.repeated)
+    said = [answer.clock, answer.staleness, applied, answer.progress, stop, repeated, answer.refused_in_row]
+    said += [answer.validations, answer.groups]
+    prefix[: 8 * len(said)].view(torch.int64).copy_(torch.tensor(said))
+    prefix[_NUMBERS:].view(torch.float64)[0] = answer.note
+
+
+def _read(prefix: Tensor) -> tuple[int, Heard, float]:
+    """The clock, what the group hears of the run, and the note."""
+    numbers, notes = prefix[:_NUMBERS].view(torch.int64), prefix[_NUMBERS:].view(torch.float64)
+    clock, staleness, applied, progress, stop, repeated, *counts = numbers[:9].tolist()
+    return clock, Heard(staleness, bool(applied), progress, STOPS[stop], bool(repeated), *counts), float(notes[0])
