@@ -72,19 +72,19 @@ class View:
     is_over: bool = False
 
 
-def press(view: View, key: str, overview: Overview, actions: Actions) -> View:
+def press(view: View, key: str, overview: Overview | None, actions: Actions) -> View:
     """A key was pressed.
 
     Args:
         view: what was chosen so far.
         key: one of those named above; others are heard by none.
-        overview: what is shown.
+        overview: what is shown; None if nothing is yet.
         actions: what keys do to the run.
 
     Returns:
         What is chosen now.
     """
-    groups = overview.groups
+    groups = overview.groups if overview is not None else ()
     if view.asked is not None:
         note = actions.evict(view.asked, view.bars) if key == YES else f"group {view.asked.name} stays"
         return replace(view, asked=None, note=note)
@@ -246,10 +246,7 @@ def watch(console: Console, observer: Observer | None, reach: Callable[[], Obser
                         live.update(shown, refresh=True)
                     pressed = wait(due - time.monotonic())
                     for key in pressed:
-                        if overview is not None:
-                            view = press(view, key, overview, connected)
-                        elif key == QUIT:
-                            view = replace(view, is_over=True)
+                        view = press(view, key, overview, connected)
                     if not pressed and time.monotonic() >= due:
                         break
         finally:

@@ -160,11 +160,8 @@ class Server:
                         self._drain(channel)
                 if self._segment_socket is not None:
                     self._segment_socket.serve()
-                for message in self._coordinator.hear() if self._coordinator is not None else ():
-                    self._send(self.core.follow(message))
-                    self.core.handed_over()
-                for message, payload in self._coordinator.hear_answers() if self._coordinator is not None else ():
-                    self._send(self.core.hear_answer(message, payload))
+                if self._coordinator is not None:
+                    self._hear(self._coordinator)
                 if self.core.due <= self._clock():
                     self._send(self.core.tick(self._clock()))
                 self._paced.send(self.core.attached)
@@ -178,6 +175,13 @@ class Server:
                 # Whatever it is, ranks must hear of it rather than wait for a server that is no more.
                 _log.exception("the parameter server failed")
                 self._send(self.core.fail(f"{type(error).__name__}: {error}"))
+
+    def _hear(self, coordinator: ShardLink) -> None:
+        for message in coordinator.hear():
+            self._send(self.core.follow(message))
+            self.core.handed_over()
+        for message, payload in coordinator.hear_answers():
+            self._send(self.core.hear_answer(message, payload))
 
     def farewell(self, reason: str) -> None:
         """The rank that this server belongs to has ended: if the run has not, the others are told."""

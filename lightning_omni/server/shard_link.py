@@ -57,8 +57,7 @@ class ShardLink:
 
     def __init__(self, core: ServerCore, coordinator: str, address: str, encryption: str) -> None:
         check_address(coordinator, coordinator)
-        self._coordinator, self._context = coordinator, zmq.Context()
-        keys = RunKeys(core.key, encryption)
+        keys, self._context = RunKeys(core.key, encryption), zmq.Context()
 
         def shake_hands(attempt: Dialed, deadline: float) -> tuple[sm.ShardWelcome, bytes]:
             hello = core.shard_hello(address, secrets.token_bytes(handshake.NONCE_BYTES))
