@@ -59,6 +59,3 @@ def decoded(answers: WireFormat, payloads: Sequence[Tensor], split: Split, part:
     """The tensors of each server's part, as its share of the layout has them."""
     shares = zip(payloads, split.shares, part.backs(len(payloads)), strict=True)
     return [decode(answers, payload, share, memory) for payload, share, memory in shares]
-
-
-__all__ = ["CodedAnswer", "decoded"]

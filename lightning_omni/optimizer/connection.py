@@ -168,6 +168,3 @@ class Connection:
                 os._exit(1)
 
         threading.Thread(target=end, name="omni-end", daemon=True).start()
-
-
-__all__ = ["GRACE", "LEARN", "Connection"]

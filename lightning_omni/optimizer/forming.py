@@ -100,6 +100,3 @@ class Forming:
             return Topology.of(place.live_ranks, groups, place.shards)
         known = {rank: speeds[rank] for rank in place.live_ranks if rank in speeds}
         return Topology.by_speed(known, groups, place.shards)
-
-
-__all__ = ["Forming"]

@@ -111,6 +111,3 @@ def frozen(parameters: Iterable[Parameter]) -> Iterator[None]:
     finally:
         for parameter in trainable:
             parameter.requires_grad_(True)
-
-
-__all__ = ["HeldModel", "frozen", "take_from_rank_zero"]

@@ -95,6 +95,3 @@ class LateGroup:
             dist.all_reduce(written, op=dist.ReduceOp.MAX, group=place.compute_group)
         if written:
             self.read_weights()
-
-
-__all__ = ["LateGroup"]

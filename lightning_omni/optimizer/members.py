@@ -95,6 +95,3 @@ def _told(note: bytes | None, broadcast: Callable[[Tensor], None]) -> bytes:
         long.copy_(torch.frombuffer(bytearray(note), dtype=torch.uint8))
     broadcast(long)
     return long.numpy().tobytes()
-
-
-__all__ = ["PREFIX", "GroupMembers"]

@@ -153,6 +153,3 @@ class OtherGroups:
         if self._peers is not None:
             self._peers.close()
             self._peers = None
-
-
-__all__ = ["OtherGroups"]

@@ -151,6 +151,3 @@ class ServerStore:
         answer, payload = connection.exchange(m.ReadRunState(), m.StoredRunState)
         tree: dict[str, Any] = unpack(answer.packed, payload, copy=True)
         return tree
-
-
-__all__ = ["ServerSnapshot", "ServerStore"]
