@@ -53,7 +53,7 @@ def device(
     allowed, proposed = subject.names_of("allow", allow), subject.names_of("propose", propose)
     module = subject.made_from(model, "model", arguments or {})
     if not hasattr(module, "training_step"):
-        raise ConfigurationError(f"model {model!r} is no LightningModule: it has no training_step")
+        raise ConfigurationError(f"model {model!r} is no LightningModule: it has no training_step; name one that has")
     given, batches = subject.data_of(module, data, input, classes, batch_size)
     with progress_bar() as told:
         report = subject.measure(

@@ -240,7 +240,10 @@ class Balance:
             ConfigurationError: nothing is measured, or not for long enough.
         """
         if not self.is_on:
-            raise ConfigurationError('by_speed=True: the speeds of ranks are measured with rebalance="auto" only')
+            raise ConfigurationError(
+                'by_speed=True: the speeds of ranks are measured with rebalance="auto" only; pass that to OmniStrategy,'
+                " or leave by_speed= out"
+            )
         # In millionths, and one more: what remains 0 is of a rank that was lost, whether this one knows it or not.
         slots = [0] * world.size
         slots[world.rank] = 1 + round(self.speed * 1e6)

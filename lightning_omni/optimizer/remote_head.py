@@ -264,7 +264,8 @@ class RemoteHead:
         if any(not shape or shape[0] != sum(self._rows) for shape, _ in shapes):
             raise UnsupportedError(
                 f'merged="{self._name}": what comes out of the submodule must have the batch as its first dimension, so'
-                f" that every member of the group can get its rows; the shapes are {[list(s) for s, _ in shapes]}"
+                " that every member of the group can get its rows; merge another submodule: the shapes are"
+                f" {[list(s) for s, _ in shapes]}"
             )
         if place.is_leader:
             blocks = [tensor.to(place.device).split(self._rows) for tensor in whole]

@@ -89,6 +89,7 @@ class ControlConnection(Control):
         on_end: called, from the other thread, when this rank must stop.
         encryption: ``"curve"`` or ``"off"``, as the server's; sockets in a private directory need none.
         shared_memory: whether tensors of a server on this machine go through memory that both have, where they can.
+        silence: seconds without a sign of life after which the server may end the connection; 0 for never.
 
     Attributes:
         keys: what the run's key was turned into.
