@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -215,11 +215,25 @@ def _number(value: float | None) -> str:
 
 def _figure_of(report: DeviceReport) -> Any:
     measured = [each for each in report.findings if each.after is not None]
-    losses = {name: numbers for name, numbers in report.curves.items() if name.startswith("loss")}
     figure = new_figure(12, 2.2 + 0.3 * (len(measured) + 4))
     from matplotlib.patches import Patch
 
     bars, curves = figure.subplots(1, 2, width_ratios=(1.3, 1))
+    _draw_rates(bars, report, measured)
+    _draw_curves(curves, report.curves)
+    named = {"defaults": YOURS, "applied": CHOSEN, "proposed": PROPORTIONAL, "not taken": FAINT}
+    figure.legend(
+        [Patch(color=colour) for colour in named.values()],
+        list(named),
+        loc="outside lower center",
+        ncols=4,
+        frameon=False,
+    )
+    figure.suptitle("\n".join(line for part in report._caption.splitlines() for line in textwrap.wrap(part, 130)))
+    return figure
+
+
+def _draw_rates(bars: Any, report: DeviceReport, measured: Sequence[Finding]) -> None:
     labels = ["defaults", *(f"{each.step}: {each.tried}" for each in measured)]
     colours = {"applied": CHOSEN, "proposed": PROPORTIONAL}
     places = range(len(labels))
@@ -234,30 +248,25 @@ def _figure_of(report: DeviceReport) -> Any:
     bars.set_yticks(places, ["\n".join(textwrap.wrap(label, 34)) for label in labels], fontsize="small")
     bars.invert_yaxis()
     bars.set(xlabel="samples/s (line: smallest and largest of the paired ratios)", title="What was measured")
-    named = {"defaults": YOURS, "applied": CHOSEN, "proposed": PROPORTIONAL, "not taken": FAINT}
-    figure.legend(
-        [Patch(color=colour) for colour in named.values()],
-        list(named),
-        loc="outside lower center",
-        ncols=4,
-        frameon=False,
-    )
+
+
+def _draw_curves(axes: Any, curves: Mapping[str, Sequence[float]]) -> None:
+    """Losses in other precisions; or if there are none, throughput by batch size."""
+    losses = {name: numbers for name, numbers in curves.items() if name.startswith("loss")}
     for place, (name, numbers) in enumerate(losses.items()):
-        curves.plot(
+        axes.plot(
             numbers,
             label=name.removeprefix("loss "),
             color=(YOURS, PROPORTIONAL, EXPECTED, GREY)[place % 4],
             linewidth=max(1.2, 3.2 - 2 * place),
         )
     if losses:
-        curves.legend(fontsize="small")
-        curves.set(xlabel="step", ylabel="loss", title="Losses in other precisions")
-    elif "batch size" in report.curves:
-        curves.plot(report.curves["batch size"], report.curves["samples/s"], marker=".", color=EXPECTED)
-        curves.set(xlabel="batch size", ylabel="samples/s", xscale="log")
-        curves.set_xticks(report.curves["batch size"], [f"{size:g}" for size in report.curves["batch size"]])
-        curves.minorticks_off()
+        axes.legend(fontsize="small")
+        axes.set(xlabel="step", ylabel="loss", title="Losses in other precisions")
+    elif (sizes := curves.get("batch size")) is not None:
+        axes.plot(sizes, curves["samples/s"], marker=".", color=EXPECTED)
+        axes.set(xlabel="batch size", ylabel="samples/s", xscale="log")
+        axes.set_xticks(sizes, [f"{size:g}" for size in sizes])
+        axes.minorticks_off()
     else:
-        curves.set_axis_off()
-    figure.suptitle("\n".join(line for part in report._caption.splitlines() for line in textwrap.wrap(part, 130)))
-    return figure
+        axes.set_axis_off()

@@ -115,6 +115,10 @@ def gathering_sentence(world: World) -> str:
     )
 
 
+_NO_STATUS = Status(sent=0, clock=0, updates_per_second=0, refused=0, strangers=0, groups=(), staleness=(), lost=())
+"""Of a run without a server, or whose server has said nothing."""
+
+
 class Reporting:
     """Keeps the server's last words, for a report after the server is gone."""
 
@@ -146,26 +150,26 @@ class Reporting:
             world: this rank's.
             bytes_per_step: bytes that this rank exchanged for each batch.
         """
-        status = (world.control.status if world.control else None) or self._status
-        clock = status.clock if status else 0
-        if status and not world.executor.exchanges:  # its groups are of the past, and some may be a tuner's
+        status = (world.control.status if world.control else None) or self._status or _NO_STATUS
+        clock = status.clock
+        if not world.executor.exchanges and status is not _NO_STATUS:  # its groups are of the past, or a tuner's
             clock = sum(part.replica.clock for part in world.parts if part.head is None)
-            status = status if clock else None
-        seen: tuple[int, ...] = status.staleness if status else ()
+            status = status if clock else _NO_STATUS
+        staleness = status.staleness
         # Where groups join, the topology has this rank's alone.
-        groups = [group.ranks for group in status.groups] if status else []
+        groups = [group.ranks for group in status.groups] or world.topology.groups
         return RunReport(
             updates=world.steps + clock,
-            staleness_mean=sum(t * count for t, count in enumerate(seen)) / max(1, sum(seen)),
-            staleness_max=max(0, len(seen) - 1),
-            groups=len(status.groups) if status else len(world.topology.alive),
-            group_size=max(map(len, groups or world.topology.groups)),
-            refused=status.refused if status else 0,
-            ranks_lost=status.lost if status else (),
+            staleness_mean=sum(t * count for t, count in enumerate(staleness)) / max(1, sum(staleness)),
+            staleness_max=max(0, len(staleness) - 1),
+            groups=len(world.topology.alive) if status is _NO_STATUS else len(status.groups),
+            group_size=max(map(len, groups)),
+            refused=status.refused,
+            ranks_lost=status.lost,
             bytes_per_step=bytes_per_step,
-            head_time=status.head_time if status else 0.0,
-            serve_time=status.serve_time if status else 0.0,
-            total_momentum=status.total_momentum if status else None,
+            head_time=status.head_time,
+            serve_time=status.serve_time,
+            total_momentum=status.total_momentum,
         )
 
     def warning(self, world: World) -> str:
