@@ -63,6 +63,10 @@ class Place:
         ranks_per_node: number of ranks on each node, in rank order; by default what torchrun says.
 
     Attributes:
+        options: all settings; their ``groups`` is the number that was asked for.
+        device: where the model's weights live.
+        rank: this rank, as all groups of the run know it.
+        size: number of ranks that its launcher has started.
         torch_rank: this rank, as torch.distributed numbers the ranks that its launcher has started.
         topology: the compute groups.
         generation: counts the formings of groups.

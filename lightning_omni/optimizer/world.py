@@ -64,6 +64,13 @@ class World(Place):
         options: all other settings; ``groups`` overrides their ``groups``.
         ranks_per_node: number of ranks on each node, in rank order; by default that of torchrun.
 
+    Attributes:
+        rank: this rank.
+        size: number of ranks.
+        group: number of this rank's compute group, from 0.
+        members: ranks of this rank's compute group.
+        options: all settings.
+
     Raises:
         ConfigurationError: an argument is wrong.
 
