@@ -46,7 +46,6 @@ class GroupedStrategy(_Base):
     """A DDPStrategy whose ranks form groups; Lightning's hooks are added to it in `hooks`.
 
     Attributes:
-        world: this rank's place among all ranks, once it is laid out.
         epochs: takes the training loop through the epochs.
         balance: measures ranks and splits their groups' batches.
         step_times: times batches.
@@ -65,7 +64,7 @@ class GroupedStrategy(_Base):
     _last_report: RunReport | None
 
     def _make_parts(self, options: FitOptions) -> None:
-        self.world: World | None = None
+        self._world: World | None = None
         self.merged = Merged(options.merged)
         self.proxies = Proxies()
         self.epochs = EpochDriver(options.data, self.rank_zero_info, options.validation)
@@ -77,30 +76,30 @@ class GroupedStrategy(_Base):
         self._is_told_to_record = self._took_over = False
 
     @property
-    def joined(self) -> World:
+    def world(self) -> World:
         """This rank's place among all ranks.
 
         Raises:
             ConfigurationError: it has none yet.
         """
-        if self.world is None:
+        if self._world is None:
             raise ConfigurationError("OmniStrategy has no world yet: it is laid out when the Trainer starts to run")
-        return self.world
+        return self._world
 
     @property
-    def fitted(self) -> LightningModule:
+    def pl_module(self) -> LightningModule:
         """The LightningModule, which knows its Trainer."""
         assert self.lightning_module is not None
         return self.lightning_module
 
     @property
     def _trainer(self) -> Trainer:
-        return self.fitted.trainer
+        return self.pl_module.trainer
 
     @property
     def grouping(self) -> Grouping:
         """What differs between one group and several, for the groups that there are."""
-        return self._several if self.joined.executor.exchanges else self._one
+        return self._several if self.world.executor.exchanges else self._one
 
     @property
     def is_sharded(self) -> bool:
@@ -132,7 +131,7 @@ class GroupedStrategy(_Base):
 
     def attach_optimizers(self) -> None:
         """The world takes the optimizers in, as they are now."""
-        self.proxies.attach(self.joined, self.fitted, self.real_optimizers, self.merged, self._trainer)
+        self.proxies.attach(self.world, self.pl_module, self.real_optimizers, self.merged, self._trainer)
 
     def merge(self, name: str) -> None:
         """From the next several groups on, that submodule stays at the server. On all ranks, while they are one group.
@@ -140,7 +139,7 @@ class GroupedStrategy(_Base):
         Args:
             name: of the submodule, which can be merged; empty for none.
         """
-        world, clocks = self.joined, [part.replica.clock for part in self.joined.parts]
+        world, clocks = self.world, [part.replica.clock for part in self.world.parts]
         self.merged = Merged(name or None)
         self.attach_optimizers()
         for part, clock in zip(world.parts, clocks, strict=False):  # heads come last
@@ -148,33 +147,33 @@ class GroupedStrategy(_Base):
 
     def wrap_for_group(self) -> None:
         """Wraps the module into a new DDP over the compute group; a group of one needs none, nor what is sharded."""
-        self.model = self.fitted
-        self.trainable.remember(self.fitted)
-        exchanges = self.joined.executor.exchanges
-        if self.joined.held.sharded is not None:
+        self.model = self.pl_module
+        self.trainable.remember(self.pl_module)
+        exchanges = self.world.executor.exchanges
+        if self.world.held.sharded is not None:
             return
-        if exchanges and len(self.joined.members) == 1:
-            self.joined.reduction.forget()
+        if exchanges and len(self.world.members) == 1:
+            self.world.reduction.forget()
             return  # a single rank in one group is wrapped, as under DDPStrategy
-        options = self.joined.reduction.ddp_options(self.fitted, self.ddp_options)
-        options |= {"process_group": self.joined.compute_group, "init_sync": False}
+        options = self.world.reduction.ddp_options(self.pl_module, self.ddp_options)
+        options |= {"process_group": self.world.compute_group, "init_sync": False}
         _private.set_ddp_options(self, options)
-        with frozen(self.merged.parameters(self.fitted) if exchanges else ()):
-            if not self.merged or any(parameter.requires_grad for parameter in self.fitted.parameters()):
+        with frozen(self.merged.parameters(self.pl_module) if exchanges else ()):
+            if not self.merged or any(parameter.requires_grad for parameter in self.pl_module.parameters()):
                 super().configure_ddp()  # which refuses a module without, as one with a frozen body may be
-        self.joined.reduction.install(self.model, self.joined.compute_group)
+        self.world.reduction.install(self.model, self.world.compute_group)
 
     def follow_edits(self) -> None:
         """Training begins: the world watches what users change in mid-fit, in this Trainer."""
-        edits = self.joined.edits
-        edits.buffers, edits.others = lambda: buffers_of(self.fitted), self._others
+        edits = self.world.edits
+        edits.buffers, edits.others = lambda: buffers_of(self.pl_module), self._others
         edits.switched = lambda: not self.proxies.are_of(self.real_optimizers)
         edits.reattach = self._reattach
 
     def _others(self) -> Iterator[Untrained]:
         """All parameters, and the averages that WeightAveraging keeps."""
-        reshard(self.joined.held.sharded)
-        for name, parameter in self.fitted.named_parameters():
+        reshard(self.world.held.sharded)
+        for name, parameter in self.pl_module.named_parameters():
             yield Untrained(name, parameter, Merge.FIRST)
         for model in _private.averaged_models(self._trainer):
             yield from average_of(model)
@@ -191,16 +190,16 @@ class GroupedStrategy(_Base):
                 " (on_train_epoch_start, say), or use groups=1"
             )
         for optimizer in self.real_optimizers:
-            self.joined.check_optimizer(optimizer)
+            self.world.check_optimizer(optimizer)
         self.proxies.unguard()
         self.attach_optimizers()
-        self.form(len(self.joined.live_groups))
+        self.form(len(self.world.live_groups))
 
     # --- Groups -------------------------------------------------------------------------------------------------------
 
     def follow_recorder(self) -> None:
         """Who logs and saves for groups that have joined on their own may be gone: then it is this rank, perhaps."""
-        world = self.joined
+        world = self.world
         if world.enlistment is not None and world.follow_recorder() and not self._is_told_to_record:
             self._is_told_to_record = self._took_over = True
             _private.set_rank(0)
@@ -217,7 +216,7 @@ class GroupedStrategy(_Base):
 
     def form_one(self) -> None:
         """One group of all live ranks, which has everything that the server knew."""
-        if self.joined.executor.exchanges:
+        if self.world.executor.exchanges:
             self.form(1)
 
     def form(self, groups: int, speeds: Mapping[int, float] | None = None) -> None:
@@ -227,10 +226,10 @@ class GroupedStrategy(_Base):
             groups: the new number of groups.
             speeds: of all live ranks, to put like with like; None forms the groups in the order of ranks.
         """
-        world = self.joined
+        world = self.world
         before, spans = world.executor, self.epochs.before_regroup()
         self.proxies.unguard()
-        spans = world.regroup(groups, self.fitted, speeds) or spans
+        spans = world.regroup(groups, self.pl_module, speeds) or spans
         self.grouping.guard()
         self.wrap_for_group()
         self.epochs.after_regroup(spans, before)
@@ -244,7 +243,7 @@ class GroupedStrategy(_Base):
         Args:
             speeds: of the members, in the order of ranks.
         """
-        world, leases = self.joined, self.epochs.leases
+        world, leases = self.world, self.epochs.leases
         assert leases is not None
         handed = max(int(number) for [number] in gather(world, [leases.handed]))
         leases.share_out(apportion(leases.batch_size * len(world.members), speeds), from_number=handed)
@@ -254,7 +253,7 @@ class GroupedStrategy(_Base):
     @property
     def last_report(self) -> RunReport | None:
         """What `report` says, or None if there was no run yet."""
-        return self._last_report if self.world is None else self.report()
+        return self._last_report if self._world is None else self.report()
 
     def remember_report(self, report: RunReport) -> None:
         """The run was in other processes, which this one started: what they say of it."""
@@ -262,9 +261,9 @@ class GroupedStrategy(_Base):
 
     def report(self) -> RunReport:
         """The run in numbers, while it runs or after it."""
-        if self.world is None and self._last_report is not None:
+        if self._world is None and self._last_report is not None:
             return self._last_report
-        return self.reporting.report(self.joined, self.step_times.bytes_per_step)
+        return self.reporting.report(self.world, self.step_times.bytes_per_step)
 
 
 class Grouping:
@@ -282,7 +281,7 @@ class Grouping:
 
     def stepped(self, optimizer: Optimizer) -> Optimizer:
         """What the precision plugin is to step in the place of an optimizer of the user's."""
-        self._strategy.joined.steps += 1
+        self._strategy.world.steps += 1
         return optimizer
 
     def guard(self) -> None:
@@ -290,7 +289,7 @@ class Grouping:
 
     def batch_starts(self) -> None:
         """After the last callback, and before the forward pass."""
-        if self._strategy.joined.size > 1:
+        if self._strategy.world.size > 1:
             self._strategy.trainable.warn_of_late(self._strategy.optimizers)
 
     def begin_epoch(self) -> None:
@@ -306,14 +305,14 @@ class Grouping:
     @property
     def sentence(self) -> str:
         """What people are told when the groups stand."""
-        options = self._strategy.joined.options
+        options = self._strategy.world.options
         given = [f"wire={options.wire!r}"] if options.wire != "fp32" else []
         given += ["overlap=True"] if options.overlap else []
         verb = "is" if len(given) == 1 else "are"
         without_effect = f"; nothing is pushed, and {' and '.join(given)} {verb} without effect" if given else ""
         return (
-            f"{counted(self._strategy.joined.size, 'rank')} in 1 group, which is"
-            f" {_held_by(self._strategy.joined)}: no parameter server, no"
+            f"{counted(self._strategy.world.size, 'rank')} in 1 group, which is"
+            f" {_held_by(self._strategy.world)}: no parameter server, no"
             f" staleness{without_effect}"
         )
 
@@ -349,7 +348,7 @@ class SeveralGroups(Grouping):
     @override
     def stepped(self, optimizer: Optimizer) -> Optimizer:
         strategy = self._strategy
-        if len(strategy.joined.members) > 1:
+        if len(strategy.world.members) > 1:
             strategy.trainable.check_in_step()
         return strategy.proxies.of(optimizer) if optimizer.param_groups else optimizer
 
@@ -359,7 +358,7 @@ class SeveralGroups(Grouping):
 
     @override
     def batch_starts(self) -> None:
-        strategy, world = self._strategy, self._strategy.joined
+        strategy, world = self._strategy, self._strategy.world
         with torch.no_grad():
             world.parameter_groups.follow_all()
         if len(world.members) > 1 and strategy.trainable.has_changed(strategy.optimizers):
@@ -367,24 +366,24 @@ class SeveralGroups(Grouping):
 
     @override
     def begin_epoch(self) -> None:
-        check_wrapped(self._strategy.fitted.trainer, self._strategy.joined.members)
+        check_wrapped(self._strategy.pl_module.trainer, self._strategy.world.members)
 
     @override
     def begin_batch(self) -> None:
         merged = self._strategy.merged
-        merged.check(self._strategy.fitted.trainer)  # once more: accumulation, for one, may have a schedule
+        merged.check(self._strategy.pl_module.trainer)  # once more: accumulation, for one, may have a schedule
         merged.step_done()  # what callbacks did with it since the last step
 
     @override
     def agree(self, decision: bool, every: bool) -> bool | None:
-        votes = torch.tensor(int(decision), device=self._strategy.joined.device)
+        votes = torch.tensor(int(decision), device=self._strategy.world.device)
         dist.all_reduce(votes)
         return bool(votes == dist.get_world_size()) if every else bool(votes)
 
     @property
     @override
     def sentence(self) -> str:
-        world = self._strategy.joined
+        world = self._strategy.world
         sizes = sorted({len(members) for members in world.topology.groups if members})
         data = "dynamic" if self._strategy.epochs.data.is_dynamic else "static"
         ranks, groups = len(world.topology.ranks), len(world.topology.alive)

@@ -292,12 +292,12 @@ class OmniStrategyHooks(SavingStrategy):
 
     def prepare_server(self) -> None:
         """Rank 0 starts the embedded server's process, which waits to be told what to do. Returns at once."""
-        if self._world_options.server is None and self.world is None and self._server_process is None:
+        if self._world_options.server is None and self._world is None and self._server_process is None:
             self._server_process = ServerProcess()
 
     def _on_child_death(self, local_rank: int, code: int) -> bool:
         """A process that this rank started has ended badly. Called from the launcher's thread."""
-        world, rank = self.world, self.node_rank * self.num_processes + local_rank
+        world, rank = self._world, self.node_rank * self.num_processes + local_rank
         enlistment = world.enlistment if world is not None else None
         rank += enlistment.first if enlistment is not None else 0
         control = world.executor.control if world is not None else None  # read once: the run may end meanwhile
@@ -324,11 +324,11 @@ class OmniStrategyHooks(SavingStrategy):
         options = self._world_options
         if options.join:
             fits = self._is_fitting(self._trainer)
-            self.world = None if fits else self.world  # each fit joins a run of its own
+            self._world = None if fits else self._world  # each fit joins a run of its own
             options = options if fits else replace(options, join=False, server=None, groups=1)
-        if self.world is None:
+        if self._world is None:
             timeout = _private.collective_timeout(self) or options.timeout
-            self.world = World(
+            self._world = World(
                 device=self.root_device,
                 options=replace(options, timeout=timeout),
                 ranks_per_node=[self.num_processes] * self.num_nodes,
@@ -339,13 +339,13 @@ class OmniStrategyHooks(SavingStrategy):
                 _private.set_rank(self.world.rank)
                 self._is_told_to_record, self._took_over = self.world.is_recorder, False
         if self.is_sharded:
-            _private.set_device_mesh(self.fitted, self.world.mesh)
+            _private.set_device_mesh(self.pl_module, self.world.mesh)
 
     @property
     @override
     def is_global_zero(self) -> bool:
         """Whether this rank logs and saves for the run: of groups that join on their own, one rank does."""
-        if self.world is None or self.world.enlistment is None:
+        if self._world is None or self.world.enlistment is None:
             return super().is_global_zero
         return self.world.is_recorder
 
@@ -361,13 +361,13 @@ class OmniStrategyHooks(SavingStrategy):
             self.run_states.check(trainer)
             self.signals.prepare(_requeue_signal(self.cluster_environment))
             self._listener = Listener(self, self.nested, trainer, self.signals, self._form_wanted_groups)
-            self.epochs.connect(trainer, self.joined)
+            self.epochs.connect(trainer, self.world)
         super().setup(trainer)
         if self._is_fitting(trainer):
             self.attach_optimizers()
-            if self.joined.executor.exchanges:
-                self.joined.connection.start_server()
-            if self.joined.goes_on:
+            if self.world.executor.exchanges:
+                self.world.connection.start_server()
+            if self.world.goes_on:
                 self.checkpoints.forget()
                 self.epochs.resume(self.checkpoints.resumed)
                 self.run_states.take_over(trainer)
@@ -384,11 +384,11 @@ class OmniStrategyHooks(SavingStrategy):
     def model_to_device(self) -> None:
         """Where the members of a group hold the model together, block by block: no device ever has all of it."""
         if self.is_sharded:
-            self.joined.held.shard(self.fitted)
+            self.world.held.shard(self.pl_module)
         super().model_to_device()
         if self.is_sharded:
-            self.joined.held.share_initial()
-            _private.keep_unsynchronized(self.fitted, [name for name, _ in self.fitted.named_parameters()])
+            self.world.held.share_initial()
+            _private.keep_unsynchronized(self.pl_module, [name for name, _ in self.pl_module.named_parameters()])
 
     @override
     def configure_ddp(self) -> None:
@@ -396,21 +396,21 @@ class OmniStrategyHooks(SavingStrategy):
         if self.is_sharded:
             self.wrap_for_group()
             return
-        if self.joined.executor.exchanges:
-            self.joined.broadcast_initial(self.fitted)
+        if self.world.executor.exchanges:
+            self.world.broadcast_initial(self.pl_module)
             self.wrap_for_group()
             return
         _private.set_ddp_options(self, self.ddp_options)
         super().configure_ddp()
-        self.joined.reduction.install(self.model, self.joined.compute_group)
-        self.trainable.remember(self.fitted)
+        self.world.reduction.install(self.model, self.world.compute_group)
+        self.trainable.remember(self.pl_module)
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Makes the optimizers and refuses those that no server can run."""
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
-            self.joined.executor.check_optimizer(optimizer)
+            self.world.executor.check_optimizer(optimizer)
         if self.is_sharded and trainer.gradient_clip_val and trainer.gradient_clip_algorithm != "value":
             check_clipping(self.optimizers, self._world_options.inside)
 
@@ -423,7 +423,7 @@ class OmniStrategyHooks(SavingStrategy):
 
     def _install_signals(self) -> None:
         self.signals.install(
-            self._trainer, self.joined, lambda: self.epochs.interrupt(self.fitted), lambda: self.balance.waiting()
+            self._trainer, self.world, lambda: self.epochs.interrupt(self.pl_module), lambda: self.balance.waiting()
         )
 
     @override
@@ -437,7 +437,7 @@ class OmniStrategyHooks(SavingStrategy):
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """A batch of whatever loop: a sign of life."""
         self.signals.progress()
-        if self.world is not None and self.world.control is not None:
+        if self._world is not None and self.world.control is not None:
             self.world.control.got_on()
         return super().batch_to_device(batch, *args, **kwargs)
 
@@ -448,7 +448,7 @@ class OmniStrategyHooks(SavingStrategy):
         if self.nested.is_running:
             return
         self._install_signals()
-        world = self.joined
+        world = self.world
         self.reporting.begin()
         self._has_gathered = False
         world.states.resume(self.checkpoints.resumed)
@@ -457,7 +457,7 @@ class OmniStrategyHooks(SavingStrategy):
         if world.enlistment is not None:
             self.rejoining.took_part(world.enlistment.run)
         self.epochs.start()
-        self.balance.begin(world, self.fitted, lambda: self.epochs.leases)
+        self.balance.begin(world, self.pl_module, lambda: self.epochs.leases)
         self.grouping.guard()
         self._say_hello()
         for call in self.on_ready:
@@ -478,7 +478,7 @@ class OmniStrategyHooks(SavingStrategy):
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         """The forward pass is done: the last moment at which a rank's time is its own and not its group's."""
-        self.step_times.forward_done(self.joined.channel.traffic.seconds)
+        self.step_times.forward_done(self.world.channel.traffic.seconds)
         super().pre_backward(closure_loss)
 
     @override
@@ -492,7 +492,7 @@ class OmniStrategyHooks(SavingStrategy):
     def on_validation_end(self) -> None:
         """After the last callback: back into the epoch, if it goes on."""
         super().on_validation_end()
-        if self.world is not None:
+        if self._world is not None:
             reshard(self.world.held.sharded)  # hooks of the next epoch may add parameters to the optimizer
         self.epochs.after_validation()
         self.balance.after_validation()
@@ -505,7 +505,7 @@ class OmniStrategyHooks(SavingStrategy):
             return
         self._take_time()
         self.balance.end()
-        world = self.joined
+        world = self.world
         world.is_finished = True
         self.reporting.ask(world)
         self.epochs.finish()
@@ -533,7 +533,7 @@ class OmniStrategyHooks(SavingStrategy):
         super().on_exception(exception)
         if self._ends_with_all(exception):
             return
-        if self.world is not None:
+        if self._world is not None:
             self.reporting.keep(self.world)
             if not self.has_failed:
                 self.world.explain(exception)
@@ -548,7 +548,7 @@ class OmniStrategyHooks(SavingStrategy):
 
     def _rejoin_if_cut_off(self, error: BaseException) -> None:
         """If this group has joined on its own; called when it is known why it is out of the run."""
-        world = self.joined
+        world = self.world
         if world.enlistment is not None:
             self._rejoin(error, (world.control.cause if world.control is not None else None) or error)
 
@@ -576,7 +576,7 @@ class OmniStrategyHooks(SavingStrategy):
         self.balance.end()
         self.proxies.unguard()
         try:
-            if self.world is not None:
+            if self._world is not None:
                 self.world.close()
         finally:
             self.signals.restore()
@@ -600,7 +600,7 @@ class OmniStrategyHooks(SavingStrategy):
         Raises:
             ConfigurationError: wrong number, not at a batch boundary, or speeds are not known.
         """
-        world, trainer = self.joined, self._trainer
+        world, trainer = self.world, self._trainer
         if not self._is_fitting(trainer) or not self.proxies:
             raise ConfigurationError("regroup() forms groups while trainer.fit runs; before that, pass groups=")
         if trainer.fit_loop.batch_idx >= 0 and self.epochs.is_open and not _private.will_step(trainer):
@@ -619,12 +619,12 @@ class OmniStrategyHooks(SavingStrategy):
             return
         self.form(groups, speeds)
         if not self.epochs.is_open:
-            world.enter_world(self.fitted)  # between epochs: hooks are for all ranks together
+            world.enter_world(self.pl_module)  # between epochs: hooks are for all ranks together
         self._say_hello()
 
     def _form_wanted_groups(self) -> None:
         """Forms as many groups as a person who watches the run has asked for. On all ranks, between two epochs."""
-        world = self.joined
+        world = self.world
         if world.control is None or world.enlistment is not None or not self.proxies:
             return
         status = world.control.status
@@ -642,20 +642,20 @@ class OmniStrategyHooks(SavingStrategy):
     def stash_arrangement(self) -> None:
         """Groups and how they exchange are about to be chosen: those of the user are kept, for a later fit."""
         if self._arrangement is None:
-            world = self.joined
+            world = self.world
             self._arrangement = Arrangement(world.topology, world.communication, self.balance, self.merged)
 
     def begin_in_one_group(self) -> None:
         """A fit is set up whose groups are chosen while it trains: until then all ranks are one."""
         self.stash_arrangement()
-        self.joined.topology = Topology.even(self.joined.size, 1)
+        self.world.topology = Topology.even(self.world.size, 1)
 
     def form_as_arranged(self) -> None:
         """Nothing is chosen after all: the groups are formed that the user has asked for."""
         if self._arrangement is None:
             return
         groups = len(self._arrangement.topology.alive)
-        if groups != len(self.joined.topology.alive):
+        if groups != len(self.world.topology.alive):
             self.form(groups)
             self._say_hello()
 
@@ -665,15 +665,15 @@ class OmniStrategyHooks(SavingStrategy):
         if arrangement is None:
             return
         self.merged = Merged(arrangement.merged.name)
-        if not self.joined.ever_lost:
-            self.joined.topology, self.joined.communication = arrangement.topology, arrangement.communication
+        if not self.world.ever_lost:
+            self.world.topology, self.world.communication = arrangement.topology, arrangement.communication
             self.balance = arrangement.balance
 
     def run_state(self) -> RunState:
         """A copy of all that the run must remember, as it is on this rank, where there is one group."""
-        world, scaler = self.joined, getattr(self.precision_plugin, "scaler", None)
+        world, scaler = self.world, getattr(self.precision_plugin, "scaler", None)
         scalers = [] if scaler is None else [scaler]
-        return RunState.of(Live(world, world.channel, self.epochs, self.fitted, self.optimizers, scalers))
+        return RunState.of(Live(world, world.channel, self.epochs, self.pl_module, self.optimizers, scalers))
 
     # --- Data --------------------------------------------------------------------------------------------------------
 
@@ -681,7 +681,7 @@ class OmniStrategyHooks(SavingStrategy):
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """For DistributedSampler. The rank is marked, so that a sampler of Lightning's is told from a user's own."""
-        given, world = super().distributed_sampler_kwargs, self.world
+        given, world = super().distributed_sampler_kwargs, self._world
         if world is not None and not self._is_fitting(self._trainer):
             if world.ever_lost:  # those that are left evaluate all of the data
                 given = {"num_replicas": dist.get_world_size(), "rank": dist.get_rank()}
@@ -695,23 +695,23 @@ class OmniStrategyHooks(SavingStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         """Makes the training DataLoader one with leased batches, if it is one whose samples we may deal out."""
         loader = super().process_dataloader(dataloader)
-        if self.world is not None and self.world.enlistment is not None:
+        if self._world is not None and self.world.enlistment is not None:
             _private.seed_workers(self._trainer, loader, self.world.rank)
         return self.epochs.data.process(loader, self.global_rank, self._is_ours) if self._trainer.training else loader
 
     def _is_ours(self, loader: DataLoader[Any]) -> bool:
-        return is_given(loader) and not draws_batches(self.fitted.training_step)
+        return is_given(loader) and not draws_batches(self.pl_module.training_step)
 
     # --- Collectives -------------------------------------------------------------------------------------------------
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Gathers over the default process group; while several groups train, this is the compute group."""
-        world = self.world
+        world = self._world
         trains = world is not None and world.is_computing and not self.epochs.published.evaluates
         if trains and group in (None, dist.group.WORLD) and not self._has_gathered:
             self._has_gathered = True
-            self.rank_zero_warn(gathering_sentence(self.joined))
+            self.rank_zero_warn(gathering_sentence(self.world))
         with self.balance.waiting():
             return super().all_gather(tensor, group=group, sync_grads=sync_grads)
 
@@ -731,7 +731,7 @@ class OmniStrategyHooks(SavingStrategy):
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """All or any over the default process group, which may be smaller than the world."""
         with self.balance.waiting():
-            agreed = self.grouping.agree(decision, every=all) if self.world is not None else None
+            agreed = self.grouping.agree(decision, every=all) if self._world is not None else None
             return super().reduce_boolean_decision(decision, all=all) if agreed is None else agreed
 
     # --- What a user sees --------------------------------------------------------------------------------------------
@@ -740,7 +740,7 @@ class OmniStrategyHooks(SavingStrategy):
         # By a tuner, which is what prepares for the launch.
         is_chosen = any(hasattr(callback, "on_omni_launch") for callback in callbacks_of(self._trainer))
         said = f"OmniStrategy: {self.grouping.sentence}{'' if is_chosen else self.grouping.advice}"
-        world = self.joined
+        world = self.world
         if world.enlistment is not None and world.is_leader and not self.is_global_zero:
             # Nothing else is said where it was started: no progress, and no word of `rank_zero_info`.
             say = _private.undecorated(self.rank_zero_info)

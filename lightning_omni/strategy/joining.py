@@ -55,7 +55,7 @@ class RunStates:
 
     def check(self, trainer: Trainer) -> None:
         """Raises `UnsupportedError` for what groups that join cannot do in this fit."""
-        if self._strategy.joined.enlistment is None:
+        if self._strategy.world.enlistment is None:
             return
         if _private.finds_rate(trainer):
             raise UnsupportedError(
@@ -71,7 +71,7 @@ class RunStates:
         if self._strategy.is_sharded and _private.averaged_models(trainer):
             raise UnsupportedError(
                 "join=True with WeightAveraging: what it keeps is whole, and with"
-                f" {shown(self._strategy.joined.options.inside)} each rank has a part of the model; leave the callback"
+                f" {shown(self._strategy.world.options.inside)} each rank has a part of the model; leave the callback"
                 ' out, or use inside="ddp"'
             )
         if len(_private.averaged_models(trainer)) > 1:
@@ -85,14 +85,14 @@ class RunStates:
 
     def store(self) -> None:
         """The groups have parted: the server gets what a further one is given. On all ranks."""
-        world = self._strategy.joined
+        world = self._strategy.world
         if world.enlistment is None or world.process_groups.live.ranks[0] not in world.members:
             return
         self.renew()
 
     def renew(self) -> None:
         """A further group is given how the run stands now. On all of the recorder's group, while groups compute."""
-        world = self._strategy.joined
+        world = self._strategy.world
         reshard(world.held.sharded)
         tree = self._describe()  # on all of the group: what users save may need collectives
         if tree["shared"]:
@@ -107,14 +107,14 @@ class RunStates:
             world.channel.store.store_run_state(packed, buffer)
 
     def _describe(self) -> dict[str, Any]:
-        strategy, trainer = self._strategy, self._strategy.fitted.trainer
+        strategy, trainer = self._strategy, self._strategy.pl_module.trainer
         self.is_described = True
         try:
             checkpoint = _private.checkpoint_of(trainer)
         finally:
             self.is_described = False
-        served = {id(each) for part in strategy.joined.parts for each in part.replica.ordered}
-        entries = strategy.fitted.state_dict(keep_vars=True).items()
+        served = {id(each) for part in strategy.world.parts for each in part.replica.ordered}
+        entries = strategy.pl_module.state_dict(keep_vars=True).items()
         own = {name: each for name, each in entries if isinstance(each, Tensor) and id(each) not in served}
         shared = {name: own.pop(name) for name in list(own) if is_part(own[name])}
         bases = strategy.epochs.schedule
@@ -135,10 +135,10 @@ class RunStates:
             "schedule": [list(bases.get(config.scheduler, ())) for config in trainer.lr_scheduler_configs],
             "schedulers": checkpoint.pop("lr_schedulers"),
             "hyperparameters": checkpoint.pop("optimizer_states"),
-            "layouts": strategy.joined.parameter_groups.first_layouts,
-            "held": [_names_in(optimizer, strategy.fitted) for optimizer in strategy.optimizers],
-            "trainable": {name: each.requires_grad for name, each in strategy.fitted.named_parameters()},
-            "tracking": _tracking(strategy.fitted),
+            "layouts": strategy.world.parameter_groups.first_layouts,
+            "held": [_names_in(optimizer, strategy.pl_module) for optimizer in strategy.optimizers],
+            "trainable": {name: each.requires_grad for name, each in strategy.pl_module.named_parameters()},
+            "tracking": _tracking(strategy.pl_module),
             "module": {name: each.detach() for name, each in own.items()},
             "shared": {name: local_of(each) for name, each in shared.items()},
             "averages": [average.state_dict() for average in averages],
@@ -147,9 +147,9 @@ class RunStates:
             # What follows is for `lightning_omni.strategy.exported`; groups that join have a module of their own.
             **loops,
             "progress": None if progress is None else msgspec.to_builtins(progress),
-            "automatic": strategy.fitted.automatic_optimization,
+            "automatic": strategy.pl_module.automatic_optimization,
             "keys": self._keys(),
-            "parts": [self._described(part) for part in strategy.joined.parts],
+            "parts": [self._described(part) for part in strategy.world.parts],
             "kinds": [
                 {
                     "class": described(config.scheduler),
@@ -164,13 +164,13 @@ class RunStates:
     def _keys(self) -> dict[str, str]:
         """For every tensor of the module's state, the name by which the server has it; empty if it has it not."""
         strategy = self._strategy
-        served = {id(each): name for part in strategy.joined.parts for name, each in part.replica.parameters.items()}
-        return {name: served.get(id(each), "") for name, each in strategy.fitted.state_dict(keep_vars=True).items()}
+        served = {id(each): name for part in strategy.world.parts for name, each in part.replica.parameters.items()}
+        return {name: served.get(id(each), "") for name, each in strategy.pl_module.state_dict(keep_vars=True).items()}
 
     def _described(self, part: Part) -> dict[str, Any]:
         """What belongs to which parameter, of what the server holds of an optimizer."""
         places = {id(each): place for place, each in enumerate(held_by(part.optimizer))}
-        parameters, world = part.replica.parameters, self._strategy.joined
+        parameters, world = part.replica.parameters, self._strategy.world
         return {
             "optimizer": self._number(part.optimizer),
             "names": list(parameters),
@@ -205,19 +205,19 @@ class RunStates:
             ConfigurationError: this group was given other limits or callbacks.
         """
         strategy = self._strategy
-        joined = strategy.joined.take_part()
-        tree = strategy.joined.channel.store.read_run_state()
+        joined = strategy.world.take_part()
+        tree = strategy.world.channel.store.read_run_state()
         self._check_given(trainer, tree)
         assert joined.plan is not None  # or the server would not have let it in
         checkpoint = {**tree["more"], "callbacks": tree["callbacks"], "state_dict": tree["module"]}
         if tree["averages"]:  # the callback loads both, of which the module's own weights are read when training begins
             [average] = tree["averages"]
             whole = {name[7:]: each for name, each in average.items() if name.startswith("module.")}
-            checkpoint |= {"state_dict": whole, "current_model_state": strategy.fitted.state_dict()}
+            checkpoint |= {"state_dict": whole, "current_model_state": strategy.pl_module.state_dict()}
         _private.set_folders(trainer, tree["folders"])
         _private.load_callbacks(trainer, checkpoint)
-        if tree["shared"] and not (strategy.joined.share is None or strategy.joined.is_leader):
-            tree["shared"] = strategy.joined.channel.store.read_run_state(share=True)["shared"]
+        if tree["shared"] and not (strategy.world.share is None or strategy.world.is_leader):
+            tree["shared"] = strategy.world.channel.store.read_run_state(share=True)["shared"]
         self._take_over_module(tree)
         self._again = tree
         schedule: dict[Any, Any] = {}
@@ -262,10 +262,10 @@ class RunStates:
             return
         self.take_over_optimizers()
         self._again = None
-        _private.load_states_of_callbacks(self._strategy.fitted.trainer, tree)
-        _private.set_reload_epochs(self._strategy.fitted.trainer, tree["reloads"])
+        _private.load_states_of_callbacks(self._strategy.pl_module.trainer, tree)
+        _private.set_reload_epochs(self._strategy.pl_module.trainer, tree["reloads"])
         self._take_over_module(tree)
-        self._strategy.joined.read_again()
+        self._strategy.world.read_again()
 
     def _take_over_module(self, tree: Mapping[str, Any]) -> None:
         """Buffers, and parameters that are not trained. Of what the members of a group hold together, each its share.
@@ -273,7 +273,7 @@ class RunStates:
         Raises:
             ConfigurationError: the module of the run has more in it.
         """
-        module = self._strategy.fitted
+        module = self._strategy.pl_module
         unexpected = module.load_state_dict(tree["module"], strict=False).unexpected_keys
         if unexpected:
             raise ConfigurationError(
@@ -288,7 +288,7 @@ class RunStates:
         """Hooks before training are over, and weights are about to be read."""
         if self._again is not None:
             self.take_over_optimizers()
-            self._strategy.joined.parameter_groups.begin_with(self._again["layouts"])
+            self._strategy.world.parameter_groups.begin_with(self._again["layouts"])
 
     def take_over_optimizers(self) -> None:
         """This group trains what the run trains, with its settings. When ``on_fit_start`` is over, on all of it.
@@ -301,7 +301,7 @@ class RunStates:
         """
         if (run := self._again) is None:
             return
-        module = self._strategy.fitted
+        module = self._strategy.pl_module
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(run["trainable"].get(name, parameter.requires_grad))
         for name, tracks in run["tracking"].items():

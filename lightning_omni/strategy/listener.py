@@ -134,7 +134,7 @@ class Listener:
         """A batch is there."""
         if self._nested.is_running:
             return
-        strategy, traffic = self._strategy, self._strategy.joined.channel.traffic
+        strategy, traffic = self._strategy, self._strategy.world.channel.traffic
         self._signals.agree_alone()
         strategy.follow_recorder()
         strategy.grouping.begin_batch()
@@ -152,7 +152,7 @@ class Listener:
         """A batch is done."""
         if self._nested.is_running:
             return
-        strategy, world = self._strategy, self._strategy.joined
+        strategy, world = self._strategy, self._strategy.world
         strategy.merged.step_done()
         if world.control is not None:
             strategy.step_times.end(world.channel.traffic.seconds, world.channel.traffic.moved)
@@ -176,7 +176,7 @@ class Listener:
 
     def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
         """A group that has joined on its own and is told to leave does so also while it validates for all."""
-        if self._strategy.epochs.published.evaluates and self._strategy.joined.enlistment is not None:
+        if self._strategy.epochs.published.evaluates and self._strategy.world.enlistment is not None:
             self._signals.agree()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -191,21 +191,21 @@ class Listener:
             return
         self._strategy.epochs.end(pl_module)
         self._strategy.follow_recorder()
-        control = self._strategy.joined.control
+        control = self._strategy.world.control
         if control is None:
             return
         self._watch_staleness()
-        if self._strategy.joined.executor.exchanges:
+        if self._strategy.world.executor.exchanges:
             for name, value in self._staleness.compute().items():
                 if name in ("mean", "max"):
                     pl_module.log(f"omni/staleness_{name}", value.float(), sync_dist=True, batch_size=1)
-        is_parallel = isinstance(self._strategy.joined.options.inside, ModelParallel)  # which computes a batch together
+        is_parallel = isinstance(self._strategy.world.options.inside, ModelParallel)  # which computes a batch together
         can_rebalance = self._strategy.epochs.leases is not None and not (self._strategy.balance.is_on or is_parallel)
         if control.status is not None and (sentence := straggler_sentence(control.status, can_rebalance)):
             self._strategy.rank_zero_info(f"OmniStrategy: {sentence}")
 
     def _watch_staleness(self) -> None:
-        world = self._strategy.joined
+        world = self._strategy.world
         for part in world.parts:
             if world.is_leader:  # its peers hear the same numbers
                 self._staleness.update(torch.tensor(list(part.staleness.elements())))
@@ -238,7 +238,7 @@ class NestedRuns:
         Raises:
             UnsupportedError: groups are training, each for itself.
         """
-        world = self._strategy.joined
+        world = self._strategy.world
         if world.is_computing:
             raise UnsupportedError(
                 "trainer.fit_loop.run() inside an epoch (a learning-rate finder in on_train_batch_end, say): the groups"
@@ -252,10 +252,10 @@ class NestedRuns:
     def _apart(self) -> Iterator[None]:
         """Nothing of what follows the fit's own progress hears of the run."""
         strategy = self._strategy
-        world = strategy.joined
+        world = strategy.world
         kept, steps = (strategy.epochs, strategy.balance), world.steps
         epochs = EpochDriver("static", strategy.rank_zero_info)
-        epochs.connect(strategy.fitted.trainer, world)
+        epochs.connect(strategy.pl_module.trainer, world)
         strategy.epochs, strategy.balance = epochs, Balance("off", strategy.rank_zero_info)
         self.is_running = True
         try:
@@ -266,7 +266,7 @@ class NestedRuns:
 
     @contextmanager
     def _in_one_group(self) -> Iterator[None]:
-        strategy, world = self._strategy, self._strategy.joined
+        strategy, world = self._strategy, self._strategy.world
         if not world.executor.exchanges:
             yield
         elif world.control is not None:
@@ -286,4 +286,4 @@ class NestedRuns:
         """An epoch begins: groups that a nested run has made one are what they were."""
         groups, self._groups = self._groups, 1
         if groups > 1:
-            self._strategy.form(min(groups, len(self._strategy.joined.live_ranks)))
+            self._strategy.form(min(groups, len(self._strategy.world.live_ranks)))

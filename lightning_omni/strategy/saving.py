@@ -53,19 +53,19 @@ class SavingStrategy(GroupedStrategy):
     def _take_time(self) -> None:
         """What comes now, a checkpoint, say, may take its time."""
         self.signals.pause()
-        if self.world is not None and self.world.control is not None:
+        if self._world is not None and self.world.control is not None:
             self.world.control.takes_time()
 
     @property
     def _is_asynchronous(self) -> bool:
         """Whether several groups train at the moment, so that no rank knows everything that belongs in a checkpoint."""
-        return self.world is not None and self.world.executor.control is not None
+        return self._world is not None and self.world.executor.control is not None
 
     def fails(self, exception: BaseException) -> None:
         """The fit ends with an error, on this rank at least. Called before callbacks hear of it, and perhaps save."""
         if not self._ends_with_all(exception):
             self.has_failed = True
-            self.joined.explain(exception)
+            self.world.explain(exception)
 
     def _ends_with_all(self, exception: BaseException) -> bool:
         """Whether all ranks leave together, in good order: see `teardown`."""
@@ -82,7 +82,7 @@ class SavingStrategy(GroupedStrategy):
         if not self.has_failed:
             super().barrier(name)
             return
-        world = self.joined
+        world = self.world
         if world.control is not None and not world.is_leader and (world.enlistment or RECORDER in world.members):
             world.control.wait_for_end(SAVING)
 
@@ -97,20 +97,20 @@ class SavingStrategy(GroupedStrategy):
         if self.run_states.is_described:
             return {}
         self._take_time()
-        if self.world is not None:
+        if self._world is not None:
             reshard(self.world.held.sharded)
             self.world.agree_on_recorder()
         state = super().lightning_module_state_dict()
         if self._is_asynchronous:
             version = self.epochs.published.version
-            self.checkpoints.collect(self.joined, self.fitted, state, version, self.saves_folders, self.has_failed)
+            self.checkpoints.collect(self.world, self.pl_module, state, version, self.saves_folders, self.has_failed)
         return self._put_together(state)
 
     def _put_together(self, state: dict[str, Any]) -> dict[str, Any]:
         """What the members of the recorder's group have of it, whole on the recorder."""
-        if not self.is_sharded or self.saves_folders or not self.joined.is_with_recorder:
+        if not self.is_sharded or self.saves_folders or not self.world.is_with_recorder:
             return state
-        together: dict[str, Any] = whole(state, keeps=self.joined.is_recorder)
+        together: dict[str, Any] = whole(state, keeps=self.world.is_recorder)
         return together
 
     @override
@@ -119,22 +119,22 @@ class SavingStrategy(GroupedStrategy):
         own: dict[str, Any] = super().optimizer_state(optimizer)
         if self.run_states.is_described:
             return {"state": {}, "param_groups": own["param_groups"]}
-        if self._is_asynchronous and (self.joined.hands_over if self.saves_folders else self.joined.is_recorder):
-            own = self.checkpoints.state_of(self.joined, getattr(optimizer, "optimizer", optimizer), own)
+        if self._is_asynchronous and (self.world.hands_over if self.saves_folders else self.world.is_recorder):
+            own = self.checkpoints.state_of(self.world, getattr(optimizer, "optimizer", optimizer), own)
         return self._put_together(own)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Loads whole weights; where the members of a group hold the model together, each its rows of them."""
-        if self.is_sharded and is_sharded(self.fitted):
-            state = named_rows(checkpoint["state_dict"], self.fitted.state_dict(keep_vars=True).items())
+        if self.is_sharded and is_sharded(self.pl_module):
+            state = named_rows(checkpoint["state_dict"], self.pl_module.state_dict(keep_vars=True).items())
             checkpoint = {**checkpoint, "state_dict": state}
         super().load_model_state_dict(checkpoint, strict=strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Loads whole optimizer states; likewise."""
-        states = self.checkpoints.optimizer_states(checkpoint, self.optimizers, self.fitted)
+        states = self.checkpoints.optimizer_states(checkpoint, self.optimizers, self.pl_module)
         if self.is_sharded:
             states = [
                 {**saved, "state": state_rows(saved["state"], optimizer)}
@@ -155,7 +155,7 @@ class SavingStrategy(GroupedStrategy):
         if self.saves_folders:
             self._save_folder(checkpoint, filepath, storage_options)
             return
-        if self.world is not None:
+        if self._world is not None:
             self.checkpoints.complete(self.world, checkpoint, self.epochs)
         if type(self.checkpoint_io) is self.plain_checkpoint_io:  # and no plugin of the user's
             self.checkpoint_io = self.checkpoint_io_class()
@@ -172,8 +172,8 @@ class SavingStrategy(GroupedStrategy):
                 " of its own; save it in a folder that all of them see, or pass save_distributed_checkpoint=False"
             )
         path = Path(self.broadcast(str(filepath))).expanduser()
-        if self.joined.is_with_recorder:
-            self.checkpoints.save_folder(self.joined, self.fitted, self.optimizers, checkpoint, path, self.epochs)
+        if self.world.is_with_recorder:
+            self.checkpoints.save_folder(self.world, self.pl_module, self.optimizers, checkpoint, path, self.epochs)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -181,7 +181,7 @@ class SavingStrategy(GroupedStrategy):
         self.checkpoints.folder = None
         options = {} if weights_only is None else {"weights_only": weights_only}  # which older releases do not know
         if is_folder(checkpoint_path):
-            checkpoint = self.checkpoints.open_folder(Path(checkpoint_path), self.fitted, **options)
+            checkpoint = self.checkpoints.open_folder(Path(checkpoint_path), self.pl_module, **options)
         else:
             checkpoint = super().load_checkpoint(checkpoint_path, **options)
         self.checkpoints.read(checkpoint)

@@ -74,7 +74,7 @@ class AppliedSetting:
         if setting.rebalance and speeds is not None and len(world.members) > 1 and strategy.epochs.leases is not None:
             strategy.share_out([speeds[rank] for rank in world.members])
         if not strategy.epochs.is_open:
-            world.enter_world(strategy.fitted)
+            world.enter_world(strategy.pl_module)
         if setting.groups > 1:
             self.seconds_to_form = time.perf_counter() - began
 
@@ -97,7 +97,7 @@ class AppliedSetting:
             return False
         if not strategy.balance.is_on:
             strategy.balance = Balance("auto", self._run.say)
-            strategy.balance.begin(strategy.joined, strategy.fitted, lambda: strategy.epochs.leases)
+            strategy.balance.begin(strategy.world, strategy.pl_module, lambda: strategy.epochs.leases)
         return True
 
     def take_back(self) -> None:

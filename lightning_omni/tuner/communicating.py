@@ -38,7 +38,7 @@ def communicate(strategy: OmniStrategyHooks, wanted: Communication) -> bool:
     Returns:
         Whether it was otherwise.
     """
-    world = strategy.joined
+    world = strategy.world
     before, world.communication = world.communication, wanted
     if before.all_reduce != wanted.all_reduce and not world.executor.exchanges:
         strategy.wrap_for_group()

@@ -78,7 +78,7 @@ class FirstBatches:
     ) -> None:
         self.spec = spec
         self._alone: Microbenchmarks = before._alone if before else Microbenchmarks(strategy)
-        self._strategy, self._world = strategy, strategy.joined
+        self._strategy, self._world = strategy, strategy.world
         self._balance = Balance("auto", say_nothing, only_measures=True)
         self._kept = strategy.balance
         self._timer = StepTimer()
@@ -90,12 +90,12 @@ class FirstBatches:
         self._next = next(self._moments)
         self._heads: dict[str, HeadMeasured] = before._heads if before else {}
         self._is_asked = is_asked
-        batch = batch_size_of(loader_of(strategy.fitted.trainer))
+        batch = batch_size_of(loader_of(strategy.pl_module.trainer))
         self._observed = {
-            name: ObservedHead(strategy.fitted.get_submodule(name), batch) for name in heads if before is None
+            name: ObservedHead(strategy.pl_module.get_submodule(name), batch) for name in heads if before is None
         }
         strategy.balance = self._balance
-        self._balance.begin(self._world, strategy.fitted, lambda: strategy.epochs.leases)
+        self._balance.begin(self._world, strategy.pl_module, lambda: strategy.epochs.leases)
 
     def batch_done(self, loss: Tensor | None, steps: bool) -> None:
         """A batch is done.

@@ -125,7 +125,7 @@ class TunedFit(Fit):
         strategy.check_whole("OmniTuner forms other groups while they train")
         strategy.restore_arrangement()  # an earlier fit of this strategy may have been tuned
         learns = sampler_of(options.search).learns_from_run and strategy.epochs.data.kind == "dynamic"
-        if "all_reduce" in options.space and not (learns and strategy.joined.reduction.format == EXACT):
+        if "all_reduce" in options.space and not (learns and strategy.world.reduction.format == EXACT):
             raise ConfigurationError(
                 f'space={{"all_reduce": {options.space["all_reduce"]!r}}}: it is forecast from the first batches, whose'
                 ' gradients are averaged as they are; pass search="forecast", and leave data= and all_reduce= of the'

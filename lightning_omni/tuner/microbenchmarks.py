@@ -56,7 +56,7 @@ class Microbenchmarks:
     """
 
     def __init__(self, strategy: OmniStrategyHooks) -> None:
-        self._strategy, self._world = strategy, strategy.joined
+        self._strategy, self._world = strategy, strategy.world
         self._averaging: dict[str, float] = {}
 
     @property

@@ -114,19 +114,19 @@ class Prober:
         self.loader = probed_loader(trainer)
         self._arguments = arguments_of(type(module).training_step)
         self._further = tuple(further)
-        self._further_before = [each.current(self._strategy.joined) for each in self._further]
+        self._further_before = [each.current(self._strategy.world) for each in self._further]
         self._mute_logger, self._is_first = mute_logger, is_first
         self._count = 0
         self._names: set[str] = set()
-        self._lost = set(self._strategy.joined.lost)
+        self._lost = set(self._strategy.world.lost)
         self._strategy.form_one()
         self._scaler = getattr(trainer.precision_plugin, "scaler", None)
         if several:
-            self._strategy.joined.connection.join()
+            self._strategy.world.connection.join()
         optimizer = trainer.optimizers[0]
         self._gathers = isinstance(optimizer, SGD) and not optimizer.state
         self._state = self._strategy.run_state()
-        self._communication = self._strategy.joined.communication
+        self._communication = self._strategy.world.communication
 
     # --- A probe ------------------------------------------------------------------------------------------------------
 
@@ -145,10 +145,10 @@ class Prober:
         try:
             with self._state.swapped():
                 noted = self._train(probe, speeds, by_speed)
-                groups = self._strategy.joined.topology.groups
+                groups = self._strategy.world.topology.groups
                 self._strategy.form_one()
                 communicate(self._strategy, self._communication)
-            table = self._tell_all(replace(noted, lost=tuple(set(self._strategy.joined.lost) - self._lost)))
+            table = self._tell_all(replace(noted, lost=tuple(set(self._strategy.world.lost) - self._lost)))
         except BaseException as error:
             self._give_up(error)
             raise
@@ -157,11 +157,11 @@ class Prober:
         problem = f"diverged: gradients or weights are not finite on rank {diverged[0]}" if diverged else ""
         if lost:
             problem = f"rank {', '.join(map(str, lost))} was lost"
-        seconds = float(self._strategy.joined.tell(repr(time.perf_counter() - began)))
+        seconds = float(self._strategy.world.tell(repr(time.perf_counter() - began)))
         tried = replace(_tried(probe.setting, table, seconds, problem), gathers=self._gathers)
         measured = None if lost else _measured(groups, table, probe.setting.period, self._nbytes, self._servers)
         if measured is not None:
-            server = self._strategy.joined.server
+            server = self._strategy.world.server
             measured = replace(measured, nodes=server.nodes_of(measured.ranks), server_node=server.node)
         return Observation(tried, measured)
 
@@ -173,15 +173,15 @@ class Prober:
     def close(self) -> None:
         """The run is as it was before the first probe, in one group of all live ranks."""
         self._state.put_back()
-        self._strategy.joined.communication = self._communication
+        self._strategy.world.communication = self._communication
         for dimension, value in zip(self._further, self._further_before, strict=True):
-            dimension.apply(self._strategy.joined, value)
-        if self._is_first and not self._strategy.joined.executor.exchanges:
+            dimension.apply(self._strategy.world, value)
+        if self._is_first and not self._strategy.world.executor.exchanges:
             # DDP orders its buckets again after its first step, and sums are rounded as the buckets lie.
             self._strategy.wrap_for_group()
 
     def _train(self, probe: Probe, speeds: Mapping[int, float] | None, by_speed: bool) -> ProbedRank:
-        strategy, world = self._strategy, self._strategy.joined
+        strategy, world = self._strategy, self._strategy.world
         self._hyperparameters.set(probe.setting, self._lr)
         communicate(strategy, communication_of(probe.setting, self._communication))
         apply_further(self._further, world, probe.setting)
@@ -196,14 +196,14 @@ class Prober:
             finally:
                 balance.end()
             serve = self._ask_serve_time()
-            world.enter_world(strategy.fitted)
+            world.enter_world(strategy.pl_module)
         window = int(self._trainer.accumulate_grad_batches)
         own = tuple((samples * window, seconds) for samples, seconds in balance.measured)
         return ProbedRank(tuple(batches), own, has_diverged, serve)
 
     def _go_through(self, leases: Leases, balance: Balance) -> tuple[list[ProbedBatch], bool]:
         """All batches that this rank's group gets of the probe's samples, and whether it saw itself diverge."""
-        world = self._strategy.joined
+        world = self._strategy.world
         batches: list[ProbedBatch] = []
         began, exchanged = time.perf_counter(), world.channel.traffic.seconds
         micro: list[Any] = []
@@ -279,7 +279,7 @@ class Prober:
     # --- Data ---------------------------------------------------------------------------------------------------------
 
     def _leases(self, probe: Probe, speeds: Mapping[int, float] | None) -> Leases:
-        world = self._strategy.joined
+        world = self._strategy.world
         size = batch_size_of(self.loader)
         leases = Leases(world.size, size, probe.samples, world.rank, lambda epoch: None, is_local=True)
         shares: Sequence[int] = ()
@@ -320,11 +320,11 @@ class Prober:
 
     def _tell_all(self, noted: ProbedRank) -> dict[int, ProbedRank]:
         """What every live rank noted, on every rank."""
-        world = self._strategy.joined
+        world = self._strategy.world
         return dict(zip(world.members, gather_values(world, noted, ProbedRank), strict=True))
 
     def _ask_serve_time(self) -> float:
-        world = self._strategy.joined
+        world = self._strategy.world
         control = world.executor.control
         if not world.is_recorder or control is None:
             return 0.0
@@ -337,12 +337,12 @@ class Prober:
     @property
     def _servers(self) -> tuple[int, bool]:
         """How many servers hold a share of the weights each, and whether they are one on each node."""
-        world = self._strategy.joined
+        world = self._strategy.world
         return (1 if world.control is None else world.control.shards), world.options.servers == "per-node"
 
     @property
     def _nbytes(self) -> int:
-        return sum(part.replica.layout.nbytes for part in self._strategy.joined.parts if part.head is None)
+        return sum(part.replica.layout.nbytes for part in self._strategy.world.parts if part.head is None)
 
     @contextmanager
     def _in_place_of_the_run(self, leases: Leases, balance: Balance) -> Iterator[None]:
@@ -352,7 +352,7 @@ class Prober:
         strategy.epochs.leases, strategy.balance = leases, balance
         set_callbacks(trainer, [])
         trainer.loggers = [self._mute_logger() for _ in trainer.loggers]
-        world = strategy.joined
+        world = strategy.world
         world.core.heard.stop, world.core.heard.applied = "", True
         try:
             with silence(self._module, self._names), torch.enable_grad():
@@ -366,8 +366,8 @@ class Prober:
 
     def _give_up(self, error: BaseException) -> None:
         """This rank cannot go on. What is saved now has to be the run's state, not the probe's."""
-        self._strategy.joined.explain(error)
-        self._strategy.joined.fail(error, " in a probe")
+        self._strategy.world.explain(error)
+        self._strategy.world.fail(error, " in a probe")
         self.close()
 
 

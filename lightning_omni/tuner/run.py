@@ -97,7 +97,7 @@ class TunedRun:
     @property
     def world(self) -> World:
         """This rank's place among all ranks."""
-        return self.strategy.joined
+        return self.strategy.world
 
     @property
     def own(self) -> Setting:

@@ -135,7 +135,7 @@ class Compare(pl.Callback):
             if prediction is not None:
                 self._note(groups, rebalance, prediction, found)
         self._prober.close()
-        strategy.world.enter_world(strategy.fitted)
+        strategy.world.enter_world(strategy.pl_module)
 
     def _placed(
         self, groups: int, profile: Profile | None, prediction: Prediction | None

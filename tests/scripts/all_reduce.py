@@ -66,7 +66,7 @@ class Switched(pl.Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 3:
-            world = trainer.strategy.joined
+            world = trainer.strategy.world
             pl_module.format = all_reduce_of("powersgd:2")
             world.communication = world.communication._replace(all_reduce=pl_module.format)
             trainer.strategy.wrap_for_group()
