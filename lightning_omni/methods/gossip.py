@@ -6,7 +6,6 @@ import random
 from collections.abc import Sequence
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from lightning_omni.checks import check_choice
@@ -26,7 +25,7 @@ from lightning_omni.methods.contract import (
     Step,
     check_period,
 )
-from lightning_omni.methods.replica import Replica, minus
+from lightning_omni.methods.replica import Replica, is_sound, minus
 
 
 class _Bystander(ServerSide):
@@ -113,22 +112,17 @@ class Gossip(Method, frozen=True, kw_only=True, tag="gossip"):
         if peer == replica.group:
             return
         theirs = yield ReadPeer(peer)
-        if _is_sound(theirs):
+        if is_sound(theirs):
             replica.move(minus(_on(mine, theirs), mine), 0.5)
 
     def _push(self, replica: Replica, peer: int, mine: list[Tensor]) -> GroupSide:
         own_weight = 2 if peer == replica.group else 1
         mine = yield SendPeer(peer, mine)
         inbox: Inbox = yield ReadInbox()
-        if inbox.total is not None and _is_sound(inbox.total):
+        if inbox.total is not None and is_sound(inbox.total):
             # (w x + total) / (w + count) - x = (total - count x) / (w + count)
             surplus = [total - inbox.count * x for total, x in zip(_on(mine, inbox.total), mine, strict=True)]
             replica.move(surplus, 1 / (own_weight + inbox.count))
-
-
-def _is_sound(tensors: Sequence[Tensor] | None) -> bool:
-    """Whether there is something, and all of it finite: a peer that diverged must not take the others along."""
-    return tensors is not None and all(bool(torch.isfinite(tensor.sum())) for tensor in tensors)
 
 
 def _on(like: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -303,6 +303,14 @@ def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor.detach().clone() for tensor in tensors]
 
 
+def is_sound(tensors: Sequence[Tensor] | None) -> bool:
+    """Whether there is something, and all of it finite: a peer that diverged must not take the others along.
+
+    All members of a group that have the model in shares must see the same.
+    """
+    return tensors is not None and all(bool(torch.isfinite(tensor.sum())) for tensor in tensors)
+
+
 def minus(first: Sequence[Tensor], second: Sequence[Tensor]) -> list[Tensor]:
     """The differences, tensor by tensor."""
     return list(torch._foreach_sub(list(first), list(second))) if len(first) else []

@@ -19,10 +19,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from lightning_omni.methods import Inbox
+from lightning_omni.methods.replica import is_sound
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.transport import Address, PeersOfShares
 
@@ -87,7 +87,7 @@ class Together:
         if not number:
             return None
         theirs = self._peers.read(group, optimizer)
-        return theirs if self._all(_is_sound(theirs)) else None
+        return theirs if self._all(is_sound(theirs)) else None
 
     def _agreed_publication(self, group: int, optimizer: int) -> int:
         """The publication that all members are going to read; 0 if there is none."""
@@ -102,7 +102,7 @@ class Together:
 
     def send(self, group: int, optimizer: int, tensors: Sequence[Tensor]) -> None:
         """Puts weights into a group's inbox, if all members can."""
-        if not self._all(_is_sound(tensors) and self._peers.takes(group)):
+        if not self._all(is_sound(tensors) and self._peers.takes(group)):
             return
         self._sent[group, optimizer] += 1
         self._peers.send_part(group, optimizer, tensors, self._group, self._sent[group, optimizer])
@@ -121,7 +121,7 @@ class Together:
             inbox = arrivals.take(upto)
         if not is_new:
             return Inbox(None, 0)
-        if not self._all(inbox is not None and _is_sound(inbox.total)):
+        if not self._all(inbox is not None and is_sound(inbox.total)):
             self._warn("what other groups have sent")
             return Inbox(None, 0)
         assert inbox is not None
@@ -153,8 +153,3 @@ class Together:
         self.missed += 1
         if self.missed == 1:
             _log.warning("members of group %d do not have the same of %s; it is left out", self._group, what)
-
-
-def _is_sound(tensors: Sequence[Tensor] | None) -> bool:
-    """Whether there is something, and all of it finite: as methods see it, who must all see the same."""
-    return tensors is not None and all(bool(torch.isfinite(tensor.sum())) for tensor in tensors)

@@ -233,58 +233,68 @@ class _Replay:
 
     def take(self, event: Event) -> None:
         """One event."""
-        if event.optimizer and self._head:
-            if event.kind == "push":
-                self._head_access(event)
-            elif event.kind == "restructure" and self._head_shard is not None:
-                self._head_shard.restructure(event.group, _tree(event, {}))
-            return
         if event.optimizer:
+            self._take_of_head(event)
+        elif event.kind in ("seed", "form"):
+            self._form(event)
+        elif not self._is_formed:
+            raise ConfigurationError(
+                "events: the record does not begin with the forming of groups; pass the whole of it"
+            )
+        else:
+            self._shard.method_side.now = event.time
+            self._take_of_run(event)
+
+    def _take_of_head(self, event: Event) -> None:
+        if not self._head:
             raise ConfigurationError(
                 "events: the run has several optimizers, and only runs of one can be replayed; if one is a merged head,"
                 " pass its name as merged="
             )
-        if event.kind in ("seed", "form"):
-            self._form(event)
-            return
-        if not self._is_formed:
-            raise ConfigurationError(
-                "events: the record does not begin with the forming of groups; pass the whole of it"
-            )
-        self._shard.method_side.now = event.time
+        if event.kind == "push":
+            self._head_access(event)
+        elif event.kind == "restructure" and self._head_shard is not None:
+            self._head_shard.restructure(event.group, _tree(event, {}))
+
+    def _take_of_run(self, event: Event) -> None:
+        group = self._groups.get(event.group)
         if event.kind == "expire":
             self._deliver(self._shard.method_side.expire())
-            self._check_clock(event, self._shard)
-            return
-        if event.kind == "join":
+        elif event.kind == "join":
             self._join(event)
             return
-        group = self._groups.get(event.group)
-        if group is None:
+        elif group is None:
             return
-        if event.kind == "restructure":
+        elif event.kind == "restructure":
             self._finish_exchange(group)
             self._restructure(group, event)
             return
+        else:
+            self._take_of_group(group, event)
+        self._check_clock(event, self._shard)
+
+    def _take_of_group(self, group: _Group, event: Event) -> None:
+        """What a group has trained until then, and what it does then."""
         if (event.present or event.elsewhere) and self._method.steps_at == "server":
             self._mask(group, event)
         self._step_time = event.note
         self._train(group, event.epoch, event.spans, event.hyperparameters)
-        if event.kind == "push":
-            self._push(group, event)
-        elif event.kind == "fetch":
-            self._fetch(group)
-        elif event.kind == "rest":
-            self._finish_exchange(group)
-            self._deliver(self._shard.method_side.idle(event.group))
-        elif event.kind == "resume":
-            self._shard.method_side.resume(event.group)
-        elif event.kind == "leave":
-            self._deliver(self._shard.method_side.evict(event.group))
-        elif event.kind == "retire":
-            del self._groups[event.group]
-            self._deliver(self._shard.method_side.evict(event.group))
-        self._check_clock(event, self._shard)
+        side = self._shard.method_side
+        match event.kind:
+            case "push":
+                self._push(group, event)
+            case "fetch":
+                self._fetch(group)
+            case "rest":
+                self._finish_exchange(group)
+                self._deliver(side.idle(event.group))
+            case "resume":
+                side.resume(event.group)
+            case "leave":
+                self._deliver(side.evict(event.group))
+            case "retire":
+                del self._groups[event.group]
+                self._deliver(side.evict(event.group))
 
     @staticmethod
     def _check_clock(event: Event, shard: Shard) -> None:
