@@ -9,6 +9,8 @@ from rich.filesize import decimal
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_omni.checks import counted
+
 
 class Staleness(Metric):
     """Mean, spread and largest value of gradients' staleness.
@@ -98,8 +100,8 @@ class RunReport:
             >>> print(RunReport(128, 0.5, 2, 2, 2, bytes_per_step=2_240_123.4))
             128 updates, 2 groups of up to 2 ranks; staleness 0.5, at most 2; 2.2 MB exchanged a step
         """
-        groups = f"{self.groups} group{'s' * (self.groups > 1)} of up to {self.group_size} rank"
-        parts = [f"{self.updates:,} updates, {groups}{'s' * (self.group_size > 1)}"]
+        groups = f"{counted(self.groups, 'group')} of up to {counted(self.group_size, 'rank')}"
+        parts = [f"{self.updates:,} updates, {groups}"]
         if self.groups > 1:
             parts.append(f"staleness {self.staleness_mean:.2g}, at most {self.staleness_max}")
         costs = [f"{decimal(round(self.bytes_per_step))} exchanged a step"] if self.bytes_per_step else []

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from lightning_omni.checks import counted
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.palette import (
     EXPECTED,
@@ -370,7 +371,7 @@ def comparison_of(traces: Mapping[str, Trace], title: str = "", target: tuple[st
 def _label(name: str, trace: Trace) -> str:
     """A run in the legend: its name, its groups, its learning rate."""
     groups, lr = len(trace.meta.get("groups", ())), trace.meta.get("lr")
-    known = [f"{groups} group{'s' * (groups > 1)}"] if groups else []
+    known = [counted(groups, "group")] if groups else []
     known += [f"lr {lr:.3g}"] if lr is not None else []
     return f"{name}  ({', '.join(known)})" if known else name
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from lightning_omni.checks import counted
 from lightning_omni.methods import method_named
 from lightning_omni.performance import constants as c
 from lightning_omni.performance.statistical import DecayFit, Estimate, LossCurve, check_level, fit_decay
@@ -109,7 +110,7 @@ class Setting(Serializable):
         return parts + ["overlapped"] * (several and self.overlap)
 
     def __str__(self) -> str:
-        parts = [f"{self.groups} group{'s' * (self.groups > 1)}", *self._named_method]
+        parts = [counted(self.groups, "group"), *self._named_method]
         parts += ["proportional batches"] * self.rebalance + self._pace
         parts += [f"{name} {value}" for name, value in self.further]
         return ", ".join([*parts, f"momentum {self.momentum:.3g}", f"lr {self.lr:.3g}"])

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_omni.checks import check_number, check_whole
+from lightning_omni.checks import check_number, check_whole, counted
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.performance import constants as c
 from lightning_omni.performance.cluster_change import ClusterChange
@@ -410,7 +410,7 @@ class Profile(Serializable):
     ) -> str:
         count = len(topology.alive)
         said = (
-            f"{count} group{'s' * (count > 1)}: an update every {_milliseconds(seconds)},"
+            f"{counted(count, 'group')}: an update every {_milliseconds(seconds)},"
             f" {samples.value:.4g} samples/s; {reason}"
         )
         if count > 1 and not model.knows_exchange:

@@ -215,8 +215,8 @@ class RunObservation(Service):
         self._formed = message
         self.tick(self._now())
         names = ", ".join(self._roster.identity(group).name for group in topology.alive)
-        count = len(topology.alive)
-        self._note(self._now(), "formed", f"{count} group{'s' * (count > 1)} formed ({names}): {method!r}")
+        groups = counted(len(topology.alive), "group")
+        self._note(self._now(), "formed", f"{groups} formed ({names}): {method!r}")
 
     def state(self) -> bytes:
         return m.encode(self._formed) if self._formed is not None else b""

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_omni.checks import counted
 from lightning_omni.performance.forecast import Setting
 from lightning_omni.performance.measured import Measured
 from lightning_omni.search import constants as c
@@ -201,7 +202,7 @@ class Search(Evidence):
 
     def _ends(self) -> Iterator[Probe]:
         for groups in (max(self.spec.space.groups), 1):
-            probe = self._probe(self.proposal(groups), f"{groups} group{'s' * (groups > 1)}")
+            probe = self._probe(self.proposal(groups), counted(groups, "group"))
             if groups not in {each.setting.groups for each in self.tried} and self.affords(probe):
                 yield probe
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lightning_omni.checks import check_choice, check_kind, check_number, check_whole
+from lightning_omni.checks import check_choice, check_kind, check_number, check_whole, counted
 from lightning_omni.errors import ConfigurationError
 
 _SLOWEST_NORMAL = 0.05
@@ -425,7 +425,7 @@ class Cluster:
             '8 devices, 1 of them 4× as slow, gamma jitter 0.3; link 10 Gbit/s, 0.05 ms'
         """
         servers = f"{self.server_count} servers" if self.server_count > 1 else ""
-        between = f"{self.aggregators} aggregator{'s' * (self.aggregators > 1)}" if self.aggregators else ""
+        between = counted(self.aggregators, "aggregator") if self.aggregators else ""
         parts = (self._devices_in_words, self._link_in_words, servers, between, self._events_in_words)
         return "; ".join(filter(None, parts))
 
@@ -433,7 +433,7 @@ class Cluster:
     def _devices_in_words(self) -> str:
         times = [device.seconds(1) for device in self.devices]
         slower = Counter(round(time / min(times), 2) for time in times if time > 1.001 * min(times))
-        parts = [f"{len(times)} device{'s' * (len(times) > 1)}"]
+        parts = [counted(len(times), "device")]
         parts += [f"{count} of them {factor:g}× as slow" for factor, count in sorted(slower.items())]
         kinds = {device.jitter: None for device in self.devices if device.jitter.kind != "none"}
         scatters = [f"{jitter.kind} jitter{f' {jitter.cv:g}' if jitter.cv else ''}" for jitter in kinds]
@@ -452,7 +452,7 @@ class Cluster:
         parts = [f"{failed} fail{'s' * (failed == 1)}"] if failed else []
         parts += [f"{slowed} slow for a while"] if slowed else []
         restarts = len(self.restarts)
-        return ", ".join([*parts, f"{restarts} server restart{'s' * (restarts > 1)}"] if restarts else parts)
+        return ", ".join([*parts, counted(restarts, "server restart")] if restarts else parts)
 
     def summary(self) -> dict[str, Any]:
         """The cluster in plain values, equal devices counted instead of repeated."""
