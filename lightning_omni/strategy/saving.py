@@ -80,7 +80,8 @@ class SavingStrategy(GroupedStrategy):
         recorder may still be fetching what it saves, and the run is over as soon as another of its group has left.
         """
         if not self.has_failed:
-            super().barrier(name)
+            with self.balance.waiting():
+                super().barrier(name)
             return
         world = self.world
         if world.control is not None and not world.is_leader and (world.enlistment or RECORDER in world.members):
