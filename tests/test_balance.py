@@ -15,6 +15,7 @@ from lightning_omni.performance import constants as c
 from lightning_omni.performance.batch_split import Balancer, BatchSplit, Throughput, seconds
 from lightning_omni.performance.step_parts import straggler_sentence
 from lightning_omni.protocol.messages import GroupStatus, Status
+from lightning_omni.strategy.live_metrics import SMOOTHING, StepTimes
 
 varied = settings(deadline=None, max_examples=100, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
@@ -244,6 +245,30 @@ def test_a_device_is_asked_only_when_it_is_done(monkeypatch: pytest.MonkeyPatch)
     assert clock.seconds(first, second) is None
     second.is_done = True
     assert clock.seconds(first, second) == 1.0
+
+
+def test_what_a_slow_rank_is_named_by_has_its_loading_in_it_and_no_waiting(clock: Hands) -> None:
+    times = StepTimes(clock.mark)
+    for _ in range(2):
+        times.begin(0.0, 0)
+        clock.now += 2  # forward
+        times.waited(0.5)
+        times.forward_done(0.25)
+        clock.now += 100  # backward, with its wait for the group
+        times.end(0.25, 0)
+        clock.now += 1  # loading
+        times.waited(0.75)
+    first, second = 2 - 0.5 - 0.25, 1 + 2 - 0.75 - 0.5 - 0.25
+    assert times.means[0] == pytest.approx(SMOOTHING * first + (1 - SMOOTHING) * second)
+    times.interrupt()
+    clock.now += 1000  # a validation
+    times.begin(0.25, 0)
+    clock.now += 2
+    times.forward_done(0.25)
+    times.end(0.25, 0)
+    assert times.means[0] == pytest.approx(
+        SMOOTHING * (SMOOTHING * first + (1 - SMOOTHING) * second) + (1 - SMOOTHING) * 2
+    )
 
 
 # --- What is said ----------------------------------------------------------------------------------------------------

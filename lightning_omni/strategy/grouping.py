@@ -7,7 +7,9 @@ not. The strategy asks its `grouping` for what differs; the same seam runs throu
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -74,6 +76,14 @@ class GroupedStrategy(_Base):
         self.step_times = StepTimes()
         self._one, self._several = Grouping(self), SeveralGroups(self)
         self._is_told_to_record = self._took_over = False
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Within it this rank waits for others, which is no compute time of its own."""
+        began = time.perf_counter()
+        with self.balance.waiting():
+            yield
+        self.step_times.waited(time.perf_counter() - began)
 
     @property
     def world(self) -> World:

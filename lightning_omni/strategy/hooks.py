@@ -422,9 +422,7 @@ class OmniStrategyHooks(SavingStrategy):
     # --- Training ----------------------------------------------------------------------------------------------------
 
     def _install_signals(self) -> None:
-        self.signals.install(
-            self._trainer, self.world, lambda: self.epochs.interrupt(self.pl_module), lambda: self.balance.waiting()
-        )
+        self.signals.install(self._trainer, self.world, lambda: self.epochs.interrupt(self.pl_module), self.waiting)
 
     @override
     def barrier(self, name: str | None = None) -> None:
@@ -496,6 +494,7 @@ class OmniStrategyHooks(SavingStrategy):
             reshard(self.world.held.sharded)  # hooks of the next epoch may add parameters to the optimizer
         self.epochs.after_validation()
         self.balance.after_validation()
+        self.step_times.interrupt()
 
     @override
     def on_train_end(self) -> None:
@@ -712,25 +711,25 @@ class OmniStrategyHooks(SavingStrategy):
         if trains and group in (None, dist.group.WORLD) and not self._has_gathered:
             self._has_gathered = True
             self.rank_zero_warn(gathering_sentence(self.world))
-        with self.balance.waiting():
+        with self.waiting():
             return super().all_gather(tensor, group=group, sync_grads=sync_grads)
 
     @override
     def reduce(self, *args: Any, **kwargs: Any) -> Any:
         """Reduces over the default process group. What waits for others is no work of this rank's."""
-        with self.balance.waiting():
+        with self.waiting():
             return super().reduce(*args, **kwargs)
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Broadcasts over the default process group, and waits likewise."""
-        with self.balance.waiting():
+        with self.waiting():
             return super().broadcast(obj, src)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """All or any over the default process group, which may be smaller than the world."""
-        with self.balance.waiting():
+        with self.waiting():
             agreed = self.grouping.agree(decision, every=all) if self._world is not None else None
             return super().reduce_boolean_decision(decision, all=all) if agreed is None else agreed
 

@@ -110,6 +110,7 @@ class Listener:
         strategy.grouping.begin_epoch()
         strategy.epochs.begin(self._trainer.current_epoch)
         strategy.balance.begin_epoch()
+        strategy.step_times.interrupt()
         if not strategy.epochs.data.is_dealt_out:
             iterate()
 

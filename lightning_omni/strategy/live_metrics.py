@@ -24,11 +24,17 @@ SMOOTHING = 0.9
 
 
 class StepTimes:
-    """Running means of this rank's times, in seconds, and the bytes that it moved."""
+    """Running means of this rank's times, in seconds, and the bytes that it moved.
 
-    def __init__(self) -> None:
-        self._timer, self._began = StepTimer(), 0.0
-        self._compute = 0.0
+    Args:
+        clock: gives the time in seconds; None for that of `time.perf_counter`.
+    """
+
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+        self._clock = clock or time.perf_counter
+        self._timer = StepTimer(clock)
+        self._began: float | None = None  # that this rank works for itself
+        self._compute = self._waited = 0.0
         self._exchanged = self._exchanged_before = 0.0
         self._moved = self._moved_before = self._batches = 0
         self._means: tuple[float, float, float] | None = None
@@ -40,10 +46,19 @@ class StepTimes:
             exchanged: seconds spent in exchanges so far, in the whole run.
             moved: bytes exchanged so far.
         """
-        self._began = time.perf_counter()
+        if self._began is None:
+            self._began = self._clock()
         self._timer.start()
         self._compute = 0.0
         self._exchanged_before, self._moved_before = exchanged, moved
+
+    def interrupt(self) -> None:
+        """Something else comes before the next batch, which begins with `begin`."""
+        self._began, self._waited = None, 0.0
+
+    def waited(self, seconds: float) -> None:
+        """So long this rank has waited for others."""
+        self._waited += seconds
 
     def forward_done(self, exchanged: float) -> None:
         """The rank's forward pass is done; from here on it may have to wait for its group.
@@ -51,8 +66,9 @@ class StepTimes:
         Args:
             exchanged: as in `begin`; exclusive access to a merged head is none of this rank's compute time.
         """
-        if not self._compute:
-            self._compute = time.perf_counter() - self._began - (exchanged - self._exchanged_before)
+        if not self._compute and self._began is not None:
+            elsewhere = self._waited + exchanged - self._exchanged_before
+            self._compute = max(0.0, self._clock() - self._began - elsewhere)
 
     def end(self, exchanged: float, moved: int) -> None:
         """A batch has ended; the arguments are those of `begin`."""
@@ -60,12 +76,13 @@ class StepTimes:
         self._batches += 1
         sample = (self._compute, self._timer.done() or 0.0, exchanged - self._exchanged)
         self._exchanged = exchanged
+        self._began, self._waited = self._clock(), 0.0
         old = self._means or sample
         self._means = tuple(SMOOTHING * was + (1 - SMOOTHING) * new for was, new in zip(old, sample, strict=True))  # type: ignore[assignment]
 
     @property
     def means(self) -> tuple[float, float, float]:
-        """Compute time (to the end of the forward pass), whole step, exchange with the server."""
+        """Compute time (loading included, to the end of the forward pass), whole step, exchange with the server."""
         return self._means or (0.0, 0.0, 0.0)
 
     @property

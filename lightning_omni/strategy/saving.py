@@ -80,7 +80,7 @@ class SavingStrategy(GroupedStrategy):
         recorder may still be fetching what it saves, and the run is over as soon as another of its group has left.
         """
         if not self.has_failed:
-            with self.balance.waiting():
+            with self.waiting():
                 super().barrier(name)
             return
         world = self.world
