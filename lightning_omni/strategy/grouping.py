@@ -97,6 +97,11 @@ class GroupedStrategy(_Base):
         return self._world
 
     @property
+    def joins(self) -> bool:
+        """Whether its group joins a run on its own."""
+        return self._world_options.join
+
+    @property
     def pl_module(self) -> LightningModule:
         """The LightningModule, which knows its Trainer."""
         assert self.lightning_module is not None

@@ -179,8 +179,7 @@ class OmniTunerHooks(_CallbackBase):
         if trainer.is_global_zero:  # by now a launcher has done so, if it is Lightning that starts the ranks
             self._load_libraries()
         run = TunedRun(trainer, pl_module, self._options, self.rank_zero_info)
-        is_joined = run.strategy.world.enlistment is not None
-        self._fit = JoinedFit(run) if is_joined else TunedFit(run, self.mute_logger)
+        self._fit = JoinedFit(run) if run.strategy.joins else TunedFit(run, self.mute_logger)
         run.strategy.on_ready.append(self._fit.begin)
 
     def on_omni_launch(self, trainer: Trainer) -> None:

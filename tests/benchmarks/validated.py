@@ -40,7 +40,7 @@ class ValidatedWeights:
             if that was so whenever this was asked for as many times as there are steps from one exchange to the next.
         """
         weights = {name: each.detach() for name, each in self._parameters.items()}
-        world = getattr(strategy, "joined", None)
+        world = getattr(strategy, "world", None)
         if world is None or not world.executor.exchanges:
             return list(weights.values())
         if world.method.evaluated == "mean":
