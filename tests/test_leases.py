@@ -233,6 +233,20 @@ def test_members_share_a_batch_without_gap_or_overlap(start: int, size: int, mem
         assert set(used.values()) == {1}
 
 
+@varied
+@given(st.integers(6, 400), st.lists(st.integers(1, 3), min_size=2, max_size=4), st.data())
+def test_no_group_is_left_fewer_than_two_samples_for_each_member(
+    total: int, sizes: list[int], data: st.DataObject
+) -> None:
+    book = LeaseBook(EpochPlan(epoch=0, total=total, batch_size=8, budget=total), dict(enumerate(sizes)))
+    drawn = [0] * len(sizes)
+    while not book.is_drained:
+        group = data.draw(st.sampled_from(range(len(sizes))), label="group")
+        new = book.draw(group, drawn[group])
+        drawn[group] += len(new)
+        assert all(batch.stop - batch.start >= 2 * sizes[group] for batch in new)
+
+
 # --- In proportion to the speeds -----------------------------------------------------------------------------------
 
 

@@ -273,10 +273,23 @@ class LeaseBook:
 
     def _take(self, size: int) -> Batch:
         start, stop = self._free.pop(0)
+        size -= self._missing(stop - start - size, size)
         if stop - start > size:
             self._free.insert(0, (start + size, stop))
             stop = start + size
         return Batch(start, stop, self._interval_of(start))
+
+    def _missing(self, rest: int, size: int) -> int:
+        """By how much a batch of ``size`` is too large: what is left would be too little for a group that draws it.
+
+        Where groups have a remainder of fewer than two samples for each member, one of them may get a single one, with
+        which BatchNorm cannot train. The batches of one group are those of DistributedSampler.
+        """
+        if rest <= 0 or len(self._sizes) == 1:
+            return 0
+        least = 2 * max(self._sizes.values()) // self.plan.ranks_per_batch
+        missing = max(0, least - rest)
+        return missing if size - missing >= 2 * size // self.plan.batch_size else 0
 
     def _interval_of(self, start: int) -> int:
         # What comes back from a dead group is trained late: it never reopens an interval that was validated.
