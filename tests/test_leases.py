@@ -247,6 +247,48 @@ def test_no_group_is_left_fewer_than_two_samples_for_each_member(
         assert all(batch.stop - batch.start >= 2 * sizes[group] for batch in new)
 
 
+@varied
+@given(st.integers(2, 40), st.lists(st.integers(1, 20), min_size=1, max_size=8), st.booleans())
+def test_in_pairs_each_member_gets_two_samples_and_all_samples_count_about_alike(
+    size: int, shares: list[int], is_shared_out: bool
+) -> None:
+    batch, members = Batch(7, 7 + size, 0), len(shares)
+    mine = shares if is_shared_out else []
+    parts = [list(positions(batch, member, members, mine, in_pairs=True)) for member in range(members)]
+    assert all(len(set(part)) > 1 for part in parts)
+    used = Counter(chain.from_iterable(parts))
+    assert set(used) == set(range(7, 7 + size))
+    if size < 2 * members:
+        assert max(used.values()) - min(used.values()) <= 1
+        assert all(weight(batch, member, members, mine, in_pairs=True) == 1.0 for member in range(members))
+    else:
+        assert parts == [list(positions(batch, member, members, mine)) for member in range(members)]
+
+
+def rest_of_an_epoch(batch_size: int, members: int = 4) -> Leases:
+    """One group goes on where several have left a single batch of one rank, and the end."""
+    leases = Leases(members, batch_size, 16 * batch_size, rank=0, before_epoch=lambda _: None, is_local=True)
+    trained = ((0, 3 * batch_size), (4 * batch_size, 8 * batch_size))
+    whole = EpochPlan(epoch=0, total=leases.total, batch_size=batch_size, budget=leases.total, trained=trained)
+    leases.begin_local(whole, goes_on=True)
+    return leases
+
+
+@pytest.mark.parametrize(("batch_size", "sizes"), [(1, [1, 1, 1]), (4, [2, 4, 4]), (7, [2, 7, 7]), (8, [2, 8, 8])])
+def test_what_several_groups_leave_of_an_epoch_is_trained_to_its_end(batch_size: int, sizes: list[int]) -> None:
+    leases = rest_of_an_epoch(batch_size)
+    sampler: DistributedSampler[int] = DistributedSampler(range(leases.total), 4, 0, shuffle=False)  # type: ignore[arg-type]
+    assert [len(batch) for batch in LeasedBatchSampler(sampler, leases, drop_last=False)] == sizes
+
+
+def test_a_whole_epoch_of_one_group_is_never_trained_in_pairs() -> None:
+    leases = rest_of_an_epoch(batch_size=4)
+    assert leases.in_pairs
+    leases.iterate(epoch=0)
+    leases.iterate(epoch=1)
+    assert not leases.in_pairs
+
+
 # --- In proportion to the speeds -----------------------------------------------------------------------------------
 
 

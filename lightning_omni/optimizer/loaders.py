@@ -33,6 +33,8 @@ class Leases(Lessee):
 
     Attributes:
         generation: grows by one with every regrouping; what was drawn before is void.
+        is_as_ddp: whether batches are those of DistributedSampler: one group has the whole epoch, and not what several
+            have left of it.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Leases(Lessee):
         self.world_size, self.batch_size, self.total = world_size, batch_size, total
         self.is_local = is_local
         self.generation = 0
+        self._deal(is_as_ddp=is_local)
         self._before_epoch = before_epoch
         self._control: Control | None = None
         self._book: LeaseBook | None = None
@@ -87,13 +90,19 @@ class Leases(Lessee):
         self.join(member, members, generation, shares)
         self._control = control
         self.is_local = control is None
+        self._deal(is_as_ddp=self.is_local)
         self._book = None
         self.generation += 1
+
+    def _deal(self, is_as_ddp: bool) -> None:
+        self.is_as_ddp = is_as_ddp
+        self.in_pairs = not is_as_ddp and self.batch_size > 1
 
     def begin_local(self, plan: EpochPlan, goes_on: bool = False) -> None:
         """An epoch of one group begins; or, after a regrouping, goes on with what ``plan`` does not call trained."""
         self._book = LeaseBook(plan, {0: self._members * plan.ranks_per_batch})
         self._goes_on = goes_on
+        self._deal(is_as_ddp=not goes_on)
         self.restart(plan.epoch)
         coming = self.peek() if goes_on else None
         self.interval = coming.interval if coming is not None else 0

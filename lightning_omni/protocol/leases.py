@@ -347,7 +347,7 @@ def apportion(total: int, speeds: Sequence[float]) -> tuple[int, ...]:
     return tuple(parts)
 
 
-def positions(batch: Batch, member: int, members: int, shares: Sequence[int] = ()) -> range:
+def positions(batch: Batch, member: int, members: int, shares: Sequence[int] = (), in_pairs: bool = False) -> range:
     """The positions of a group batch that fall to one member: every ``members``-th, as DistributedSampler deals.
 
     With one group this is exactly what DistributedSampler and BatchSampler would give that rank. A batch with fewer
@@ -359,14 +359,21 @@ def positions(batch: Batch, member: int, members: int, shares: Sequence[int] = (
         members: size of the group.
         shares: what each member gets of a whole batch, if that is not the same for all: then each gets a range without
             gaps, and of a shorter batch in proportion.
+        in_pairs: whether of a batch with fewer than two positions for each member, members get two nevertheless, some
+            of them twice: with a single one BatchNorm cannot train.
 
     Example:
         >>> list(positions(Batch(10, 16, 0), member=1, members=2))
         [11, 13, 15]
         >>> list(positions(Batch(10, 16, 0), member=1, members=2, shares=(2, 4)))
         [12, 13, 14, 15]
+        >>> [list(positions(Batch(10, 13, 0), member, members=2, in_pairs=True)) for member in (0, 1)]
+        [[10, 11], [10, 12]]
     """
     size = batch.stop - batch.start
+    if in_pairs and _is_short(size, members):
+        low, high = sorted((2 * member % size, (2 * member + 1) % size))
+        return range(batch.start + low, batch.start + high + 1, high - low)
     if shares and size >= members:
         parts = apportion(size, shares)
         first = batch.start + sum(parts[:member])
@@ -378,7 +385,7 @@ def positions(batch: Batch, member: int, members: int, shares: Sequence[int] = (
     return range(first, batch.stop, members)
 
 
-def weight(batch: Batch, member: int, members: int, shares: Sequence[int] = ()) -> float:
+def weight(batch: Batch, member: int, members: int, shares: Sequence[int] = (), in_pairs: bool = False) -> float:
     """By what a member multiplies its mean gradient, so that DDP's mean over members is the mean over the batch.
 
     That is ``members * own samples / all samples``, and less for a sample that several members hold.
@@ -388,18 +395,24 @@ def weight(batch: Batch, member: int, members: int, shares: Sequence[int] = ()) 
         member: place in the group, from 0.
         members: size of the group.
         shares: as in `positions`. Without any it is 1.0, whatever the batch: members count alike, as under DDP.
+        in_pairs: as in `positions`.
 
     Example:
         >>> [weight(Batch(0, 6, 0), member, 2, shares=(2, 4)) for member in (0, 1)]
         [0.6666666666666666, 1.3333333333333333]
     """
-    if not shares:
-        return 1.0
     size = batch.stop - batch.start
+    if not shares or (in_pairs and _is_short(size, members)):
+        return 1.0
     if size >= members:
         return members * apportion(size, shares)[member] / size
     holders = len(range(member % size, members, size))
     return members / (size * holders)
+
+
+def _is_short(size: int, members: int) -> bool:
+    """Whether a batch has fewer than two positions for each member, but two at all."""
+    return 1 < size < 2 * members
 
 
 def _merge(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -26,6 +26,7 @@ class Lessee:
         trained: batches of this epoch that the group has begun to train, since groups were last formed.
         interval: number of the validation interval that the group is in.
         handed: batches that were handed out to be loaded.
+        in_pairs: whether members get at least two samples of a batch; see `lightning_omni.protocol.leases.positions`.
 
     Example:
         >>> lessee = Lessee(member=1, members=2, generation=1)
@@ -40,6 +41,7 @@ class Lessee:
 
     def __init__(self, member: int = 0, members: int = 1, generation: int = 0, shares: Sequence[int] = ()) -> None:
         self.epoch = -1
+        self.in_pairs = False
         self.trained = self.interval = self.handed = 0
         self._batches: list[Batch] = []
         self._shares = [(0, tuple(shares))]  # from which batch number on, in ascending order; never empty
@@ -123,7 +125,7 @@ class Lessee:
 
     def indices(self, number: int) -> range:
         """Positions of a batch that are this member's, by the batch's number among those drawn."""
-        return positions(self._batches[number], self._member, self._members, self._shares_of(number))
+        return positions(self._batches[number], self._member, self._members, self._shares_of(number), self.in_pairs)
 
     @property
     def samples(self) -> int:
@@ -157,7 +159,7 @@ class Lessee:
         batch = self.current
         if batch is None:
             return 1.0
-        return weight(batch, self._member, self._members, self._shares_of(self.trained - 1))
+        return weight(batch, self._member, self._members, self._shares_of(self.trained - 1), self.in_pairs)
 
     def _shares_of(self, number: int) -> tuple[int, ...]:
         return next(shares for start, shares in reversed(self._shares) if start <= number)
