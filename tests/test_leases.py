@@ -276,9 +276,10 @@ def rest_of_an_epoch(batch_size: int, members: int = 4) -> Leases:
 
 @pytest.mark.parametrize(("batch_size", "sizes"), [(1, [1, 1, 1]), (4, [2, 4, 4]), (7, [2, 7, 7]), (8, [2, 8, 8])])
 def test_what_several_groups_leave_of_an_epoch_is_trained_to_its_end(batch_size: int, sizes: list[int]) -> None:
-    leases = rest_of_an_epoch(batch_size)
-    sampler: DistributedSampler[int] = DistributedSampler(range(leases.total), 4, 0, shuffle=False)  # type: ignore[arg-type]
-    assert [len(batch) for batch in LeasedBatchSampler(sampler, leases, drop_last=False)] == sizes
+    for drop_last in (False, True):
+        leases = rest_of_an_epoch(batch_size)
+        sampler: DistributedSampler[int] = DistributedSampler(range(leases.total), 4, 0, shuffle=False)  # type: ignore[arg-type]
+        assert [len(batch) for batch in LeasedBatchSampler(sampler, leases, drop_last)] == sizes
 
 
 def test_a_whole_epoch_of_one_group_is_never_trained_in_pairs() -> None:

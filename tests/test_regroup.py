@@ -50,6 +50,13 @@ def test_batches_loaded_ahead_by_workers_go_back() -> None:
     assert everything(finished.results, 1) == [Counter(range(1024))]
 
 
+def test_one_group_trains_what_several_have_left_of_an_epoch_also_with_drop_last() -> None:
+    # After 3 of 4 batches that each group has drawn: what is left has gaps, of a batch of one rank each.
+    options = {"groups": 4, "regroup": {"3": 1}, "data": {"samples": 1024, "drop_last": True}}
+    finished = run("regroup.py", options, timeout=200)
+    assert everything(finished.results, 1) == [Counter(range(1024))]
+
+
 def test_regrouping_inside_an_accumulation_window_is_refused() -> None:
     options = {
         "groups": 2,

@@ -198,7 +198,7 @@ class LeasedBatchSampler:
         order = permutation(self.sampler)
         while (batch := leases.hand_out()) is not None:
             chosen = leases.indices(leases.handed - 1)
-            if self.drop_last and leases.is_local and not leases.is_whole(batch):
+            if self.drop_last and leases.is_as_ddp and not leases.is_whole(batch):
                 return
             yield order[chosen.start : chosen.stop : chosen.step].tolist()
 
