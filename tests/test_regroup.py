@@ -57,6 +57,19 @@ def test_one_group_trains_what_several_have_left_of_an_epoch_also_with_drop_last
     assert everything(finished.results, 1) == [Counter(range(1024))]
 
 
+def test_groups_formed_in_a_resumed_epoch_train_as_many_samples_as_were_left_of_it() -> None:
+    # 32 batches an epoch, of which 8 were trained before; one group trains 4 more of them, and four groups the rest.
+    data = {"samples": 1024}
+    options = {"groups": 1, "regroup": {"12": 4}, "saved_after": 8, "data": data, "schedule": "onecycle"}
+    finished = run("regroup.py", options, timeout=200)
+    assert everything(finished.results, 1)[0].total() == 1024 - 8 * 32
+    whole = run("regroup.py", {"groups": 1, "data": data, "schedule": "onecycle"}, timeout=200)
+    for rank, each in finished.results.items():
+        assert each["rates"][0][3] == whole.results[rank]["rates"][0][11]
+        assert each["lr"] == whole.results[rank]["lr"]
+    assert len(finished.results[0]["times"]) == 1
+
+
 def test_regrouping_inside_an_accumulation_window_is_refused() -> None:
     options = {
         "groups": 2,

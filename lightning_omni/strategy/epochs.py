@@ -603,10 +603,21 @@ class EpochDriver:
             The ranges that are trained, as far as this rank knows.
         """
         self.published.end_all()
-        spans = self.leases.trained_spans if self.leases is not None else ()
+        spans = self._spans_here()
         if self.data.is_dynamic and self.is_open:
             self.leave("")
         return spans
+
+    def _spans_here(self) -> Spans:
+        """The ranges of the epoch under way that this rank knows to be trained."""
+        leases = self.leases
+        if leases is None:
+            return ()
+        before = size_of(self.run.trained_spans(self.trainer.current_epoch)) if leases.is_as_ddp else 0
+        if not before:
+            return leases.trained_spans
+        # A resumed epoch of one group, whose loader has started again, as under DDP: this many are trained, not which.
+        return ((0, min(before + size_of(leases.trained_spans), leases.total)),)
 
     def after_regroup(self, spans: Spans, before: Executor) -> None:
         """The groups have changed: the epoch goes on with the samples that are left."""

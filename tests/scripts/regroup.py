@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 import torch
-from common import OPTIONS, digest, loaders, pl, report, trainer
+from common import FOLDER, OPTIONS, digest, loaders, pl, report, trainer
 from groups import GroupNet, Notes
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,7 +28,23 @@ class Wrapped(Notes):
         self.wrapped.append(isinstance(trainer.strategy.model, DistributedDataParallel) is not alone)
 
 
+class Saves(pl.Callback):
+    """Saves a checkpoint in mid-epoch."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == OPTIONS["saved_after"]:
+            trainer.save_checkpoint(FOLDER / "inside.ckpt")
+
+
+def saved() -> str:
+    """A checkpoint that one group has saved in mid-epoch."""
+    first = trainer(omni.OmniStrategy(groups=1), 4, callbacks=[Saves()])
+    first.fit(GroupNet({}, OPTIONS.get("schedule", "")), *loaders(**OPTIONS["data"]))
+    return str(FOLDER / "inside.ckpt")
+
+
 def main() -> None:
+    path = saved() if "saved_after" in OPTIONS else None
     notes = Wrapped(OPTIONS)
     pl.seed_everything(5, verbose=False)
     strategy = omni.OmniStrategy(groups=OPTIONS["groups"])
@@ -36,7 +52,7 @@ def main() -> None:
     run = trainer(strategy, 4, callbacks=[notes], **OPTIONS.get("trainer", {}))
     error = ""
     try:
-        run.fit(module, *loaders(**OPTIONS["data"]))
+        run.fit(module, *loaders(**OPTIONS["data"]), ckpt_path=path)
     except Exception as problem:
         if not OPTIONS.get("expect_error"):
             raise
@@ -50,6 +66,7 @@ def main() -> None:
             "threads": notes.threads,
             "files": notes.files,
             "wrapped": all(notes.wrapped),
+            "rates": notes.rates,
             "step": run.global_step,
             "lr": run.optimizers[0].param_groups[0]["lr"] if run.optimizers else None,
             "momentum": bool(run.optimizers and run.optimizers[0].state),
