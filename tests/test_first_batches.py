@@ -217,6 +217,11 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run("omni_tuner.py", {"fits": [{"data": {"samples": 512}, **fit} for fit in fits.values()]}, timeout=400)
 
 
+def said_by_tuners(finished: Run) -> str:
+    """All lines of tuners, and the ends of fits, for what a failure has to tell."""
+    return "\n".join(line for line in finished.output.splitlines() if "OmniTuner:" in line or "Trainer.fit" in line)
+
+
 @pytest.fixture(scope="module")
 def fits(finished: Run) -> dict[str, list[dict[str, Any]]]:
     """What every rank saw of every fit."""
@@ -317,7 +322,7 @@ def test_random_step_times_ask_for_groups_in_mid_epoch(fits: dict[str, list[dict
 def test_a_run_whose_speed_changes_is_timed_anew_and_goes_on_in_groups_if_it_chooses_the_same(
     finished: Run, fits: dict[str, list[dict[str, Any]]]
 ) -> None:
-    said = "\n".join(line for line in finished.output.splitlines() if "OmniTuner:" in line or "Trainer.fit" in line)
+    said = said_by_tuners(finished)
     chosen = fits["steps take three times as long"][0]
     assert chosen["searches"] >= 2, said
     for rank in fits["steps take three times as long"]:
@@ -328,10 +333,11 @@ def test_a_run_whose_speed_changes_is_timed_anew_and_goes_on_in_groups_if_it_cho
     "name", ["groups are slower than predicted", "groups are slower than predicted in the only epoch"]
 )
 def test_groups_that_are_slower_than_predicted_are_given_up_for_good(
-    fits: dict[str, list[dict[str, Any]]], name: str
+    finished: Run, fits: dict[str, list[dict[str, Any]]], name: str
 ) -> None:
+    said = said_by_tuners(finished)
     for rank in fits[name]:
-        assert rank["world"][0] == rank["setting"]["groups"] == 1
+        assert rank["world"][0] == rank["setting"]["groups"] == 1, said
         assert rank["updates"] > 0, "there were groups"
         assert (rank["lr"], rank["momentum"]) == (0.05, 0.9)
     tuned = fits[name][0]
@@ -342,7 +348,7 @@ def test_groups_that_are_slower_than_predicted_are_given_up_for_good(
 def test_groups_that_are_slower_than_predicted_are_not_given_up_if_one_group_would_be_too(
     finished: Run, fits: dict[str, list[dict[str, Any]]]
 ) -> None:
-    said = "\n".join(line for line in finished.output.splitlines() if "OmniTuner:" in line or "Trainer.fit" in line)
+    said = said_by_tuners(finished)
     for rank in fits["all is slower than predicted"]:
         assert rank["world"][0] == rank["setting"]["groups"] == 2, said
     assert fits["all is slower than predicted"][0]["searches"] >= 2, "one group was timed again"
