@@ -260,8 +260,9 @@ def test_what_a_slow_rank_is_named_by_has_its_loading_in_it_and_no_waiting(clock
         times.waited(0.75)
     first, second = 2 - 0.5 - 0.25, 1 + 2 - 0.75 - 0.5 - 0.25
     assert times.means[0] == pytest.approx(SMOOTHING * first + (1 - SMOOTHING) * second)
+    step = times.means[1]
     times.interrupt()
-    clock.now += 1000  # a validation
+    clock.now += 1000  # a validation, or groups that are formed
     times.begin(0.25, 0)
     clock.now += 2
     times.forward_done(0.25)
@@ -269,6 +270,7 @@ def test_what_a_slow_rank_is_named_by_has_its_loading_in_it_and_no_waiting(clock
     assert times.means[0] == pytest.approx(
         SMOOTHING * (SMOOTHING * first + (1 - SMOOTHING) * second) + (1 - SMOOTHING) * 2
     )
+    assert times.means[1] == pytest.approx(SMOOTHING * step + (1 - SMOOTHING) * 2)
 
 
 # --- What is said ----------------------------------------------------------------------------------------------------

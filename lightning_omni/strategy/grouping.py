@@ -249,6 +249,7 @@ class GroupedStrategy(_Base):
         self.wrap_for_group()
         self.epochs.after_regroup(spans, before)
         self.balance.regrouped()
+        self.step_times.interrupt()
 
     def share_out(self, speeds: Sequence[float]) -> None:
         """The members of this rank's group get parts of its batches in proportion to their speeds, from here on.

@@ -483,7 +483,7 @@ class OmniStrategyHooks(SavingStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Back-propagates the loss, weighted by this rank's part of the group's batch."""
         loss: Tensor = super().backward(self.epochs.data.weigh(closure_loss), optimizer, *args, **kwargs)
-        self.balance.backward_done()
+        self.balance.backward_done()  # the listener has said so, but for a tuner's probes, which call no hooks
         return loss
 
     @override
@@ -731,7 +731,7 @@ class OmniStrategyHooks(SavingStrategy):
         """All or any over the default process group, which may be smaller than the world."""
         with self.waiting():
             agreed = self.grouping.agree(decision, every=all) if self._world is not None else None
-            return super().reduce_boolean_decision(decision, all=all) if agreed is None else agreed
+        return super().reduce_boolean_decision(decision, all=all) if agreed is None else agreed  # by `reduce`
 
     # --- What a user sees --------------------------------------------------------------------------------------------
 

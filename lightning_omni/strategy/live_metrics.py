@@ -54,6 +54,7 @@ class StepTimes:
 
     def interrupt(self) -> None:
         """Something else comes before the next batch, which begins with `begin`."""
+        self._timer.interrupt()
         self._began, self._waited = None, 0.0
 
     def waited(self, seconds: float) -> None:
