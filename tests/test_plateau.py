@@ -31,6 +31,8 @@ def test_where_no_gradient_is_stale_a_loss_is_flat_only_if_it_does_not_fall_at_a
     assert TrainingLosses(2.3, falling).is_flat
     assert not TrainingLosses(2.3, falling, is_stale=False).is_flat
     assert TrainingLosses(2.3, level, is_stale=False).is_flat
+    rounded = [0.9, 0.89999998, 0.89999995]  # the same loss, in single precision
+    assert TrainingLosses(2.3, rounded, is_stale=False).is_flat
 
 
 def test_few_epochs_say_nothing() -> None:

@@ -262,6 +262,7 @@ class Evidence:
 
     def forecast(self) -> Forecast:
         """Time to the target of any setting, from what is known so far."""
+        self.profile  # noqa: B018 - what is known of samples depends on how step times scatter
         return Forecast(self.efficiency(), self.throughput, None, [each.setting for each in self.tried])
 
     def divergence_threshold(self, setting: Setting) -> float:

@@ -9,7 +9,7 @@ Rule: ranks decide after the same batches, counted in optimizer steps, so that a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +29,21 @@ from lightning_omni.tuner.observed_heads import ObservedHead
 from lightning_omni.tuner.probing import batch_size_of
 from lightning_omni.tuner.step import say_nothing
 
-DECISION_STEPS = tuple(c.FIRST_DECISION << number for number in range(c.DECISIONS))
+_EARLY, *_LATER = (c.FIRST_DECISION << number for number in range(c.DECISIONS))
+
+
+def decision_steps(run: float, is_split: bool = False) -> list[int]:
+    """Optimizer steps after which it is decided by the first batches, as long as nothing is clear.
+
+    What a few batches show is clear sooner than it is right: the longer a run, the less it costs to see more of them.
+    Proportional batches, which are seen to once more, need not wait.
+
+    Args:
+        run: steps that are left of it.
+        is_split: whether batches are split by speed already.
+    """
+    unhurried = min(_LATER[-1], c.UNHURRIED * run)
+    return [*([] if is_split else [_EARLY]), *(step for step in _LATER if step >= unhurried)]
 
 
 @dataclass(frozen=True)
@@ -86,8 +100,8 @@ class FirstBatches:
         self._losses: list[Tensor] = []
         self._count = self._measured = 0
         self._loaded = 0.0
-        self._moments: Iterator[int] = iter(DECISION_STEPS[1:] if before else DECISION_STEPS)
-        self._next = next(self._moments)
+        self._moments = decision_steps(spec.horizon / spec.batch, is_split=before is not None)
+        self._seen = 0
         self._heads: dict[str, HeadMeasured] = before._heads if before else {}
         self._is_asked = is_asked
         batch = batch_size_of(loader_of(strategy.pl_module.trainer))
@@ -124,21 +138,21 @@ class FirstBatches:
     @property
     def is_due(self) -> bool:
         """Whether it is to be decided by what was seen; the same on all ranks."""
-        return self._count >= self._next
+        return bool(self._moments) and self._count >= self._moments[0]
 
     @property
     def is_early(self) -> bool:
         """Whether what was `seen` last is too little for anything but proportional batches."""
-        return self._next <= DECISION_STEPS[1]
+        return self._seen == _EARLY
 
     @property
     def is_last(self) -> bool:
         """Whether what was `seen` last is what is decided by in any case."""
-        return self._next > DECISION_STEPS[-1]
+        return not self._moments
 
     def seen(self) -> Observation | None:
         """What all ranks have seen so far, the same on all; None if it is too little. All call it."""
-        self._next = next(self._moments, DECISION_STEPS[-1] + 1)
+        self._seen = self._moments.pop(0)
         rows: list[list[TimedStep]] = gather_values(self._world, self._steps, list[TimedStep])
         count = min(map(len, rows))
         if count < 2:

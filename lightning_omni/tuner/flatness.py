@@ -65,7 +65,7 @@ class TrainingLosses(Serializable):
         if len(self.windows) < c.FEWEST_WINDOWS:
             return False
         if not self.is_stale:
-            return self.gained <= 0
+            return self.gained <= _rounding(self)
         return self.gained <= min(c.FLAT * abs(self.first - self.now), c.STEEP * abs(self.now))
 
     def _mean(self, end: int) -> float:

@@ -49,7 +49,7 @@ from lightning_omni.search.experience import Experience
 from lightning_omni.search.space import ALL_REDUCES, METHODS, WIRES, wire_given
 from lightning_omni.simulator import Cluster
 from lightning_omni.topology import Topology
-from lightning_omni.tuner.first_batches import DECISION_STEPS
+from lightning_omni.tuner.first_batches import decision_steps
 
 LONGEST = 6.0
 """Samples that a run may take, in those of the user's own."""
@@ -128,13 +128,14 @@ class Judged:
         space = replace(space, method=METHODS, wire=WIRES, all_reduce=ALL_REDUCES)
         horizon = float(self.task.batch * 1000)
         spec = SearchSpec(self.own, self.task.batch, horizon, 0.1, space, self.scaling)
-        for batches in DECISION_STEPS:
+        moments = decision_steps(spec.horizon / spec.batch)
+        for batches in moments:
             trace = self.train(self.own, batches).trace
             measured = Measured.of(trace)
             samples = tuple(float(self.task.batch * (number + 1)) for number in range(batches))
             tried = TrialResult(self.own, samples, (1.0,) * batches, trace.seconds)
             search = Search(spec, "forecast", [Observation(tried, measured)])
-            if verdict(search, is_early=batches == DECISION_STEPS[0]):
+            if verdict(search, is_early=batches == moments[0]):
                 break
         setting = search.choice().setting
         return Decided(setting, search.prediction(setting).topology, batches, trace.seconds, search)
