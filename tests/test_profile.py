@@ -175,6 +175,36 @@ def test_the_mean_of_the_slowest_is_exact(rows: list[list[int]], data: st.DataOb
     assert variance[0] == pytest.approx(largest.var(), abs=1e-9)
 
 
+@settings(max_examples=30, deadline=None)
+@given(st.integers(2, 8), st.integers(0, 99), st.floats(0.2, 1.5), st.floats(0.0, 0.1))
+def test_steps_that_are_long_for_all_ranks_at_once_are_no_reason_for_more_groups(
+    ranks: int, seed: int, common: float, own: float
+) -> None:
+    random = np.random.default_rng(seed)
+    steps = random.lognormal(0.0, common, 40) * random.lognormal(0.0, own, (ranks, 40))
+    profile = Profile.fit([of_one_group(steps)])
+    one, all_ = (profile.samples_per_second(groups) for groups in (1, ranks))
+    assert one == pytest.approx(8 * ranks / steps.max(axis=0).mean(), rel=0.1)
+    alone = 8 * (1 / steps.mean(axis=1)).sum()
+    assert all_ == pytest.approx(alone, rel=0.02), "their means are what they were"
+
+
+def test_of_what_is_common_to_all_ranks_and_what_is_not_each_counts() -> None:
+    random = np.random.default_rng(0)
+    steps = random.gamma(4.0, 0.25, 60) * random.gamma(8.0, 0.125, (4, 60))
+    profile = Profile.fit([of_one_group(steps)])
+    assert profile.samples_per_second(1) == pytest.approx(32 / steps.max(axis=0).mean(), rel=0.05)
+    pairs = [steps[:2].max(axis=0).mean(), steps[2:].max(axis=0).mean()]
+    assert profile.samples_per_second(2) == pytest.approx(sum(16 / pair for pair in pairs), rel=0.05)
+
+
+def of_one_group(own: np.ndarray[Any, Any]) -> Measured:
+    """Compute times of its ranks, in steps that take no longer than the slowest of them: shape (ranks, steps)."""
+    ranks, count = own.shape
+    samples = ((8,) * count,) * ranks
+    return Measured((tuple(range(ranks)),), samples, own.tolist(), (own.max(axis=0).tolist(),), ((0.0,) * count,))
+
+
 def test_of_two_classes_like_is_put_with_like_where_that_is_faster() -> None:
     own = np.outer([0.1, 0.4, 0.1, 0.4], np.ones(5))
     prediction = Profile.fit([apart(own)]).predict(2)

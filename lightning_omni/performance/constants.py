@@ -8,6 +8,8 @@ QUANTILES = 64
 """Equally likely values by which a rank's jitter is represented."""
 POOLED = 8.0
 """Jitter of all ranks counts as that many more steps of each."""
+COMMON = 1e-3
+"""How likely independent ranks are taken for ranks whose steps are long together."""
 ALIKE = 0.05
 """Ranks whose speeds differ by no more than this part are not sorted by them."""
 NOTICED = 0.1

@@ -170,7 +170,7 @@ def _least_squares(
         np.append(np.full(count - 1, max(least - busy, 0.05 * least) / max(count - 1, 1)), busy)
         for busy in (0.0, 0.5 * least, most)  # a server for which no group waits, and one that is always busy
     ]
-    fit = partial(scipy_optimize().least_squares, misses, jac=slopes, bounds=(0, np.inf), x_scale=0.1)
+    fit = partial(scipy("optimize").least_squares, misses, jac=slopes, bounds=(0, np.inf), x_scale=0.1)
     best: Array = starts[0]
     least_cost = math.inf
     for start in starts:
@@ -183,14 +183,14 @@ def _least_squares(
     return best, slopes(best)
 
 
-def scipy_optimize() -> Any:
-    """SciPy's optimizers.
+def scipy(part: str) -> Any:
+    """A part of SciPy, such as its optimizers.
 
     Raises:
         ConfigurationError: it is not installed.
     """
     try:
-        return importlib.import_module("scipy.optimize")
+        return importlib.import_module(f"scipy.{part}")
     except ImportError as error:
         raise ConfigurationError(
             "a profile needs SciPy; install it with: pip install 'lightning-omni[tune]'"

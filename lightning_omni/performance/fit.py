@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import NormalDist
 from typing import Any
@@ -11,7 +11,7 @@ import numpy as np
 
 from lightning_omni.performance import constants as c
 from lightning_omni.performance.cost_model import CostModel, messages_of, part_away
-from lightning_omni.performance.exchange_fit import fit_exchange, scipy_optimize
+from lightning_omni.performance.exchange_fit import fit_exchange, scipy
 from lightning_omni.performance.measured import Measured, mean_samples, servers_of
 from lightning_omni.performance.placement import Placement, over_links
 from lightning_omni.performance.queueing import means_of_parts
@@ -56,7 +56,7 @@ def fit_model(measured: Sequence[Measured], draws: int, seed: int) -> CostModel:
         devices={rank: (device, 1.0) for device, rank in enumerate(ranks)},
         overhead=np.stack(overhead, axis=1),
         per_sample=np.stack(per_sample, axis=1),
-        jitter=_jitter(factors),
+        jitter=_jitter(_of_each(drawn, dict(zip(ranks, factors, strict=True)))),
         ring=ring,
         hop=hop,
         between=between,
@@ -100,9 +100,51 @@ def _costs_of_steps(samples: Array, own: Array) -> tuple[Array, Array]:
         return np.zeros((len(own), 1)), own.sum(axis=1, keepdims=True) / samples.sum()
     # Divided by the samples, for a long step scatters more.
     matrix = np.stack([1 / samples[0], np.ones(samples.shape[1])], axis=1)
-    nnls = scipy_optimize().nnls
+    nnls = scipy("optimize").nnls
     costs = np.array([nnls(matrix, row)[0] for row in own / samples])
     return costs[:, :1], costs[:, 1:]
+
+
+def _of_each(drawn: Sequence[Resampled], factors: Mapping[int, Array]) -> list[Array]:
+    """Each rank's jitter, shape (draws, steps), without what makes a step longer for all members of a group at once.
+
+    That may be batches of sequences of like length, a disk that all read from, or a callback. They are late together
+    then: none waits for another, and more groups would not be faster for it.
+    """
+    found = {rank: row.copy() for rank, row in factors.items()}
+    began = dict.fromkeys(factors, 0)
+    for each in drawn:
+        for members in each.measured.groups:
+            steps = {rank: slice(began[rank], began[rank] + each.own[rank].shape[1]) for rank in members}
+            common = _common(np.stack([factors[rank][:, steps[rank]] for rank in members]))
+            for rank in members:
+                if common is not None:
+                    found[rank][:, steps[rank]] /= common
+                began[rank] = steps[rank].stop
+    return list(found.values())
+
+
+def _common(rows: Array) -> Array | None:
+    """By what factor each step is longer for all at once, shape (draws, steps); None if ranks seem independent.
+
+    Args:
+        rows: jitter of a group's members, shape (members, draws, steps).
+
+    References:
+        Fisher 1925 (analysis of variance); James and Stein 1961 (means of few are drawn to the mean of all).
+    """
+    members, _, steps = rows.shape
+    if members == 1 or steps < 2:
+        return None
+    relative = rows / rows.mean(axis=2, keepdims=True)
+    of_steps = relative.mean(axis=0)
+    between, within = members * of_steps[0].var(ddof=1), relative[:, 0].var(axis=0, ddof=1).mean()
+    if not between:
+        return None
+    freedom = steps - 1, (steps - 1) * (members - 1)
+    if within and scipy("special").fdtrc(*freedom, between / within) > c.COMMON:
+        return None
+    return np.asarray(1 + (1 - within / between) * (of_steps - 1))
 
 
 def _jitter(factors: Sequence[Array]) -> Array:
@@ -166,7 +208,7 @@ def _fit_allreduce(drawn: Sequence[Resampled], rows: _Rows) -> tuple[Array, Arra
             return ring, hop, rest - ring * matrix[0, 0]
         ring = np.minimum(whole / matrix[0, 0], _seconds_of_bytes(drawn))
         return ring, (whole - ring * matrix[0, 0]) / matrix[0, 1], nothing
-    nnls = scipy_optimize().nnls
+    nnls = scipy("optimize").nnls
     ring, hop = np.array([nnls(matrix, row)[0] for row in values]).T
     return ring, hop, nothing
 

@@ -47,6 +47,12 @@ def lognormal(rank: Rank) -> Pattern:
     return lambda seconds, elapsed: seconds * rank.draw.lognormvariate(-0.32, 0.8)
 
 
+def common(rank: Rank) -> Pattern:
+    """Exponentially distributed, the same for the same step of all ranks: batches of sequences of like length."""
+    draw = random.Random(0)
+    return lambda seconds, elapsed: seconds * draw.expovariate(1.0)
+
+
 def stalls(rank: Rank) -> Pattern:
     """One step in 33 takes 15 times as long: a disk, a garbage collection, a message that is sent again."""
     return lambda seconds, elapsed: seconds * (15.0 if rank.draw.random() < 0.03 else 1.0)
@@ -89,5 +95,5 @@ def drifts(rank: Rank) -> Pattern:
 
 PATTERNS: dict[str, Callable[[Rank], Pattern]] = {
     each.__name__: each
-    for each in (steady, exponential, lognormal, stalls, neighbours, grades, overhead, fades, drifts)
+    for each in (steady, exponential, lognormal, common, stalls, neighbours, grades, overhead, fades, drifts)
 }

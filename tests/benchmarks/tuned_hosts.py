@@ -88,7 +88,7 @@ SCENES = {
     "slow, link": Scene(mbit=100, slow=4.0, wanted="3.3 times faster than the best tuned peer"),
     **{
         name: Scene(times=name, wanted="not below 0.95 of DDP's speed")
-        for name in ("lognormal", "stalls", "neighbours", "grades", "overhead", "fades", "drifts")
+        for name in ("lognormal", "common", "stalls", "neighbours", "grades", "overhead", "fades", "drifts")
     },
 }
 
