@@ -74,9 +74,10 @@ def test_an_epoch_that_max_steps_cuts_short_does_not_count_for_schedules_by_epoc
     assert [each["scheduled"] for each in of(fits, name)] == [[whole], [whole]]
 
 
-def test_a_run_that_max_steps_has_ended_does_not_go_on_by_itself(fits: Run) -> None:
-    assert trained(fits, "no more") == []
-    assert all(each["epochs"] == [] for each in of(fits, "no more"))
+@pytest.mark.parametrize("name", ["no more", "no more at once"])
+def test_a_run_that_max_steps_has_ended_does_not_go_on_by_itself(fits: Run, name: str) -> None:
+    assert trained(fits, name) == []
+    assert all(each["epochs"] == [] and each["starts"] == 0 for each in of(fits, name)), "as with DDP"
 
 
 INSIDE = ["inside, in one group", "inside, in two", "inside, regrouped", "inside, regrouped, in two"]

@@ -91,6 +91,7 @@ class Listener:
         if _private.is_inside_a_hook(self._trainer):
             self._nested.run(run)
         else:
+            self._strategy.epochs.run.restored()
             run()
 
     def begin_epoch(self, iterate: Callable[[], None]) -> None:

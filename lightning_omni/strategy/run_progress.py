@@ -66,6 +66,14 @@ class RunProgress:
         self.resumed, self.past = saved.cut, saved.progress
         self.is_counted_together = saved.progress is not None or saved.cut.epoch != -1
 
+    def restored(self) -> None:
+        """The loops have been told what a checkpoint says, if any: a run whose max_steps are taken is not begun."""
+        trainer, past = self.trainer, self.past
+        if self.step_limit is None or past is None or past.epochs != trainer.current_epoch:
+            return
+        if past.steps >= trainer.max_steps and trainer.lightning_module.automatic_optimization:
+            self.step_limit = min(trainer.max_steps, trainer.global_step)
+
     def start(self, ranks_per_batch: int, entered: int | None) -> None:
         """The groups stand, and have the data; the first epoch is about to begin.
 

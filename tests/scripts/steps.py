@@ -63,7 +63,11 @@ class Follows(pl.Callback):
         self.regroup, self.save = regroup, save
         self.samples: dict[int, list[int]] = {}
         self.epochs: list[int] = []
+        self.starts = 0
         self.counted = 0  # by the scheduler, when it saves
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.starts += 1
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         self.epochs.append(trainer.current_epoch)
@@ -104,7 +108,8 @@ def run_of(groups: int, follows: Follows, **options: Any) -> pl.Trainer:
 
 def facts(run: pl.Trainer, follows: Follows) -> dict[str, Any]:
     schedulers = [config.scheduler.last_epoch for config in run.lr_scheduler_configs]
-    return {"samples": follows.samples, "epochs": follows.epochs, "steps": run.global_step, "scheduled": schedulers}
+    seen = {"samples": follows.samples, "epochs": follows.epochs, "starts": follows.starts}
+    return {**seen, "steps": run.global_step, "scheduled": schedulers}
 
 
 def limited(module: Net, groups: int, regroup: tuple[int, int, int] | None = None, **options: Any) -> dict[str, Any]:
@@ -196,6 +201,7 @@ def main() -> None:
             "more at once": longer(ByEpoch, 2, 2, "at once"),
             "more, evaluated": longer(ByEpoch, 2, 2, "evaluated"),
             "no more": longer(ByEpoch, 2, 2, "checkpoint", limit=20),
+            "no more at once": longer(ByEpoch, 2, 2, "at once", limit=20),
             "validated": validated(2, 2),
             "validated, in one group": validated(2, 1),
             "validated, by DDP": validated(2, None),
