@@ -14,6 +14,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from lightning_omni.checks import check_whole, counted
 from lightning_omni.device.allocator import keep_memory
 from lightning_omni.errors import ConfigurationError
+from lightning_omni.methods.master import held_by
 from lightning_omni.serialization import Serializable
 
 FUSABLE = (SGD, Adam, AdamW, Adagrad)
@@ -182,16 +183,15 @@ def align_layouts(optimizer: Optimizer, *_: Any) -> None:
     momentum that was loaded from a checkpoint, or a gradient that came over the network, they would silently mix up
     the elements of a channels_last weight.
     """
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.dim() not in _FORMATS:
-                continue
-            if parameter.grad is not None and _lies_otherwise(parameter.grad, parameter):
-                parameter.grad = _laid_out_as(parameter.grad, parameter)
-            state = optimizer.state.get(parameter, {})
-            for name, value in state.items():
-                if isinstance(value, Tensor) and _lies_otherwise(value, parameter):
-                    state[name] = _laid_out_as(value, parameter)
+    for parameter in held_by(optimizer):
+        if parameter.dim() not in _FORMATS:
+            continue
+        if parameter.grad is not None and _lies_otherwise(parameter.grad, parameter):
+            parameter.grad = _laid_out_as(parameter.grad, parameter)
+        state = optimizer.state.get(parameter, {})
+        for name, value in state.items():
+            if isinstance(value, Tensor) and _lies_otherwise(value, parameter):
+                state[name] = _laid_out_as(value, parameter)
 
 
 def contiguous(tree: Any) -> Any:

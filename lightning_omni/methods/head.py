@@ -19,6 +19,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from lightning_omni.errors import ConfigurationError, UnsupportedError
+from lightning_omni.methods.master import held_by
 from lightning_omni.methods.modules import check_describable, describe_module, tensors_of, with_tensors
 
 
@@ -279,8 +280,7 @@ def held_by_one(
     """
     names = {parameter: f"{name}.{local}" for local, parameter in module.named_parameters()}
     for optimizer in optimizers:
-        every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        held = {names[parameter]: parameter for parameter in every if parameter in names}
+        held = {names[parameter]: parameter for parameter in held_by(optimizer) if parameter in names}
         if held:
             break
     else:

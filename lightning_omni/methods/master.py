@@ -176,7 +176,7 @@ class Master:
         """The optimizer's state by the places of parameters among all, whatever the order of parameter groups."""
         assert self.optimizer is not None
         places = {id(parameter): place for place, parameter in enumerate(self._ordered)}
-        held = [id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]]
+        held = [id(parameter) for parameter in held_by(self.optimizer)]
         state = self.optimizer.state_dict()["state"]
         return {places[held[key]] if isinstance(key, int) else key: value for key, value in state.items()}
 
@@ -226,7 +226,7 @@ def park(optimizer: Optimizer, parked: dict[Tensor, Any]) -> None:
         optimizer: the optimizer.
         parked: state by parameter; changed in place.
     """
-    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    held = set(held_by(optimizer))
     for parameter in [each for each in optimizer.state if isinstance(each, Tensor) and each not in held]:
         parked[parameter] = optimizer.state.pop(parameter)
     for parameter in held & parked.keys():
@@ -289,6 +289,11 @@ def describe(optimizer: Optimizer, names: Mapping[Tensor, str], with_state: bool
     }
 
 
+def held_by(optimizer: Optimizer) -> list[Parameter]:
+    """The parameters of an optimizer, in its order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def holds(group: Mapping[str, Any], of: Container[Tensor]) -> bool:
     """Whether a parameter group holds some of these parameters; one that is empty belongs to all."""
     return not group["params"] or any(parameter in of for parameter in group["params"])
@@ -302,8 +307,7 @@ def state_of(optimizer: Optimizer, of: Container[Tensor]) -> dict[int, Any]:
 
 def places_of(optimizer: Optimizer, of: Container[Tensor]) -> list[int]:
     """The places of these parameters among all that the optimizer holds, in its order."""
-    every = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    return [place for place, parameter in enumerate(every) if parameter in of]
+    return [place for place, parameter in enumerate(held_by(optimizer)) if parameter in of]
 
 
 def rebuild(

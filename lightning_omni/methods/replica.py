@@ -12,6 +12,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_omni.methods.fragments import Piece, Pieces, cut, read, sizes_of, write
+from lightning_omni.methods.master import held_by
 
 Hyperparameters = Sequence[Mapping[str, Any]]
 """One mapping for each parameter group of the optimizer: lr, momentum, betas, ... without ``params``."""
@@ -254,7 +255,7 @@ class Replica:
         pieces = self.pieces(fragment, of)
         weights, before = read(self.weights(), pieces), read(since, pieces)
         changes = minus(weights, before) if factor == 1.0 else minus(before, weights)
-        held = {id(each) for group in self.optimizer.param_groups for each in group["params"] if each.requires_grad}
+        held = {id(each) for each in held_by(self.optimizer) if each.requires_grad}
         return [
             change if id(self.ordered[piece.place]) in held or bool(change.count_nonzero()) else None
             for piece, change in zip(pieces, changes, strict=True)

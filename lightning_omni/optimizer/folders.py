@@ -24,7 +24,8 @@ from torch.utils._pytree import tree_map
 from typing_extensions import override
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.optimizer.sharding import held_by, in_order, like
+from lightning_omni.methods.master import held_by
+from lightning_omni.optimizer.sharding import in_order, like
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.split import over_parameters
 

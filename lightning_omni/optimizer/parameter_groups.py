@@ -19,11 +19,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_omni.errors import ConfigurationError, MalformedMessage, ProtocolError, UnsupportedError
-from lightning_omni.methods.master import holds, hyperparameters_of, state_of
+from lightning_omni.methods.master import held_by, holds, hyperparameters_of, state_of
 from lightning_omni.optimizer.channel import Channel
 from lightning_omni.optimizer.model_replica import Part
 from lightning_omni.optimizer.place import Place
-from lightning_omni.optimizer.sharding import held_by
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import pack
 from lightning_omni.protocol.layout import Layout

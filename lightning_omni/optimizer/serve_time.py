@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_omni.errors import UnsupportedError
-from lightning_omni.methods.master import Master, describe, hyperparameters_of, rebuild
+from lightning_omni.methods.master import Master, describe, held_by, hyperparameters_of, rebuild
 from lightning_omni.optimizer.reduction import timed_part
 
 TIMED_PUSHES = 3
@@ -38,7 +38,7 @@ def seconds_of_push(optimizer: Optimizer) -> float:
         >>> 0 < seconds_of_push(torch.optim.SGD([weight], lr=0.1)) < 1
         True
     """
-    every: list[Tensor] = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
+    every: list[Tensor] = [each for each in held_by(optimizer) if each.requires_grad]
     timed = timed_part(every, lambda each: each.nbytes)
     names = {parameter: str(number) for number, parameter in enumerate(timed)}
     if not names:

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from lightning_omni.errors import UnsupportedError
+from lightning_omni.methods.master import held_by
 from lightning_omni.optimizer._private import all_reduce_hook_of, root_mesh
 from lightning_omni.optimizer.meshes import DATA, TENSOR, Inside, shown
 from lightning_omni.topology import RECORDER, Topology
@@ -423,11 +424,6 @@ def _converted(
         }
         for place, values in state.items()
     }
-
-
-def held_by(optimizer: Optimizer) -> list[Parameter]:
-    """The parameters of an optimizer, in its order."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def whole(tree: Any, keeps: bool) -> Any:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_omni.methods.master import held_by
 from lightning_omni.methods.modules import describe_module
 from lightning_omni.optimizer.channel import Channel
 from lightning_omni.optimizer.model_replica import Part
@@ -21,7 +22,7 @@ from lightning_omni.optimizer.parameter_groups import ParameterGroups
 from lightning_omni.optimizer.place import Place
 from lightning_omni.optimizer.saved import Saved
 from lightning_omni.optimizer.server_store import ServerSnapshot
-from lightning_omni.optimizer.sharding import held_by, here, in_order, load_state, parts_of, whole
+from lightning_omni.optimizer.sharding import here, in_order, load_state, parts_of, whole
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import pack
 from lightning_omni.protocol.wire_format import RESIDUAL, to_wire

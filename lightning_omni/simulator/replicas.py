@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_omni.errors import ConfigurationError
+from lightning_omni.methods.master import held_by
 from lightning_omni.methods.replica import Pulled, Replica, copies
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.simulator.workload import MakeOptimizer
@@ -100,7 +101,7 @@ def named_parameters(model: nn.Module, optimizer: Optimizer) -> dict[str, Parame
         ConfigurationError: it holds something that is no parameter of the model.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    ordered = held_by(optimizer)
     if any(id(parameter) not in names for parameter in ordered):
         raise ConfigurationError("optimizer: it must be made from the parameters that it is called with")
     return {names[id(parameter)]: parameter for parameter in ordered}

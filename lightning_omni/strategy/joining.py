@@ -18,10 +18,11 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_omni.errors import ConfigurationError, MalformedMessage, UnsupportedError
+from lightning_omni.methods.master import held_by
 from lightning_omni.optimizer import names_of
 from lightning_omni.optimizer.meshes import shown
 from lightning_omni.optimizer.model_replica import Part
-from lightning_omni.optimizer.sharding import are_rows, fill, held_by, is_part, local_of, reshard
+from lightning_omni.optimizer.sharding import are_rows, fill, is_part, local_of, reshard
 from lightning_omni.protocol.codec import pack
 from lightning_omni.protocol.progress import Progress
 from lightning_omni.strategy import _private

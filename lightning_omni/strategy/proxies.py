@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_omni.errors import UnsupportedError
 from lightning_omni.methods.head import check_mergeable
+from lightning_omni.methods.master import held_by
 from lightning_omni.optimizer import OmniOptimizer, World, names_of
 from lightning_omni.optimizer.remote_head import RemoteHead
 from lightning_omni.strategy import _private
@@ -106,15 +107,14 @@ class Proxies:
         if not world.is_computing or world.executor.is_stepping or optimizer in self._own_steps:
             return
         names = names_of(module)
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter in names:
-                    raise UnsupportedError(
-                        f"{type(optimizer).__name__}.step() would move {names[parameter]}, and configure_optimizers has"
-                        " not returned that optimizer: each group would train weights of its own, of which rank 0's are"
-                        " kept; return it from configure_optimizers and take it from self.optimizers(), keep what it"
-                        " trains out of the LightningModule, or use groups=1"
-                    )
+        for parameter in held_by(optimizer):
+            if parameter in names:
+                raise UnsupportedError(
+                    f"{type(optimizer).__name__}.step() would move {names[parameter]}, and configure_optimizers has not"
+                    " returned that optimizer: each group would train weights of its own, of which rank 0's are kept;"
+                    " return it from configure_optimizers and take it from self.optimizers(), keep what it trains out"
+                    " of the LightningModule, or use groups=1"
+                )
 
 
 def _refuse_raw_step(self: Optimizer, closure: Any = None) -> Tensor:

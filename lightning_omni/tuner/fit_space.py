@@ -13,7 +13,7 @@ from torch.nn import Linear, Module
 from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.methods import METHODS, method_named, text_of
 from lightning_omni.methods.head import check_mergeable, held_by_one
-from lightning_omni.methods.master import check_servable
+from lightning_omni.methods.master import check_servable, held_by
 from lightning_omni.performance.forecast import Setting
 from lightning_omni.protocol.all_reduce import text_of as text_of_all_reduce
 from lightning_omni.search import SearchSpec, Space
@@ -181,7 +181,7 @@ class FitSpace:
             Merged(name).check(run.trainer)
         except ConfigurationError as error:
             raise type(error)(f'space={{"merged": {name!r}}}: {error}') from error
-        if {each for group in optimizers[0].param_groups for each in group["params"]} == set(held.values()):
+        if set(held_by(optimizers[0])) == set(held.values()):
             raise ConfigurationError(
                 f'space={{"merged": {name!r}}}: it is all that the optimizer moves, and nothing is left for the groups'
                 " to train; pass a part of it"
