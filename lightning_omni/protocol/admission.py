@@ -12,44 +12,33 @@ from lightning_omni.errors import Refused
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol import shard_messages as sm
 from lightning_omni.protocol.handshake import NONCE_BYTES, attach_mac, is_equal, server_mac
-from lightning_omni.protocol.roster import MOST_CHALLENGED, Member, Roster
+from lightning_omni.protocol.roster import MOST_CHALLENGED, Member
+from lightning_omni.protocol.run_context import RunContext
 from lightning_omni.protocol.service import Out, Payload, Peer, Sender
-from lightning_omni.protocol.shard_servers import Servers
 
 
 class Admission:
     """Lets ranks in.
 
     Args:
-        key: the run's shared secret.
-        roster: the ranks of the run.
+        run: the run.
+        key: its shared secret.
         random: draws that many random bytes (nonces).
-        now: the time of the message that is being handled.
-        heartbeat_timeout: told to every admitted rank, and so is ...
-        data_port: ... the port of the data socket.
-        servers: those that hold a share each must know the ranks, too.
-        standing: seconds for which ranks are to look for the server again when it is gone, and updates so far.
+        data_port: the port of the data socket, which is told to every admitted rank; and so is ...
+        standing: ... seconds for which ranks are to look for the server again when it is gone, and updates so far.
     """
 
     def __init__(
         self,
+        run: RunContext,
         key: bytes,
-        roster: Roster,
         random: Callable[[int], bytes],
-        now: Callable[[], float],
-        heartbeat_timeout: float,
         data_port: Callable[[], int],
-        servers: Servers,
-        standing: Callable[[], tuple[float, int]] = lambda: (0.0, 0),
+        standing: Callable[[], tuple[float, int]],
     ) -> None:
-        self._standing = standing
-        self._key = key
-        self._roster = roster
-        self._random = random
-        self._now = now
-        self._heartbeat_timeout = heartbeat_timeout
-        self._data_port = data_port
-        self._servers = servers
+        self._roster, self._servers, self._limits, self._now = run.roster, run.servers, run.limits, run.now
+        self._key, self._random = key, random
+        self._data_port, self._standing = data_port, standing
         self._attaching: dict[Peer, tuple[m.Attach, bytes]] = {}
         self._attached: dict[Peer, int] = {}
         self._data_peers: dict[int, Peer] = {}
@@ -103,7 +92,7 @@ class Admission:
         welcome = m.Welcome(
             mac=server_mac(self._key, hello, challenge),
             data_port=self._data_port(),
-            heartbeat_timeout=self._heartbeat_timeout,
+            heartbeat_timeout=self._limits.heartbeat,
             shards=self._servers.count,
             patience=patience,
             clock=clock,

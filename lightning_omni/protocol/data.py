@@ -6,9 +6,7 @@ from typing import Any
 
 from lightning_omni.methods import Method
 from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.epochs import Epochs
-from lightning_omni.protocol.notes import Notes
-from lightning_omni.protocol.roster import Roster
+from lightning_omni.protocol.run_context import RunContext
 from lightning_omni.protocol.service import Out, Payload, Sender, Service
 from lightning_omni.protocol.training import Training
 from lightning_omni.topology import Topology
@@ -18,17 +16,13 @@ class DataLeasing(Service):
     """Leases samples.
 
     Args:
-        roster: the ranks of the run.
-        epochs: the epoch that is under way.
+        run: the run.
         training: is told which groups wait meanwhile.
-        notes: is told what was trained.
     """
 
-    def __init__(self, roster: Roster, epochs: Epochs, training: Training, notes: Notes) -> None:
-        self._roster = roster
-        self._epochs = epochs
+    def __init__(self, run: RunContext, training: Training) -> None:
+        self._roster, self._epochs, self._notes = run.roster, run.epochs, run.notes
         self._training = training
-        self._notes = notes
 
     def form(self, topology: Topology, method: Method, message: m.Form) -> None:
         sizes = {group: len(topology.members(group)) for group in topology.alive}

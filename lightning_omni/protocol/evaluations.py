@@ -11,9 +11,8 @@ from lightning_omni.errors import MalformedMessage
 from lightning_omni.methods import Method
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import Packed, check_specs
-from lightning_omni.protocol.epochs import Epochs
-from lightning_omni.protocol.journal import ClaimedEntry, EvaluatedEntry, Journal, ReadEntry, SavedEntry
-from lightning_omni.protocol.roster import Roster
+from lightning_omni.protocol.journal import ClaimedEntry, EvaluatedEntry, ReadEntry, SavedEntry
+from lightning_omni.protocol.run_context import RunContext
 from lightning_omni.protocol.service import Out, Payload, Sender, Service, as_tensor, bytes_of
 from lightning_omni.protocol.training import Training
 from lightning_omni.topology import Topology
@@ -26,16 +25,12 @@ class Evaluations(Service):
     """Gives validations to groups.
 
     Args:
-        roster: the ranks of the run.
-        epochs: has the book of validations.
+        run: the run.
         training: is told which group pushes nothing meanwhile.
-        journal: told of what ranks will know.
     """
 
-    def __init__(self, roster: Roster, epochs: Epochs, training: Training, journal: Journal) -> None:
-        self._journal = journal
-        self._roster = roster
-        self._epochs = epochs
+    def __init__(self, run: RunContext, training: Training) -> None:
+        self._roster, self._epochs, self._journal = run.roster, run.epochs, run.journal
         self._training = training
 
     def form(self, topology: Topology, method: Method, message: m.Form) -> None:

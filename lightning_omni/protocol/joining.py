@@ -18,11 +18,9 @@ from torch import Tensor
 from lightning_omni.errors import ProtocolError, Refused
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import Packed, check_specs
-from lightning_omni.protocol.epochs import Epochs
-from lightning_omni.protocol.journal import Journal, NumberedEntry
-from lightning_omni.protocol.roster import Roster
+from lightning_omni.protocol.journal import NumberedEntry
+from lightning_omni.protocol.run_context import RunContext
 from lightning_omni.protocol.service import Out, Payload, Sender, Service, as_tensor
-from lightning_omni.protocol.shard_servers import Servers
 from lightning_omni.protocol.synchronization import Synchronization
 
 Admit = Callable[[Sender, m.Join, Payload], list[Out]]
@@ -33,30 +31,18 @@ class Joining(Service):
     """Takes groups in that come on their own.
 
     Args:
-        roster: the ranks of the run.
-        epochs: the epoch that is under way.
+        run: the run.
         synchronization: when the groups synchronized last.
-        servers: those that hold a share each.
         random: draws that many random bytes.
         admit: takes a group in.
-        journal: told of numbers that were given, and when the state should be saved.
-        silence: seconds for which a connection of a group may be silent; 0 if that is not heard.
     """
 
     def __init__(
-        self,
-        roster: Roster,
-        epochs: Epochs,
-        synchronization: Synchronization,
-        servers: Servers,
-        random: Callable[[int], bytes],
-        admit: Admit,
-        journal: Journal,
-        silence: Callable[[], float],
+        self, run: RunContext, synchronization: Synchronization, random: Callable[[int], bytes], admit: Admit
     ) -> None:
-        self._journal, self._silence = journal, silence
-        self._roster, self._epochs, self._synchronization = roster, epochs, synchronization
-        self._servers, self._random, self._admit = servers, random, admit
+        self._roster, self._epochs, self._journal = run.roster, run.epochs, run.journal
+        self._servers, self._limits = run.servers, run.limits
+        self._synchronization, self._random, self._admit = synchronization, random, admit
         self._waiting: dict[int, tuple[Sender, m.Join]] = {}
         self._stored: tuple[Packed, Tensor] | None = None
         self._stored_at = -1
@@ -70,7 +56,8 @@ class Joining(Service):
         if announced:
             self._journal.note(NumberedEntry(first + message.ranks))
         run = self._roster.run or self._roster.claimed
-        enlisted = m.Enlisted(run=run, first=first, announced=announced, silence=self._silence())
+        silence = self._limits.silence_of_connections
+        enlisted = m.Enlisted(run=run, first=first, announced=announced, silence=silence)
         return [Out(sender.peer, m.CONTROL, enlisted)]
 
     def ask(self, sender: Sender, message: m.Join, payload: Payload) -> list[Out]:

@@ -7,7 +7,7 @@ which order. Rule 2: when the run cannot go on, every rank is told once, and fro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -16,12 +16,12 @@ from lightning_omni.errors import ProtocolError
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol import shard_messages as sm
 from lightning_omni.protocol import wire_format
-from lightning_omni.protocol.journal import FormedEntry, JoinedEntry, Journal, LeftEntry, LostEntry
-from lightning_omni.protocol.leases import EpochPlan
+from lightning_omni.protocol.journal import FormedEntry, JoinedEntry, LeftEntry, LostEntry
 from lightning_omni.protocol.monitoring import Monitoring
-from lightning_omni.protocol.roster import Member, Roster
+from lightning_omni.protocol.roster import Member
+from lightning_omni.protocol.run_context import RunContext
 from lightning_omni.protocol.service import Out, Payload, Peer, Sender, Service
-from lightning_omni.protocol.shard_servers import Servers
+from lightning_omni.protocol.synchronization import Synchronization
 from lightning_omni.topology import Topology
 
 
@@ -29,18 +29,10 @@ class Membership:
     """Which ranks take part.
 
     Args:
-        roster: the ranks of the run.
+        run: the run.
         services: told of what happens to groups, in this order.
         monitoring: tells ranks of new groups.
-        heartbeat_timeout: seconds of silence after which a rank counts as dead.
-        join_timeout: seconds that a rank may take to join after the first.
-        plan: of the epoch that is under way.
-        servers: those that hold a share each must know, too.
-        synchronizations: synchronization points of all ranks that are over.
-        journal: told of what ranks will know.
-        now: the time of the message that is being handled.
-        progress_timeout: seconds in which a group has to get something done; infinite if it is not judged by that.
-        contributed: ranks that wait at a synchronization point.
+        synchronization: knows which ranks wait at a synchronization point.
 
     Attributes:
         generation: counts the formings of groups, as the recorder does.
@@ -49,30 +41,16 @@ class Membership:
 
     def __init__(
         self,
-        roster: Roster,
+        run: RunContext,
         services: Sequence[Service],
         monitoring: Monitoring,
-        heartbeat_timeout: Callable[[], float],
-        join_timeout: float,
-        plan: Callable[[], EpochPlan | None],
-        servers: Servers,
-        synchronizations: Callable[[], int],
-        journal: Journal,
-        now: Callable[[], float],
-        progress_timeout: float,
-        contributed: Callable[[], Container[int]],
+        synchronization: Synchronization,
     ) -> None:
-        self._journal, self._now = journal, now
-        self._progress_timeout, self._contributed = progress_timeout, contributed
-        self._roster = roster
+        self._roster, self._epochs, self._journal = run.roster, run.epochs, run.journal
+        self._servers, self._limits, self._now = run.servers, run.limits, run.now
         self._services = services
         self._waited_for = [each for each in services if type(each).resolve_pending is not Service.resolve_pending]
-        self._monitoring = monitoring
-        self._heartbeat_timeout = heartbeat_timeout
-        self._join_timeout = join_timeout
-        self._plan = plan
-        self._servers = servers
-        self._synchronizations = synchronizations
+        self._monitoring, self._synchronization = monitoring, synchronization
         self._formed: m.Form | None = None
         self.generation = 0
         self.over = ""
@@ -172,10 +150,10 @@ class Membership:
             groups=self._roster.groups,
             method=self._formed.method,
             wire_format=self._formed.wire_format,
-            plan=self._plan(),
+            plan=self._epochs.book.plan if self._epochs.book is not None else None,
             overlap=self._formed.overlap,
             live=self._roster.live,
-            synchronizations=self._synchronizations(),
+            synchronizations=self._synchronization.completed,
         )
         out = [*self._tell_everyone(self._monitoring.status(-1.0)), Out(sender.peer, m.CONTROL, joined)]
         if self._servers.count > 1:  # as late as this: it may have waited
@@ -279,10 +257,10 @@ class Membership:
 
     def tick(self, now: float) -> list[Out]:
         """Time passes: ranks that were silent for too long are lost, and groups that have got nothing done."""
-        out = []
-        for rank, reason in self._roster.stalled(now, self._progress_timeout, self._contributed()):
+        out, roster, limits = list[Out](), self._roster, self._limits
+        for rank, reason in roster.stalled(now, limits.progress, self._synchronization.contributed):
             out += self.lose(rank, reason)
-        for rank, reason in self._roster.silent(now, self._heartbeat_timeout(), self._join_timeout):
+        for rank, reason in roster.silent(now, limits.silence_of(roster.joining), limits.join):
             if self.over:
                 self._roster.gone.add(rank)
             out += self.lose(rank, reason)

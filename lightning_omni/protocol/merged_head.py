@@ -12,10 +12,8 @@ from lightning_omni.methods import Method
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.activations import RAW_BOTH, Both, check, pack_in, unpack_in
 from lightning_omni.protocol.head_shard import Arrival, HeadShard
-from lightning_omni.protocol.notes import Notes
-from lightning_omni.protocol.roster import Roster
+from lightning_omni.protocol.run_context import RunContext
 from lightning_omni.protocol.service import Out, Payload, Peer, Sender, Service, as_tensor
-from lightning_omni.protocol.shards import HeldShards
 from lightning_omni.protocol.wire_format import from_wire
 from lightning_omni.topology import Topology
 
@@ -24,16 +22,12 @@ class MergedHeads(Service):
     """Grants exclusive access to the merged heads.
 
     Args:
-        roster: the ranks of the run.
-        shards: holds the heads.
-        notes: is told of each access.
+        run: the run.
         clock: tells the time that the server's arithmetic takes, in seconds.
     """
 
-    def __init__(self, roster: Roster, shards: HeldShards, notes: Notes, clock: Callable[[], float]) -> None:
-        self._roster = roster
-        self._shards = shards
-        self._notes = notes
+    def __init__(self, run: RunContext, clock: Callable[[], float]) -> None:
+        self._roster, self._shards, self._notes = run.roster, run.shards, run.notes
         self._clock = clock
         self._wire = RAW_BOTH
 

@@ -9,10 +9,9 @@ from statistics import fmean
 from lightning_omni.methods import Method
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol import shard_messages as sm
-from lightning_omni.protocol.roster import Roster
+from lightning_omni.protocol.run_context import RunContext
 from lightning_omni.protocol.sensing import total_momentum
 from lightning_omni.protocol.service import Out, Payload, Sender, Service
-from lightning_omni.protocol.shards import HeldShards
 from lightning_omni.topology import Topology
 
 LATELY = 64
@@ -29,8 +28,7 @@ class Monitoring(Service):
     """Measures the server, and hears from the ranks how long their steps take.
 
     Args:
-        roster: the ranks of the run.
-        shards: what they train.
+        run: the run.
         clock: tells the time that the server's arithmetic takes, in seconds.
         strangers: messages refused because they were malformed or their sender had not been admitted.
         handled: counts the pushes that were handled, also those of earlier groups.
@@ -41,15 +39,9 @@ class Monitoring(Service):
     """
 
     def __init__(
-        self,
-        roster: Roster,
-        shards: HeldShards,
-        clock: Callable[[], float],
-        strangers: Callable[[], int],
-        handled: Callable[[], int],
+        self, run: RunContext, clock: Callable[[], float], strangers: Callable[[], int], handled: Callable[[], int]
     ) -> None:
-        self._roster = roster
-        self._shards = shards
+        self._roster, self._shards = run.roster, run.shards
         self._clock = clock
         self._strangers = strangers
         self._handled = handled

@@ -17,10 +17,9 @@ from lightning_omni.checks import counted
 from lightning_omni.errors import MalformedMessage, Refused
 from lightning_omni.methods import Method
 from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.epochs import Epochs
 from lightning_omni.protocol.handshake import NONCE_BYTES, is_equal, observer_mac, version_problem
 from lightning_omni.protocol.monitoring import Monitoring
-from lightning_omni.protocol.roster import Roster
+from lightning_omni.protocol.run_context import RunContext
 from lightning_omni.protocol.service import Out, Payload, Peer, Sender, Service
 from lightning_omni.topology import Topology
 
@@ -105,30 +104,24 @@ class RunObservation(Service):
     """Shows a run to those that watch it, and keeps a log of what happened to it.
 
     Args:
-        roster: the ranks of the run.
-        epochs: the epoch that is under way.
+        run: the run.
         monitoring: how it goes, as ranks are told.
         observers: those that watch.
-        now: the time of the message that is being handled.
         over: why the run cannot go on, or an empty string.
         description: of the server.
-        saves: how often its state was saved so far.
     """
 
     def __init__(
         self,
-        roster: Roster,
-        epochs: Epochs,
+        run: RunContext,
         monitoring: Monitoring,
         observers: Observers,
-        now: Callable[[], float],
         over: Callable[[], str],
         description: Callable[[], m.ServerDescription],
-        saves: Callable[[], int],
     ) -> None:
-        self._description, self._saves = description, saves
-        self._roster, self._epochs, self._monitoring = roster, epochs, monitoring
-        self._observers, self._now, self._over = observers, now, over
+        self._roster, self._epochs, self._journal, self._now = run.roster, run.epochs, run.journal, run.now
+        self._monitoring, self._observers = monitoring, observers
+        self._over, self._description = over, description
         self._formed: m.Form | None = None
         self._happenings: deque[Happening] = deque(maxlen=LONGEST_LOG)
         self._counts: tuple[Any, ...] = (0, 0, 0, 0, "")
@@ -237,8 +230,8 @@ class RunObservation(Service):
     def tick(self, now: float) -> None:
         """Time passes: notes down which ranks have come and gone since it was asked last."""
         roster = self._roster
-        if self._saves() != self._saved[0]:
-            self._saved = self._saves(), now
+        if self._journal.saves != self._saved[0]:
+            self._saved = self._journal.saves, now
         counts = (len(roster.members), len(roster.lost), len(roster.gone), roster.wanted_groups, self._over())
         if counts == self._counts:
             return

@@ -11,7 +11,6 @@ from typing import Any
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol import shard_messages as sm
-from lightning_omni.protocol.epochs import Epochs
 from lightning_omni.protocol.evaluations import Evaluations
 from lightning_omni.protocol.journal import (
     AskedEntry,
@@ -22,7 +21,6 @@ from lightning_omni.protocol.journal import (
     FormedEntry,
     GatheredEntry,
     JoinedEntry,
-    Journal,
     LeftEntry,
     LeftEpochEntry,
     LostEntry,
@@ -37,9 +35,9 @@ from lightning_omni.protocol.journal import (
     WentOnEntry,
 )
 from lightning_omni.protocol.membership import Membership
-from lightning_omni.protocol.roster import Roster
+from lightning_omni.protocol.run_context import RunContext
 from lightning_omni.protocol.service import Service
-from lightning_omni.protocol.shard_servers import Coordinator, Servers
+from lightning_omni.protocol.shard_servers import Coordinator
 from lightning_omni.protocol.synchronization import Synchronization
 from lightning_omni.protocol.training import Training
 
@@ -51,33 +49,26 @@ class Persistence:
     """Gives the state of a run, and goes on from one.
 
     Args:
-        roster: the ranks of the run.
+        run: the run.
         membership: groups, and what is lost.
         services: all that has a state.
-        epochs: what is trained of the data.
         training: pushes and their answers.
         synchronization: contributions of all ranks.
         evaluations: validations while groups train.
-        servers: others, which hold a share of the weights.
-        journal: what has happened since a state was saved.
     """
 
     def __init__(
         self,
-        roster: Roster,
+        run: RunContext,
         membership: Membership,
         services: Sequence[Service],
-        epochs: Epochs,
         training: Training,
         synchronization: Synchronization,
         evaluations: Evaluations,
-        servers: Servers,
-        journal: Journal,
     ) -> None:
-        self._roster, self._membership, self._services = roster, membership, services
-        self._epochs, self._training = epochs, training
+        self._roster, self._epochs, self._servers, self._journal = run.roster, run.epochs, run.servers, run.journal
+        self._membership, self._services, self._training = membership, services, training
         self._synchronization, self._evaluations = synchronization, evaluations
-        self._servers, self._journal = servers, journal
 
     def state(self) -> dict[str, Any]:
         """Plain values and tensors, the live ones; between two messages only."""

@@ -37,6 +37,7 @@ from lightning_omni.protocol.persistence import Persistence, check_state
 from lightning_omni.protocol.record import Recorder
 from lightning_omni.protocol.roster import Roster
 from lightning_omni.protocol.router import AGGREGATOR_TABLE, AGGREGATORS_TABLE, SHARD_TABLE, TABLE, Router, Row
+from lightning_omni.protocol.run_context import RunContext
 from lightning_omni.protocol.service import Out, Payload, Peer, Service
 from lightning_omni.protocol.shard import Shard
 from lightning_omni.protocol.shard_servers import Coordinator, Follower, Servers
@@ -147,118 +148,47 @@ class ServerCore:
 
     def reset(self) -> None:
         """Forgets the run; the next one may come."""
-        self._now, servers, journal = 0.0, self.servers, self.journal
-        self.roster, self._shards = Roster(self.key), HeldShards()
-        self._epochs = Epochs(journal)
+        self._now, self.roster = 0.0, Roster(self.key)
+        self._shards, self._epochs, servers = HeldShards(), Epochs(self.journal), self.servers
         self.notes = Notes(self._record, self._shards, self._epochs, self._last_now, servers.count)
+        run = RunContext(
+            self.roster, self._shards, self._epochs, self.notes, self.journal, servers, self.limits, self._last_now
+        )
         self._admission = Admission(
-            self.key,
-            self.roster,
-            self._random,
-            self._last_now,
-            self.limits.heartbeat,
-            lambda: self.data_port,
+            run, self.key, self._random, lambda: self.data_port, lambda: (self.patience, self.clock)
+        )
+        training = self._training = Training(run, self._admission)
+        self._synchronization = Synchronization(run, training, lambda *brought: self._router.forward(*brought))
+        self._evaluations = Evaluations(run, training)
+        self._monitoring = Monitoring(run, self._work_time, lambda: self.strangers, lambda: training.pushes)
+        self._observation = RunObservation(
+            run, self._monitoring, self._observers, lambda: self._membership.over, self._description
+        )
+        # In the order in which they are told what concerns all.
+        services: list[Service] = [
             servers,
-            lambda: (self.patience, self.clock),
-        )
-        self._training = Training(
-            self.roster, self._admission, self._shards, self._epochs, self.notes, servers, journal
-        )
-        self._synchronization = Synchronization(
-            self.roster, self._training, lambda *brought: self._router.forward(*brought), journal
-        )
-        self._evaluations = Evaluations(self.roster, self._epochs, self._training, journal)
-        self._watch()
-        self._services = self._made_services()
-        self._membership = self._made_membership()
-        self._persistence = Persistence(
-            self.roster,
-            self._membership,
-            self._services,
-            self._epochs,
-            self._training,
             self._synchronization,
+            DataLeasing(run, training),
+            training,
             self._evaluations,
-            servers,
-            journal,
+            Snapshots(run, training, self._resolve, self._resolve_module),
+            MergedHeads(run, self._work_time),
+            self._monitoring,
+            self._observation,
+            Joining(run, self._synchronization, self._random, lambda *asked: self._membership.join(*asked)),
+            *(service(self) for service in self._more_services),
+        ]
+        self._membership = Membership(run, services, self._monitoring, self._synchronization)
+        self._persistence = Persistence(
+            run, self._membership, services, training, self._synchronization, self._evaluations
         )
-        self._router = Router(self._table, [self._admission, self._membership, *self._services], self.roster, servers)
+        self._router = Router(self._table, [self._admission, self._membership, *services], self.roster, servers)
         servers.begin(self._membership.end, lambda: self.roster.live)
         if isinstance(servers, Aggregators):
             servers.serve(self.roster, self._shards)
         elif isinstance(servers, Aggregator):
             admission = self._admission
             servers.watch(lambda rank: admission.data_connection(rank) is not None)
-
-    def _watch(self) -> None:
-        """What is to be seen of the run, by its ranks and by processes that are none."""
-        training = self._training
-        self._monitoring = Monitoring(
-            self.roster, self._shards, self._work_time, lambda: self.strangers, lambda: training.pushes
-        )
-        self._observation = RunObservation(
-            self.roster,
-            self._epochs,
-            self._monitoring,
-            self._observers,
-            self._last_now,
-            lambda: self._membership.over,
-            self._description,
-            lambda: self.journal.saves,
-        )
-
-    def _made_services(self) -> list[Service]:
-        """In the order in which they are told what concerns all."""
-        roster, epochs, training, notes = self.roster, self._epochs, self._training, self.notes
-        return [
-            self.servers,
-            self._synchronization,
-            DataLeasing(roster, epochs, training, notes),
-            training,
-            self._evaluations,
-            Snapshots(
-                roster,
-                self._shards,
-                training,
-                epochs,
-                notes,
-                self.servers,
-                self._resolve,
-                self._resolve_module,
-                self.journal,
-            ),
-            MergedHeads(roster, self._shards, notes, self._work_time),
-            self._monitoring,
-            self._observation,
-            Joining(
-                roster,
-                epochs,
-                self._synchronization,
-                self.servers,
-                self._random,
-                lambda *asked: self._membership.join(*asked),
-                self.journal,
-                lambda: self.limits.silence_of_connections,
-            ),
-            *(service(self) for service in self._more_services),
-        ]
-
-    def _made_membership(self) -> Membership:
-        epochs, synchronization = self._epochs, self._synchronization
-        return Membership(
-            self.roster,
-            self._services,
-            self._monitoring,
-            lambda: self.limits.silence_of(self.roster.joining),
-            self.limits.join,
-            lambda: epochs.book.plan if epochs.book is not None else None,
-            self.servers,
-            lambda: synchronization.completed,
-            self.journal,
-            self._last_now,
-            self.limits.progress,
-            lambda: synchronization.contributed,
-        )
 
     # --- What drives the machine -------------------------------------------------------------------------------------
 

@@ -15,15 +15,11 @@ from lightning_omni.methods.modules import ResolveModule
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import Packed, check_specs, pack, unpack
 from lightning_omni.protocol.cut import Cut
-from lightning_omni.protocol.epochs import Epochs
 from lightning_omni.protocol.head_shard import HeadShard
-from lightning_omni.protocol.journal import Journal, SavedEntry, SeededEntry
-from lightning_omni.protocol.notes import Notes
-from lightning_omni.protocol.roster import Roster
+from lightning_omni.protocol.journal import SavedEntry, SeededEntry
+from lightning_omni.protocol.run_context import RunContext
 from lightning_omni.protocol.service import Out, Payload, Sender, Service, as_tensor
 from lightning_omni.protocol.shard import ROOM, Shard
-from lightning_omni.protocol.shard_servers import Servers
-from lightning_omni.protocol.shards import HeldShards
 from lightning_omni.protocol.training import Training
 from lightning_omni.protocol.validations import MOST_OPEN
 from lightning_omni.topology import Topology
@@ -41,36 +37,16 @@ class Snapshots(Service):
     """Takes the run's weights and optimizers in, and gives them out.
 
     Args:
-        roster: the ranks of the run.
-        shards: where the weights and optimizers are held.
+        run: the run.
         training: knows what was pushed.
-        epochs: the epoch that is under way.
-        notes: is told of what was handed over, and so are ...
-        servers: ... the others.
         resolve: finds the class of an optimizer's class path.
         resolve_module: finds the class of a merged head's module.
-        journal: told when the state should be saved.
     """
 
-    def __init__(
-        self,
-        roster: Roster,
-        shards: HeldShards,
-        training: Training,
-        epochs: Epochs,
-        notes: Notes,
-        servers: Servers,
-        resolve: Resolve,
-        resolve_module: ResolveModule,
-        journal: Journal,
-    ) -> None:
-        self._journal = journal
-        self._roster = roster
-        self._shards = shards
+    def __init__(self, run: RunContext, training: Training, resolve: Resolve, resolve_module: ResolveModule) -> None:
+        self._roster, self._shards, self._epochs = run.roster, run.shards, run.epochs
+        self._notes, self._journal, self._servers = run.notes, run.journal, run.servers
         self._training = training
-        self._epochs = epochs
-        self._notes = notes
-        self._servers = servers
         self._resolve = resolve
         self._resolve_module = resolve_module
         self._method: Method | None = None

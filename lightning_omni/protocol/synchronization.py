@@ -10,8 +10,8 @@ from torch import Tensor
 from lightning_omni.errors import MalformedMessage, ProtocolError, Refused
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.collectives import Collectives
-from lightning_omni.protocol.journal import GatheredEntry, Journal
-from lightning_omni.protocol.roster import Roster
+from lightning_omni.protocol.journal import GatheredEntry
+from lightning_omni.protocol.run_context import RunContext
 from lightning_omni.protocol.service import Out, Payload, Peer, Sender, Service, as_tensor, bytes_of, nbytes_of
 from lightning_omni.protocol.training import Training
 
@@ -26,18 +26,16 @@ class Synchronization(Service):
     """Gathers what all live ranks contribute.
 
     Args:
-        roster: the ranks of the run.
+        run: the run.
         training: is told which groups wait meanwhile.
         forward: handles messages that were brought.
-        journal: told of what is gathered.
 
     Attributes:
         completed: synchronization points that are over.
     """
 
-    def __init__(self, roster: Roster, training: Training, forward: Forward, journal: Journal) -> None:
-        self._journal = journal
-        self._roster = roster
+    def __init__(self, run: RunContext, training: Training, forward: Forward) -> None:
+        self._roster, self._journal = run.roster, run.journal
         self._training = training
         self._forward = forward
         self.completed = 0

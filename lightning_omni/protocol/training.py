@@ -21,16 +21,12 @@ from lightning_omni.protocol import wire_format
 from lightning_omni.protocol.admission import Admission
 from lightning_omni.protocol.codec import check_specs, unpack
 from lightning_omni.protocol.deliveries import Deliveries, Delivery
-from lightning_omni.protocol.epochs import Epochs
-from lightning_omni.protocol.journal import Journal, RestructuredEntry
+from lightning_omni.protocol.journal import RestructuredEntry
 from lightning_omni.protocol.layout import Layout
-from lightning_omni.protocol.notes import Notes
 from lightning_omni.protocol.record import Kind
-from lightning_omni.protocol.roster import Roster
+from lightning_omni.protocol.run_context import RunContext
 from lightning_omni.protocol.service import Out, Payload, Peer, Sender, Service, as_tensor, bytes_of, nbytes_of
 from lightning_omni.protocol.shard import Shard, is_finite
-from lightning_omni.protocol.shard_servers import Servers
-from lightning_omni.protocol.shards import HeldShards
 from lightning_omni.protocol.wire_format import RAW, Memory, WireFormat
 from lightning_omni.topology import Topology
 
@@ -42,36 +38,18 @@ class Training(Service):
     """Merges pushes and answers them.
 
     Args:
-        roster: the ranks of the run.
+        run: the run.
         admission: knows the connection of each group's leader.
-        shards: master weights and the methods' server sides.
-        epochs: is told what was trained.
-        notes: is told of all of it.
-        servers: those that hold a share each must know which groups wait, too.
-        journal: told when the state should be saved.
 
     Attributes:
         handled: of each group, pushes that were handled since groups were formed, also those that were refused.
         pushes: those and all before, each sum of an aggregator as one.
     """
 
-    def __init__(
-        self,
-        roster: Roster,
-        admission: Admission,
-        shards: HeldShards,
-        epochs: Epochs,
-        notes: Notes,
-        servers: Servers,
-        journal: Journal,
-    ) -> None:
-        self._roster = roster
-        self._journal = journal
+    def __init__(self, run: RunContext, admission: Admission) -> None:
+        self._roster, self._shards, self._epochs = run.roster, run.shards, run.epochs
+        self._notes, self._journal, self._servers = run.notes, run.journal, run.servers
         self._admission = admission
-        self._shards = shards
-        self._epochs = epochs
-        self._notes = notes
-        self._servers = servers
         self._deliveries = Deliveries()
         self._pending: dict[int, m.PushMessage] = {}  # group: the push that waits
         self._via: dict[int, Peer] = {}  # group: the aggregator in whose sum that came
