@@ -140,7 +140,7 @@ class Link:
         A push without a number gets the next one, and keeps it if it is refused.
         """
         if isinstance(message, m.PushMessage) and not message.sequence:
-            where, incarnation = (peer, message.optimizer), self.core.roster.incarnation
+            where, incarnation = (peer, message.optimizer), self.core.roster.formed.incarnation
             message = msgspec.structs.replace(message, incarnation=incarnation, sequence=self.pushed[where] + 1)
             answers = self.say(peer, message, payload, channel)
             self.pushed[where] += not any(isinstance(answer, m.RefusedMessage) for answer, _ in answers)

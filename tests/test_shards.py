@@ -589,7 +589,7 @@ def test_a_save_is_of_one_moment_at_all_servers_and_they_go_on_from_it_with_the_
     for core, service in zip(ensemble.cores, services, strict=True):
         assert core.roster.groups == (0, 2)
         assert core.roster.lost == dict.fromkeys(ensemble.groups[1].ranks, "gone")
-        assert core.roster.by_member == by_member
+        assert core.roster.formed.by_member == by_member
         part = service["Snapshots"]["parts"][0]
         if core.clock == part["clock"]:  # else a barrier has opened with that loss
             assert same(core.shards[0].state()["weights"], part["weights"])

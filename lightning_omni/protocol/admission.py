@@ -71,7 +71,7 @@ class Admission:
 
     def leader_peer(self, group: int) -> Peer:
         """The data connection of a group's leader, or of the member that exchanges with this server."""
-        return self._data_peers[self._roster.exchanges_with(group, self._servers.number)]
+        return self._data_peers[self._roster.formed.exchanges_with(group, self._servers.number)]
 
     def data_connection(self, rank: int) -> tuple[Peer, bytes] | None:
         """A rank's data connection, and the secret that has opened it; None if it has none, or is gone."""

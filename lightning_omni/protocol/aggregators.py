@@ -158,7 +158,8 @@ class Aggregators(OneServer):
         if self._formed is None or not self._shards.all:
             return
         leaders = [
-            sm.Leader(group, rank, self._roster.identity(group).incarnation) for group, rank in self._leaders.items()
+            sm.Leader(group, rank, self._roster.formed.identity(group).incarnation)
+            for group, rank in self._leaders.items()
         ]
         layouts = [Layout(()) if shard.is_head else shard.layout for shard in self._shards.all]
         method, wire_format = self._formed.method, self._formed.wire_format

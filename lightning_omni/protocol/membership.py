@@ -117,6 +117,7 @@ class Membership:
                 f"the members of the groups {message.groups} exchange a share each, and there are {self._servers.count}"
                 " servers: the size of each group must be a multiple of that"
             )
+        formed = self._roster.formed
         self._roster.form(topology, message.names, message.by_member)
         self.generation = message.generation
         self._formed = message
@@ -127,25 +128,26 @@ class Membership:
         # Every rank that asks how the run goes before its next heartbeat should hear of these groups.
         return [
             *self._tell_everyone(self._monitoring.status(-1.0)),
-            Out(sender.peer, m.CONTROL, m.Formed(generation=message.generation, incarnation=self._roster.incarnation)),
+            Out(sender.peer, m.CONTROL, m.Formed(generation=message.generation, incarnation=formed.incarnation)),
         ]
 
     def join(self, sender: Sender, message: m.Join, payload: Payload) -> list[Out]:
         """Ranks that came late are a group from now on."""
         if not message.ranks or message.ranks[0] != sender.rank:
             raise ProtocolError(f"rank {sender.rank} speaks for no group of {message.ranks}: the first of them does")
-        if self._roster.by_member and len(message.ranks) % self._servers.count:
+        formed = self._roster.formed
+        if formed.by_member and len(message.ranks) % self._servers.count:
             raise ProtocolError(
                 f"the members of the groups exchange a share each, with {self._servers.count} servers, and"
                 f" {len(message.ranks)} ranks want to be one more: the size of each group must be a multiple of that"
             )
-        group = self._roster.group_of(sender.rank)
-        if group < 0 or message.ranks != self._members(group):  # else it asks again, for the answer was lost
+        group = formed.group_of(sender.rank)
+        if group < 0 or message.ranks != formed.members(group):  # else it asks again, for the answer was lost
             group = self._join(sender.rank, message)
         assert self._formed is not None
         joined = m.Joined(
             group=group,
-            incarnation=self._roster.identity(group).incarnation,
+            incarnation=formed.identity(group).incarnation,
             generation=self.generation,
             groups=self._roster.groups,
             method=self._formed.method,
@@ -160,9 +162,6 @@ class Membership:
             self._servers.tell(sm.Relay(rank=sender.rank, said=m.encode(message)))
             out = self._servers.when_done(out)
         return out
-
-    def _members(self, group: int) -> tuple[int, ...]:
-        return self._roster.topology.members(group) if self._roster.topology is not None else ()
 
     def _join(self, rank: int, message: m.Join) -> int:
         """Returns the number of the group that joins."""
@@ -187,10 +186,9 @@ class Membership:
         roster, group = self._roster, message.group
         if self.over:
             raise ProtocolError(f"the run is over: {self.over}")
-        if group not in roster.groups or roster.identity(group).incarnation != message.incarnation:
+        if group not in roster.groups or roster.formed.identity(group).incarnation != message.incarnation:
             raise ProtocolError(f"there is no group {group} of incarnation {message.incarnation} any more")
-        assert roster.topology is not None
-        name, ranks = roster.identity(group).name, roster.topology.members(group)
+        name, ranks = roster.formed.identity(group).name, roster.formed.members(group)
         if roster.ends_with(group):
             raise ProtocolError(f"group {name} cannot be evicted, for the run would end with it; stop the run instead")
         if message.bars:
@@ -246,7 +244,7 @@ class Membership:
         return out + self._leave(sender.rank, message.finished)
 
     def _leave(self, rank: int, finished: bool) -> list[Out]:
-        group = self._roster.group_of(rank)
+        group = self._roster.formed.group_of(rank)
         out = self._evict(group, lost=False) if group >= 0 else []
         self._roster.finished |= finished
         self._roster.leave(rank)

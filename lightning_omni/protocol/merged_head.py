@@ -45,7 +45,7 @@ class MergedHeads(Service):
     def check_forward(self, sender: Sender, message: m.HeadForward) -> int:
         """Bytes of a batch."""
         if message.exclusive:
-            self._roster.check_leads(sender.rank, sender.group)
+            self._roster.formed.check_leads(sender.rank, sender.group)
         return self._check_packed(message)
 
     def check_backward(self, sender: Sender, message: m.HeadBackward) -> int:
@@ -61,7 +61,7 @@ class MergedHeads(Service):
         )
         if not message.exclusive:
             return [self._output(head, arrival)]
-        self._roster.check_leads(sender.rank, sender.group)
+        self._roster.formed.check_leads(sender.rank, sender.group)
         head.arrive(arrival)
         return self._serve(message.optimizer)
 

@@ -129,9 +129,8 @@ class Monitoring(Service):
         )
 
     def _group_status(self, group: int) -> m.GroupStatus:
-        assert self._roster.topology is not None
-        identity = self._roster.identity(group)
-        ranks, members = self._roster.topology.members(group), self._roster.members
+        identity = self._roster.formed.identity(group)
+        ranks, members = self._roster.formed.members(group), self._roster.members
         timings = {rank: members[rank].timings for rank in ranks if rank in members}
         seen: Counter[int] = sum((shard.by_group.get(group, Counter()) for _, shard in self._shards.pushed), Counter())
         updates = sum(seen.values())

@@ -207,7 +207,7 @@ class RunObservation(Service):
     def form(self, topology: Topology, method: Method, message: m.Form) -> None:
         self._formed = message
         self.tick(self._now())
-        names = ", ".join(self._roster.identity(group).name for group in topology.alive)
+        names = ", ".join(self._roster.formed.identity(group).name for group in topology.alive)
         groups = counted(len(topology.alive), "group")
         self._note(self._now(), "formed", f"{groups} formed ({names}): {method!r}")
 
@@ -224,7 +224,7 @@ class RunObservation(Service):
 
     def join(self, group: int, ranks: tuple[int, ...]) -> None:
         self.tick(self._now())
-        name = self._roster.identity(group).name
+        name = self._roster.formed.identity(group).name
         self._note(self._now(), "joined", f"group {name} takes part: {ranks_text(ranks)}")
 
     def tick(self, now: float) -> None:

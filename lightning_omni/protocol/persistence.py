@@ -102,7 +102,7 @@ class Persistence:
         for entry in (*journal, WentOnEntry()):
             self.redo(entry)
         for group in self._epochs.validations.evaluating:  # those that wait for others say so again
-            self._training.idle(self._roster.exchanges_with(group, 0))
+            self._training.idle(self._roster.formed.exchanges_with(group, 0))
         self._journal.write, self._journal.is_due = writes, True
 
     def redo(self, entry: Entry) -> None:

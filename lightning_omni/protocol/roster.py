@@ -6,8 +6,6 @@ part in nothing before it is in a group.
 Rule 3: a dead rank costs its own group; the recorder's group costs the run.
 Rule 4: where groups join on their own, rank numbers are given by the server and never again; the recorder is the lowest
 rank that lives, and the run outlives every group: it is over when one has trained it to its end.
-Rule 5: several servers that hold a share each hear their parts of a request from a group's leader or, where groups are
-formed so, each from the member of its number, which counts there as the leader does; further members say nothing there.
 """
 
 from __future__ import annotations
@@ -19,10 +17,10 @@ from typing import Any
 import msgspec
 
 from lightning_omni.errors import ProtocolError, Refused
+from lightning_omni.protocol.formed_groups import FormedGroups
 from lightning_omni.protocol.handshake import fingerprint_problem, is_equal, rank_mac, session_key, version_problem
 from lightning_omni.protocol.messages import Heartbeat, Hello, Proof
-from lightning_omni.protocol.shard import GroupHistory
-from lightning_omni.topology import RECORDER, GroupId, Topology
+from lightning_omni.topology import RECORDER, Topology
 
 MOST_RANKS = 1 << 16
 """Ranks of a run, at most."""
@@ -65,6 +63,7 @@ class Roster:
     """The ranks of one run.
 
     Attributes:
+        formed: the compute groups that they are in.
         joining: whether groups join on their own.
         finished: whether it was trained to its end.
         can_go_on: whether a group that joins can go on with it, also if no rank is left.
@@ -83,17 +82,13 @@ class Roster:
         self.barred: set[int] = set()
         self.barred_hosts: set[str] = set()
         self.gone: set[int] = set()
-        self.topology: Topology | None = None
-        self.incarnation = 0
+        self.formed = FormedGroups()
         self.late: list[int] = []
         self.joining = self.finished = self.can_go_on = False
         self.wanted_groups = 0
-        self._places = 0  # numbers of groups that were given, for when there is none
         self._claim: tuple[bytes, str] | None = None  # who is to begin the run, and its name
         self._enlisted: dict[bytes, tuple[int, int]] = {}
         self._numbered = 0
-        self.by_member = False
-        self._identities: dict[int, GroupId] = {}
         self._ranks: dict[bytes, int] = {}
 
     @property
@@ -122,7 +117,7 @@ class Roster:
         Args:
             group: number of the group; where groups join on their own, that of the recorder hears first.
         """
-        return not self.joining or self.group_of(self.recorder) == group
+        return not self.joining or self.formed.group_of(self.recorder) == group
 
     @property
     def live(self) -> tuple[int, ...]:
@@ -137,10 +132,6 @@ class Roster:
         return self._first is not None and not goes_on and not any(rank in self.members for rank in self.live)
 
     @property
-    def _has_formed(self) -> bool:
-        return self.topology is not None or self._places > 0
-
-    @property
     def lost_ranks(self) -> tuple[int, ...]:
         """All ranks lost so far, ascending."""
         return tuple(sorted(self.lost))
@@ -148,7 +139,7 @@ class Roster:
     @property
     def groups(self) -> tuple[int, ...]:
         """Numbers of the groups that take part; none before groups are formed."""
-        return self.topology.alive if self.topology is not None else ()
+        return self.formed.alive
 
     @property
     def joined_groups(self) -> int:
@@ -156,22 +147,9 @@ class Roster:
         return len(self.groups) if self.joining else 0
 
     def form(self, topology: Topology, names: Sequence[str] = (), by_member: bool = False) -> None:
-        """Groups are formed.
-
-        Args:
-            topology: the groups.
-            names: theirs; their numbers, if there are none.
-            by_member: whether each member exchanges a share of its own.
-
-        Raises:
-            ProtocolError: the names are not one for each group, each another.
-        """
-        names = names or [str(group) for group in range(len(topology.groups))]
-        if len(names) != len(topology.groups) or len(set(names)) != len(names):
-            raise ProtocolError(f"names={tuple(names)}: {len(topology.groups)} groups need as many different names")
-        self.topology, self.by_member, self.wanted_groups = topology, by_member, 0
-        self.incarnation += 1
-        self._identities = {group: GroupId(name, self.incarnation) for group, name in enumerate(names)}
+        """Groups are formed: see `FormedGroups.form`."""
+        self.formed.form(topology, names, by_member)
+        self.wanted_groups = 0
 
     def enlist(self, peer: bytes, ranks: int, run: str) -> tuple[int, int]:
         """A group that comes on its own wants numbers for its ranks.
@@ -239,7 +217,7 @@ class Roster:
             ProtocolError: they cannot be one.
             Refused: one of them has connected from an address that is barred.
         """
-        if not self._has_formed:
+        if not self.formed.is_any:
             raise ProtocolError("no group can join before the first are formed")
         for rank in ranks:
             if rank not in self.members or rank in self.late or rank < self.world_size or rank in self.gone:
@@ -248,78 +226,18 @@ class Roster:
                 raise Refused("barred", f"a person has barred {host} from this run")
         if not ranks or len(set(ranks)) != len(ranks):
             raise ProtocolError(f"ranks={tuple(ranks)}: a group has one rank or more, each of them once")
-        before = self.topology.groups if self.topology is not None else ((),) * self._places
-        number = len(before)
-        name = name or str(number)
-        if any(self._identities[group].name == name for group in self.groups):
-            raise ProtocolError(f"name={name!r}: a group of that name takes part; pass another one")
-        self.topology = Topology((*before, tuple(ranks)))
+        number = self.formed.add(ranks, name)
         self.late.extend(ranks)
-        self.incarnation += 1
-        self._identities[number] = GroupId(name, self.incarnation)
         return number
 
     def leave(self, rank: int) -> None:
         """A rank leaves in good order; its group is none any more when all have."""
         self.gone.add(rank)
-        group = self.group_of(rank)
-        if group < 0 or self.topology is None or not self.gone.issuperset(self.topology.members(group)):
+        group = self.formed.group_of(rank)
+        if group < 0 or not self.gone.issuperset(self.formed.members(group)):
             return
-        if len(self.topology.alive) > 1 or self.joining:
-            self._take_out(group)
-
-    def _take_out(self, group: int) -> None:
-        """A group takes no part any more; perhaps none is left."""
-        assert self.topology is not None
-        self._places = len(self.topology.groups)
-        self.topology = self.topology.without(group) if len(self.topology.alive) > 1 else None
-
-    def identity(self, group: int) -> GroupId:
-        """Which group this is."""
-        return self._identities[group]
-
-    def group_of(self, rank: int) -> int:
-        """Number of the group that a rank is in, or -1."""
-        topology = self.topology
-        return topology.find(rank) if topology is not None else -1
-
-    def is_leader(self, rank: int) -> bool:
-        """Whether a rank leads a group."""
-        group = self.group_of(rank)
-        return group >= 0 and self.topology is not None and self.topology.leader(group) == rank
-
-    def exchanges_with(self, group: int, server: int) -> int:
-        """The rank of a group from which a server has its part of what the group asks.
-
-        Args:
-            group: number of the group.
-            server: that of the server, among those that hold a share each.
-        """
-        assert self.topology is not None
-        return self.topology.members(group)[server] if self.by_member else self.topology.leader(group)
-
-    def counts_as(self, rank: int, server: int) -> int:
-        """The rank as which a sender counts at a server: its group's leader, if it is the member that exchanges there.
-
-        Args:
-            rank: of the sender.
-            server: number of the server.
-        """
-        group = self.group_of(rank) if self.by_member else -1
-        if group < 0 or self.topology is None or self.exchanges_with(group, server) != rank:
-            return rank
-        return self.topology.leader(group)
-
-    def check_grouped(self, rank: int, group: int) -> None:
-        """Raises `ProtocolError` unless ``group``, that of the rank, is one."""
-        if group < 0:
-            raise ProtocolError(f"rank {rank} is in no group; groups are formed when training begins")
-
-    def check_leads(self, rank: int, group: int) -> None:
-        """Raises `ProtocolError` unless the rank speaks for its group."""
-        self.check_grouped(rank, group)
-        if self.topology is None or self.topology.leader(group) != rank:
-            raise ProtocolError(f"rank {rank} does not lead group {group}; only leaders push")
+        if len(self.groups) > 1 or self.joining:
+            self.formed.take_out(group)
 
     def hear_hello(self, peer: bytes, hello: Hello, challenge: bytes) -> None:
         """A rank says hello; it is to answer ``challenge``.
@@ -390,15 +308,11 @@ class Roster:
             "barred_hosts": sorted(self.barred_hosts),
             "wanted_groups": self.wanted_groups,
             "gone": sorted(self.gone),
-            "groups": [list(members) for members in self.topology.groups] if self.topology is not None else None,
-            "places": self._places,
             "joining": self.joining,
             "finished": self.finished,
             "numbered": self._numbered,
-            "incarnation": self.incarnation,
             "late": list(self.late),
-            "by_member": self.by_member,
-            "identities": {group: (each.name, each.incarnation) for group, each in self._identities.items()},
+            **self.formed.state(),
         }
 
     def load(self, state: dict[str, Any], now: float) -> None:
@@ -407,24 +321,15 @@ class Roster:
         self.lost, self.gone, self.barred = dict(state["lost"]), set(state["gone"]), set(state["barred"])
         self.barred_hosts = set(state.get("barred_hosts", ()))  # which earlier releases did not know
         self.wanted_groups = state.get("wanted_groups", 0)  # nor did they keep this
-        groups = state["groups"]
-        self.topology = Topology(tuple(tuple(members) for members in groups)) if groups is not None else None
-        self._places, self._numbered = state["places"], state["numbered"]
         self.joining, self.finished = state["joining"], state["finished"]
-        self.by_member = state.get("by_member", False)  # which earlier releases could not save
-        self.incarnation, self.late = state["incarnation"], list(state["late"])
-        self._identities = {group: GroupId(*each) for group, each in state["identities"].items()}
+        self._numbered, self.late = state["numbered"], list(state["late"])
+        self.formed.load(state)
         self.expect(state["members"], now)
 
     def expect(self, ranks: Sequence[int], now: float) -> None:
         """These ranks were admitted by the server before this one; they will come again."""
         for rank in ranks:
             self.members.setdefault(rank, Member(rank, b"", b"", now))
-
-    def groups_of(self, formed: int) -> GroupHistory:
-        """The groups, of which so many were formed at once."""
-        every = range(len(self.topology.groups) if self.topology is not None else self._places)
-        return GroupHistory(every[:formed], every[formed:], [group for group in every if group not in self.groups])
 
     def has_given(self, numbered: int) -> None:
         """Ranks up to this number have been given by the server before this one."""
@@ -462,20 +367,16 @@ class Roster:
         for group in self.groups:
             if self.ends_with(group):
                 continue
-            assert self.topology is not None
-            ranks = [r for r in self.topology.members(group) if r in self.members and r not in self.gone]
+            ranks = [r for r in self.formed.members(group) if r in self.members and r not in self.gone]
             at_work = [self.members[rank].got_on for rank in ranks if rank not in contributed]
             if at_work and now - max(at_work) > timeout:
-                name = self.identity(group).name
+                name = self.formed.identity(group).name
                 late.append((ranks[0], f"group {name} is alive and has made no progress for {timeout:.0f} s"))
         return late
 
     def ends_with(self, group: int) -> bool:
         """Whether the run would end if this group did."""
-        topology = self.topology
-        if self.joining or topology is None:
-            return False
-        return topology.is_synchronous or self.recorder in topology.members(group)
+        return not self.joining and (len(self.groups) == 1 or self.recorder in self.formed.members(group))
 
     def lose(self, rank: int, reason: str, barred: bool = False) -> tuple[int | None, bool]:
         """Takes a dead rank's group out of the run.
@@ -488,16 +389,12 @@ class Roster:
         Returns:
             The number of the evicted group, or None; and whether the run is over.
         """
-        topology = self.topology
-        if topology is None or rank not in topology.ranks:
+        group = self.formed.group_of(rank)
+        if group < 0 or self.ends_with(group):
             self.lost[rank] = reason
             return None, True
-        group = topology.group_of(rank)
-        if self.ends_with(group):
-            self.lost[rank] = reason
-            return None, True
-        for peer in topology.members(group):
-            self.lost[peer] = reason
-        self.barred.update(topology.members(group) if barred else ())
-        self._take_out(group)
+        members = self.formed.members(group)
+        self.lost.update(dict.fromkeys(members, reason))
+        self.barred.update(members if barred else ())
+        self.formed.take_out(group)
         return group, False

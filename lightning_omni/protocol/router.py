@@ -303,8 +303,8 @@ class Router:
 
     def _sender(self, channel: m.Channel, peer: Peer, rank: int) -> Sender:
         """An admitted rank; where members of groups exchange a share each, as it counts at this server."""
-        counts_as = self._roster.counts_as(rank, self._servers.number) if channel == DATA else rank
-        return Sender(peer, counts_as, self._roster.group_of(rank))
+        counts_as = self._roster.formed.counts_as(rank, self._servers.number) if channel == DATA else rank
+        return Sender(peer, counts_as, self._roster.formed.group_of(rank))
 
     def _hold(self, row: Row, sender: Sender, message: Any, payload: Payload) -> list[Out]:
         """A part of a request, of which other servers have parts, too."""
@@ -329,7 +329,7 @@ class Router:
             data: the message.
         """
         message = self.decode(CONTROL, data)
-        sender = Sender(peer, rank, self._roster.group_of(rank))
+        sender = Sender(peer, rank, self._roster.formed.group_of(rank))
         return self._handle(self._row(CONTROL, message, is_relayed=True), sender, message, b"")
 
     def forward(self, sender: Sender, data: bytes, payload: Payload) -> list[Out]:
@@ -399,9 +399,9 @@ class Router:
 
     def _check(self, row: Row, sender: Sender) -> None:
         if row.role is Role.LEADER:
-            self._roster.check_leads(sender.rank, sender.group)
+            self._roster.formed.check_leads(sender.rank, sender.group)
         elif row.role is Role.MEMBER:
-            self._roster.check_grouped(sender.rank, sender.group)
+            self._roster.formed.check_grouped(sender.rank, sender.group)
         elif row.role is Role.RECORDER and sender.rank != self._roster.recorder:
             raise ProtocolError(f"only rank {self._roster.recorder} {row.does}")
 

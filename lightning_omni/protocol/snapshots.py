@@ -72,7 +72,7 @@ class Snapshots(Service):
         formed = msgspec.msgpack.decode(state["formed"], type=m.Form)
         self._formed, method = formed, m.method_from_wire(formed.method)
         self._method = method
-        groups = self._roster.groups_of(len(formed.groups))
+        groups = self._roster.formed.history(len(formed.groups))
         self._shards.hold([Shard.from_state(part, method, groups, self._resolve) for part in state["parts"]])
         self._training.go_by(formed)
 
@@ -94,7 +94,7 @@ class Snapshots(Service):
         except Exception as error:  # torch raises what it likes on states that are none
             raise MalformedMessage(f"not a seed: {type(error).__name__}: {error}") from error
         self._shards.answer_as(self._formed)
-        formed = self._roster.topology
+        formed = self._roster.formed.topology
         for number in range(len(self._shards.all)):
             self._notes.seed(number, formed.groups if formed else (), self._formed)
         self._servers.seeded()

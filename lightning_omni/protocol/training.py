@@ -168,7 +168,7 @@ class Training(Service):
             raise ProtocolError(f"optimizer {number} is a merged head; nothing is pushed to it")
         self._via.pop(group, None)  # whatever came of that, the answer is wanted here
         self._servers.pushed_directly(sender.rank)
-        if (last := self._deliveries.check(group, self._roster.identity(group), message)) is not None:
+        if (last := self._deliveries.check(group, self._roster.formed.identity(group), message)) is not None:
             return self._answer_again(sender, message, shard, last)
         if message.epoch >= 0:
             self._epochs.check_trained(group, message.epoch, message.trained)
@@ -231,7 +231,7 @@ class Training(Service):
         for group, push in ((part.group, part.push) for part in message.parts):
             if group not in self._roster.groups or push.optimizer != message.optimizer:
                 raise Refused("late", f"group {group} takes no part any more")
-            if self._deliveries.check(group, self._roster.identity(group), push) is not None:
+            if self._deliveries.check(group, self._roster.formed.identity(group), push) is not None:
                 raise Refused("late", f"push {push.sequence} of group {group} has counted")
             if push.epoch >= 0:
                 self._epochs.check_trained(group, push.epoch, push.trained)
@@ -346,17 +346,17 @@ class Training(Service):
 
     def idle(self, rank: int) -> list[Out]:
         """If this rank leads a group, it waits for others: no rank waits for a push of its group meanwhile."""
-        if not self._roster.is_leader(rank):
+        if not self._roster.formed.is_leader(rank):
             return []
         self._servers.tell(sm.Idle(rank=rank))
-        self._idle.add(group := self._roster.group_of(rank))
+        self._idle.add(group := self._roster.formed.group_of(rank))
         return [*self._tell_sides("idle", group, "rest"), *self.resolve_pending()]
 
     def resume(self, rank: int) -> None:
         """If this rank leads a group, it goes on."""
-        if self._roster.is_leader(rank):
+        if self._roster.formed.is_leader(rank):
             self._servers.tell(sm.Resume(rank=rank))
-            self._idle.discard(group := self._roster.group_of(rank))
+            self._idle.discard(group := self._roster.formed.group_of(rank))
             self._resume_group(group)
 
     def _resume_group(self, group: int, but: int = -1) -> None:

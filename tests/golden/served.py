@@ -260,7 +260,7 @@ class Session:
             "note": self._tensors % 3 / 8,
         }
         if "sequence" in m.PushMessage.__struct_fields__:  # not of an older commit, beside which this script runs
-            fields["incarnation"] = self.core.roster.identity(group).incarnation
+            fields["incarnation"] = self.core.roster.formed.identity(group).incarnation
             fields["sequence"] = self._pushes[group, optimizer] + 1
         self.unanswered.add((group, optimizer))
         answer = self.data(self.leader(group), m.PushMessage(**{**fields, **changes}), payload)
