@@ -28,7 +28,7 @@ from lightning_omni.protocol.collectives import MOST_OPEN
 from lightning_omni.protocol.cut import Cut
 from lightning_omni.protocol.handshake import attach_mac, derive, rank_mac, server_mac, session_key
 from lightning_omni.protocol.layout import Layout, TensorSpec
-from lightning_omni.protocol.roster import MOST_RANKS
+from lightning_omni.protocol.rank_numbers import MOST_RANKS
 from lightning_omni.protocol.router import types_on
 from lightning_omni.protocol.service import as_tensor
 

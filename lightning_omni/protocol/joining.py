@@ -55,7 +55,7 @@ class Joining(Service):
         first, announced = self._roster.enlist(sender.peer, message.ranks, self._random(8).hex())
         if announced:
             self._journal.note(NumberedEntry(first + message.ranks))
-        run = self._roster.run or self._roster.claimed
+        run = self._roster.run or self._roster.numbers.claimed
         silence = self._limits.silence_of_connections
         enlisted = m.Enlisted(run=run, first=first, announced=announced, silence=silence)
         return [Out(sender.peer, m.CONTROL, enlisted)]

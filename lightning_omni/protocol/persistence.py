@@ -132,7 +132,7 @@ class Persistence:
             case RestructuredEntry():
                 self._training.redo(entry)
             case NumberedEntry():
-                self._roster.has_given(entry.numbered)
+                self._roster.numbers.has_given(entry.numbered)
             case FormedEntry():
                 raise ConfigurationError(
                     "other groups were formed after the state was saved, and before it was saved again; this run"

@@ -4,8 +4,8 @@ Rule 1: a rank that was lost never comes back under the same number in the same 
 Rule 2: a rank that was not announced may come while the run goes on, under a number beyond the announced ones; it takes
 part in nothing before it is in a group.
 Rule 3: a dead rank costs its own group; the recorder's group costs the run.
-Rule 4: where groups join on their own, rank numbers are given by the server and never again; the recorder is the lowest
-rank that lives, and the run outlives every group: it is over when one has trained it to its end.
+Rule 4: where groups join on their own, the recorder is the lowest rank that lives, and the run outlives every group: it
+is over when one has trained it to its end.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from lightning_omni.errors import ProtocolError, Refused
 from lightning_omni.protocol.formed_groups import FormedGroups
 from lightning_omni.protocol.handshake import fingerprint_problem, is_equal, rank_mac, session_key, version_problem
 from lightning_omni.protocol.messages import Heartbeat, Hello, Proof
+from lightning_omni.protocol.rank_numbers import MOST_RANKS, RankNumbers
 from lightning_omni.topology import RECORDER, Topology
 
-MOST_RANKS = 1 << 16
-"""Ranks of a run, at most."""
 MOST_CHALLENGED = 1024
 """Connections that may be about to prove something; a further one displaces the first. Each holds at most 1 kB."""
 
@@ -64,7 +63,8 @@ class Roster:
 
     Attributes:
         formed: the compute groups that they are in.
-        joining: whether groups join on their own.
+        numbers: of ranks, where groups ...
+        joining: ... join on their own.
         finished: whether it was trained to its end.
         can_go_on: whether a group that joins can go on with it, also if no rank is left.
         wanted_groups: how many groups a person who watches has asked for; 0 if that is done, or no one has.
@@ -82,13 +82,10 @@ class Roster:
         self.barred: set[int] = set()
         self.barred_hosts: set[str] = set()
         self.gone: set[int] = set()
-        self.formed = FormedGroups()
+        self.formed, self.numbers = FormedGroups(), RankNumbers()
         self.late: list[int] = []
         self.joining = self.finished = self.can_go_on = False
         self.wanted_groups = 0
-        self._claim: tuple[bytes, str] | None = None  # who is to begin the run, and its name
-        self._enlisted: dict[bytes, tuple[int, int]] = {}
-        self._numbered = 0
         self._ranks: dict[bytes, int] = {}
 
     @property
@@ -152,19 +149,10 @@ class Roster:
         self.wanted_groups = 0
 
     def enlist(self, peer: bytes, ranks: int, run: str) -> tuple[int, int]:
-        """A group that comes on its own wants numbers for its ranks.
-
-        Args:
-            peer: the connection that it came from.
-            ranks: how many it has.
-            run: a name for the run, should this group begin it.
-
-        Returns:
-            The first number, or -1 while another group is about to begin the run; and the ranks that the run was
-            announced with, 0 if this group is to begin it.
+        """A group that comes on its own wants numbers for its ranks: see `RankNumbers.enlist`.
 
         Raises:
-            Refused: the run is over, or its ranks were announced.
+            Refused: the run is over, its ranks were announced, or there are too few numbers left.
         """
         if self.finished:
             raise Refused("over", "it has been trained to its end")
@@ -174,41 +162,7 @@ class Roster:
                 "this server is busy with a run whose ranks were all announced when it began; start a server for each"
                 " run",
             )
-        given = max(self._numbered, self.world_size)
-        if not 0 < ranks < MOST_RANKS - given:
-            raise Refused(
-                "rank",
-                f"{ranks} ranks cannot join: {given} of the run's {MOST_RANKS} rank numbers were given out, and each is"
-                " given once, also to a group that fails and starts again; resume the run from a checkpoint",
-            )
-        if peer in self._enlisted:
-            return self._enlisted[peer]
-        if self._first is None:
-            if self._claim is not None and self._claim[0] != peer:
-                return -1, 0
-            self._claim = self._claim or (peer, run)
-            return 0, 0
-        first = max(self._numbered, self.world_size)
-        self._numbered = first + ranks
-        self._enlisted[peer] = first, self.world_size
-        return self._enlisted[peer]
-
-    def withdraw(self, peer: bytes) -> None:
-        """A process that had numbers given is gone; if it was to begin the run, and has not, another one may."""
-        self._enlisted.pop(peer, None)
-        if self._first is None and self._claim is not None and self._claim[0] == peer:
-            self._claim = None
-
-    @property
-    def enlisting(self) -> list[bytes]:
-        """Connections of processes whose place stands for as long as these do."""
-        claim = [self._claim[0]] if self._claim is not None and self._first is None else []
-        return [*claim, *self._enlisted]
-
-    @property
-    def claimed(self) -> str:
-        """Name of the run that a group is about to begin."""
-        return self._claim[1] if self._claim is not None else ""
+        return self.numbers.enlist(peer, ranks, run, self.world_size)
 
     def join(self, ranks: Sequence[int], name: str) -> int:
         """Ranks that came late are a group from now on. Returns its number.
@@ -292,7 +246,7 @@ class Roster:
         """A rank has shown that it holds the key."""
         if self._first is None:
             self._first, self._began = hello, now
-            self.joining = hello.run == self.claimed
+            self.joining = hello.run == self.numbers.begin()
         self.members[hello.rank] = Member(hello.rank, peer, session_key(self._key, hello, challenge), now)
         self._ranks[peer] = hello.rank
 
@@ -310,7 +264,7 @@ class Roster:
             "gone": sorted(self.gone),
             "joining": self.joining,
             "finished": self.finished,
-            "numbered": self._numbered,
+            "numbered": self.numbers.given,
             "late": list(self.late),
             **self.formed.state(),
         }
@@ -322,7 +276,7 @@ class Roster:
         self.barred_hosts = set(state.get("barred_hosts", ()))  # which earlier releases did not know
         self.wanted_groups = state.get("wanted_groups", 0)  # nor did they keep this
         self.joining, self.finished = state["joining"], state["finished"]
-        self._numbered, self.late = state["numbered"], list(state["late"])
+        self.numbers.given, self.late = state["numbered"], list(state["late"])
         self.formed.load(state)
         self.expect(state["members"], now)
 
@@ -330,10 +284,6 @@ class Roster:
         """These ranks were admitted by the server before this one; they will come again."""
         for rank in ranks:
             self.members.setdefault(rank, Member(rank, b"", b"", now))
-
-    def has_given(self, numbered: int) -> None:
-        """Ranks up to this number have been given by the server before this one."""
-        self._numbered = max(self._numbered, numbered)
 
     def by_peer(self, peer: bytes) -> Member | None:
         """The admitted rank behind a control connection."""

@@ -359,7 +359,7 @@ class ServerCore:
     def hang_up(self, peer: Peer) -> list[Out]:
         """A control connection has ended, and its rank did not say goodbye."""
         self._observers.forget(peer)
-        self.roster.withdraw(peer)
+        self.roster.numbers.withdraw(peer)
         return self._sent(self._membership.hang_up(peer) + self.servers.hang_up(peer))
 
     def fail(self, reason: str) -> list[Out]:
@@ -443,7 +443,7 @@ class ServerCore:
         """
         if self.servers.number:
             return []
-        watching = self._observers.peers + self.roster.enlisting
+        watching = self._observers.peers + self.roster.numbers.peers
         return self._membership.peers + self.servers.peers + list(dict.fromkeys(watching))
 
     @property
