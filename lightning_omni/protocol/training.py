@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import torch
@@ -32,6 +32,17 @@ from lightning_omni.topology import Topology
 
 LARGEST_NOTED = 256 << 20
 """Bytes of parameters that are new to a group and are written down at once; more are only saved, as soon as may be."""
+
+
+class PushOutcome(NamedTuple):
+    """What came of a push, as its answer says it: see `lightning_omni.protocol.messages.Weights`."""
+
+    staleness: int = -1
+    applied: bool = True
+    refused_in_row: int = 0
+    note: float = 0.0
+    fragment: int = -1
+    repeated: bool = False
 
 
 class Training(Service):
@@ -122,8 +133,9 @@ class Training(Service):
         out = []
         for number, shard in enumerate(self._shards.all):
             for group, good in shard.averaged(self._waited_for(number)) if shard.averaging else ():
+                outcome = PushOutcome(applied=good, refused_in_row=shard.refused_in_row[group])
                 peer = self._admission.leader_peer(group)
-                out.append(self._weights(peer, number, shard, applied=good, group=group, to_push=False))
+                out.append(self._weights(peer, number, group, _master_weights(shard, group), outcome))
         return out
 
     def _waited_for(self, number: int) -> set[int]:
@@ -184,7 +196,8 @@ class Training(Service):
         if replies is None:
             if message.pull:
                 shard.method_side.fetched(group)
-            return [self._weights(sender.peer, number, shard, applied=False, group=group, push=message)]
+            outcome = PushOutcome(-1, False, shard.refused_in_row[group], fragment=message.fragment)
+            return [self._weights(sender.peer, number, group, _pulled(shard, Reply(group, -1), message), outcome)]
         self._pending[group] = message
         out = self._answers(number, replies)
         if group in self._pending:
@@ -249,17 +262,11 @@ class Training(Service):
         """A push has come once more, because its answer was lost, say; if it has none yet, that comes once."""
         if not last.is_answered:
             return []
-        shard.method_side.fetched(sender.group)
-        out = self._weights(
-            sender.peer,
-            message.optimizer,
-            shard,
-            last.staleness,
-            applied=last.applied,
-            group=sender.group,
-            push=message,
-        )
-        return [msgspec.structs.replace(out, message=msgspec.structs.replace(out.message, repeated=True))]
+        group, refused = sender.group, shard.refused_in_row[sender.group]
+        shard.method_side.fetched(group)
+        outcome = PushOutcome(last.staleness, last.applied, refused, fragment=message.fragment, repeated=True)
+        parts = _pulled(shard, Reply(group, -1), message)
+        return [self._weights(sender.peer, message.optimizer, group, parts, outcome)]
 
     def _decode(self, payload: Tensor, layout: Layout) -> Tensor:
         """The tensors of a push, in flat memory."""
@@ -275,7 +282,7 @@ class Training(Service):
                 self._epochs.train(group, message.epoch, message.trained)
             shard.method_side.fetched(group)
             self._notes.note("fetch", group, message.optimizer, epoch=message.epoch, spans=spans)
-        out = self._weights(sender.peer, message.optimizer, shard, known=group, to_push=False)
+        out = self._weights(sender.peer, message.optimizer, group, _master_weights(shard, group), PushOutcome())
         return [msgspec.structs.replace(out, may_take_long=self._has_just_joined(group))]
 
     def _has_just_joined(self, group: int) -> bool:
@@ -427,59 +434,45 @@ class Training(Service):
         if reply.group in self._idle_elsewhere:
             self._idle_elsewhere.discard(reply.group)
             self._resume_group(reply.group, but=number)
-        payload = None
-        if like is None and (push is None or push.pull):
-            payload = shard.payload_of(reply, push.part if push is not None else None)
-        if payload is not None and payload is not shard.buffer and not only:
-            payload = payload.clone()  # the next one is written into the same memory
-        return self._weights(
-            peer,
-            number,
-            shard,
-            reply.staleness,
-            group=reply.group,
-            payload=payload,
-            note=reply.note,
-            push=push,
-            like=like,
-        )
+        parts = _pulled(shard, reply, push, copies=not only) if like is None else like
+        fragment, refused = push.fragment if push is not None else -1, shard.refused_in_row[reply.group]
+        outcome = PushOutcome(reply.staleness, refused_in_row=refused, note=reply.note, fragment=fragment)
+        return self._weights(peer, number, reply.group, parts, outcome)
 
-    def _weights(
-        self,
-        peer: Peer,
-        optimizer: int,
-        shard: Shard,
-        staleness: int = -1,
-        applied: bool = True,
-        group: int = -1,
-        payload: Tensor | None = None,
-        note: float = 0.0,
-        known: int = -1,
-        to_push: bool = True,
-        push: m.PushMessage | None = None,
-        like: tuple[Payload, ...] | None = None,
-    ) -> Out:
-        parts = like or ()
-        asks = group if known < 0 else known
-        fragment = push.part if push is not None else None
-        if like is None and (push is None or push.pull):
-            of = shard.method_side.method.fragments
-            layout = shard.layout_of(asks).fragment(fragment, of)
-            whole = shard.payload_of(Reply(group, staleness), fragment) if payload is None else payload
-            part = whole if layout is shard.layout else whole[: layout.nbytes]
-            parts = (shard.as_bytes(part, layout) if to_push else part,)
+    def _weights(self, peer: Peer, optimizer: int, group: int, parts: tuple[Payload, ...], outcome: PushOutcome) -> Out:
         message = m.Weights(
             optimizer=optimizer,
-            clock=shard.master.clock,
-            staleness=staleness,
-            applied=applied,
-            refused_in_row=shard.refused_in_row[group],
+            clock=self._shards.shard(optimizer).master.clock,
             progress=self._epochs.progress,
             stop=self._epochs.stop,
-            validations=self._epochs.validations.known(self._roster.hears_first(asks)),
+            validations=self._epochs.validations.known(self._roster.hears_first(group)),
             nbytes=sum(map(nbytes_of, parts)),
-            note=note,
-            fragment=-1 if fragment is None else fragment,
             groups=self._roster.joined_groups,
+            **outcome._asdict(),
         )
         return Out(peer, m.DATA, message, parts)
+
+
+def _master_weights(shard: Shard, group: int) -> tuple[Tensor]:
+    """Those that a group knows, as they are."""
+    layout = shard.layout_of(group)
+    return (shard.buffer if layout is shard.layout else shard.buffer[: layout.nbytes],)
+
+
+def _pulled(shard: Shard, reply: Reply, push: m.PushMessage | None, copies: bool = False) -> tuple[Payload, ...]:
+    """The tensors that answer a push, as they travel; none if it asks for none.
+
+    Args:
+        shard: where it was pushed to.
+        reply: the method's.
+        push: which is answered.
+        copies: whether the next answer is made before this one is sent, in the same memory.
+    """
+    if push is not None and not push.pull:
+        return ()
+    fragment = push.part if push is not None else None
+    flat = shard.payload_of(reply, fragment)
+    if copies and flat is not shard.buffer:
+        flat = flat.clone()
+    layout = shard.layout_of(reply.group).fragment(fragment, shard.method_side.method.fragments)
+    return (shard.as_bytes(flat if layout is shard.layout else flat[: layout.nbytes], layout),)
