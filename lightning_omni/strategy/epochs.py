@@ -54,6 +54,25 @@ class Entered(NamedTuple):
     validations: Mapping[str, Any]
     split: int
 
+    def check(self, plan: EpochPlan, split: int) -> None:
+        """Raises `ConfigurationError` unless a group that joins here has the data of the run.
+
+        Args:
+            plan: of this epoch, as the group would have it.
+            split: which part of a dataset it trains.
+        """
+        if plan != self.plan:
+            raise ConfigurationError(
+                f"this group's data is not that of the run that it joins, {plan} against {self.plan}: give all the"
+                " same dataset, batch size, limits and validation="
+            )
+        if split != self.split:
+            raise ConfigurationError(
+                "this group's training data is another part of its dataset than that of the run that it joins, so that"
+                " groups would train on what others validate with: split with one seed in all groups, as"
+                " random_split(dataset, lengths, generator=torch.Generator().manual_seed(0))"
+            )
+
 
 @dataclass
 class _Epoch:
@@ -130,7 +149,7 @@ class EpochDriver:
         self._trainer, self._world = trainer, world
         self.data.connect(world)
         self.published.connect(trainer, world)
-        self.run.connect(trainer)
+        self.run.connect(trainer, world)
         self.schedulers.connect(trainer)
         self._started, self._begun = False, -1
 
@@ -248,7 +267,7 @@ class EpochDriver:
         self.published.begin(plan, size_of(trained), self.data.is_dynamic)
         if entered is not None:
             plan = msgspec.structs.replace(plan, trained=trained)
-            self._check_entered(entered, plan)
+            entered.check(self._dealt(plan), self.data.split)
             self.run.advance(entered.samples)
             self.published.enter(entered.validations)
         self._epoch.plan = plan
@@ -282,20 +301,6 @@ class EpochDriver:
     def _have_parted(self) -> None:
         self.on_parted()
         self.published.have_parted()
-
-    def _check_entered(self, entered: Entered, plan: EpochPlan) -> None:
-        """Raises `ConfigurationError` unless this group has the data of the run that it has joined."""
-        if (mine := self._dealt(plan)) != entered.plan:
-            raise ConfigurationError(
-                f"this group's data is not that of the run that it joins, {mine} against {entered.plan}: give all the"
-                " same dataset, batch size, limits and validation="
-            )
-        if self.data.split != entered.split:
-            raise ConfigurationError(
-                "this group's training data is another part of its dataset than that of the run that it joins, so that"
-                " groups would train on what others validate with: split with one seed in all groups, as"
-                " random_split(dataset, lengths, generator=torch.Generator().manual_seed(0))"
-            )
 
     @property
     def samples(self) -> int:
@@ -362,7 +367,7 @@ class EpochDriver:
     @property
     def _is_limit_reached_by_hand(self) -> bool:
         """Whether max_steps are taken, in manual optimization."""
-        self.run.advance(self._seen())
+        self.run.keep_up()
         return self.run.limits.is_reached_by_hand(self.run.now())
 
     def end(self, module: Module) -> None:
@@ -395,7 +400,7 @@ class EpochDriver:
         if self.progress is None:
             return 0
         if self.is_open_ended or self.data.is_dynamic:
-            self.run.advance(self._seen())
+            self.run.keep_up()
             return self.progress.samples
         return _private.batches_trained(self.trainer) * self.progress.reference.batch
 
@@ -410,7 +415,7 @@ class EpochDriver:
             return self.run.past, Cut()
         cut = Cut()
         if self.is_open:
-            self.run.advance(self._seen())
+            self.run.keep_up()
             if self.is_open_ended:
                 spans = self.leases.trained_spans
                 cut = Cut(epoch=self.progress.epochs, total=self.leases.total, trained=spans)
@@ -427,7 +432,7 @@ class EpochDriver:
             return None
         if self._epoch.is_over:
             return done
-        seen = min(self._seen(), plan.budget)
+        seen = min(self.run.seen, plan.budget)
         return max(done + 1, -(-done * plan.budget // seen) if seen else self.run.now().batches)
 
     def interrupt(self, module: Module) -> None:
@@ -572,16 +577,8 @@ class EpochDriver:
     def _steps(self) -> int:
         """The run's progress in optimizer steps as DDP would count them."""
         if self.is_open:
-            self.run.advance(self._seen())
+            self.run.keep_up()
         return self.run.steps_at(self.run.now())
-
-    def _seen(self) -> int:
-        """Positions of this epoch that are trained, as far as this rank knows. All members of a group know alike."""
-        assert self.leases is not None
-        if not self.data.is_dynamic:
-            return size_of(self.leases.trained_spans)
-        # Groups that exchange weights now and then, or never, hear too seldom of the others.
-        return self.leases.position if self.world.steps_at_worker else self.world.core.heard.progress
 
     def _pace(self) -> None:
         """Schedulers follow the run's common progress, where groups differ in speed."""
@@ -635,16 +632,6 @@ class EpochDriver:
                 self.leases.begin(self._dealt(rest))
             else:
                 self.leases.restart(rest.epoch)  # with the book that the server kept
-        self._align_progress()
+        self.run.align(self.world.agree)
         self.schedulers.align(self.world.agree)
         self._pace()
-
-    def _align_progress(self) -> None:
-        """Ranks that come from different groups must count alike, or they would validate at different batches."""
-        mine = _private.progress_counters(self.trainer)
-        by_hand = self.run.by_hand
-        *theirs, batches, steps = self.world.agree([*mine, *(by_hand.counts if by_hand is not None else (0, 0))])
-        if mine != theirs:
-            _private.set_progress_counters(self.trainer, theirs)
-        if by_hand is not None:
-            by_hand.counts = batches, steps

@@ -8,9 +8,11 @@ goes on from a checkpoint; and what the loops are to compare with, so that the r
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from lightning_omni.optimizer import World
 from lightning_omni.optimizer.saved import Saved
 from lightning_omni.protocol import EpochPlan
 from lightning_omni.protocol.cut import Cut
@@ -41,6 +43,7 @@ class RunProgress:
     def __init__(self, data: LeasedData) -> None:
         self._data = data
         self._trainer: Trainer | None = None
+        self._world: World | None = None
         self._limits: FitLimits | None = None
         self._resumed_batches = (-1, 0)  # of which epoch, and how many of each rank
         self.progress: Progress | None = None
@@ -51,9 +54,9 @@ class RunProgress:
 
     # --- The run -----------------------------------------------------------------------------------------------------
 
-    def connect(self, trainer: Trainer) -> None:
+    def connect(self, trainer: Trainer, world: World) -> None:
         """A run is being set up."""
-        self._trainer = trainer
+        self._trainer, self._world = trainer, world
         if self.is_counted_together and trainer.max_steps != -1:
             self.step_limit = sys.maxsize  # until `start` knows: or the loop would compare this rank's own steps
 
@@ -98,7 +101,7 @@ class RunProgress:
 
     def forget(self) -> None:
         """The run is torn down."""
-        self.progress, self.resumed, self._trainer = None, Cut(), None
+        self.progress, self.resumed, self._trainer, self._world = None, Cut(), None, None
 
     @property
     def trainer(self) -> Trainer:
@@ -153,6 +156,33 @@ class RunProgress:
         """So many samples of the epoch are trained, as far as this rank knows."""
         if self.progress is not None:
             self.progress = replace(self.progress, samples=max(self.progress.samples, samples))
+
+    @property
+    def seen(self) -> int:
+        """Positions of this epoch that are trained, as far as this rank knows. All members of a group know alike."""
+        assert self._world is not None
+        assert self._data.leases is not None
+        if not self._data.is_dynamic:
+            return size_of(self._data.leases.trained_spans)
+        # Groups that exchange weights now and then, or never, hear too seldom of the others.
+        return self._data.leases.position if self._world.steps_at_worker else self._world.core.heard.progress
+
+    def keep_up(self) -> None:
+        """What is `seen` is trained."""
+        self.advance(self.seen)
+
+    def align(self, agree: Callable[[list[int]], list[int]]) -> None:
+        """Ranks that come from different groups must count alike, or they would validate at different batches.
+
+        Args:
+            agree: the largest of each number over all ranks.
+        """
+        mine, by_hand = _private.progress_counters(self.trainer), self.by_hand
+        *theirs, batches, steps = agree([*mine, *(by_hand.counts if by_hand is not None else (0, 0))])
+        if mine != theirs:
+            _private.set_progress_counters(self.trainer, theirs)
+        if by_hand is not None:
+            by_hand.counts = batches, steps
 
     def end(self, epoch: int, trained: int | None) -> None:
         """An epoch is over.
