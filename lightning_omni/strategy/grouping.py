@@ -29,6 +29,7 @@ from lightning_omni.optimizer.untrained import Merge, Untrained, average_of, buf
 from lightning_omni.protocol.leases import apportion
 from lightning_omni.strategy import _private
 from lightning_omni.strategy.arguments import FitOptions
+from lightning_omni.strategy.declared import callbacks_of
 from lightning_omni.strategy.epochs import EpochDriver
 from lightning_omni.strategy.live_metrics import Reporting, StepTimes
 from lightning_omni.strategy.proxies import Merged, Proxies
@@ -265,6 +266,19 @@ class GroupedStrategy(_Base):
         leases.share_out(apportion(leases.batch_size * len(world.members), speeds), from_number=handed)
 
     # --- What a user sees ---------------------------------------------------------------------------------------------
+
+    def say_hello(self) -> None:
+        """The groups stand, and the user is told which they are."""
+        # By a tuner, which is what prepares for the launch.
+        is_chosen = any(hasattr(callback, "on_omni_launch") for callback in callbacks_of(self._trainer))
+        said = f"OmniStrategy: {self.grouping.sentence}{'' if is_chosen else self.grouping.advice}"
+        world = self.world
+        if world.enlistment is not None and world.is_leader and not self.is_global_zero:
+            # Nothing else is said where it was started: no progress, and no word of `rank_zero_info`.
+            say = _private.undecorated(self.rank_zero_info)
+            say(f"{said} | joined the run as group {world.group}; another group logs and saves")
+        else:
+            self.rank_zero_info(said)
 
     @property
     def last_report(self) -> RunReport | None:

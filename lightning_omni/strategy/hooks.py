@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch.distributed as dist
 from torch import Tensor
@@ -20,9 +20,7 @@ from typing_extensions import override
 from lightning_omni.errors import ConfigurationError, ConnectionLost, Evicted, OmniError, UnsupportedError
 from lightning_omni.methods import Method
 from lightning_omni.optimizer import World, WorldOptions
-from lightning_omni.optimizer.balance import Balance
 from lightning_omni.optimizer.meshes import evenly, shown, sizes_in
-from lightning_omni.optimizer.place import Communication
 from lightning_omni.optimizer.run_state import Live, RunState
 from lightning_omni.optimizer.sharding import check_clipping, reshard
 from lightning_omni.protocol import messages as m
@@ -31,6 +29,7 @@ from lightning_omni.protocol.wire_formats import Wire
 from lightning_omni.server import ServerProcess
 from lightning_omni.strategy import _private
 from lightning_omni.strategy.arguments import Asked, FitOptions, inside_of, refuse_unknown_of_ddp
+from lightning_omni.strategy.arrangement import Arrangement
 from lightning_omni.strategy.checkpoints import Checkpoints
 from lightning_omni.strategy.declared import callbacks_of
 from lightning_omni.strategy.joining import RunStates
@@ -43,7 +42,7 @@ from lightning_omni.strategy.proxies import Merged, Proxies
 from lightning_omni.strategy.rejoining import Rejoining
 from lightning_omni.strategy.saving import SavingStrategy
 from lightning_omni.strategy.signals import Signals
-from lightning_omni.topology import Topology, check_groups
+from lightning_omni.topology import check_groups
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer
@@ -52,15 +51,6 @@ else:
     OfLightning = Any
 if TYPE_CHECKING is True:  # LightningCLI runs what type checkers read, but not this: it would import both namespaces
     from lightning.pytorch.strategies import ModelParallelStrategy as OfLightning
-
-
-class Arrangement(NamedTuple):
-    """Groups, and how they exchange, as the user has chosen them."""
-
-    topology: Topology
-    communication: Communication
-    balance: Balance
-    merged: Merged
 
 
 class OmniStrategyHooks(SavingStrategy):
@@ -229,7 +219,7 @@ class OmniStrategyHooks(SavingStrategy):
         self.rejoining = Rejoining()
         self.checkpoints = Checkpoints(self.rank_zero_warn)
         self._has_gathered = self.has_failed = self.is_writing = False
-        self._arrangement: Arrangement | None = None
+        self.arrangement = Arrangement(self)
         self.on_ready: list[Callable[[], None]] = []
         """Called on every rank when the groups stand and the first batch has not begun: a tuner's moment."""
         self._server_process: ServerProcess | None = None
@@ -457,7 +447,7 @@ class OmniStrategyHooks(SavingStrategy):
         self.epochs.start()
         self.balance.begin(world, self.pl_module, lambda: self.epochs.leases)
         self.grouping.guard()
-        self._say_hello()
+        self.say_hello()
         for call in self.on_ready:
             call()
 
@@ -619,7 +609,7 @@ class OmniStrategyHooks(SavingStrategy):
         self.form(groups, speeds)
         if not self.epochs.is_open:
             world.enter_world(self.pl_module)  # between epochs: hooks are for all ranks together
-        self._say_hello()
+        self.say_hello()
 
     def _form_wanted_groups(self) -> None:
         """Forms as many groups as a person who watches the run has asked for. On all ranks, between two epochs."""
@@ -630,43 +620,13 @@ class OmniStrategyHooks(SavingStrategy):
         [wanted] = world.agree([status.wanted_groups if status is not None else 0])
         if wanted in (0, len(world.live_groups)):
             return
-        if self._arrangement is not None:
+        if self.arrangement.is_stashed:
             self.rank_zero_info(f"OmniStrategy: {wanted} groups were asked for; OmniTuner decides how many there are")
             return
         try:
             self.regroup(wanted)
         except (ConfigurationError, UnsupportedError) as error:
             self.rank_zero_info(f"OmniStrategy: {wanted} groups were asked for, and cannot be formed: {error}")
-
-    def stash_arrangement(self) -> None:
-        """Groups and how they exchange are about to be chosen: those of the user are kept, for a later fit."""
-        if self._arrangement is None:
-            world = self.world
-            self._arrangement = Arrangement(world.topology, world.communication, self.balance, self.merged)
-
-    def begin_in_one_group(self) -> None:
-        """A fit is set up whose groups are chosen while it trains: until then all ranks are one."""
-        self.stash_arrangement()
-        self.world.topology = Topology.even(self.world.size, 1)
-
-    def form_as_arranged(self) -> None:
-        """Nothing is chosen after all: the groups are formed that the user has asked for."""
-        if self._arrangement is None:
-            return
-        groups = len(self._arrangement.topology.alive)
-        if groups != len(self.world.topology.alive):
-            self.form(groups)
-            self._say_hello()
-
-    def restore_arrangement(self) -> None:
-        """A fit is set up: it begins with what the user has chosen, unless ranks were lost since."""
-        arrangement, self._arrangement = self._arrangement, None
-        if arrangement is None:
-            return
-        self.merged = Merged(arrangement.merged.name)
-        if not self.world.ever_lost:
-            self.world.topology, self.world.communication = arrangement.topology, arrangement.communication
-            self.balance = arrangement.balance
 
     def run_state(self) -> RunState:
         """A copy of all that the run must remember, as it is on this rank, where there is one group."""
@@ -732,20 +692,6 @@ class OmniStrategyHooks(SavingStrategy):
         with self.waiting():
             agreed = self.grouping.agree(decision, every=all) if self._world is not None else None
         return super().reduce_boolean_decision(decision, all=all) if agreed is None else agreed  # by `reduce`
-
-    # --- What a user sees --------------------------------------------------------------------------------------------
-
-    def _say_hello(self) -> None:
-        # By a tuner, which is what prepares for the launch.
-        is_chosen = any(hasattr(callback, "on_omni_launch") for callback in callbacks_of(self._trainer))
-        said = f"OmniStrategy: {self.grouping.sentence}{'' if is_chosen else self.grouping.advice}"
-        world = self.world
-        if world.enlistment is not None and world.is_leader and not self.is_global_zero:
-            # Nothing else is said where it was started: no progress, and no word of `rank_zero_info`.
-            say = _private.undecorated(self.rank_zero_info)
-            say(f"{said} | joined the run as group {world.group}; another group logs and saves")
-        else:
-            self.rank_zero_info(said)
 
     # --- Shorthand ---------------------------------------------------------------------------------------------------
 

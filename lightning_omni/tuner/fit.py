@@ -123,7 +123,7 @@ class TunedFit(Fit):
     def _check(strategy: OmniStrategyHooks, options: TunerOptions) -> None:
         """Refuses what cannot be searched in this fit. The run begins as one group."""
         strategy.check_whole("OmniTuner forms other groups while they train")
-        strategy.restore_arrangement()  # an earlier fit of this strategy may have been tuned
+        strategy.arrangement.restore()  # an earlier fit of this strategy may have been tuned
         learns = sampler_of(options.search).learns_from_run and strategy.epochs.data.kind == "dynamic"
         if "all_reduce" in options.space and not (learns and strategy.world.reduction.format == EXACT):
             raise ConfigurationError(
@@ -142,7 +142,7 @@ class TunedFit(Fit):
                 ' batches; pass search="forecast", and leave data= and merged= of the strategy out'
             )
         if options.budget and learns:
-            strategy.begin_in_one_group()
+            strategy.arrangement.begin_in_one_group()
 
     @override
     def fit_starts(self) -> None:
@@ -156,7 +156,7 @@ class TunedFit(Fit):
     @override
     def begin(self) -> None:
         run = self.run
-        run.strategy.stash_arrangement()
+        run.strategy.arrangement.stash()
         run.begin()
         if run.hear(stops_now(run.trainer)):
             self._tune_nothing("training was stopped before the first batch")
@@ -186,7 +186,7 @@ class TunedFit(Fit):
         """The run goes on as the user has set it, but for batches that may be split by speed."""
         run = self.run
         run.problem, run.strategy.epochs.check_every = problem, 0
-        run.strategy.form_as_arranged()
+        run.strategy.arrangement.form()
         run.world.dismiss_server()
         splits = may_split and self.applied.split_by_speed()
         but = ", but batches are split in proportion to the ranks' speeds where that pays" if splits else ""
