@@ -297,7 +297,7 @@ def test_a_server_that_has_gone_back_in_time_refuses_what_is_newer_and_the_group
         tensors = [torch.ones(2 if fragment == 0 else 4)]
         if method.resyncs:
             assert shard.take(0, newer, tensors) is None
-            assert (shard.refused, shard.master.clock) == (0, 3)
+            assert (shard.counts.refused, shard.master.clock) == (0, 3)
         else:
             with pytest.raises(ProtocolError, match=r"clock 5 were never sent; the clock is 3"):
                 shard.take(0, newer, tensors)

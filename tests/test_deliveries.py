@@ -128,7 +128,7 @@ def test_a_push_that_was_refused_as_not_finite_is_refused_again_and_counted_once
         push = Pushed(group, 1)
         push.gradient[0][0] = torch.nan
         assert [push.deliver()[0].applied for _ in range(3)] == [False] * 3
-        assert serving.core.shards[0].refused == 1
+        assert serving.core.shards[0].counts.refused == 1
 
 
 def test_a_gap_and_a_push_of_an_earlier_incarnation_are_refused_by_name() -> None:

@@ -695,7 +695,7 @@ def test_staleness_is_counted_from_the_forward_pass_on() -> None:
     heads.forward(0, x)
     heads.link.core.shards[HEAD].master.clock += 5
     heads.backward(0, torch.ones(3, 2))
-    assert heads.link.core.shards[HEAD].staleness == {5: 1}
+    assert heads.link.core.shards[HEAD].counts.staleness == {5: 1}
     assert heads.events[-1].read_at == 0
 
 

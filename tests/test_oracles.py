@@ -1652,7 +1652,7 @@ def test_a_method_of_ones_own_is_registered_travels_and_serves() -> None:
     push = msgspec.msgpack.decode(msgspec.msgpack.encode(push), type=m.PushMessage)
     assert shard.push(0, push, payload) == [Reply(0, staleness=0)]
     assert torch.equal(shard.master.weights()[0], torch.tensor([-0.5, 0.5]))
-    assert shard.staleness == Counter({0: 1})
+    assert shard.counts.staleness == Counter({0: 1})
 
 
 def test_a_name_that_is_taken_is_refused() -> None:

@@ -94,7 +94,7 @@ class MergedHeads(Service):
             nbytes=buffer.numel(),
             clock=head.master.clock,
             applied=stepped.applied,
-            refused_in_row=head.refused_in_row[group],
+            refused_in_row=head.counts.refused_in_row[group],
         )
         return [Out(sender.peer, m.DATA, answer, (buffer,)), *self._serve(number)]
 

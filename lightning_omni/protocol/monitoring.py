@@ -106,7 +106,7 @@ class Monitoring(Service):
         Args:
             sent: see `lightning_omni.protocol.messages.Status`.
         """
-        staleness: Counter[int] = sum((shard.staleness for _, shard in self._shards.pushed), Counter())
+        staleness: Counter[int] = sum((shard.counts.staleness for _, shard in self._shards.pushed), Counter())
         rate = 0.0
         if len(self._rate) > 1 and self._rate[-1][0] > self._rate[0][0]:
             rate = (self._rate[-1][1] - self._rate[0][1]) / (self._rate[-1][0] - self._rate[0][0])
@@ -115,7 +115,7 @@ class Monitoring(Service):
             sent=sent,
             clock=self._shards.clock,
             updates_per_second=max(rate, 0.0),
-            refused=sum(shard.refused for shard in self._shards.all),
+            refused=sum(shard.counts.refused for shard in self._shards.all),
             strangers=self._strangers(),
             groups=tuple(self._group_status(group) for group in self._roster.groups),
             staleness=tuple(staleness[t] for t in range(max(staleness, default=-1) + 1)),
@@ -132,7 +132,8 @@ class Monitoring(Service):
         identity = self._roster.formed.identity(group)
         ranks, members = self._roster.formed.members(group), self._roster.members
         timings = {rank: members[rank].timings for rank in ranks if rank in members}
-        seen: Counter[int] = sum((shard.by_group.get(group, Counter()) for _, shard in self._shards.pushed), Counter())
+        counts = [shard.counts.by_group.get(group, Counter()) for _, shard in self._shards.pushed]
+        seen: Counter[int] = sum(counts, Counter())
         updates = sum(seen.values())
         slowest = max(timings, key=lambda rank: timings[rank].compute_time, default=ranks[0])
         return m.GroupStatus(

@@ -1,13 +1,12 @@
 """One optimizer's master weights at the server: pushes in, answers out.
 
-Rule 1: staleness is counted by the method, against the clock kept in `Master`, and recorded here and nowhere else.
+Rule 1: staleness is counted by the method, against the clock kept in `Master`, and recorded in `counts` alone.
 Rule 2: a push with a NaN or an infinity in it is refused and counted, never applied.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ from lightning_omni.methods.master import Resolve, check_state, describe, rebuil
 from lightning_omni.methods.totals import Total
 from lightning_omni.protocol.layout import DTYPES, Layout, TensorSpec
 from lightning_omni.protocol.messages import PushMessage
+from lightning_omni.protocol.push_counts import PushCounts
 from lightning_omni.protocol.sensing import Sensing
 from lightning_omni.protocol.shard_messages import SummedPush
 from lightning_omni.protocol.structure import Structure, Structures, read_structure, settings_of, specs_of
@@ -66,6 +66,7 @@ class Shard:
         servers: whose shares this is together, where one stands for several, as in a simulation.
 
     Attributes:
+        counts: what came of pushes to it.
         is_head: whether its gradients are computed here, and no group pushes any.
         sensing: senses the total momentum; None if it cannot be, or is not to be.
     """
@@ -107,10 +108,7 @@ class Shard:
         self.method_side = method.server_side(self.master, groups)
         if state is not None:
             self.method_side.load_state(state)
-        self.staleness: Counter[int] = Counter()
-        self.by_group: defaultdict[int, Counter[int]] = defaultdict(Counter)
-        self.refused_in_row: Counter[int] = Counter()
-        self.refused = 0
+        self.counts = PushCounts()
         self._answer: Tensor | None = None
         self._answers: WireFormat = RAW
         self._out, self._back = Memory(), Memory()
@@ -134,9 +132,7 @@ class Shard:
             "sizes": list(self._layouts),
             "servers": self.layout.servers,
             "structures": self.structures.state(),
-            "staleness": dict(self.staleness),
-            "by_group": {group: dict(counts) for group, counts in self.by_group.items()},
-            "refused": self.refused,
+            **self.counts.state(),
         }
 
     @classmethod
@@ -159,9 +155,7 @@ class Shard:
             shard.method_side.evict(group)
         shard.method_side.load_state(state["method"])
         shard.structures.load(state["structures"])
-        shard.staleness = Counter(state["staleness"])
-        shard.by_group.update({group: Counter(counts) for group, counts in state["by_group"].items()})
-        shard.refused = int(state["refused"])
+        shard.counts.load(state)
         shard._goes_on = True
         return shard
 
@@ -170,8 +164,7 @@ class Shard:
         self.method_side = method.server_side(self.master, groups)
         self._answers = RAW
         self.structures.form()
-        self.by_group.clear()
-        self.refused_in_row.clear()
+        self.counts.form()
         self._mean.clear()
         self._averaging = {}
         self.sensing = self._new_sensing(method)  # other groups, other staleness
@@ -379,18 +372,16 @@ class Shard:
             message = self._in_its_time(message)
         self._check(message, known)
         if not (_is_finite(tensors) if finite is None else finite):
-            self._refuse(group)
+            self.counts.refuse(group)
             return None
-        self.refused_in_row[group] = 0
+        self.counts.accept(group)
         present = message.present
         layout = self.layout.fragment(message.part, self._check_fragment(message))
         if unknown := len(layout.specs) - len(tensors):
             tensors, present = [*tensors, *[None] * unknown], present + (False,) * unknown
         settings = self._in_newest(message, known)
         push = Push(group, message.read_at, tensors, settings, message.note, message.part)
-        staleness = self.method_side.staleness_of(push)
-        self.staleness[staleness] += 1
-        self.by_group[group][staleness] += 1
+        self.counts.merge(group, self.method_side.staleness_of(push))
         with torch.no_grad():
             if self.sensing is None or payload is None:
                 return self.method_side.receive(push)
@@ -424,10 +415,8 @@ class Shard:
         for group, message in ((part.group, self._in_its_time(part.push)) for part in parts):
             settings = self._in_newest(message, self.structures.newest)
             pushes.append(Push(group, message.read_at, (), settings, message.note, message.part))
-            self.refused_in_row[group] = 0
-            staleness = self.method_side.staleness_of(pushes[-1])
-            self.staleness[staleness] += 1
-            self.by_group[group][staleness] += 1
+            self.counts.accept(group)
+            self.counts.merge(group, self.method_side.staleness_of(pushes[-1]))
         with torch.no_grad():
             replies = self.method_side.receive_sum(
                 Sum(pushes, [next(views) if count else None for count in counts], counts)
@@ -505,10 +494,6 @@ class Shard:
             if number is not None:
                 _check_settings(message.hyperparameters[number], group)
 
-    def _refuse(self, group: int) -> None:
-        self.refused += 1
-        self.refused_in_row[group] += 1
-
     # --- The mean of all groups' own weights -------------------------------------------------------------------------
 
     def layout_of_average(self, group: int, absent: Collection[int]) -> Layout:
@@ -530,9 +515,9 @@ class Shard:
         weights = [next(views) if there else None for there in _there(absent, len(self.layout_of(group).specs))]
         if good := _is_finite(weights) if finite is None else finite:
             self._mean.add(weights)
-            self.refused_in_row[group] = 0
+            self.counts.accept(group)
         else:
-            self._refuse(group)
+            self.counts.refuse(group)
         self._averaging[group] = good
 
     @property

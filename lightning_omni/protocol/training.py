@@ -133,7 +133,7 @@ class Training(Service):
         out = []
         for number, shard in enumerate(self._shards.all):
             for group, good in shard.averaged(self._waited_for(number)) if shard.averaging else ():
-                outcome = PushOutcome(applied=good, refused_in_row=shard.refused_in_row[group])
+                outcome = PushOutcome(applied=good, refused_in_row=shard.counts.refused_in_row[group])
                 peer = self._admission.leader_peer(group)
                 out.append(self._weights(peer, number, group, _master_weights(shard, group), outcome))
         return out
@@ -196,7 +196,7 @@ class Training(Service):
         if replies is None:
             if message.pull:
                 shard.method_side.fetched(group)
-            outcome = PushOutcome(-1, False, shard.refused_in_row[group], fragment=message.fragment)
+            outcome = PushOutcome(-1, False, shard.counts.refused_in_row[group], fragment=message.fragment)
             return [self._weights(sender.peer, number, group, _pulled(shard, Reply(group, -1), message), outcome)]
         self._pending[group] = message
         out = self._answers(number, replies)
@@ -262,7 +262,7 @@ class Training(Service):
         """A push has come once more, because its answer was lost, say; if it has none yet, that comes once."""
         if not last.is_answered:
             return []
-        group, refused = sender.group, shard.refused_in_row[sender.group]
+        group, refused = sender.group, shard.counts.refused_in_row[sender.group]
         shard.method_side.fetched(group)
         outcome = PushOutcome(last.staleness, last.applied, refused, fragment=message.fragment, repeated=True)
         parts = _pulled(shard, Reply(group, -1), message)
@@ -435,7 +435,7 @@ class Training(Service):
             self._idle_elsewhere.discard(reply.group)
             self._resume_group(reply.group, but=number)
         parts = _pulled(shard, reply, push, copies=not only) if like is None else like
-        fragment, refused = push.fragment if push is not None else -1, shard.refused_in_row[reply.group]
+        fragment, refused = push.fragment if push is not None else -1, shard.counts.refused_in_row[reply.group]
         outcome = PushOutcome(reply.staleness, refused_in_row=refused, note=reply.note, fragment=fragment)
         return self._weights(peer, number, reply.group, parts, outcome)
 

@@ -393,7 +393,7 @@ class SimulatedGroup:
         # A process of its own: what is on its way is served even if this group dies meanwhile.
         yield self._around.engine.start(network.costs.push(self.number, nbytes))
         shard = server.shard
-        clock, refused = shard.master.clock, shard.refused
+        clock, refused = shard.master.clock, shard.counts.refused
         read = min(need.read_at, clock)  # a server that goes on from a save takes newer weights for those of the save
         staleness = shard.method_side.staleness_of(Push(self.number, read, ()))
         out = server.ask(self.leader, self.core, ask, said)
@@ -401,7 +401,7 @@ class SimulatedGroup:
         network.deliver(out)
         if monitor.may_go_back and any(isinstance(item.message, m.Weights) and item.message.repeated for item in out):
             pass  # it has counted before
-        elif shard.refused == refused:
+        elif shard.counts.refused == refused:
             self._record(done, read, clock + 1, staleness, ask.epoch)
         else:
             self._check_divergence()
@@ -411,7 +411,7 @@ class SimulatedGroup:
     def _check_divergence(self) -> None:
         """The run ends when the server refuses a push too many, and not when the group hears of it."""
         try:
-            self.core.hear_nonfinite(self._around.server.shard.refused_in_row[self.number])
+            self.core.hear_nonfinite(self._around.server.shard.counts.refused_in_row[self.number])
         except NonFiniteGradients:
             self._around.monitor.ended = (
                 f"diverged: {MOST_REFUSED} pushes of group {self.number} in a row were not finite"

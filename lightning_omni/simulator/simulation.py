@@ -348,7 +348,7 @@ class Simulation:
                 "batch_size": self._batches.size,
                 "samples_per_epoch": len(self._samples),
                 "merged": self._formation.merged,
-                "refused": self.server.shard.refused,
+                "refused": self.server.shard.counts.refused,
                 "most_snapshots": self.server.snapshots.most,
             },
             weights={name: weight.detach().clone().numpy() for name, weight in self._weights().items()},
