@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -276,6 +277,93 @@ def test_a_chained_schedule_keeps_pace_though_it_counts_no_steps() -> None:
         done = now
         chained.step()
         assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)
+    pacer.release()
+
+
+class WarmUp(torch.optim.lr_scheduler.LRScheduler):
+    """As public code has it: ``last_epoch`` and all else are those of another schedule, which waits for three steps."""
+
+    def __init__(self, after: torch.optim.lr_scheduler.LRScheduler) -> None:
+        self._after, self._steps = after, 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._after, name)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self._steps, "after": self._after.state_dict(), "step": self.step}
+
+    def step(self, *_: Any) -> None:
+        if self._steps < 3:
+            self._steps += 1
+            self._after.optimizer.param_groups[0]["lr"] = self._steps / 3
+        else:
+            self._after.step()
+
+
+def warmed_up() -> tuple[torch.optim.Optimizer, WarmUp]:
+    optimizer = torch.optim.SGD([Parameter(torch.ones(3))], lr=1.0)
+    schedule = WarmUp(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
+    optimizer.step()
+    return optimizer, schedule
+
+
+def rate_after(steps: int) -> float:
+    return steps / 3 if steps < 3 else 0.5 ** (steps - 3)
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("others", [1, 2])
+def test_a_schedule_that_does_not_count_its_warm_up_keeps_pace_as_under_ddp(others: int, by_hand: bool) -> None:
+    optimizer, schedule = warmed_up()
+    config, here = LRSchedulerConfig(schedule, interval="step"), 0
+    pacer = Pacer([config], lambda: here * others, lambda: 1, (lambda: here) if by_hand else None)
+    pacer.count_from({})
+    pacer.pace()
+    for here in range(1, 9):  # the run has trained `others` times as many batches
+        schedule.step()
+        if here > 1 or not by_hand:  # that it is stepped often shows with the second step
+            assert optimizer.param_groups[0]["lr"] == pytest.approx(rate_after(here * others))
+    counts = pacer.counts_at([config], 8 * others + 1)
+    state = schedule.state_dict()
+    pacer.release()
+    again, resumed = warmed_up()
+    resumed._steps = state["steps"]
+    resumed._after.load_state_dict(state["after"])
+    again.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"]
+    arrive([LRSchedulerConfig(resumed, interval="step")], counts)
+    assert again.param_groups[0]["lr"] == pytest.approx(rate_after(8 * others + 1))
+
+
+def test_a_schedule_whose_state_holds_a_method_of_its_own_can_be_saved_while_it_keeps_pace(tmp_path: Path) -> None:
+    (_, schedule), done = warmed_up(), 0
+    pacer = Pacer([LRSchedulerConfig(schedule, interval="step")], lambda: done, lambda: 1)
+    pacer.count_from({})
+    pacer.pace()
+    done = 2
+    schedule.step()
+    torch.save(schedule.state_dict(), tmp_path / "state")
+    copied = copy.deepcopy(schedule)
+    pacer.release()
+    for saved in (torch.load(tmp_path / "state", weights_only=False)["step"].__self__, copied):
+        assert type(saved) is WarmUp
+        assert saved.state_dict()["steps"] == 2
+
+
+def test_a_schedule_that_does_not_count_its_warm_up_goes_on_where_one_group_has_left_it() -> None:
+    optimizer, schedule = warmed_up()
+    config, done = LRSchedulerConfig(schedule, interval="step"), 0
+    bases = Pacer([config], lambda: done, lambda: 1).count_from({})
+    while done < 2:
+        schedule.step()  # as Lightning does, with one group
+        done += 1
+    pacer = Pacer([config], lambda: done, lambda: 1)
+    pacer.count_from(bases)
+    pacer.pace()
+    for done in range(3, 7):
+        schedule.step()
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(rate_after(done))
     pacer.release()
 
 

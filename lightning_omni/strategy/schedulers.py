@@ -14,15 +14,32 @@ import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from typing_extensions import override
 
 from lightning_omni.optimizer.run_state import Schedule
 
+_uncounted: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+"""Steps of schedulers that did not change what they count. Not an attribute: that would go into their state_dict."""
 
-class _Paced:
-    """Mixed into the scheduler's own class."""
 
+class _Mixed:
+    """Mixed into the scheduler's own class, as which it is pickled and copied.
+
+    The state of a schedule of public code may hold one of its methods, and so the scheduler itself.
+    """
+
+    @override
+    def __reduce_ex__(self, _: Any) -> Any:
+        reduced: Any = super().__reduce_ex__(1)  # from protocol 2 on pickle insists on this very class
+        make, arguments, *rest = reduced
+        _, own = type(self).__bases__
+        return make, tuple(own if each is type(self) else each for each in arguments), *rest
+
+
+class _Paced(_Mixed):
     target: Callable[[], int]
 
     def step(self, *args: Any, **options: Any) -> None:
@@ -36,8 +53,8 @@ class _Paced:
         reach(self, type(self).target(), super().step)  # type: ignore[misc]
 
 
-class _SteppedByHand:
-    """Mixed into the class of a scheduler that the user steps."""
+class _SteppedByHand(_Mixed):
+    """For a scheduler that the user steps."""
 
     calls: Calls
 
@@ -45,10 +62,11 @@ class _SteppedByHand:
         """Steps once if it is stepped once an epoch at most; otherwise as often as it takes to catch up."""
         calls = type(self).calls
         calls.note()
-        if args or options or not calls.are_frequent:
+        if args or options:
             super().step(*args, **options)  # type: ignore[misc]
         else:
-            reach(self, calls.target(), super().step)  # type: ignore[misc]
+            target = calls.target() if calls.are_frequent else count_of(self) + 1
+            reach(self, target, super().step)  # type: ignore[misc]
 
 
 class Calls:
@@ -119,7 +137,10 @@ class Pacer:
         return len(theirs) == len(self._schedulers) and all(map(operator.is_, theirs, self._schedulers))
 
     def count_from(self, schedule: Schedule) -> Schedule:
-        """Schedulers count from where they did; those that are new, from now on. Returns where all of them do."""
+        """Schedulers count from where they did; those that are new, from now on. Returns where all of them do.
+
+        From now on also those of which no rank knows how often one group has stepped them, see `_counts_all_steps`.
+        """
         now = {
             config.scheduler: (
                 count_of(config.scheduler),
@@ -127,7 +148,7 @@ class Pacer:
             )
             for config in self._configs
         }
-        self._bases = {**now, **schedule}
+        self._bases = {**now, **{each: base for each, base in schedule.items() if _counts_all_steps(each)}}
         return self._bases
 
     def pace(self) -> None:
@@ -181,12 +202,13 @@ class Pacer:
         return [self._counts_at(config, paced.get(config.scheduler, "epoch"), steps) for config in configs]
 
     def _counts_at(self, config: Any, paced: str | Calls, steps: int) -> tuple[int, ...]:
+        scheduler = config.scheduler
         if isinstance(paced, Calls):
-            return (count_of(config.scheduler), paced.target(steps)) if paced.are_frequent else ()
+            return _as_saved(scheduler, paced.target(steps)) if paced.are_frequent else ()
         if paced == "epoch":
             return ()
-        count, began = self._bases[config.scheduler]
-        return count_of(config.scheduler), count_at(count, began, config.frequency, steps, self._scheduled)
+        count, began = self._bases[scheduler]
+        return _as_saved(scheduler, count_at(count, began, config.frequency, steps, self._scheduled))
 
     def release(self) -> None:
         """Gives the schedulers back."""
@@ -254,15 +276,33 @@ def count_at(
 
 
 def reach(scheduler: Any, count: int, step: Callable[[], Any]) -> None:
-    """Steps until the scheduler counts so many, or counts no further."""
+    """Steps until the scheduler counts so many."""
     while (before := count_of(scheduler)) < count:
         step()
-        if count_of(scheduler) == before:
-            return
+        if missing := before + 1 - count_of(scheduler):
+            _uncounted[scheduler] = _uncounted.get(scheduler, 0) + missing
 
 
 def count_of(scheduler: Any) -> int:
-    """How often it was stepped. A ChainedScheduler does not count, but each of those in it does."""
+    """How often it was stepped: what it counts itself, and what it was seen not to.
+
+    A schedule that wraps another one may count the steps of that one only, and none of its own warm-up before.
+    """
+    return _counted(scheduler) + _uncounted.get(scheduler, 0)
+
+
+def _counted(scheduler: Any) -> int:
+    """By the scheduler itself. A ChainedScheduler does not count, but each of those in it does."""
     while not hasattr(scheduler, "last_epoch"):
         scheduler = vars(scheduler)["_schedulers"][0]
     return int(scheduler.last_epoch)
+
+
+def _counts_all_steps(scheduler: Any) -> bool:
+    """Whether it is sure to, paced or not: a class of its own ``step`` may count only some."""
+    return bool(type(scheduler).step.__module__ == LRScheduler.__module__)
+
+
+def _as_saved(scheduler: Any, target: int) -> tuple[int, int]:
+    """What it counts, and what it would count, when it is made again from its state."""
+    return _counted(scheduler), target - _uncounted.get(scheduler, 0)
