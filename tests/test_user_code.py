@@ -606,3 +606,40 @@ def test_a_schedule_of_a_frequency_follows_the_run_in_every_batch_of_a_group_tha
         pacer.keep_up()
         assert optimizer.param_groups[0]["lr"] == rate
     pacer.release()
+
+
+class Wrapper(torch.optim.Optimizer):
+    """As public code wraps an optimizer to average weights: all but its ``state_dict`` is that of the other one."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.averages = optimizer, [Tensor([0.0])]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+    def step(self, closure: Any = None) -> Any:
+        self.averages = [self.averages[0] + 1]
+        return self.optimizer.step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": self.optimizer.state_dict(), "averages": self.averages}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state_dict["inner"])
+        self.averages = list(state_dict["averages"])
+
+
+def wrapped() -> tuple[Wrapper, Replica]:
+    weight = Parameter(torch.ones(3))
+    optimizer = Wrapper(torch.optim.SGD([weight], lr=1.0, momentum=0.9))
+    return optimizer, Replica([weight], optimizer)
+
+
+def test_what_an_optimizer_that_wraps_another_has_learnt_is_kept_in_the_form_of_its_own_state_dict() -> None:
+    optimizer, replica = wrapped()
+    replica.ordered[0].grad = torch.ones(3)
+    optimizer.step()
+    again, resumed = wrapped()
+    resumed.load_state(replica.state())
+    assert again.averages == optimizer.averages == [Tensor([1.0])]
+    assert torch.equal(again.state[resumed.ordered[0]]["momentum_buffer"], torch.ones(3))

@@ -288,15 +288,30 @@ class Replica:
             "weights": self.weights(),
             "clock": self.clock,
             "memory": self.memory,
-            "optimizer": self.optimizer.state_dict()["state"],
+            "optimizer": learnt_by(self.optimizer),
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Goes on from a `state`."""
         self.load(Pulled(state["weights"], int(state["clock"])))
         self.memory = dict(state["memory"])
-        plain = self.optimizer.state_dict()
-        self.optimizer.load_state_dict({**plain, "state": state["optimizer"]})
+        teach(self.optimizer, state["optimizer"])
+
+
+def learnt_by(optimizer: Optimizer) -> dict[Any, Any]:
+    """An optimizer's state without its hyperparameters.
+
+    One that wraps another may have a ``state_dict`` of a form of its own, and is known by that alone.
+    """
+    everything = optimizer.state_dict()
+    state: dict[Any, Any] = everything.get("state", everything)
+    return state
+
+
+def teach(optimizer: Optimizer, state: Mapping[Any, Any]) -> None:
+    """Gives an optimizer a state that one like it has `learnt_by`; its hyperparameters stay."""
+    own = optimizer.state_dict()
+    optimizer.load_state_dict({**own, "state": state} if "state" in own else dict(state))
 
 
 def copies(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_map
 
 from lightning_omni.errors import UnsupportedError
 from lightning_omni.methods.master import held_by
+from lightning_omni.methods.replica import teach
 from lightning_omni.optimizer._private import all_reduce_hook_of, root_mesh
 from lightning_omni.optimizer.meshes import DATA, TENSOR, Inside, shown
 from lightning_omni.topology import RECORDER, Topology
@@ -404,7 +405,7 @@ def state_like(state: Mapping[Any, Mapping[str, Any]], optimizer: Optimizer) -> 
 
 def load_state(optimizer: Optimizer, state: Mapping[Any, Mapping[str, Any]]) -> None:
     """Gives an optimizer a state of what is `here`; its hyperparameters stay."""
-    optimizer.load_state_dict({**optimizer.state_dict(), "state": state_like(state, optimizer)})
+    teach(optimizer, state_like(state, optimizer))
 
 
 def state_rows(state: Mapping[Any, Mapping[str, Any]], optimizer: Optimizer) -> dict[Any, dict[str, Any]]:

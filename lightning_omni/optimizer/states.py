@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_omni.methods.master import held_by
 from lightning_omni.methods.modules import describe_module
+from lightning_omni.methods.replica import learnt_by
 from lightning_omni.optimizer.channel import Channel
 from lightning_omni.optimizer.model_replica import Part
 from lightning_omni.optimizer.parameter_groups import ParameterGroups
@@ -237,7 +238,7 @@ class States:
             return
         for part in parts:
             if self._place.speaks:
-                self._channel.members.tell_replicas(parts_of(part.optimizer.state_dict()["state"]))
+                self._channel.members.tell_replicas(parts_of(learnt_by(part.optimizer)))
             else:
                 load_state(part.optimizer, self._channel.members.tell_replicas({}))
 
