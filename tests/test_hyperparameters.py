@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -140,6 +141,34 @@ def test_a_schedule_that_is_passed_twice_is_scaled_once() -> None:
     outer = s.ChainedScheduler([inner])
     Hyperparameters(optimizer, [inner, outer]).scale(3.0)
     assert inner.base_lrs == outer._schedulers[0].base_lrs == [pytest.approx(3 * LR)]
+
+
+class Stages(s.LRScheduler):
+    """As public code has it: schedules one after the other, each with its own rates, held under a name of its own."""
+
+    def __init__(self, held: Any, optimizer: Optimizer) -> None:
+        self.stages, self.last_epoch = held, 0
+        self.optimizer = optimizer
+
+    def step(self, *_: Any) -> None:
+        self.last_epoch += 1
+        self.stages[0 if self.last_epoch < 3 else 1].step()
+
+
+@pytest.mark.parametrize("held", [list, tuple, np.array])
+def test_schedules_that_another_holds_under_any_name_are_scaled(held: Callable[[Any], Any]) -> None:
+    rates = []
+    for factor in (1.0, 3.0):
+        optimizer = optimizer_of()
+        inner = [s.LambdaLR(optimizer, lambda count: 1.0 / (1 + count)) for _ in range(2)]
+        schedule = Stages(held(inner), optimizer)
+        optimizer.step()
+        schedule.step()
+        Hyperparameters(optimizer, [schedule]).scale(factor)
+        for _ in range(4):
+            schedule.step()
+        rates.append(rates_of(optimizer))
+    assert rates[1] == [pytest.approx(3 * rate) for rate in rates[0]]
 
 
 def test_scaling_by_one_changes_nothing() -> None:

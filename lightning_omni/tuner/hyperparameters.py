@@ -6,10 +6,11 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.performance.forecast import Scaling, Setting
@@ -39,7 +40,7 @@ class Hyperparameters:
 
     def __init__(self, optimizer: Optimizer, schedulers: Sequence[Any] = ()) -> None:
         self._optimizer = optimizer
-        self._schedulers = list({id(each): each for each in _flat(schedulers)}.values())
+        self._schedulers = _flat(schedulers)
         if not optimizer.param_groups:
             raise ConfigurationError("configure_optimizers returns no optimizer, so that nothing is trained")
         first = optimizer.param_groups[0]
@@ -158,11 +159,19 @@ def _times(value: Any, factor: float) -> float:
     return short if math.isclose(product, short, rel_tol=1e-15) else product
 
 
-def _flat(schedulers: Iterable[Any]) -> Iterable[Any]:
-    """Schedulers, and those inside them."""
-    for each in schedulers:
-        yield each
-        yield from _flat(getattr(each, "_schedulers", ()))
+def _flat(schedulers: Iterable[Any]) -> list[Any]:
+    """Schedulers, and those that they hold under any name, as those of public code hold others; each once."""
+    found: dict[int, Any] = {}
+    left = list(schedulers)
+    while left:
+        each = left.pop()
+        if id(each) not in found:
+            found[id(each)] = each
+            for held in vars(each).values():
+                inside = held.tolist() if isinstance(held, np.ndarray) else held
+                inside = inside if isinstance(inside, (list, tuple)) else [inside]
+                left += [one for one in inside if isinstance(one, LRScheduler)]
+    return list(found.values())
 
 
 def _own(groups: Sequence[dict[str, Any]], name: str) -> None:
