@@ -39,9 +39,10 @@ def begun(running: Running, rank: int, word: str = "batch") -> bool:
 STALLS = {"stall_at": {"3": 5}, "strategy": {"groups": 2, "progress_timeout": 4}}
 IN_FRAGMENTS = {"groups": 2, "servers": 2, "method": "diloco:period=4,fragments=2,delay=1,outer_momentum=0.5"}
 DIES = {"die_at": {"2": 5}, "strategy": IN_FRAGMENTS}
+NO_LOADER = {"die_at": {"3": 5}, "no_loader": True}
 
 
-@pytest.mark.parametrize(("way", "victim"), [(DIES, 2), ({"die_in_validation": 3}, 3), (STALLS, 3)])
+@pytest.mark.parametrize(("way", "victim"), [(DIES, 2), ({"die_in_validation": 3}, 3), (STALLS, 3), (NO_LOADER, 3)])
 def test_the_run_outlives_a_worker_outside_the_first_group(way: dict[str, Any], victim: int) -> None:
     with Running("groups.py", {"fits": [{**FIT, **way, "test": True}]}) as running:
         finished = finish(running)

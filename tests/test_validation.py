@@ -207,6 +207,7 @@ FITS: dict[str, dict[str, Any]] = {
         "trainer": {**EVERY, "max_epochs": 2},
     },
     "mean of all groups": {"strategy": {**PUBLISHED, "groups": 2, "method": "local_sgd"}, "trainer": EVERY},
+    "no DataLoader": {"strategy": {**PUBLISHED, "groups": 2}, "no_loader": True, "trainer": EVERY},
 }
 
 
@@ -228,7 +229,7 @@ def test_all_ranks_hear_of_the_same_validations_with_the_same_steps(runs: tuple[
     assert len({str(each["validations"]) for each in every}) == 1
     worlds = every[0]["validation_worlds"]
     assert worlds[-1] == 4 or name.startswith("metrics"), "at an epoch's end all are together"
-    if name == "mean of all groups":
+    if name in ("mean of all groups", "no DataLoader"):
         assert worlds == [4] * 4
     elif name == "resumed":
         assert worlds in ([1, 1, 4], [1, 1, 1, 4]), "the weights are of shortly before the point, or of after it"
@@ -245,7 +246,9 @@ def test_what_cannot_be_published_waits_and_says_so(runs: tuple[Run, Path]) -> N
     said = [line for line in runs[0].output.splitlines() if "published" in line]
     assert said == [
         'OmniStrategy: validation="published" is validation="wait" here: LocalSGD evaluates the mean of all groups\''
-        " weights"
+        " weights",
+        'OmniStrategy: validation="published" is validation="wait" here: the validation data has a sampler of its own,'
+        " or is iterable, so that one group cannot read it all",
     ]
 
 

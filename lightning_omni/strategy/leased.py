@@ -345,9 +345,12 @@ class GivenRank(int):
     """A rank that OmniStrategy gave to a sampler."""
 
 
-def is_given(loader: DataLoader[Any]) -> bool:
-    """Whether a loader's sampler is Lightning's, which has its rank of OmniStrategy, and not a user's own."""
-    return isinstance(getattr(loader.sampler, "rank", None), GivenRank)
+def is_given(loader: object) -> bool:
+    """Whether a loader's sampler is Lightning's, which has its rank of OmniStrategy, and not a user's own.
+
+    What is no DataLoader, and an empty list of them, has none.
+    """
+    return isinstance(getattr(getattr(loader, "sampler", None), "rank", None), GivenRank)
 
 
 def draws_batches(training_step: Callable[..., Any]) -> bool:

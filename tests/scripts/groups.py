@@ -244,6 +244,19 @@ class Stream(IterableDataset):  # type: ignore[type-arg]
         return len(dataset()) // torch.distributed.get_world_size()
 
 
+class Batches:
+    """Held-out data that is no DataLoader: each rank evaluates all of it."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.batches = list(loader)
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
 def make_loader(kind: str, options: dict[str, Any]) -> DataLoader[Any]:
     if kind == "iterable":
         return DataLoader(Stream(), batch_size=8)
@@ -301,7 +314,8 @@ def fit(options: dict[str, Any]) -> dict[str, Any]:
             run.validate(module, loaders()[1], verbose=False)
             notes.validations.clear()
             notes.validation_worlds.clear()
-        run.fit(module, train, loaders()[1], ckpt_path=resume)
+        held_out = loaders()[1]
+        run.fit(module, train, Batches(held_out) if options.get("no_loader") else held_out, ckpt_path=resume)
     except Exception as problem:
         if not options.get("expect_error"):
             raise
