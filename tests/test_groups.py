@@ -37,6 +37,11 @@ FITS: dict[str, dict[str, Any]] = {
     "validation by batch count": {
         "trainer": {"val_check_interval": 5, "check_val_every_n_epoch": None, "max_epochs": 2}
     },
+    "one batch after the last validation inside the epoch": {
+        "data": {"samples": 80},
+        "schedule": "step",
+        "trainer": {"val_check_interval": 1, "max_epochs": 2},
+    },
     "max_steps": {"sleep": SLOW, "trainer": {"max_steps": 12, "max_epochs": 10}},
     "max_steps by hand": {"net": "manual", "sleep": SLOW, "trainer": {"max_steps": 12, "max_epochs": 10}},
     "max_time": {"sleep": SLOW, "max_time": 1.0, "trainer": {"max_epochs": 1000}},
@@ -230,6 +235,19 @@ def test_groups_validate_together_at_common_points(trained: Run) -> None:
         assert len(each["validations"]) == 2 * 4
     for each in result(trained, "validation by batch count"):
         assert len(each["validations"]) == 3  # after 5, 10 and 15 of 16 batches
+
+
+def test_a_group_for_which_no_batch_is_left_after_a_validation_does_not_end_the_epoch_for_the_others(
+    trained: Run,
+) -> None:
+    ranks = result(trained, "one batch after the last validation inside the epoch")
+    for epoch in range(2):
+        counts = samples_of_epoch(ranks, epoch)
+        assert len(counts) == 80
+        assert counts.total() <= 80 + 16  # a batch of one group, once more
+    for each in ranks:
+        assert len(each["validations"]) == 2 * 3
+        assert each["lr"] == [pytest.approx(0.02 / 4)]
 
 
 def test_max_steps_trains_as_many_samples_as_ddp_would(trained: Run) -> None:

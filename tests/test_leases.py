@@ -134,6 +134,34 @@ def test_a_group_that_comes_too_late_repeats_the_first_batch() -> None:
     assert book.is_finished, "a repeated batch does not come back"
 
 
+def test_a_group_for_which_nothing_is_left_after_a_validation_repeats_the_first_batch() -> None:
+    book = LeaseBook(EpochPlan(epoch=0, total=6, batch_size=2, budget=6, validate_every=4), {0: 1, 1: 1})
+    for group in (0, 1):
+        book.draw(group, 0)
+        book.train(group, 1)
+    book.advance()
+    assert book.draw(0, 1) == [Batch(4, 6, 1)]
+    assert book.draw(1, 1) == [Batch(0, 2, 1)]
+    assert book.draw(1, 2) == []
+    book.train(0, 2)
+    assert not book.is_finished
+    again = LeaseBook.from_state(book.state(), Counter())
+    again.evict(1)
+    assert again.is_finished, "a repeated batch does not come back"
+
+
+def test_a_group_that_had_trained_ahead_of_a_validation_has_a_batch_after_it_all_the_same() -> None:
+    book = LeaseBook(EpochPlan(epoch=0, total=8, batch_size=2, budget=8, validate_every=4), {0: 1, 1: 1})
+    for number in range(2):
+        book.draw(0, number)
+    assert book.draw(1, 0) == [Batch(4, 6, 1)]
+    book.train(0, 2)
+    book.train(1, 1)
+    book.advance()
+    assert book.draw(0, 2) == [Batch(6, 8, 1)]
+    assert book.draw(1, 1) == [Batch(0, 2, 1)]
+
+
 @pytest.mark.parametrize("trained", [(), ((2, 4),), ((0, 2),), ((0, 4),)])
 def test_a_batch_that_a_group_repeats_goes_out_again_if_it_is_not_trained_any_more(
     trained: tuple[tuple[int, int], ...],

@@ -92,7 +92,8 @@ class LeaseBook:
         self._sizes = dict(group_sizes)
         self._drawn: dict[int, list[Batch]] = {group: [] for group in group_sizes}
         self._trained: dict[int, int] = dict.fromkeys(group_sizes, 0)
-        self._repeats: set[int] = set()  # groups whose first batch is another's
+        self._before: dict[int, int] = {}  # batches that groups had trained when the interval began
+        self._repeats: set[tuple[int, int]] = set()  # a group, and the number of a batch that is another's
         self._samples = Counter[int]() if samples is None else samples
 
     @property
@@ -145,7 +146,7 @@ class LeaseBook:
         """Batches of a group from the given batch number on: those drawn before, or else a few new ones.
 
         A group that comes too late for any gets the epoch's first batch once more: every group needs at least one
-        batch, to come to the end of the epoch together with the others.
+        batch from each validation to the next, to come to that, or to the end of the epoch, together with the others.
 
         Returns:
             At least one batch, or none if the pool is empty at the moment.
@@ -163,9 +164,9 @@ class LeaseBook:
             for _ in range(max(1, min(MOST_AHEAD, ahead))):
                 if self._free:
                     drawn.append(self._take(size))
-            if not drawn and self.plan.budget:
+            if len(drawn) == self._before.get(group, 0) and self.plan.budget:
                 drawn.append(Batch(0, min(size, self.plan.budget), self.interval))
-                self._repeats.add(group)
+                self._repeats.add((group, number))
         return drawn[number:]
 
     def train(self, group: int, batches: int) -> None:
@@ -194,17 +195,19 @@ class LeaseBook:
 
     def release(self, group: int) -> None:
         """A group is gone, or goes on to something else: what it drew and did not train is free again."""
-        drawn = self._known(group)
-        first = max(self._trained[group], int(group in self._repeats))
-        back = [(batch.start, batch.stop) for batch in drawn[first:]]
-        del drawn[self._trained[group] :]
+        drawn, first = self._known(group), self._trained[group]
+        numbers = [number for number in range(first, len(drawn)) if (group, number) not in self._repeats]
+        back = [(drawn[number].start, drawn[number].stop) for number in numbers]
+        self._repeats -= {(group, number) for number in range(first, len(drawn))}
+        del drawn[first:]
         self._free = _merge([*back, *self._free])
 
     def evict(self, group: int) -> None:
         """Like `release`, and the group draws no more."""
         self.release(group)
         del self._sizes[group], self._drawn[group], self._trained[group]
-        self._repeats.discard(group)
+        self._before.pop(group, None)
+        self._repeats = {repeat for repeat in self._repeats if repeat[0] != group}
 
     def join(self, group: int, size: int) -> None:
         """One group more draws, from its batch number 0."""
@@ -224,6 +227,7 @@ class LeaseBook:
         if self._free:
             left.append(self.next_interval)
         self.interval = max(self.interval + 1, min(left, default=0))
+        self._before = dict(self._trained)
 
     def close(self) -> None:
         """The epoch ends early: nothing is handed out any more."""
@@ -240,6 +244,7 @@ class LeaseBook:
                 self._sizes,
                 self._drawn,
                 self._trained,
+                self._before,
                 sorted(self._repeats),
             )
         )
@@ -251,7 +256,8 @@ class LeaseBook:
         book = cls(saved.plan, saved.sizes, samples)
         book.interval, book._free, book._done = saved.interval, saved.free, saved.done
         book._done_size = sum(stop - start for start, stop in saved.done)
-        book._drawn, book._trained, book._repeats = saved.drawn, saved.trained, set(saved.repeats)
+        book._drawn, book._trained, book._before = saved.drawn, saved.trained, saved.before
+        book._repeats = set(saved.repeats)
         return book
 
     def go_back(self, trained: Sequence[tuple[int, int]]) -> None:
@@ -261,7 +267,9 @@ class LeaseBook:
         held = [(each.start, each.stop) for group in self._sizes for each in self._drawn[group][self._trained[group] :]]
         self._free = _complement([*self._done, *held], self.plan.budget)
         # Of what is not trained any more a group may hold the only lease, and it is to come back.
-        self._repeats = {group for group in self._repeats if self._is_trained(self._drawn[group][0])}
+        self._repeats = {
+            (group, number) for group, number in self._repeats if self._is_trained(self._drawn[group][number])
+        }
 
     def _is_trained(self, batch: Batch) -> bool:
         return any(start <= batch.start and batch.stop <= stop for start, stop in self._done)
@@ -309,7 +317,8 @@ class _BookState(msgspec.Struct, frozen=True, array_like=True):
     sizes: dict[int, int]
     drawn: dict[int, list[Batch]]
     trained: dict[int, int]
-    repeats: list[int]
+    before: dict[int, int]
+    repeats: list[tuple[int, int]]
 
 
 def apportion(total: int, speeds: Sequence[float]) -> tuple[int, ...]:
