@@ -34,6 +34,11 @@ FITS: dict[str, dict[str, Any]] = {
     },
     "local": {"strategy": {"groups": 2, "method": "local_sgd:period=4"}, "model": ADAM},
     "regrouped": {"strategy": {"groups": 4}, "regroup": {"5": 2, "9": 1, "12": 4}, "data": {"samples": 1024}},
+    "two servers": {
+        "strategy": {"groups": 4, "servers": 2},
+        "regroup": {"5": 2, "9": 1, "12": 4},
+        "data": {"samples": 1024},
+    },
     "nan": {
         "strategy": {"groups": 4},
         "model": {"defect": "nan"},
@@ -88,14 +93,14 @@ def test_no_gradient_is_lost_or_counted_twice(fits: dict[str, list[Any]]) -> Non
     assert max(misses.values()) < 1e-6, misses
 
 
-@pytest.mark.parametrize("name", ["adam", "local", "regrouped", "frozen first"])
+@pytest.mark.parametrize("name", ["adam", "local", "regrouped", "two servers", "frozen first"])
 def test_all_ranks_end_with_the_same_body_and_head(fits: dict[str, list[Any]], name: str) -> None:
     assert len({each["digest"] for each in fits[name]}) == 1
     assert all(all(each["moved"].values()) for each in fits[name])
     assert fits[name][0]["val_loss"] < fits[name][0]["untrained"]
 
 
-@pytest.mark.parametrize("name", ["adam", "local", "regrouped", "nan", "one group", "resumed"])
+@pytest.mark.parametrize("name", ["adam", "local", "regrouped", "two servers", "nan", "one group", "resumed"])
 def test_a_checkpoint_is_whole(fits: dict[str, list[Any]], name: str) -> None:
     assert fits[name][0]["saved"]
 

@@ -30,7 +30,7 @@ from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.epochs import STOPS
 from lightning_omni.protocol.group import Action, Ask, Heard, Said
 from lightning_omni.protocol.layout import Layout
-from lightning_omni.protocol.requests import ByAggregator, Requests, alike
+from lightning_omni.protocol.requests import ByAggregator, Requests, check_alike
 from lightning_omni.protocol.split import Split
 from lightning_omni.protocol.synchronization import BROUGHT_ELSEWHERE
 from lightning_omni.protocol.transport import Control, Data
@@ -315,7 +315,8 @@ class Channel:
         else:
             self._travels = None
             heard = requests.receive(m.Weights, split.memories(into) if is_flat and ask.pulls else None)
-        payloads = [payload for _, payload in alike(heard)]
+        check_alike(heard if part.head is None else heard[:1])  # of a merged head the others hold nothing
+        payloads = [payload for _, payload in heard]
         if not is_flat:
             for payload, share in zip(payloads, split.shares, strict=True):
                 check_size(answers, payload.numel(), share)

@@ -372,7 +372,10 @@ class Place:
         layout = part.replica.layout
         if part.split is None or part.split.layout is not layout or len(part.split.shares) != servers:
             at_servers = None if self.steps_here(part) else part.optimizer
-            part.split = Split.of(layout, servers, is_elementwise(self.method, at_servers))
+            if part.head is not None:
+                part.split = Split.whole(layout, servers)
+            else:
+                part.split = Split.of(layout, servers, is_elementwise(self.method, at_servers))
         return part.split
 
     def empty(self, nbytes: int) -> Tensor:

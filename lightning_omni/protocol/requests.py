@@ -257,13 +257,8 @@ def _heard(
         return no
 
 
-def alike(answers: list[tuple[m.Weights, Tensor]]) -> list[tuple[m.Weights, Tensor]]:
-    """Weights that servers have sent, which all must have moved by the same pushes.
-
-    Raises:
-        ProtocolError: they have not.
-    """
+def check_alike(answers: list[tuple[m.Weights, Tensor]]) -> None:
+    """Raises `ProtocolError` unless the weights that servers have sent have moved by the same pushes."""
     clocks = [answer.clock for answer, _ in answers]
     if len(set(clocks)) > 1:
         raise ProtocolError(f"servers that hold a share each have applied different numbers of updates: {clocks}")
-    return answers

@@ -83,9 +83,11 @@ class Split(msgspec.Struct, frozen=True, dict=True):
         )
 
     @classmethod
-    def whole(cls, layout: Layout) -> Split:
-        """Of one server, which holds all of it."""
-        return cls(layout, (layout,), (tuple(range(len(layout.specs))),))
+    def whole(cls, layout: Layout, servers: int = 1) -> Split:
+        """Of one server, which holds all of it; of several, the one that coordinates does."""
+        none = Layout((), layout.version)
+        others = servers - 1
+        return cls(layout, (layout, *[none] * others), (tuple(range(len(layout.specs))), *[()] * others))
 
     def fragment(self, number: int | None, of: int) -> Split:
         """How one of ``of`` fragments is divided; as a whole, if the number is None.
