@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -246,7 +247,9 @@ def test_a_group_for_which_no_batch_is_left_after_a_validation_does_not_end_the_
         assert len(counts) == 80
         assert counts.total() <= 80 + 16  # a batch of one group, once more
     for each in ranks:
-        assert len(each["validations"]) == 2 * 3
+        # Of those inside an epoch two may be one, if a group is so late that it trains what comes after the first.
+        ends = list(accumulate(len(epoch) // 8 for epoch in each["samples"]))
+        assert set(ends) <= {steps for steps, _ in each["validations"]}
         assert each["lr"] == [pytest.approx(0.02 / 4)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -47,6 +48,7 @@ FITS: dict[str, dict[str, Any]] = {
     "misused": {"strategy": {"groups": 4, "data": "static"}, "model": {"defect": "misused"}},
     "counter": {"strategy": {"groups": 4}, "model": {"defect": "counter"}, "trainer": {"max_epochs": 1}},
     "idle": {"strategy": {"groups": 4, "method": "hardsync"}, "model": {"defect": "idle"}, "record": True},
+    "written": {"strategy": {"groups": 2}, "model": {"defect": "written"}, "trainer": {"max_epochs": 4}},
     "frozen first": {"strategy": {"groups": 2}, "model": {"defect": "frozen first, copied"}},
     "resumed": {
         "strategy": {"groups": 2, "method": "local_sgd:period=4"},
@@ -93,11 +95,19 @@ def test_no_gradient_is_lost_or_counted_twice(fits: dict[str, list[Any]]) -> Non
     assert max(misses.values()) < 1e-6, misses
 
 
-@pytest.mark.parametrize("name", ["adam", "local", "regrouped", "two servers", "frozen first"])
+@pytest.mark.parametrize("name", ["adam", "local", "regrouped", "two servers", "written", "frozen first"])
 def test_all_ranks_end_with_the_same_body_and_head(fits: dict[str, list[Any]], name: str) -> None:
     assert len({each["digest"] for each in fits[name]}) == 1
     assert all(all(each["moved"].values()) for each in fits[name])
     assert fits[name][0]["val_loss"] < fits[name][0]["untrained"]
+
+
+def test_weights_of_the_head_that_were_written_at_an_epochs_start_are_those_that_are_trained(
+    fits: dict[str, list[Any]],
+) -> None:
+    """The group that comes to the head first finds weights of zero; what comes after it, the next."""
+    first = [rank["losses"][rank["began"]] for rank in fits["written"]]
+    assert min(abs(loss - math.log(3)) for loss in first) < 1e-6
 
 
 @pytest.mark.parametrize("name", ["adam", "local", "regrouped", "two servers", "nan", "one group", "resumed"])

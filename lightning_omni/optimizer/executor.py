@@ -182,7 +182,10 @@ class Exchanging(Executor):
     def enter_compute(self) -> None:
         place = self._place
         if not place.is_computing and not place.is_entering:
+            for head in self._heads:
+                head.remove()  # if weights were written, the server is given the submodule as it is
             self._edits.follow()
+            self.place_heads()
         place.process_groups.use(place.compute_group)
         place.is_computing, place.is_entering = True, False
         self._timers.clear()

@@ -9,7 +9,7 @@ from lightning_omni.optimizer.run_state import Schedule
 from lightning_omni.protocol.progress import Progress
 from lightning_omni.strategy import _private
 from lightning_omni.strategy.run_progress import RunProgress
-from lightning_omni.strategy.schedulers import Pacer, arrive, counts_of, reach_all
+from lightning_omni.strategy.schedulers import Pacer, StepCounts, arrive, counts_of, reach_all
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer
@@ -30,6 +30,7 @@ class RunSchedulers:
         self._run, self._steps = run, steps
         self._trainer: Trainer | None = None
         self._pacer: Pacer | None = None
+        self._counts = StepCounts()
         self._resumed: Sequence[Sequence[int]] = ()
         self.bases: Schedule = {}
 
@@ -47,7 +48,7 @@ class RunSchedulers:
         Args:
             count_from_here: whether those that have to arrive count from there.
         """
-        counts, self._resumed = arrive(self._configs, self._resumed), ()
+        counts, self._resumed = arrive(self._configs, self._resumed, self._counts), ()
         if count_from_here:
             self.bases = {**self.bases, **{each: (count, self._steps()) for each, count in counts.items()}}
 
@@ -66,6 +67,7 @@ class RunSchedulers:
             lambda: trainer.current_epoch + 1,
             (lambda: _private.batches_begun(trainer)) if by_hand else None,
             lambda frequency, steps: self._run.now().scheduled(frequency, steps),
+            self._counts,
         )
         self.bases = pacer.count_from(self.bases)
         if is_paced:
@@ -101,8 +103,8 @@ class RunSchedulers:
             agree: the largest of each number over all ranks.
         """
         self.release()
-        if counts := counts_of(self._configs):
-            reach_all(self._configs, agree(counts))
+        if counts := counts_of(self._configs, self._counts):
+            reach_all(self._configs, agree(counts), self._counts)
 
     def counts_at(self, progress: Progress | None) -> list[tuple[int, ...]]:
         """For a checkpoint of that moment: see `Pacer.counts_at`."""
@@ -124,6 +126,7 @@ class RunSchedulers:
     def forget(self) -> None:
         """The run is torn down."""
         self.finish()
+        self._counts.forget()
         self._trainer = None
 
     @property

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer, lr_scheduler
 
-from lightning_omni.strategy.schedulers import reach
+from lightning_omni.strategy.schedulers import StepCounts
 
 Counts = tuple[int, ...]
 """What a scheduler counts, and what it would count if it had kept pace; or nothing."""
@@ -83,7 +83,7 @@ def advanced(
             return None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of steps without those of the optimizer
-            reach(scheduler, count, scheduler.step)
+            StepCounts().reach(scheduler, count, scheduler.step)
     except Exception:  # states of other releases of torch may lack anything
         return None
     after = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]

@@ -14,15 +14,40 @@ import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from typing_extensions import override
 
 from lightning_omni.optimizer.run_state import Schedule
 
-_uncounted: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-"""Steps of schedulers that did not change what they count. Not an attribute: that would go into their state_dict."""
+
+class StepCounts:
+    """How often schedulers were stepped: what they count themselves, and what they were seen not to.
+
+    A schedule that wraps another one may count the steps of that one only, and none of its own warm-up before.
+    """
+
+    def __init__(self) -> None:
+        self._uncounted: dict[Any, int] = {}  # no attribute of theirs, for it would go into their state_dict
+
+    def of(self, scheduler: Any) -> int:
+        """How often it was stepped."""
+        return count_of(scheduler) + self._uncounted.get(scheduler, 0)
+
+    def reach(self, scheduler: Any, count: int, step: Callable[[], Any]) -> None:
+        """Steps until the scheduler was stepped so many times."""
+        while (before := self.of(scheduler)) < count:
+            step()
+            if missing := before + 1 - self.of(scheduler):
+                self._uncounted[scheduler] = self._uncounted.get(scheduler, 0) + missing
+
+    def as_saved(self, scheduler: Any, target: int) -> tuple[int, int]:
+        """What it counts, and what it would count, when it is made again from its state."""
+        return count_of(scheduler), target - self._uncounted.get(scheduler, 0)
+
+    def forget(self) -> None:
+        """There are no schedulers."""
+        self._uncounted.clear()
 
 
 class _Mixed:
@@ -40,6 +65,7 @@ class _Mixed:
 
 
 class _Paced(_Mixed):
+    counts: StepCounts
     target: Callable[[], int]
 
     def step(self, *args: Any, **options: Any) -> None:
@@ -50,23 +76,24 @@ class _Paced(_Mixed):
         if args or options:
             super().step(*args, **options)  # type: ignore[misc]
             return
-        reach(self, type(self).target(), super().step)  # type: ignore[misc]
+        type(self).counts.reach(self, type(self).target(), super().step)  # type: ignore[misc]
 
 
 class _SteppedByHand(_Mixed):
     """For a scheduler that the user steps."""
 
+    counts: StepCounts
     calls: Calls
 
     def step(self, *args: Any, **options: Any) -> None:
         """Steps once if it is stepped once an epoch at most; otherwise as often as it takes to catch up."""
-        calls = type(self).calls
+        calls, counts = type(self).calls, type(self).counts
         calls.note()
         if args or options:
             super().step(*args, **options)  # type: ignore[misc]
         else:
-            target = calls.target() if calls.are_frequent else count_of(self) + 1
-            reach(self, target, super().step)  # type: ignore[misc]
+            target = calls.target() if calls.are_frequent else counts.of(self) + 1
+            counts.reach(self, target, super().step)  # type: ignore[misc]
 
 
 class Calls:
@@ -115,6 +142,7 @@ class Pacer:
         epochs: the run's progress in epochs, the current one counted.
         batches: if the user steps the schedulers: batches that this rank has trained, the current one counted.
         scheduled: how often a scheduler of a frequency, in batches, is stepped in so many optimizer steps.
+        counts: how often they were stepped before; None for what they count themselves.
     """
 
     def __init__(
@@ -124,8 +152,9 @@ class Pacer:
         epochs: Callable[[], int],
         batches: Callable[[], int] | None = None,
         scheduled: Callable[[int, int], int] = lambda frequency, steps: steps // frequency,
+        counts: StepCounts | None = None,
     ) -> None:
-        self._configs = _that_keep_pace(configs)
+        self._configs, self._counts = _that_keep_pace(configs), counts or StepCounts()
         self._schedulers = [config.scheduler for config in self._configs]
         self._steps, self._epochs, self._batches, self._scheduled = steps, epochs, batches, scheduled
         self._bases: Schedule = {}
@@ -143,7 +172,7 @@ class Pacer:
         """
         now = {
             config.scheduler: (
-                count_of(config.scheduler),
+                self._counts.of(config.scheduler),
                 self._steps() if config.interval == "step" else self._epochs() - 1,
             )
             for config in self._configs
@@ -155,7 +184,7 @@ class Pacer:
         """From now on the schedulers keep pace."""
         for config in self._configs:
             if self._batches is not None:
-                calls = Calls(count_of(config.scheduler), self._steps, self._epochs, self._batches)
+                calls = Calls(self._counts.of(config.scheduler), self._steps, self._epochs, self._batches)
                 self._mix_in(config.scheduler, _SteppedByHand, calls, {"calls": calls})
             else:
                 self._pace(config.scheduler, config.interval, config.frequency)
@@ -174,14 +203,16 @@ class Pacer:
         own = type(scheduler)
         self._paced.append((scheduler, own, paced))
         # A class of its own, not an attribute: what hangs on a scheduler goes into its state_dict.
-        scheduler.__class__ = type(own.__name__, (mixin, own), {**fields, "__module__": own.__module__})
+        scheduler.__class__ = type(
+            own.__name__, (mixin, own), {**fields, "counts": self._counts, "__module__": own.__module__}
+        )
 
     def catch_up(self) -> None:
         """At the end of an epoch: schedulers that count steps arrive where the epoch ends."""
         for scheduler, own, paced in self._paced:
             if isinstance(paced, Calls):
                 if paced.are_frequent:
-                    reach(scheduler, paced.target(), partial(own.step, scheduler))
+                    self._counts.reach(scheduler, paced.target(), partial(own.step, scheduler))
             elif paced == "step":
                 scheduler.step()
 
@@ -204,11 +235,11 @@ class Pacer:
     def _counts_at(self, config: Any, paced: str | Calls, steps: int) -> tuple[int, ...]:
         scheduler = config.scheduler
         if isinstance(paced, Calls):
-            return _as_saved(scheduler, paced.target(steps)) if paced.are_frequent else ()
+            return self._counts.as_saved(scheduler, paced.target(steps)) if paced.are_frequent else ()
         if paced == "epoch":
             return ()
         count, began = self._bases[scheduler]
-        return _as_saved(scheduler, count_at(count, began, config.frequency, steps, self._scheduled))
+        return self._counts.as_saved(scheduler, count_at(count, began, config.frequency, steps, self._scheduled))
 
     def release(self) -> None:
         """Gives the schedulers back."""
@@ -225,33 +256,36 @@ def _that_keep_pace(configs: list[Any]) -> list[Any]:
     ]
 
 
-def counts_of(configs: list[Any]) -> list[int]:
-    """What each scheduler that keeps pace counts."""
-    return [count_of(config.scheduler) for config in _that_keep_pace(configs)]
+def counts_of(configs: list[Any], counts: StepCounts) -> list[int]:
+    """How often each scheduler that keeps pace was stepped."""
+    return [counts.of(config.scheduler) for config in _that_keep_pace(configs)]
 
 
-def reach_all(configs: list[Any], counts: Sequence[int]) -> None:
-    """Schedulers that keep pace, and do not now, are stepped until they count so many: see `counts_of`."""
-    for config, count in zip(_that_keep_pace(configs), counts, strict=True):
-        reach(config.scheduler, count, config.scheduler.step)
+def reach_all(configs: list[Any], targets: Sequence[int], counts: StepCounts) -> None:
+    """Schedulers that keep pace, and do not now, are stepped until they were so many times: see `counts_of`."""
+    for config, target in zip(_that_keep_pace(configs), targets, strict=True):
+        counts.reach(config.scheduler, target, config.scheduler.step)
 
 
-def arrive(configs: list[Any], counts: Sequence[Sequence[int]]) -> dict[LRScheduler, int]:
+def arrive(
+    configs: list[Any], saved: Sequence[Sequence[int]], counts: StepCounts | None = None
+) -> dict[LRScheduler, int]:
     """Where a run goes on: schedulers arrive at where it is, which was further than they knew.
 
     Args:
         configs: Lightning's scheduler configs.
-        counts: from `Pacer.counts_at`. What has another state now, which a user has given it, say, is left there.
+        saved: from `Pacer.counts_at`. What has another state now, which a user has given it, say, is left there.
+        counts: how often they were stepped; None for what they count themselves.
 
     Returns:
         What schedulers are to count at this moment. One that counts more already was saved later than the weights.
     """
-    if len(counts) != len(configs):
+    if len(saved) != len(configs):
         return {}
-    found = {}
-    for config, each in zip(configs, counts, strict=True):
-        if each and count_of(config.scheduler) == each[0]:
-            reach(config.scheduler, each[1], config.scheduler.step)
+    found, counts = {}, counts or StepCounts()
+    for config, each in zip(configs, saved, strict=True):
+        if each and counts.of(config.scheduler) == each[0]:
+            counts.reach(config.scheduler, each[1], config.scheduler.step)
             found[config.scheduler] = each[1]
     return found
 
@@ -275,24 +309,8 @@ def count_at(
     return count + scheduled(frequency, now) - scheduled(frequency, began)
 
 
-def reach(scheduler: Any, count: int, step: Callable[[], Any]) -> None:
-    """Steps until the scheduler counts so many."""
-    while (before := count_of(scheduler)) < count:
-        step()
-        if missing := before + 1 - count_of(scheduler):
-            _uncounted[scheduler] = _uncounted.get(scheduler, 0) + missing
-
-
 def count_of(scheduler: Any) -> int:
-    """How often it was stepped: what it counts itself, and what it was seen not to.
-
-    A schedule that wraps another one may count the steps of that one only, and none of its own warm-up before.
-    """
-    return _counted(scheduler) + _uncounted.get(scheduler, 0)
-
-
-def _counted(scheduler: Any) -> int:
-    """By the scheduler itself. A ChainedScheduler does not count, but each of those in it does."""
+    """What a scheduler counts itself. A ChainedScheduler does not count, but each of those in it does."""
     while not hasattr(scheduler, "last_epoch"):
         scheduler = vars(scheduler)["_schedulers"][0]
     return int(scheduler.last_epoch)
@@ -301,8 +319,3 @@ def _counted(scheduler: Any) -> int:
 def _counts_all_steps(scheduler: Any) -> bool:
     """Whether it is sure to, paced or not: a class of its own ``step`` may count only some."""
     return bool(type(scheduler).step.__module__ == LRScheduler.__module__)
-
-
-def _as_saved(scheduler: Any, target: int) -> tuple[int, int]:
-    """What it counts, and what it would count, when it is made again from its state."""
-    return _counted(scheduler), target - _uncounted.get(scheduler, 0)

@@ -29,7 +29,7 @@ class HeadNet(pl.LightningModule):
         if defect == "counter":
             layers.insert(1, Counter())
         self.classifier = nn.Sequential(*layers)
-        self.defect, self.optimizer_name = defect, optimizer
+        self.defect, self.optimizer_name, self.began = defect, optimizer, 0
         self.losses: list[float] = []
         self.answers: list[str] = []
 
@@ -83,6 +83,10 @@ class HeadNet(pl.LightningModule):
     def on_train_epoch_start(self) -> None:
         if "frozen first" in self.defect:
             self.classifier.requires_grad_(self.current_epoch > 0)
+        if self.defect == "written" and self.current_epoch == 1:
+            self.began = len(self.losses)
+            for parameter in self.classifier[3].parameters():
+                nn.init.zeros_(parameter)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         x, y, _ = batch
@@ -168,6 +172,7 @@ def fit(number: int, options: dict[str, Any]) -> dict[str, Any]:
         "sums": gradient_sums(model, run.optimizers[0]) if sums else {},
         "digest": digest(model),
         "losses": model.losses,
+        "began": model.began,
         "answers": model.answers,
         "moved": {name: bool((value != before[name]).any()) for name, value in model.state_dict().items()},
         "own_forward": "forward" in vars(model.classifier),

@@ -28,6 +28,7 @@ from lightning_omni.tuner.beside import at_once, beside
 from lightning_omni.tuner.microbenchmarks import Microbenchmarks
 
 RANK = int(os.environ.get("LOCAL_RANK", 0))
+NODE = int(os.environ.get("NODE_RANK", 0))
 BESIDE = beside
 REDUCE_PER_BYTE = Microbenchmarks.reduce_per_byte
 
@@ -108,7 +109,7 @@ class Classifier(pl.LightningModule):
         self.steps = 0
         self.had_groups = False
         self.beside = 0
-        self.rng = random.Random(RANK + options.get("seed", 0))
+        self.rng = random.Random(RANK + 100 * NODE + options.get("seed", 0))  # or all nodes would be slow together
 
     def on_train_epoch_start(self) -> None:
         self.of_epoch: list[int] = []
