@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from lightning_omni.performance.forecast import Scaling, Setting, TrialResult
 from lightning_omni.performance.measured import Measured
+from lightning_omni.report.digest import Digest
 from lightning_omni.search import GroupSpeed, Observation, Search, SearchSpec, Space
 from lightning_omni.search.choice import verdict
 from lightning_omni.tuner.forecast_check import ForecastCheck
@@ -100,6 +101,9 @@ def test_where_ranks_compute_nothing_but_their_loading_that_is_said_to_be_the_bo
         loading = tuple(share * means)
         found = search(replace(known, measured=replace(known.measured, loading=loading)))
         assert named in found.choice().why
+        digest = Digest(found)
+        in_report = digest.bottleneck(found.prediction(found.choice().setting))
+        assert named.startswith(f"{in_report} is"), "as the report says"
 
 
 def test_where_the_server_would_take_as_long_as_a_step_groups_are_few_or_exchange_seldom() -> None:

@@ -102,6 +102,10 @@ class Digest:
         """The hardware model; None if nothing was timed."""
         return self.search.profile
 
+    def bottleneck(self, prediction: Prediction) -> str:
+        """What holds updates up, in words."""
+        return "loading data" if self.search.loading(prediction.bottleneck) else PARTS[prediction.bottleneck]
+
     @property
     def ranks(self) -> int:
         """Number of ranks, as far as is known."""

@@ -16,7 +16,7 @@ from operator import mul
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from lightning_omni.report.digest import PARTS, Digest, duration, interval, number, span, times
+from lightning_omni.report.digest import Digest, duration, interval, number, span, times
 from lightning_omni.report.round import Round
 from lightning_omni.report.times import RunTimes
 
@@ -105,7 +105,7 @@ class Section:
         if not math.isinf(budget) and budget > 0:
             rows[-1][1] += f" ({search.spent / budget:.0%}), which is {search.spec.share:.3g} of the run"
         if (setting.groups, False) in digest.predictions:
-            rows.insert(2, ["bottleneck", PARTS[digest.prediction(setting.groups).bottleneck]])
+            rows.insert(2, ["bottleneck", digest.bottleneck(digest.prediction(setting.groups))])
         if digest.seconds is not None:
             rows.append(["time to the target", interval(digest.seconds)])
         if not digest.is_about_steps and digest.choice.estimate is not None:
@@ -172,7 +172,7 @@ class Section:
             batches = "proportional" if rebalance else "equal"
             rate = [str(said.samples_per_second), number(measured), number(1000 * said.seconds_per_update.value)]
             costs = [number(1000 * said.parts[name]) for name in _COSTS]
-            rows.append([str(groups), batches, *rate, *costs, PARTS[said.bottleneck]])
+            rows.append([str(groups), batches, *rate, *costs, digest.bottleneck(said)])
         key = setting.groups, setting.rebalance
         heads = ["groups", "batches", "samples/s", "in training", "ms per update", *_COSTS.values(), "bottleneck"]
         return TextTable(heads, rows, list(digest.predictions).index(key) if key in digest.predictions else None)

@@ -28,7 +28,7 @@ from lightning_omni.palette import (
 from lightning_omni.palette import PARTS as PARTS_COLOURS
 from lightning_omni.performance.forecast import Setting, TrialResult
 from lightning_omni.performance.statistical import Estimate
-from lightning_omni.report.digest import PARTS, Digest, ProbeRow, interval, shares, times
+from lightning_omni.report.digest import Digest, ProbeRow, interval, shares, times
 
 _PART_LABELS = {
     "compute": "compute",
@@ -202,12 +202,12 @@ def _step(axes: Any, digest: Digest) -> None:
             bottom += heights
     for place, each in zip(places, found, strict=True):
         style = {"ha": "center", "va": "bottom", "fontsize": 9, "rotation": 90 if len(places) > 5 else 0}
-        axes.annotate(PARTS[each.bottleneck], (place, bottom[place]), (0, 4), textcoords="offset points", **style)
+        axes.annotate(digest.bottleneck(each), (place, bottom[place]), (0, 4), textcoords="offset points", **style)
     axes.set_xticks(places, map(str, digest.groups))
     axes.grid(visible=False, axis="x")
     axes.set_ylim(0, (1.42 if len(places) <= 5 else 1.75) * bottom.max())
     chosen = digest.choice.setting.groups
-    bottleneck = PARTS[digest.prediction(chosen).bottleneck] if chosen in digest.groups else ""
+    bottleneck = digest.bottleneck(digest.prediction(chosen)) if chosen in digest.groups else ""
     axes.set(
         xlabel="groups",
         ylabel="ms in one step of a group",

@@ -272,8 +272,8 @@ def _best_step(evidence: Evidence, spec: StepSearchSpec) -> Choice:
 
 def _bottleneck(evidence: Evidence, setting: Setting) -> str:
     """What holds updates up with a setting; of computation, what holds that up."""
-    bottleneck, loading = evidence.prediction(setting).bottleneck, evidence.measured[-1].loading_share
-    if bottleneck == "compute" and loading > 1 / 2:
+    bottleneck = evidence.prediction(setting).bottleneck
+    if loading := evidence.loading(bottleneck):
         return f"loading data is the bottleneck ({loading:.0%} of a step's compute time; more num_workers may help)"
     return f"{bottleneck} is the bottleneck"
 

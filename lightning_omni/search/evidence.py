@@ -219,6 +219,11 @@ class Evidence:
         factor = self._correction(setting)
         return found if factor == 1 else found.faster(factor)
 
+    def loading(self, bottleneck: str) -> float:
+        """If computation is what takes longest, the part of it that waits for data, where that is most; 0 otherwise."""
+        share = self.measured[-1].loading_share if bottleneck == "compute" and self.measured else 0.0
+        return share if share > 1 / 2 else 0.0
+
     def _pattern(self, setting: Setting) -> ExchangePattern | None:
         """How a setting's groups exchange; None for the run's own way."""
         if setting.groups == 1 or not setting.method:
