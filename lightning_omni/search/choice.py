@@ -12,8 +12,8 @@ from lightning_omni.checks import counted
 from lightning_omni.performance.forecast import Forecast, Setting, SettingEstimate, log_costs
 from lightning_omni.performance.measured import Measured
 from lightning_omni.search import constants as c
-from lightning_omni.search.evidence import Evidence, Observation
-from lightning_omni.search.rules import careful, least
+from lightning_omni.search.evidence import Evidence, Observation, mean_error
+from lightning_omni.search.rules import careful, is_faster, least
 from lightning_omni.search.specification import FinalStepSearchSpec, StepSearchSpec
 
 
@@ -179,19 +179,23 @@ def _least_gain(setting: Setting) -> float:
     return c.GAIN if setting.groups > 1 else c.FASTER
 
 
-def verdict(evidence: Evidence, is_early: bool = False, may_stay: bool = True) -> str:
+def verdict(evidence: Evidence, is_early: bool = False, may_stay: bool = True, is_hurried: bool = False) -> str:
     """Whether it is certain by now that another setting is better, or that none is; empty if it is neither.
 
     Args:
         evidence: what is known.
         is_early: whether only proportional batches may be decided on, which leave the updates as they are.
         may_stay: whether it may be that none is better.
+        is_hurried: whether it costs little to see more: then nothing is certain whose step times scatter too much. That
+            a gain is certain shows sooner than which setting gains most.
 
     The interval of the hardware forecast gets narrower with every batch that is measured, what is known of samples does
     not: so it counts as it will in the end, with a part of its standard deviation against a change.
     """
     profile, start = evidence.profile, evidence.as_it_would_be(evidence.spec.start)
     if profile is None or (is_early and start == evidence.spec.start):
+        return ""
+    if is_hurried and not is_early and is_faster(1 + mean_error(evidence.measured), 1.0):
         return ""
     forecast = evidence.forecast()
     promising = _promising(evidence, forecast, evidence.candidates())

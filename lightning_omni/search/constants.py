@@ -41,7 +41,7 @@ FIRST_DECISION, DECISIONS = 3, 5
 """Optimizer steps of a run after which batches may be split by speed, if it is clear by then that this pays; and how
 often it is decided, each time after twice as many, from the second time on by all that is known."""
 UNHURRIED = 0.01
-"""Part of a run's steps before groups are decided on, if it has so many that this is not the last time anyway."""
+"""Part of a run's steps before anything is decided whose step times scatter, unless it is the last time anyway."""
 LARGEST_PERIOD = 32
 """Local steps between two exchanges, in powers of two, that are thought of unless others are asked for."""
 RELATED = 0.3

@@ -476,6 +476,15 @@ def scatter(measured: Sequence[Measured]) -> float:
     return float(np.concatenate(relative).std())
 
 
+def mean_error(measured: Sequence[Measured]) -> float:
+    """The standard error of a rank's mean step time, as a part of it, by how all of them vary.
+
+    Args:
+        measured: of the same ranks.
+    """
+    return scatter(measured) / math.sqrt(sum(len(each.own[0]) for each in measured))
+
+
 def speeds_differ(measured: Sequence[Measured]) -> bool:
     """Whether ranks differ in speed by more than the scatter of their steps explains.
 

@@ -33,6 +33,7 @@ class _Decision:
     Attributes:
         observation: what all ranks had seen; None if it is too little.
         is_early: whether it is too little for anything but proportional batches.
+        is_hurried: whether it is of so small a part of the run that it costs little to see more.
         is_last: whether it is decided by in any case.
         may_stay: whether it may be decided by that nothing is faster, although it is not the last.
         found: what rank 0 makes of it, once it knows; None on other ranks.
@@ -41,6 +42,7 @@ class _Decision:
 
     observation: Observation | None
     is_early: bool
+    is_hurried: bool
     is_last: bool
     may_stay: bool
     found: Future[Search | None] | None = None
@@ -174,7 +176,9 @@ class ByFirstBatches:
     def _begin_to_decide(self, batches: FirstBatches) -> None:
         """By what the first batches have shown, on every rank: the ranks train on until rank 0 knows."""
         began, run = time.perf_counter(), self._run
-        decision = self._decision = _Decision(batches.seen(), batches.is_early, batches.is_last, not self._is_patient)
+        decision = self._decision = _Decision(
+            batches.seen(), batches.is_early, batches.is_hurried, batches.is_last, not self._is_patient
+        )
         if run.speaks:
             # What comes so early is found in no time.
             decision.found = (at_once if decision.is_early else beside)(self._finding(decision, batches.spec))
@@ -233,7 +237,7 @@ class ByFirstBatches:
             if observation is None:
                 return None
             search = Search(spec, sampler, [observation], known, group_speed)
-            if not (decision.is_last or verdict(search, decision.is_early, decision.may_stay)):
+            if not (decision.is_last or verdict(search, decision.is_early, decision.may_stay, decision.is_hurried)):
                 return None
             search.choice()  # what that needs is remembered
             return search

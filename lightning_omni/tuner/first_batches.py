@@ -29,21 +29,7 @@ from lightning_omni.tuner.observed_heads import ObservedHead
 from lightning_omni.tuner.probing import batch_size_of
 from lightning_omni.tuner.step import say_nothing
 
-_EARLY, *_LATER = (c.FIRST_DECISION << number for number in range(c.DECISIONS))
-
-
-def decision_steps(run: float, is_split: bool = False) -> list[int]:
-    """Optimizer steps after which it is decided by the first batches, as long as nothing is clear.
-
-    What a few batches show is clear sooner than it is right: the longer a run, the less it costs to see more of them.
-    Proportional batches, which are seen to once more, need not wait.
-
-    Args:
-        run: steps that are left of it.
-        is_split: whether batches are split by speed already.
-    """
-    unhurried = min(_LATER[-1], c.UNHURRIED * run)
-    return [*([] if is_split else [_EARLY]), *(step for step in _LATER if step >= unhurried)]
+DECISION_STEPS = tuple(c.FIRST_DECISION << number for number in range(c.DECISIONS))
 
 
 @dataclass(frozen=True)
@@ -100,7 +86,7 @@ class FirstBatches:
         self._losses: list[Tensor] = []
         self._count = self._measured = 0
         self._loaded = 0.0
-        self._moments = decision_steps(spec.horizon / spec.batch, is_split=before is not None)
+        self._moments = list(DECISION_STEPS[1:] if before else DECISION_STEPS)
         self._seen = 0
         self._heads: dict[str, HeadMeasured] = before._heads if before else {}
         self._is_asked = is_asked
@@ -143,7 +129,12 @@ class FirstBatches:
     @property
     def is_early(self) -> bool:
         """Whether what was `seen` last is too little for anything but proportional batches."""
-        return self._seen == _EARLY
+        return self._seen == DECISION_STEPS[0]
+
+    @property
+    def is_hurried(self) -> bool:
+        """Whether what was `seen` last is of so small a part of the run that it costs little to see more."""
+        return self._seen < c.UNHURRIED * self.spec.horizon / self.spec.batch
 
     @property
     def is_last(self) -> bool:

@@ -31,7 +31,7 @@ from lightning_omni.search import Observation, Search, SearchSpec, Space
 from lightning_omni.search import constants as c
 from lightning_omni.search.choice import verdict
 from lightning_omni.search.space import ALL_REDUCES, METHODS, WIRES
-from lightning_omni.tuner.first_batches import decision_steps
+from lightning_omni.tuner.first_batches import DECISION_STEPS
 
 Array = np.ndarray[Any, Any]
 Draw = Callable[[np.random.Generator, tuple[int, int]], Array]
@@ -80,12 +80,14 @@ class Look:
     Attributes:
         steps: of the run so far.
         is_clear: whether it would be decided by then, if it may be.
+        is_known: whether it would be however small a part of the run that is.
         splits: whether it is one group's batches that are split, and timed again.
         cost: logarithm of the time to the target with what is decided, but for a constant.
     """
 
     steps: int
     is_clear: bool
+    is_known: bool
     splits: bool
     cost: float
 
@@ -142,13 +144,14 @@ class Cluster:
         samples, trained = np.full(self.ranks, BATCH), 0
         known: list[Measured] = []
         found: list[Look] = []
-        for number, steps in enumerate(decision_steps(0.0)):
+        for number, steps in enumerate(DECISION_STEPS):
             timed = slice(trained, trained + max(2, steps - UNTIMED))
             search = self._search([*known, self._measured(factors[:, timed], samples)])
             is_early = number == 0
             is_clear, choice = bool(verdict(search, is_early=is_early)), search.choice().setting
+            is_known = bool(verdict(search, is_early=is_early, is_hurried=True))
             splits = is_early and is_clear
-            found.append(Look(trained + steps, is_clear, splits, self._truth.log_seconds(choice)))
+            found.append(Look(trained + steps, is_clear, is_known, splits, self._truth.log_seconds(choice)))
             if splits:
                 known, trained = [self._measured(factors[:, timed], samples)], steps
                 speeds = 1 / factors[:, timed].mean(axis=1)
@@ -167,7 +170,7 @@ def gain(looks: list[Look], of_one_group: float, length: int, part: float) -> fl
         is_last = look is looks[-1]
         if look.splits:
             cost = look.cost
-        elif is_last or (look.is_clear and look.steps >= part * length):
+        elif is_last or look.is_known or (look.is_clear and look.steps >= part * length):
             cost = look.cost
             break
     seconds += (length - trained) * math.exp(cost)

@@ -43,13 +43,14 @@ from lightning_omni.performance.forecast import Scaling, Setting, TrialResult
 from lightning_omni.performance.measured import Measured
 from lightning_omni.protocol.wire_formats import wire_of
 from lightning_omni.search import Observation, Search, SearchSpec, Space
+from lightning_omni.search import constants as c
 from lightning_omni.search.choice import verdict
 from lightning_omni.search.evidence import Evidence
 from lightning_omni.search.experience import Experience
 from lightning_omni.search.space import ALL_REDUCES, METHODS, WIRES, wire_given
 from lightning_omni.simulator import Cluster
 from lightning_omni.topology import Topology
-from lightning_omni.tuner.first_batches import decision_steps
+from lightning_omni.tuner.first_batches import DECISION_STEPS
 
 LONGEST = 6.0
 """Samples that a run may take, in those of the user's own."""
@@ -128,14 +129,14 @@ class Judged:
         space = replace(space, method=METHODS, wire=WIRES, all_reduce=ALL_REDUCES)
         horizon = float(self.task.batch * 1000)
         spec = SearchSpec(self.own, self.task.batch, horizon, 0.1, space, self.scaling)
-        moments = decision_steps(spec.horizon / spec.batch)
-        for batches in moments:
+        for batches in DECISION_STEPS:
             trace = self.train(self.own, batches).trace
             measured = Measured.of(trace)
             samples = tuple(float(self.task.batch * (number + 1)) for number in range(batches))
             tried = TrialResult(self.own, samples, (1.0,) * batches, trace.seconds)
             search = Search(spec, "forecast", [Observation(tried, measured)])
-            if verdict(search, is_early=batches == moments[0]):
+            is_hurried = batches < c.UNHURRIED * horizon / self.task.batch
+            if verdict(search, is_early=batches == DECISION_STEPS[0], is_hurried=is_hurried):
                 break
         setting = search.choice().setting
         return Decided(setting, search.prediction(setting).topology, batches, trace.seconds, search)
