@@ -74,6 +74,16 @@ def test_a_slow_rank_gets_a_smaller_part_of_the_batch_and_staleness_is_not_paid_
     assert found.choice().setting == replace(OWN, rebalance=True)
 
 
+def test_where_more_steps_cost_little_nothing_is_decided_before_each_ranks_mean_is_known() -> None:
+    """A few random step times tell that groups gain, but not which of them gain most."""
+    random = search(seen(exponential()))
+    assert verdict(random) == "change"
+    assert verdict(random, is_hurried=True) == ""
+    assert [random.spec.is_hurried(steps) for steps in (6, 12, 24, 48)] == [True, True, False, False], "of 2,344 steps"
+    for own, found in ((equal(steps=6), "nothing"), (equal(steps=6, slow=4.0), "change")):
+        assert verdict(search(seen(own)), is_hurried=True) == found
+
+
 def test_a_slow_rank_is_seen_in_two_steps_and_nothing_else_is_decided_so_early() -> None:
     assert verdict(search(seen(equal(steps=2, slow=4.0))), is_early=True) == "change"
     assert verdict(search(seen(equal(steps=2))), is_early=True) == ""

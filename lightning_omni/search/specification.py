@@ -92,6 +92,10 @@ class SearchSpec:
             return 0
         return int(min(max(affordable / self.probes, c.FEWEST_BATCHES), c.MOST_BATCHES))
 
+    def is_hurried(self, steps: int) -> bool:
+        """Whether so many optimizer steps are a small part of the run, so that it costs little to see more of them."""
+        return steps < c.UNHURRIED * self.horizon / self.batch
+
     def for_step(self, first_loss: float | None, is_final: bool) -> StepSearchSpec:
         """The search for the step alone, of a run under way that trains with ``start``.
 

@@ -134,7 +134,7 @@ class FirstBatches:
     @property
     def is_hurried(self) -> bool:
         """Whether what was `seen` last is of so small a part of the run that it costs little to see more."""
-        return self._seen < c.UNHURRIED * self.spec.horizon / self.spec.batch
+        return self.spec.is_hurried(self._seen)
 
     @property
     def is_last(self) -> bool:

@@ -43,7 +43,6 @@ from lightning_omni.performance.forecast import Scaling, Setting, TrialResult
 from lightning_omni.performance.measured import Measured
 from lightning_omni.protocol.wire_formats import wire_of
 from lightning_omni.search import Observation, Search, SearchSpec, Space
-from lightning_omni.search import constants as c
 from lightning_omni.search.choice import verdict
 from lightning_omni.search.evidence import Evidence
 from lightning_omni.search.experience import Experience
@@ -135,8 +134,7 @@ class Judged:
             samples = tuple(float(self.task.batch * (number + 1)) for number in range(batches))
             tried = TrialResult(self.own, samples, (1.0,) * batches, trace.seconds)
             search = Search(spec, "forecast", [Observation(tried, measured)])
-            is_hurried = batches < c.UNHURRIED * horizon / self.task.batch
-            if verdict(search, is_early=batches == DECISION_STEPS[0], is_hurried=is_hurried):
+            if verdict(search, is_early=batches == DECISION_STEPS[0], is_hurried=spec.is_hurried(batches)):
                 break
         setting = search.choice().setting
         return Decided(setting, search.prediction(setting).topology, batches, trace.seconds, search)
