@@ -5,7 +5,8 @@
 Step times of every rank are drawn, and what `OmniTuner` would decide after 3, 6, 12, 24 and 48 steps is what it decides
 by these; how fast each decision is, is the forecast from so many steps that their scatter is known. A run of one group
 trains until it is decided, and then as was decided. Printed is how many times faster than one group runs of so many
-steps are, the geometric mean over all patterns and seeds, if groups are not decided on before a part of the run.
+steps are, the geometric mean over all patterns and seeds, if nothing is decided before a part of the run unless each
+rank's mean step time is known well. The part with a star is the one that `OmniTuner` waits for.
 
 The patterns are no cluster's that anything else is judged by. A change of one group's batches is looked at once more,
 as in a fit; that a run's speed is checked later on, and groups are given up or formed, is left out.
