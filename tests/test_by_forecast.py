@@ -250,6 +250,12 @@ def test_of_a_small_gradient_one_message_tells_what_a_byte_takes() -> None:
     assert seconds_per_byte(lambda count: 0.01, 4) > 0
 
 
+@given(nbytes=st.integers(4, 1 << 12), late=st.floats(0, 0.01))
+def test_what_a_busy_machine_adds_to_one_message_is_not_what_a_small_gradient_takes(nbytes: int, late: float) -> None:
+    per_byte = seconds_per_byte(lambda count: 0.001 + late * (count > 1), nbytes)
+    assert per_byte * nbytes <= max(late, 1e-9) / 15
+
+
 def slower(found: Search, setting: Setting, samples_per_second: float, observation: Observation) -> Search:
     """The next search of a run whose groups have trained so many, by new batches of one group."""
     return Search(found.spec, "forecast", [observation], group_speed=GroupSpeed(setting, samples_per_second))

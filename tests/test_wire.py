@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import random
 import resource
@@ -885,7 +886,8 @@ def test_the_server_process_outlives_its_parent_for_as_long_as_it_takes_to_say_s
 @pytest.mark.parametrize("left", [0, 1, 2])
 def test_where_no_more_files_may_be_opened_an_attempt_fails_and_leaves_nothing_to_wait_for(left: int) -> None:
     context, held = zmq.Context[Any](), []
-    context.socket(zmq.DEALER).close(0)  # its threads run
+    first = context.socket(zmq.DEALER)  # its threads run; they would close its file at a time of their own
+    gc.collect()  # and no file of another test's is closed meanwhile
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = max(map(int, os.listdir("/dev/fd"))) + 16
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, soft), hard))
@@ -901,6 +903,7 @@ def test_where_no_more_files_may_be_opened_an_attempt_fails_and_leaves_nothing_t
         for each in held:
             os.close(each)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        first.close(0)
     ending = threading.Thread(target=context.term, daemon=True)
     ending.start()
     ending.join(IN_TIME)

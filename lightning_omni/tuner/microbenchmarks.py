@@ -28,16 +28,17 @@ def seconds_per_byte(timed: Callable[[int], float], nbytes: int) -> float:
     """What each byte adds to a message, by two that differ in their bytes alone.
 
     Neither is empty, if a gradient is large enough for two: many links let the first bytes of a message pass at once,
-    and a small one does not show what a large one takes.
+    and a small one does not show what a large one takes. Of a gradient that is smaller than all of these messages the
+    smallest tells it: two that hardly differ in their bytes differ by chance alone.
 
     Args:
         timed: seconds of a message of so many numbers of four bytes each.
-        nbytes: of a gradient, which no message is larger than.
+        nbytes: of a gradient, which no message but the smallest is larger than.
     """
     short = seconds = timed(1)
     count, per_byte = 1, 0.0
     for size in MESSAGE_BYTES:
-        more = max(2, min(nbytes, size) // 4)
+        more = max(MESSAGE_BYTES[0], min(nbytes, size)) // 4
         if more <= count:
             break
         longer = timed(more)
