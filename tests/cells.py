@@ -296,7 +296,7 @@ class Member(Group):
         told = self.ensemble.queues["told", self.rank]
         while told:
             if isinstance(verdict := told.popleft(), m.Verdict):
-                self.state = "over" if verdict.next == "over" else "training"
+                self.state = "over" if verdict.next.startswith("over") else "training"
                 return True
         return False
 

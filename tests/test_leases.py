@@ -310,6 +310,20 @@ def test_what_several_groups_leave_of_an_epoch_is_trained_to_its_end(batch_size:
         assert [len(batch) for batch in LeasedBatchSampler(sampler, leases, drop_last)] == sizes
 
 
+@pytest.mark.parametrize(("every", "heard"), [(11, ["over:validate"]), (8, ["validate", "over"])])
+def test_one_group_validates_at_the_end_where_that_is_due_inside_its_last_batch(every: int, heard: list[str]) -> None:
+    leases = Leases(1, 4, 12, rank=0, before_epoch=lambda _: None, is_local=True)
+    plan = EpochPlan(epoch=0, total=12, batch_size=4, budget=12, validate_every=every, trained=((0, 2),))
+    leases.begin_local(plan, goes_on=True)
+    said = []
+    while leases.hand_out() is not None:
+        leases.begin_batch()
+        coming = leases.peek()
+        if coming is None or coming.interval > leases.interval:
+            said.append(leases.ask())
+    assert said == heard
+
+
 def test_a_whole_epoch_of_one_group_is_never_trained_in_pairs() -> None:
     leases = rest_of_an_epoch(batch_size=4)
     assert leases.in_pairs

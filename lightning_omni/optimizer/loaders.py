@@ -143,8 +143,11 @@ class Leases(Lessee):
         """Waits until it is known what follows this validation interval: `lightning_omni.protocol.messages.Verdict`."""
         if self._control is None:
             coming = self.peek()
-            self.interval = coming.interval if coming is not None else self.interval
-            return "over" if coming is None else "validate"
+            if coming is None:
+                assert self._book is not None
+                return "over:validate" if self._book.has_point_after(self.interval) else "over"
+            self.interval = coming.interval
+            return "validate"
         verdict = self._control.request(self.question(), Verdict, timeout=float("inf")).next
         self.follow(verdict, self.peek() if verdict == "more" else None)
         return verdict

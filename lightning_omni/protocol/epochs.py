@@ -303,7 +303,7 @@ class Epochs:
             if self.stop and not self._is_called_over:
                 return f"stop:{self.stop}"
             if state.is_trained:
-                return "over" if state.all_answered else ""
+                return self._over if state.all_answered else ""
             if not state.all_wait:
                 return ""
             self.book.advance()
@@ -312,11 +312,16 @@ class Epochs:
         return "validate"
 
     @property
+    def _over(self) -> str:
+        assert self.book is not None
+        return "over:validate" if self.book.has_point_after(self.book.interval) else "over"
+
+    @property
     def _is_called_over(self) -> bool:
         """Whether ranks were told that this epoch is over: then a stop comes too late for those that ask after them."""
         plan = self.plan
         return plan is not None and any(
-            verdict == "over" and (asked.epoch, asked.generation) == (plan.epoch, self.generation)
+            verdict.startswith("over") and (asked.epoch, asked.generation) == (plan.epoch, self.generation)
             for asked, verdict in self._told.values()
         )
 

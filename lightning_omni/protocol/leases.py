@@ -124,6 +124,10 @@ class LeaseBook:
         """
         return self._interval_of(self._free[0][0])
 
+    def has_point_after(self, interval: int) -> bool:
+        """Whether the epoch has a validation point after a validation interval, perhaps inside its last batches."""
+        return self._interval_of(self.plan.budget - 1) > interval
+
     @property
     def is_drained(self) -> bool:
         """Whether nothing is free (batches may still be out)."""

@@ -602,7 +602,8 @@ class Verdict(Message, frozen=True, kw_only=True):
 
     Attributes:
         next: ``"more"`` (samples came back, draw again), ``"validate"`` (all groups are here: validate, then go on),
-            ``"over"`` (the epoch is complete), or ``"stop:..."`` (another group ended epoch or run, see `Leave`).
+            ``"over"`` (the epoch is complete), ``"over:validate"`` (so it is, and a validation inside it was due in its
+            last batches), or ``"stop:..."`` (another group ended epoch or run, see `Leave`).
     """
 
     next: str

@@ -344,12 +344,15 @@ class EpochDriver:
         if not (self.world.executor.exchanges or self.is_open_ended):
             return
         verdict = self._what_next()
-        epoch.is_over = verdict == "over"
+        epoch.is_over = verdict.startswith("over")
         if self.is_open_ended:
             self._set_last_batch(epoch.is_over)
-            epoch.is_check = verdict == "validate" and epoch.plan is not None and self._is_checked(epoch.plan)
-            is_validation = verdict in ("validate", "stop:validate") and not epoch.is_check
-            epoch.validates = self._ends_in_validation() if epoch.is_over else is_validation
+            is_checked = epoch.plan is not None and self._is_checked(epoch.plan)
+            epoch.is_check = verdict == "validate" and is_checked
+            is_due = verdict == "stop:validate" or (verdict.endswith("validate") and not is_checked)
+            if epoch.is_over:  # those that are published are counted apart
+                is_due = self._ends_in_validation() or (is_due and not self.published.is_on)
+            epoch.validates = is_due
         if verdict == "stop:skip":
             epoch.is_over = epoch.is_skipped = True
             self._set_last_batch(True)
