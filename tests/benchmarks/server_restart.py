@@ -6,7 +6,8 @@ Each run trains 4 ranks in 2 groups for 2 epochs with a validation in mid-epoch.
 0 starts, the others one that stands by itself (``lightning-omni serve --state``). The process that serves gets SIGKILL
 at a random moment, with ``--both`` also the one that has forked it, and a server that stands by itself is then started
 again at once. A run counts if it ends with exit code 0, if every sample of every epoch was trained, and if nothing is
-left running. Printed are the seconds until each rank has trained two batches more, and the updates that were lost.
+left running. Printed are the seconds until each rank has trained two batches more, or the run has ended (one group may
+train what is left), and the updates that were lost.
 (``restart_time.py`` measures how long training pauses, with processes that are started as a user starts them.)
 """
 
@@ -26,6 +27,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from operator import ge
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +49,7 @@ class Death:
     """What came of one.
 
     Attributes:
-        to_go_on: seconds until every rank had trained on.
+        to_go_on: seconds until every rank had trained on, or the run had ended.
         lost: updates that were lost.
         problem: what is wrong; empty if nothing is.
     """
@@ -150,7 +152,9 @@ def one_death(stands: bool, method: str, save_every: float, delay: float, both: 
         time.sleep(delay)
         before, began = batches(running), time.monotonic()
         kill(both)
-        if wait_for(running, lambda: all(n >= b + GOES_ON for n, b in zip(batches(running), before, strict=True)), 60):
+        enough = [count + GOES_ON for count in before]
+        trains_on = wait_for(running, lambda: all(map(ge, batches(running), enough)), 60)
+        if trains_on or running.process.poll() is not None:
             death.to_go_on = time.monotonic() - began
         try:
             finished = running.wait(120)
