@@ -29,7 +29,7 @@ from lightning_omni.strategy.loop_states import loops_at
 from lightning_omni.strategy.schedulers import count_at
 from lightning_omni.strategy.whole_files import write_whole
 
-_OLDEST = "2.5.2"
+_OLDEST = "2.6.0"
 """The version that a checkpoint says where no Lightning is installed that could."""
 
 
