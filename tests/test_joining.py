@@ -1230,6 +1230,33 @@ def test_a_group_that_joins_trains_what_was_unfrozen_before(changing: tuple[dict
 
 @pytest.mark.slow
 @pytest.mark.processes
+def test_layers_that_are_unfrozen_while_several_groups_train_get_the_momentum_that_the_tuner_gave_the_others(
+    run: Run,
+) -> None:
+    """And so a group that joins after that finds one momentum, which it goes on with and takes down further."""
+    options = {"epochs": 4, "hold": [1, 3], "thawed": 2, "is_tuned": True}
+    script = SCRIPT.with_name("joined_hooks.py")
+    run.start("a", options, script=script)
+    run.wait_for("a0-in-1")
+    run.start("b", options, script=script)
+    run.wait_for("b0-in-1")
+    run.go(1)
+    run.wait_for("a0-in-3")
+    run.wait_for("b0-in-3")
+    run.start("c", options, script=script)
+    run.wait_for("c0-in-3")
+    run.go(3)
+    for name in "abc":
+        assert run.groups[name].end(PATIENCE) == 0, run.groups[name].output
+    said = {name: run.result(name) for name in "abc"}
+    for name in "ab":
+        assert said[name]["said"]["3"]["momenta"] == pytest.approx([0.8, 0.8])
+    for name in "abc":
+        assert said[name]["end"]["momenta"] == pytest.approx([0.7, 0.7])
+
+
+@pytest.mark.slow
+@pytest.mark.processes
 def test_what_hooks_did_where_the_epoch_began_is_not_done_once_more_by_a_group_that_joins_it(
     changing: tuple[dict[str, Any], dict[str, Any]],
 ) -> None:

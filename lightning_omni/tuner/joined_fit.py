@@ -100,6 +100,7 @@ class JoinedFit(Fit):
         self._space = Space.of(run.options.space, ranks=1, momentum=run.state.own.momentum)
         if not hyperparameters.is_momentum_free:
             self._space = replace(self._space, momentum=(hyperparameters.momentum, hyperparameters.momentum))
+        hyperparameters.make_default()  # a group that joins later has the momentum that the others have by now
 
     def _followed(self) -> Hyperparameters:
         """What follows the number of groups, or a `ConfigurationError` that says why nothing does."""
@@ -126,6 +127,7 @@ class JoinedFit(Fit):
         run, state = self.run, self.run.state
         setting = suited_to(run.own, groups, run.world.method, hyperparameters.scaling, self._space)
         hyperparameters.set_momentum(setting.momentum)
+        hyperparameters.make_default()
         hyperparameters.scale(setting.lr / run.own.lr / state.scaled)
         state.scaled, state.setting = setting.lr / run.own.lr, setting
         run.say(f"OmniTuner: trains with {setting}, for so many groups are in the run")

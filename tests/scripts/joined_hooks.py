@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 NAME = os.environ["OMNI_TEST_NAME"]
 FIRST = 160
 """Samples of the first epoch; the others have fewer."""
-THAWED = 1
+THAWED = OPTIONS.get("thawed", 1)
 """The epoch in which the first layers are unfrozen."""
 
 
@@ -60,6 +60,7 @@ class Edited(Net):
         [optimizer], [counts] = self.trainer.optimizers, [c for c in self.trainer.callbacks if isinstance(c, Counts)]
         return {
             "groups": [[group["lr"], len(group["params"])] for group in optimizer.param_groups],
+            "momenta": [group["momentum"] for group in optimizer.param_groups],
             "trainable": [name for name, each in self.named_parameters() if each.requires_grad],
             "tracks": self.net[1].track_running_stats,
             "temperature": float(self.temperature),
@@ -106,7 +107,7 @@ def main() -> None:
         omni.OmniStrategy(),
         1,
         max_epochs=OPTIONS["epochs"],
-        callbacks=[Thaws(), Counts()],
+        callbacks=[Thaws(), Counts(), *([omni.OmniTuner()] if OPTIONS.get("is_tuned") else [])],
         reload_dataloaders_every_n_epochs=1,
         num_sanity_val_steps=1,
     )
