@@ -65,6 +65,22 @@ def keep_unsynchronized(module: Any, names: list[str]) -> None:
     module._ddp_params_and_buffers_to_ignore = names
 
 
+@contextmanager
+def staying_in_place(strategy: Any) -> Iterator[None]:
+    """A context in which a strategy's ``teardown`` leaves the module on its device, as ModelParallelStrategy's does.
+
+    FSDP2 cannot move a module whose forward or backward pass an error has ended: it holds it gathered.
+    """
+    module = strategy.lightning_module
+    if module is not None:
+        vars(module)["cpu"] = lambda: module
+    try:
+        yield
+    finally:
+        if module is not None:
+            del vars(module)["cpu"]
+
+
 def set_launcher(strategy: Any, launcher: Any) -> None:
     """The launcher that the Trainer calls."""
     strategy._launcher = launcher

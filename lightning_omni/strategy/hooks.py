@@ -556,7 +556,12 @@ class OmniStrategyHooks(SavingStrategy):
     @override
     def teardown(self) -> None:
         """Leaves the run; the embedded server stops."""
-        super().teardown()
+        if self.is_sharded:
+            with _private.staying_in_place(self):
+                super().teardown()
+            reshard(self._world.held.sharded if self._world is not None else None)
+        else:
+            super().teardown()
         _private.set_ddp_options(self, self.ddp_options)  # not with the process group of a compute group that was
         self.has_failed = False
         if self._listener is not None:

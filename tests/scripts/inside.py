@@ -522,15 +522,32 @@ class Fails(pl.Callback):
             raise ValueError("an error of the user's")
 
 
-def fails() -> Any:
-    """A fit fails, and another one in the same process does not; its weights are put together after it."""
-    failed = ""
+class FailsInside(Blocks):
+    """Likewise inside a forward pass, while the members of a group have gathered a layer."""
+
+    def __init__(self, optimizer: str = "SGD") -> None:
+        super().__init__(optimizer)
+        self.net[2].register_forward_pre_hook(self.fail)
+
+    def fail(self, *_: Any) -> None:
+        torch.distributed.barrier()
+        raise ValueError("an error of the user's")
+
+
+def failed(kind: type[Blocks], *callbacks: pl.Callback) -> str:
+    """What a fit that fails says."""
     try:
-        fit("fsdp", Blocks, max_epochs=1, callbacks=[Fails()])
+        fit("fsdp", kind, max_epochs=1, callbacks=list(callbacks))
     except (ValueError, RankLost) as error:
-        failed = str(error)
+        return str(error)
+    return ""
+
+
+def fails() -> Any:
+    """Fits fail, and another one in the same process does not; its weights are put together after it."""
+    said = [failed(Blocks, Fails()), failed(FailsInside)]
     module, _, _ = fit("fsdp", Blocks, max_epochs=1)
-    return [failed, str(flat(whole(module)))]
+    return [said, str(flat(whole(module)))]
 
 
 class Dies(pl.Callback):
