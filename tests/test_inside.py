@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pytorch_lightning import Trainer
+from pytorch_lightning import Trainer, callbacks
+from pytorch_lightning.demos.boring_classes import BoringModel
 from pytorch_lightning.strategies import ModelParallelStrategy
 from runs import Run, run
 from torch import nn
@@ -391,3 +392,21 @@ def test_a_tuner_that_forms_groups_is_refused() -> None:
     )
     with pytest.raises(UnsupportedError, match="OmniTuner forms other groups"):
         OmniTuner().setup(trainer, trainer.lightning_module, "fit")
+
+
+@pytest.mark.parametrize("name", ["StochasticWeightAveraging", "WeightAveraging"])
+def test_callbacks_that_average_weights_are_refused_where_each_rank_has_a_part_of_them(name: str) -> None:
+    if name == "WeightAveraging":
+        pytest.importorskip("pytorch_lightning", minversion="2.6")
+    options = {"swa_lrs": 0.1} if name == "StochasticWeightAveraging" else {}
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=OmniStrategy(groups=1, inside="fsdp"),
+        callbacks=[getattr(callbacks, name)(**options)],
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+    )
+    with pytest.raises(UnsupportedError, match="StochasticWeightAveraging: what they keep is whole"):
+        trainer.fit(BoringModel())

@@ -259,6 +259,11 @@ def averaged_models(trainer: Trainer) -> list[Any]:
     return [model for model in models if isinstance(model, AveragedModel)]
 
 
+def averages_weights(trainer: Trainer) -> bool:
+    """Whether a callback keeps a copy of the module in which it averages weights; known before it is set up."""
+    return any(hasattr(callback, "_average_model") for callback in callbacks_of(trainer))
+
+
 def average_no_later(trainer: Trainer) -> None:
     """Steps were set back, perhaps: WeightAveraging goes on with the next, and does not wait for as many once more."""
     averaging: list[Any] = [each for each in callbacks_of(trainer) if hasattr(each, "_latest_update_step")]

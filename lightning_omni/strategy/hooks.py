@@ -310,6 +310,8 @@ class OmniStrategyHooks(SavingStrategy):
     @override
     def setup_environment(self) -> None:
         """Joins the other ranks; the world is laid out, and nothing of the server is needed yet."""
+        if self.is_sharded and self._is_fitting(self._trainer):
+            self._check_averages()
         super().setup_environment()
         options = self._world_options
         if options.join:
@@ -361,6 +363,14 @@ class OmniStrategyHooks(SavingStrategy):
                 self.checkpoints.forget()
                 self.epochs.resume(self.checkpoints.resumed)
                 self.run_states.take_over(trainer)
+
+    def _check_averages(self) -> None:
+        """Raises `UnsupportedError` for callbacks that average weights, before they copy a module that is sharded."""
+        if _private.averages_weights(self._trainer):
+            raise UnsupportedError(
+                f"{shown(self._world_options.inside)} and WeightAveraging or StochasticWeightAveraging: what they keep"
+                ' is whole, and each rank has a part of the model; leave the callback out, or use inside="ddp"'
+            )
 
     def _check_precision(self) -> None:
         """Raises `UnsupportedError` for a precision that ModelParallelStrategy refuses, too."""

@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_leaves
 from lightning_omni.errors import ConfigurationError, MalformedMessage, UnsupportedError
 from lightning_omni.methods.master import held_by
 from lightning_omni.optimizer import names_of
-from lightning_omni.optimizer.meshes import shown
 from lightning_omni.optimizer.model_replica import Part
 from lightning_omni.optimizer.sharding import are_rows, fill, is_part, local_of, reshard
 from lightning_omni.protocol.codec import pack
@@ -68,12 +67,6 @@ class RunStates:
             raise UnsupportedError(
                 "join=True with StochasticWeightAveraging: it replaces a learning-rate scheduler in mid-run, and a"
                 " group that joins has none to replace it with; use WeightAveraging, or start all ranks together"
-            )
-        if self._strategy.is_sharded and _private.averaged_models(trainer):
-            raise UnsupportedError(
-                "join=True with WeightAveraging: what it keeps is whole, and with"
-                f" {shown(self._strategy.world.options.inside)} each rank has a part of the model; leave the callback"
-                ' out, or use inside="ddp"'
             )
         if len(_private.averaged_models(trainer)) > 1:
             raise UnsupportedError(
