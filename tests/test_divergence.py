@@ -102,14 +102,20 @@ def test_everything_comes_back_as_it_was_but_hyperparameters() -> None:
     core.attach(Replica(list(module.parameters()), optimizer))
     core.load_sender_state(0, {"residual": [torch.ones(1, 2), None]})
     step()
-    kept, before = RollbackPoint.of(module, [optimizer], core), [each.detach().clone() for each in module.parameters()]
+    average = torch.optim.swa_utils.AveragedModel(module)
+    average.update_parameters(module)
+    averages = [*average.parameters(), *average.buffers()]
+    kept = RollbackPoint.of(module, [optimizer], core, averages)
+    before, averaged = ([each.detach().clone() for each in tensors] for tensors in (module.parameters(), averages))
     momentum = [optimizer.state[each]["momentum_buffer"].clone() for each in module.parameters()]
     optimizer.param_groups[0]["lr"] = 0.05
     step()
     core.sender_state(0)["residual"][0].zero_()
     for _ in range(2):  # more than once, if need be
+        average.update_parameters(module)
         kept.put_back(core)
         assert all(map(torch.equal, before, module.parameters()))
+        assert all(map(torch.equal, averaged, averages)), "and how many it is of"
         assert all(
             map(torch.equal, momentum, [optimizer.state[each]["momentum_buffer"] for each in module.parameters()])
         )

@@ -112,6 +112,7 @@ FITS: dict[str, dict[str, Any]] = {  # of those with "emulated", the time that s
         "seconds": {"0": 4e-3, "1": 4e-3},
         **EXPONENTIAL,
         "diverged_after": 90,  # in the third epoch
+        "averages": True,
         "trainer": {**EPOCHS, "max_epochs": 6},
     },
     "it diverges in groups in the only epoch": {
@@ -382,6 +383,12 @@ def test_a_run_that_diverges_in_groups_goes_on_in_one_from_its_last_good_epoch_a
         chosen += rank["losses"][32:48]
         rolled_back += rank["losses"][lost[-1] + 1 :][:16]
     assert statistics.fmean(rolled_back) < statistics.fmean(chosen), "more was learnt since the choice"
+
+
+def test_an_average_of_the_weights_is_rolled_back_with_them(fits: dict[str, list[dict[str, Any]]]) -> None:
+    """What the groups' own weights were when they had diverged is in it no more."""
+    for rank in fits["it diverges in groups"]:
+        assert all(math.isfinite(number) for parameter in rank["weights"] for number in parameter)
 
 
 def test_a_run_that_diverges_in_its_only_epoch_is_rolled_back_at_the_next_validation_inside_it(

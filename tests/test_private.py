@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only
 from pytorch_lightning import Callback, LightningModule, Trainer
-from pytorch_lightning.callbacks import EMAWeightAveraging, ModelCheckpoint
+from pytorch_lightning.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
+from pytorch_lightning.demos.boring_classes import BoringModel
 from pytorch_lightning.loops.fetchers import _PrefetchDataFetcher
 from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
 from pytorch_lightning.strategies import DDPStrategy
@@ -24,6 +25,7 @@ from pytorch_lightning.strategies.launchers.subprocess_script import _Subprocess
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
 from lightning_omni.optimizer._private import _states_of_gloo, forget_meshes, new_named_group, root_mesh
@@ -355,6 +357,28 @@ def test_the_averages_of_weight_averaging_are_found() -> None:
     averaging.setup(trainer, LightningModule(), "fit")
     assert _private.averaged_models(trainer) == [averaging._average_model]
     assert averaging._average_model is not None
+
+
+def test_averages_of_all_callbacks_are_found_with_how_many_they_are_of_and_put_in_the_place_of_weights() -> None:
+    averaging, stochastic, module = EMAWeightAveraging(), StochasticWeightAveraging(0.1), BoringModel()
+    callbacks: list[Callback] = [averaging, stochastic]
+    trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, callbacks=callbacks)
+    trainer.strategy.connect(module)
+    assert _private.averages_weights(trainer)
+    assert not list(_private.averages_in(trainer))
+    for each in callbacks:
+        each.setup(trainer, module, "fit")
+    ema, mean = averaging._average_model, stochastic._average_model
+    assert isinstance(ema, AveragedModel)
+    assert isinstance(mean, BoringModel)
+    found = list(_private.averages_in(trainer))
+    assert stochastic.n_averaged == ema.n_averaged == 0
+    wanted = [*ema.parameters(), ema.n_averaged, *mean.parameters(), stochastic.n_averaged]
+    assert list(map(id, found)) == list(map(id, wanted))
+    ema.update_parameters(module)
+    torch.nn.init.zeros_(module.layer.weight)
+    _private.put_averages(trainer)
+    assert module.layer.weight.any()
 
 
 def test_model_checkpoint_keeps_what_it_saved_where_it_did() -> None:

@@ -273,7 +273,7 @@ class RollbackPoint:
     copy of optimizer states that no rank has any use for.
 
     Attributes:
-        weights: parameters, and what they held.
+        weights: parameters, and averages of them that callbacks keep, and what they held.
         buffers: buffers, and what they held.
         optimizers: each, and its states by parameter. Hyperparameters are not rolled back.
         senders: what the sender of the group's pushes remembered, for each optimizer. What was given to it since are
@@ -286,16 +286,19 @@ class RollbackPoint:
     senders: tuple[State, ...]
 
     @classmethod
-    def of(cls, module: nn.Module, optimizers: Sequence[Optimizer], core: GroupCore) -> RollbackPoint:
+    def of(
+        cls, module: nn.Module, optimizers: Sequence[Optimizer], core: GroupCore, averages: Iterable[Tensor] = ()
+    ) -> RollbackPoint:
         """As it is now.
 
         Args:
             module: what is trained.
             optimizers: that train it; the group has taken them in.
             core: the group.
+            averages: of weights, which callbacks keep.
         """
         return cls(
-            weights=tuple((each, each.detach().clone()) for each in module.parameters()),
+            weights=tuple((each, each.detach().clone()) for each in (*module.parameters(), *averages)),
             buffers=tuple((each, each.detach().clone()) for each in module.buffers()),
             optimizers=tuple(
                 (each, {parameter: deepcopy(values) for parameter, values in each.state.items()}) for each in optimizers

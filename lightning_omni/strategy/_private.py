@@ -18,6 +18,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
+from torch import Tensor
+from torch.nn import Module
 from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, DistributedSampler
@@ -257,6 +259,24 @@ def averaged_models(trainer: Trainer) -> list[Any]:
     """The models in which WeightAveraging callbacks keep their averages."""
     models = (getattr(callback, "_average_model", None) for callback in callbacks_of(trainer))
     return [model for model in models if isinstance(model, AveragedModel)]
+
+
+def averages_in(trainer: Trainer) -> Iterator[Tensor]:
+    """The averages of weights that callbacks of Lightning keep, with how many each is of."""
+    for callback in callbacks_of(trainer):
+        if isinstance(model := getattr(callback, "_average_model", None), Module):
+            yield from (*model.parameters(), *model.buffers())
+            if hasattr(callback, "n_averaged"):  # of StochasticWeightAveraging, which makes it with its first update
+                if callback.n_averaged is None:
+                    callback.n_averaged = torch.tensor(callback._init_n_averaged, device=trainer.strategy.root_device)
+                yield callback.n_averaged
+
+
+def put_averages(trainer: Trainer) -> None:
+    """Training has ended, and callbacks have put their averages in the place of weights, or will: they do so now."""
+    for callback in callbacks_of(trainer):
+        if isinstance(getattr(callback, "_average_model", None), AveragedModel):
+            callback._copy_average_to_current(trainer.lightning_module)
 
 
 def averages_weights(trainer: Trainer) -> bool:

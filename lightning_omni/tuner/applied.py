@@ -15,6 +15,7 @@ from lightning_omni.optimizer.run_state import RollbackPoint
 from lightning_omni.performance.forecast import Setting
 from lightning_omni.search import constants as c
 from lightning_omni.search.space import apply_further
+from lightning_omni.strategy._private import averages_in
 from lightning_omni.tuner.communicating import communicate, communication_of
 from lightning_omni.tuner.divergence import DivergenceGuard
 from lightning_omni.tuner.fit_space import FitSpace
@@ -46,7 +47,7 @@ class AppliedSetting:
 
     def keep(self) -> None:
         """The run is where it would be rolled back to."""
-        self._before = RollbackPoint.of(self._run.module, self._run.trainer.optimizers, self._run.world.core)
+        self._before = self._now()
         self._merged_before = self._run.strategy.merged.name or ""
 
     def apply(self, hyperparameters: Hyperparameters, command: Command) -> None:
@@ -183,6 +184,10 @@ class AppliedSetting:
             f" good epoch or search, and goes on with {state.setting}"
         )
 
+    def _now(self) -> RollbackPoint:
+        run = self._run
+        return RollbackPoint.of(run.module, run.trainer.optimizers, run.world.core, averages_in(run.trainer))
+
     def return_to(self, point: RollbackPoint) -> None:
         """The weights of before, where all ranks are one group. On all ranks."""
         point.put_back(self._run.world.core)
@@ -207,7 +212,7 @@ class AppliedSetting:
         run, state = self._run, self._run.state
         speeds, state.before_trial = state.speeds, state.setting
         run.strategy.form_one()
-        before = RollbackPoint.of(run.module, run.trainer.optimizers, run.world.core)
+        before = self._now()
         if starts_over:
             assert self._before is not None
             self.return_to(self._before)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightning_omni.optimizer.run_state import RollbackPoint
 from lightning_omni.search import constants as c
-from lightning_omni.strategy._private import will_step
+from lightning_omni.strategy._private import put_averages, will_step
 from lightning_omni.tuner.applied import AppliedSetting
 from lightning_omni.tuner.flatness import TrainingLosses, TrialOutcome, is_falling
 from lightning_omni.tuner.reports import TunerReports
@@ -199,6 +199,7 @@ class PlateauWatch:
         outcome = TrialOutcome.of(self._losses(trial), self._run.state.losses)
         if self._run.hear(outcome) == TrialOutcome.WORSE:
             self._applied.return_to(trial.before)
+            put_averages(self._run.trainer)
 
     def _losses(self, trial: OwnTrial) -> list[float]:
         """Of each batch, the mean over ranks. All call it."""

@@ -290,6 +290,8 @@ def main() -> None:
         meets = [Meets()] if "emulated" in fit else []
         callbacks = [State(), *meets, tuner, state] if tuner else [state]
         options = {"max_epochs": 4, **fit.get("trainer", {})}
+        if "averages" in fit and hasattr(pl.callbacks, "WeightAveraging"):  # since Lightning 2.6
+            callbacks.append(pl.callbacks.WeightAveraging())
         if fit.get("exception_checkpoint"):
             callbacks.append(pl.callbacks.OnExceptionCheckpoint(FOLDER, filename="stopped"))
             options["enable_checkpointing"] = True
