@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.methods import AsyncSGD, LocalSGD
 from lightning_omni.optimizer.meshes import sizes_in
-from lightning_omni.optimizer.sharding import _blocks, average_over_replicas, reshard
+from lightning_omni.optimizer.sharding import _blocks, average_over_replicas, reshard, state_rows
 from lightning_omni.protocol.split import check_by_parts
 from lightning_omni.strategy.pytorch_lightning import OmniStrategy
 from lightning_omni.topology import Topology
@@ -336,6 +336,29 @@ def test_the_smallest_group_is_one_replica_unless_one_says_otherwise(
         return
     with pytest.raises(ConfigurationError, match=r"groups of 4 or 6 ranks.*so that its size is a multiple"):
         sizes_in(Topology.by_node(nodes), "fsdp", nodes, shards=shards)
+
+
+def test_states_are_of_the_parameters_whose_numbers_the_saved_parameter_groups_have() -> None:
+    """ModelParallelStrategy counts frozen parameters, too."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        net = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 2))
+        net[0].bias.requires_grad_(False)
+        fully_shard(net, mesh=init_device_mesh("cpu", (2,)))
+        trained = [each for each in net.parameters() if each.requires_grad]
+        states = {
+            number: {"momentum_buffer": torch.ones(each.shape)} for number, each in zip((0, 2, 3), trained, strict=True)
+        }
+        saved = {"state": states, "param_groups": [{"params": [0, 2, 3]}]}
+        loaded = state_rows(saved, torch.optim.SGD(trained, lr=0.1))
+        assert loaded["param_groups"] == saved["param_groups"]
+        for parameter, (number, values) in zip(trained, loaded["state"].items(), strict=True):
+            assert number in states
+            buffer = values["momentum_buffer"]
+            assert (buffer.shape, buffer.placements) == (parameter.shape, parameter.placements)
+            assert buffer.to_local().shape == parameter.to_local().shape
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_hook_of_an_earlier_run_is_taken_away() -> None:

@@ -400,7 +400,7 @@ def parts_of(tree: Any) -> Any:
 
 def state_like(state: Mapping[Any, Mapping[str, Any]], optimizer: Optimizer) -> dict[Any, dict[str, Any]]:
     """An optimizer's state of what is `here`, by places, as the optimizer itself has it of its parameters."""
-    return _converted(state, optimizer, like)
+    return _converted(state, dict(enumerate(held_by(optimizer))), like)
 
 
 def load_state(optimizer: Optimizer, state: Mapping[Any, Mapping[str, Any]]) -> None:
@@ -408,16 +408,23 @@ def load_state(optimizer: Optimizer, state: Mapping[Any, Mapping[str, Any]]) -> 
     teach(optimizer, state_like(state, optimizer))
 
 
-def state_rows(state: Mapping[Any, Mapping[str, Any]], optimizer: Optimizer) -> dict[Any, dict[str, Any]]:
-    """An optimizer's state of whole parameters, by places, as `state_like`."""
-    return _converted(state, optimizer, rows)
+def state_rows(saved: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """An optimizer's ``state_dict`` of whole parameters, with the state as the optimizer itself has it.
+
+    Its parameter groups say which number is which parameter: ModelParallelStrategy counts those that are frozen, too.
+    """
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    held = dict(zip(numbers, held_by(optimizer), strict=False))  # torch says so if one of them is longer
+    known = {number: values for number, values in saved["state"].items() if number in held}
+    return {**saved, "state": {**saved["state"], **_converted(known, held, rows)}}
 
 
 def _converted(
-    state: Mapping[Any, Mapping[str, Any]], optimizer: Optimizer, make: Callable[[Tensor, Tensor], Tensor]
+    state: Mapping[Any, Mapping[str, Any]],
+    parameters: Mapping[Any, Parameter],
+    make: Callable[[Tensor, Tensor], Tensor],
 ) -> dict[Any, Any]:
-    parameters = held_by(optimizer)
-    if not any(isinstance(parameter, DTensor) for parameter in parameters):
+    if not any(isinstance(parameter, DTensor) for parameter in parameters.values()):
         return dict(state)
     return {
         place: {

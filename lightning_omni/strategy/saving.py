@@ -137,10 +137,8 @@ class SavingStrategy(GroupedStrategy):
         """Loads whole optimizer states; likewise."""
         states = self.checkpoints.optimizer_states(checkpoint, self.optimizers, self.pl_module)
         if self.is_sharded:
-            states = [
-                {**saved, "state": state_rows(saved["state"], optimizer)}
-                for optimizer, saved in zip(self.optimizers, states, strict=False)
-            ]
+            pairs = zip(self.optimizers, states, strict=False)
+            states = [state_rows(saved, optimizer) for optimizer, saved in pairs]
         checkpoint = {**checkpoint, "optimizer_states": states}
         super().load_optimizer_state_dict(checkpoint)
 
