@@ -354,6 +354,7 @@ def test_states_are_of_the_parameters_whose_numbers_the_saved_parameter_groups_h
         assert loaded["param_groups"] == saved["param_groups"]
         for parameter, (number, values) in zip(trained, loaded["state"].items(), strict=True):
             assert number in states
+            assert isinstance(parameter, DTensor)
             buffer = values["momentum_buffer"]
             assert (buffer.shape, buffer.placements) == (parameter.shape, parameter.placements)
             assert buffer.to_local().shape == parameter.to_local().shape

@@ -263,7 +263,8 @@ def averaged_models(trainer: Trainer) -> list[Any]:
 
 def averages_in(trainer: Trainer) -> Iterator[Tensor]:
     """The averages of weights that callbacks of Lightning keep, with how many each is of."""
-    for callback in callbacks_of(trainer):
+    callbacks: list[Any] = list(callbacks_of(trainer))
+    for callback in callbacks:
         if isinstance(model := getattr(callback, "_average_model", None), Module):
             yield from (*model.parameters(), *model.buffers())
             if hasattr(callback, "n_averaged"):  # of StochasticWeightAveraging, which makes it with its first update
@@ -274,7 +275,8 @@ def averages_in(trainer: Trainer) -> Iterator[Tensor]:
 
 def put_averages(trainer: Trainer) -> None:
     """Training has ended, and callbacks have put their averages in the place of weights, or will: they do so now."""
-    for callback in callbacks_of(trainer):
+    callbacks: list[Any] = list(callbacks_of(trainer))
+    for callback in callbacks:
         if isinstance(getattr(callback, "_average_model", None), AveragedModel):
             callback._copy_average_to_current(trainer.lightning_module)
 
