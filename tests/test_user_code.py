@@ -33,7 +33,7 @@ from lightning_omni.optimizer.untrained import buffers_of, merge
 from lightning_omni.protocol.progress import Progress, ReferenceBatch
 from lightning_omni.strategy.leased import LeasedData
 from lightning_omni.strategy.proxies import Merged, Proxies
-from lightning_omni.strategy.schedulers import Pacer, arrive
+from lightning_omni.strategy.schedulers import Pacer, StepCounts, arrive, reach_all
 from lightning_omni.strategy.wrapped import check_wrapped
 
 
@@ -163,6 +163,45 @@ def test_a_schedule_that_is_told_its_epoch_goes_there_whatever_the_run_is_at() -
         schedule.step(epoch=3)
     assert optimizer.param_groups[0]["lr"] == 0.125
     pacer.release()
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("frequency", [1, 4])
+def test_a_schedule_that_is_told_in_every_batch_where_to_go_stays_there(by_hand: bool, frequency: int) -> None:
+    """Epochs and fractions of them, say; the run counts batches, of which it has trained more than this group."""
+    optimizer, here = torch.optim.SGD([Parameter(torch.ones(3))], lr=1.0), 0
+    schedule = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 5)
+    configs = [LRSchedulerConfig(schedule, interval="step", frequency=frequency)]
+    pacer = Pacer(configs, lambda: 3 * here, lambda: 1, (lambda: here) if by_hand else None)
+    pacer.count_from({schedule: (0, 0)})
+    pacer.pace()
+    optimizer.step()
+    for here in range(1, 9):
+        schedule.step(here / 8)
+        pacer.keep_up()
+        assert schedule.T_cur == here / 8
+    pacer.catch_up()
+    assert pacer.counts_at(configs, 30) == [()], "a checkpoint has it where it is"
+    pacer.release()
+    assert schedule.T_cur == 1.0
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.5 + 0.5 * math.cos(math.pi / 5))
+
+
+def test_groups_that_become_one_leave_a_schedule_where_it_was_told_to_go_until_it_counts_again() -> None:
+    optimizer = torch.optim.SGD([Parameter(torch.ones(3))], lr=1.0)
+    schedule, counts = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 5), StepCounts()
+    configs = [LRSchedulerConfig(schedule, interval="step")]
+    pacer = Pacer(configs, lambda: 4, lambda: 1, counts=counts)
+    pacer.count_from({schedule: (0, 0)})
+    pacer.pace()
+    optimizer.step()
+    schedule.step(0.5)
+    reach_all(configs, [3], counts)
+    assert schedule.T_cur == 0.5
+    schedule.step()
+    pacer.release()
+    reach_all(configs, [6], counts)
+    assert schedule.last_epoch == 6
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,9 @@ stepped, catches up with the run's common progress: the steps that every rank wo
 
 In manual optimization the user steps schedulers, at any time. One that is stepped once per epoch or less often is left
 alone: all groups do so alike. One that is stepped more often is paced by how often, relative to this rank's batches.
+
+One that is told where to go (``scheduler.step(epoch + batch / batches)``) goes there, and is left alone: it counts in
+units of the user's.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ class StepCounts:
 
     def __init__(self) -> None:
         self._uncounted: dict[Any, int] = {}  # no attribute of theirs, for it would go into their state_dict
+        self._told: set[Any] = set()
 
     def of(self, scheduler: Any) -> int:
         """How often it was stepped."""
@@ -41,6 +45,14 @@ class StepCounts:
             if missing := before + 1 - self.of(scheduler):
                 self._uncounted[scheduler] = self._uncounted.get(scheduler, 0) + missing
 
+    def note(self, scheduler: Any, told: Sequence[Any]) -> None:
+        """A user has stepped the scheduler: to an epoch, or on by one."""
+        (self._told.add if any(each is not None for each in told) else self._told.discard)(scheduler)
+
+    def are_told(self, scheduler: Any) -> bool:
+        """Whether the scheduler was last told where to go: then it counts no steps."""
+        return scheduler in self._told
+
     def as_saved(self, scheduler: Any, target: int) -> tuple[int, int]:
         """What it counts, and what it would count, when it is made again from its state."""
         return count_of(scheduler), target - self._uncounted.get(scheduler, 0)
@@ -48,6 +60,7 @@ class StepCounts:
     def forget(self) -> None:
         """There are no schedulers."""
         self._uncounted.clear()
+        self._told.clear()
 
 
 class _Mixed:
@@ -73,10 +86,12 @@ class _Paced(_Mixed):
 
         Where a user's ``lr_scheduler_step`` says for which epoch or metric, as it is.
         """
+        counts = type(self).counts
+        counts.note(self, [*args, *options.values()])
         if args or options:
             super().step(*args, **options)  # type: ignore[misc]
             return
-        type(self).counts.reach(self, type(self).target(), super().step)  # type: ignore[misc]
+        counts.reach(self, type(self).target(), super().step)  # type: ignore[misc]
 
 
 class _SteppedByHand(_Mixed):
@@ -89,6 +104,7 @@ class _SteppedByHand(_Mixed):
         """Steps once if it is stepped once an epoch at most; otherwise as often as it takes to catch up."""
         calls, counts = type(self).calls, type(self).counts
         calls.note()
+        counts.note(self, [*args, *options.values()])
         if args or options:
             super().step(*args, **options)  # type: ignore[misc]
         else:
@@ -210,6 +226,8 @@ class Pacer:
     def catch_up(self) -> None:
         """At the end of an epoch: schedulers that count steps arrive where the epoch ends."""
         for scheduler, own, paced in self._paced:
+            if self._counts.are_told(scheduler):
+                continue
             if isinstance(paced, Calls):
                 if paced.are_frequent:
                     self._counts.reach(scheduler, paced.target(), partial(own.step, scheduler))
@@ -219,7 +237,9 @@ class Pacer:
     def keep_up(self) -> None:
         """At the end of a batch: schedulers that are due every so many batches of DDP, and not of this group's."""
         for config in self._configs:
-            if config.interval == "step" and config.frequency > 1 and isinstance(config.scheduler, _Paced):
+            if config.interval != "step" or config.frequency == 1 or self._counts.are_told(config.scheduler):
+                continue
+            if isinstance(config.scheduler, _Paced):
                 config.scheduler.step()
 
     def counts_at(self, configs: list[Any], steps: int) -> list[tuple[int, ...]]:
@@ -234,6 +254,8 @@ class Pacer:
 
     def _counts_at(self, config: Any, paced: str | Calls, steps: int) -> tuple[int, ...]:
         scheduler = config.scheduler
+        if self._counts.are_told(scheduler):
+            return ()
         if isinstance(paced, Calls):
             return self._counts.as_saved(scheduler, paced.target(steps)) if paced.are_frequent else ()
         if paced == "epoch":
@@ -264,7 +286,8 @@ def counts_of(configs: list[Any], counts: StepCounts) -> list[int]:
 def reach_all(configs: list[Any], targets: Sequence[int], counts: StepCounts) -> None:
     """Schedulers that keep pace, and do not now, are stepped until they were so many times: see `counts_of`."""
     for config, target in zip(_that_keep_pace(configs), targets, strict=True):
-        counts.reach(config.scheduler, target, config.scheduler.step)
+        if not counts.are_told(config.scheduler):
+            counts.reach(config.scheduler, target, config.scheduler.step)
 
 
 def arrive(
