@@ -57,6 +57,41 @@ class Twice(torch.optim.SGD):
         return loss
 
 
+class Sharpness(torch.optim.Optimizer):
+    """SAM as programs have it: it begins with the gradients that are there, and the closure makes the second ones.
+
+    Args:
+        parameters: that it steps.
+        lr: of the optimizer inside.
+    """
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+        self.inner = torch.optim.SGD(self.param_groups, lr=lr)
+        self.before: list[Tensor] = []
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        held = self.param_groups[0]["params"]
+        self.before = [p.clone() for p in held]
+        for p in held:
+            p.add_(p.grad, alpha=0.5 / float(p.grad.norm()))
+            p.grad = None
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for p, value in zip(self.param_groups[0]["params"], self.before, strict=True):
+            p.copy_(value)
+        self.inner.step()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.first_step()
+        with torch.enable_grad():
+            closure()
+        self.second_step()
+
+
 class ScheduleFree(torch.optim.SGD):
     """Trains with other weights than it evaluates."""
 
@@ -93,6 +128,21 @@ def test_an_optimizer_that_steps_on_the_ranks_may_evaluate_the_loss_again_and_no
     assert torch.equal(mine, theirs)
     assert losses == noted
     assert replica.closure is None
+
+
+def test_an_optimizer_that_has_moved_its_weights_before_it_calls_the_closure_gets_their_gradients() -> None:
+    mine, theirs = (Parameter(torch.linspace(1, 2, 4)) for _ in range(2))
+    alone, among = Sharpness([mine], lr=0.1), Sharpness([theirs], lr=0.1)
+    replica = Replica([theirs], among)
+    for _ in range(3):
+        squares(mine, [])()
+        alone.step(squares(mine, []))
+        closure = squares(theirs, [])
+        loss = closure()
+        with evaluating(replica, closure, loss):
+            replica.step([theirs.grad])
+    assert torch.equal(mine, theirs)
+    assert float((mine.detach() ** 3).sum()) < 5, "the loss has fallen"
 
 
 def test_an_optimizer_that_needs_a_closure_is_named_when_it_fails_at_the_server() -> None:
@@ -505,6 +555,25 @@ def test_an_optimizer_that_the_trainer_does_not_know_may_not_move_the_module_ins
         proxies.unguard()
     unknown.step()
     known.step()
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_optimizer_inside_another_may_not_step_by_itself_and_the_other_ones_step_is_named() -> None:
+    module = pl.LightningModule()
+    module.head = nn.Linear(2, 2)
+    outer = Sharpness(module.parameters(), lr=0.1)
+    trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    world, proxies = World(), Proxies()
+    proxies.attach(world, module, [outer], Merged(None), trainer)
+    proxies.guard([outer])
+    try:
+        world.is_computing = True
+        module.head(torch.ones(1, 2)).sum().backward()
+        outer.first_step()
+        with pytest.raises(UnsupportedError, match=r"^SGD\.step\(\) would.*of the Sharpness.*call its step\(closure\)"):
+            outer.second_step()
+    finally:
+        proxies.unguard()
 
 
 @pytest.mark.usefixtures("alone")

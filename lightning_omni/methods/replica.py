@@ -89,6 +89,7 @@ class Replica:
         memory: what the method's group side remembers: plain values, tensors and lists of them.
         closure: computes loss and gradients once more, in the step that is under way, for a worker's own optimizer that
             asks for it.
+        loss: what the closure has returned for the gradients that are there.
     """
 
     def __init__(self, parameters: Sequence[Parameter], optimizer: Optimizer, group: int = 0) -> None:
@@ -102,6 +103,7 @@ class Replica:
         self.drift = Drift()
         self.memory: dict[str, Any] = {}
         self.closure: Callable[[], Any] | None = None
+        self.loss: Any = None
 
     def here(self, tensor: Tensor) -> Tensor:
         """What this rank exchanges of a parameter, of its gradient or of its optimizer state: all of it."""
@@ -164,8 +166,22 @@ class Replica:
             if self.closure is None:
                 type(self.optimizer).step(self.optimizer)
             else:
-                type(self.optimizer).step(self.optimizer, self.closure)
+                type(self.optimizer).step(self.optimizer, self._evaluated(self.closure))
         self.drift.move(self._trained_by(gradient))
+
+    def _evaluated(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure, which need not compute what it has: unless the optimizer, as SAM does, is elsewhere by then."""
+        known, before = [self.loss], self._versions()
+
+        def evaluated() -> Any:
+            return known.pop() if known and self._versions() == before else closure()
+
+        return evaluated
+
+    def _versions(self) -> list[tuple[int, int]]:
+        """Of weights and gradients: others if they were written."""
+        tensors = [tensor for each in self.ordered for tensor in (each, each.grad) if tensor is not None]
+        return [(tensor.data_ptr(), tensor._version) for tensor in map(self.here, tensors)]
 
     def _trained_by(self, gradient: Sequence[Tensor | None]) -> list[int]:
         """Places of weights that a step with this gradient may have moved."""

@@ -300,9 +300,8 @@ def evaluating(replica: Replica, closure: Callable[[], Any] | None, loss: Any) -
         closure: computes loss and gradients; None if the step has none.
         loss: what it has just returned; the optimizer's first call gets that, with the gradients as they are.
     """
-    known = [loss]
-    replica.closure = closure and (lambda: known.pop() if known else closure())
+    replica.closure, replica.loss = closure, loss
     try:
         yield
     finally:
-        replica.closure = None
+        replica.closure = replica.loss = None

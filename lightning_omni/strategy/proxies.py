@@ -5,7 +5,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 from torch.nn import Module, Parameter
@@ -109,12 +109,23 @@ class Proxies:
         names = names_of(module)
         for parameter in held_by(optimizer):
             if parameter in names:
+                self._refuse_step(optimizer, names[parameter])
+
+    def _refuse_step(self, optimizer: Optimizer, name: str) -> NoReturn:
+        its = type(optimizer).__name__
+        for own in self._own_steps:
+            if any(each is optimizer for each in vars(own).values()):
+                outer = type(own).__name__
                 raise UnsupportedError(
-                    f"{type(optimizer).__name__}.step() would move {names[parameter]}, and configure_optimizers has not"
-                    " returned that optimizer: each group would train weights of its own, of which rank 0's are kept;"
-                    " return it from configure_optimizers and take it from self.optimizers(), keep what it trains out"
-                    " of the LightningModule, or use groups=1"
+                    f"{its}.step() would move {name} outside of step() of the {outer} that holds this {its}, and only"
+                    f" a step of the {outer} is one of the group's: call its step(closure) with a closure that computes"
+                    " loss and gradients, or use groups=1"
                 )
+        raise UnsupportedError(
+            f"{its}.step() would move {name}, and configure_optimizers has not returned that optimizer: each group"
+            " would train weights of its own, of which rank 0's are kept; return it from configure_optimizers and take"
+            " it from self.optimizers(), keep what it trains out of the LightningModule, or use groups=1"
+        )
 
 
 def _refuse_raw_step(self: Optimizer, closure: Any = None) -> Tensor:
