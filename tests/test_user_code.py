@@ -145,6 +145,38 @@ def test_an_optimizer_that_has_moved_its_weights_before_it_calls_the_closure_get
     assert float((mine.detach() ** 3).sum()) < 5, "the loss has fallen"
 
 
+class Scaled(torch.optim.SGD):
+    """Its step has an argument of its own."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None, *, scale: float) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            for each in group["params"]:
+                each.add_(each.grad, alpha=-scale)
+
+
+def test_arguments_of_a_users_own_step_reach_it_with_one_group_and_where_it_steps_on_the_ranks() -> None:
+    weight = Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    optimizer = Scaled([weight], lr=0.1)
+    Executor(heads=()).step(0, optimizer, None, {"scale": 0.5})
+    assert weight.tolist() == [0.5, 0.5]
+    replica = Replica([weight], optimizer)
+    with evaluating(replica, None, None, {"scale": 0.25}):
+        replica.step([weight.grad])
+    assert weight.tolist() == [0.25, 0.25]
+    assert replica.arguments == {}
+
+
+def test_arguments_of_a_users_own_step_are_refused_by_name_where_it_steps_at_the_server() -> None:
+    optimizer = Scaled([Parameter(torch.ones(2))], lr=0.1)
+    place: Any = SimpleNamespace(parts=[None], control=object(), steps_here=lambda part: False)
+    unused: Any = None
+    executor = Exchanging(place, unused, unused, unused, heads=())
+    with pytest.raises(UnsupportedError, match=r"Scaled.step\(\) is called with scale, which is not sent.*local_sgd"):
+        executor.step(0, optimizer, None, {"scale": 0.5})
+
+
 def test_an_optimizer_that_needs_a_closure_is_named_when_it_fails_at_the_server() -> None:
     weight = Parameter(torch.ones(3))
     master = Master({"weight": weight}, Twice([weight], lr=0.1))

@@ -90,6 +90,7 @@ class Replica:
         closure: computes loss and gradients once more, in the step that is under way, for a worker's own optimizer that
             asks for it.
         loss: what the closure has returned for the gradients that are there.
+        arguments: further ones of the step that is under way, by name, for a worker's own optimizer.
     """
 
     def __init__(self, parameters: Sequence[Parameter], optimizer: Optimizer, group: int = 0) -> None:
@@ -104,6 +105,7 @@ class Replica:
         self.memory: dict[str, Any] = {}
         self.closure: Callable[[], Any] | None = None
         self.loss: Any = None
+        self.arguments: Mapping[str, Any] = {}
 
     def here(self, tensor: Tensor) -> Tensor:
         """What this rank exchanges of a parameter, of its gradient or of its optimizer state: all of it."""
@@ -163,10 +165,8 @@ class Replica:
                 parameter.grad = direction
         # The class's own: strategies and schedulers hang steps of theirs on the instance.
         with torch.enable_grad():
-            if self.closure is None:
-                type(self.optimizer).step(self.optimizer)
-            else:
-                type(self.optimizer).step(self.optimizer, self._evaluated(self.closure))
+            closure = [] if self.closure is None else [self._evaluated(self.closure)]
+            type(self.optimizer).step(self.optimizer, *closure, **self.arguments)
         self.drift.move(self._trained_by(gradient))
 
     def _evaluated(self, closure: Callable[[], Any]) -> Callable[[], Any]:

@@ -8,7 +8,7 @@ its path; `Exchanging` is for several.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -91,15 +91,19 @@ class Executor:
         gradients = [each.grad.detach() for each in parameters if each.grad is not None]
         return math.isfinite(sum(float(gradient.abs().float().sum()) for gradient in gradients))
 
-    def step(self, index: int, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
+    def step(
+        self, index: int, optimizer: Optimizer, closure: Callable[[], Any] | None, arguments: Mapping[str, Any]
+    ) -> Any:
         """One step of an optimizer, on every rank of the group. Returns what the closure returns.
 
         Args:
             index: its number among the parts.
             optimizer: the user's.
             closure: computes loss and gradients, as for any torch optimizer.
+            arguments: further ones of its ``step``, by name.
         """
-        return optimizer.step(closure) if closure is not None else optimizer.step()
+        closures = () if closure is None else (closure,)
+        return optimizer.step(*closures, **arguments)
 
 
 class Exchanging(Executor):
@@ -233,7 +237,9 @@ class Exchanging(Executor):
     # --- The step ----------------------------------------------------------------------------------------------------
 
     @override
-    def step(self, index: int, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
+    def step(
+        self, index: int, optimizer: Optimizer, closure: Callable[[], Any] | None, arguments: Mapping[str, Any]
+    ) -> Any:
         part = self._place.parts[index]
         if self._place.control is None:
             raise ConfigurationError(
@@ -241,8 +247,15 @@ class Exchanging(Executor):
                 " world.training():`; put the training loop into it"
             )
 
+        if arguments and not self._place.steps_here(part):
+            raise UnsupportedError(
+                f"{type(optimizer).__name__}.step() is called with {', '.join(arguments)}, which is not sent to the"
+                " parameter server, where it steps; use a method whose optimizer steps on the ranks"
+                ' (method="local_sgd", say), or groups=1'
+            )
+
         def step(*_: Any) -> Any:
-            return self._step(index, part, optimizer, closure)
+            return self._step(index, part, optimizer, closure, arguments)
 
         if not self._place.steps_here(part):
             # Its twin steps elsewhere, and what users have hung on its steps is here: an average of weights, say.
@@ -255,7 +268,14 @@ class Exchanging(Executor):
         optimizer._opt_called = True  # type: ignore[attr-defined]  # else schedulers warn of a missing step
         return loss
 
-    def _step(self, index: int, part: Part, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
+    def _step(
+        self,
+        index: int,
+        part: Part,
+        optimizer: Optimizer,
+        closure: Callable[[], Any] | None,
+        arguments: Mapping[str, Any],
+    ) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -267,7 +287,7 @@ class Exchanging(Executor):
             self._parameter_groups.follow(index)
             are_needed = not self._place.steps_here(part)
             hyperparameters = hyperparameters_of(optimizer, part.replica.ever_held, are_needed)
-            with evaluating(part.replica, closure, loss), self._stepping():
+            with evaluating(part.replica, closure, loss, arguments), self._stepping():
                 self._advance(index, Gradient(part.replica.gradients(), hyperparameters))
         return loss
 
@@ -292,16 +312,19 @@ class Exchanging(Executor):
 
 
 @contextmanager
-def evaluating(replica: Replica, closure: Callable[[], Any] | None, loss: Any) -> Iterator[None]:
+def evaluating(
+    replica: Replica, closure: Callable[[], Any] | None, loss: Any, arguments: Mapping[str, Any] | None = None
+) -> Iterator[None]:
     """A context in which the worker's own optimizer may evaluate the loss once more, as SAM does.
 
     Args:
         replica: what it moves.
         closure: computes loss and gradients; None if the step has none.
         loss: what it has just returned; the optimizer's first call gets that, with the gradients as they are.
+        arguments: further ones of the step, by name.
     """
-    replica.closure, replica.loss = closure, loss
+    replica.closure, replica.loss, replica.arguments = closure, loss, arguments or {}
     try:
         yield
     finally:
-        replica.closure = replica.loss = None
+        replica.closure, replica.loss, replica.arguments = None, None, {}

@@ -164,11 +164,12 @@ class OmniOptimizer(Optimizer):
 
     # --- The step -----------------------------------------------------------------------------------------------------
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:
         """One step: the closure, then the exchange. On every rank of the group.
 
         Args:
             closure: computes loss and gradients, as for any torch optimizer.
+            arguments: further ones of the wrapped optimizer's step, if it steps on the ranks.
 
         Returns:
             What the closure returns.
@@ -177,7 +178,7 @@ class OmniOptimizer(Optimizer):
             closure = self.world.first_steps.checked(
                 self._index, self.world.parts[self._index].replica.ordered, closure
             )
-        return self.world.executor.step(self._index, self.optimizer, closure)
+        return self.world.executor.step(self._index, self.optimizer, closure, arguments)
 
 
 def _wrapped(optimizer: Optimizer) -> Optimizer:
