@@ -307,6 +307,33 @@ def test_a_schedule_that_is_stepped_by_hand_goes_as_far_as_under_ddp_whoever_tra
     assert schedule.last_epoch == expected
 
 
+@pytest.mark.parametrize("batches", [36, 39, 40, 41, 44])
+def test_a_schedule_that_is_stepped_by_hand_now_and_then_loses_no_step_in_an_epoch_that_groups_divide_unevenly(
+    batches: int,
+) -> None:
+    """Every tenth batch, in three epochs in which each rank would train 40 under DDP."""
+    optimizer, epoch, batch = torch.optim.SGD([Parameter(torch.ones(3))], lr=1.0), 0, 0
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
+    configs = [LRSchedulerConfig(schedule)]
+
+    def made() -> Pacer:
+        return Pacer(
+            configs, lambda: epoch * 40 + batch * 40 // batches, lambda: epoch + 1, lambda: epoch * batches + batch
+        )
+
+    optimizer.step()
+    for epoch in range(3):
+        batch, pacer = 0, made()
+        pacer.count_from({})
+        pacer.pace()
+        for batch in range(1, batches + 1):
+            if batch % 10 == 0:
+                schedule.step()
+        pacer.catch_up()
+        pacer.release()
+        assert schedule.last_epoch == 4 * (epoch + 1)
+
+
 def test_a_schedule_that_is_stepped_by_hand_goes_no_further_when_the_user_stops_to() -> None:
     optimizer, here = torch.optim.SGD([Parameter(torch.ones(3))], lr=1.0), 0
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1000)

@@ -130,7 +130,7 @@ class Calls:
     ) -> None:
         self._count, self._steps, self._epochs, self._batches = count, steps, epochs, batches
         self._began, self._began_here = steps(), batches()
-        self._calls, self._epoch = 0, 0
+        self._calls, self._epoch, self._called = 0, 0, 0
         self.are_frequent = False
 
     def note(self) -> None:
@@ -138,14 +138,21 @@ class Calls:
         self.are_frequent |= self._epoch == self._epochs()
         self._epoch = self._epochs()
         self._calls += 1
+        self._called = self._batches() - self._began_here
 
     def target(self, steps: int | None = None) -> int:
         """What the scheduler would count by now if all ranks stepped it as often, batch for batch, as this one does.
+
+        Batches since this rank's last call say nothing of how often it calls, unless the next one is overdue. If they
+        counted, a scheduler that is stepped every hundred batches would lose a step in each epoch of 400 that two
+        groups divide as 399 and 401.
 
         Args:
             steps: the run's progress, if it is known better.
         """
         done, here = (self._steps() if steps is None else steps) - self._began, self._batches() - self._began_here
+        if (here - self._called) * self._calls < self._called:
+            here = self._called
         return self._count + self._calls * done // max(1, here)
 
 
