@@ -179,9 +179,11 @@ class Replica:
         return evaluated
 
     def _versions(self) -> list[tuple[int, int]]:
-        """Of weights and gradients: others if they were written."""
+        """Of weights and gradients: others if they were written; none for torch's, which call the closure first."""
+        if type(self.optimizer).__module__.startswith("torch.optim."):
+            return []
         tensors = [tensor for each in self.ordered for tensor in (each, each.grad) if tensor is not None]
-        return [(tensor.data_ptr(), tensor._version) for tensor in map(self.here, tensors)]
+        return [(self.here(tensor).data_ptr(), tensor._version) for tensor in tensors]
 
     def _trained_by(self, gradient: Sequence[Tensor | None]) -> list[int]:
         """Places of weights that a step with this gradient may have moved."""
