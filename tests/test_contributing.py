@@ -101,3 +101,11 @@ def test_the_form_for_bugs_asks_for_what_these_commands_print(capsys: pytest.Cap
         main(["--version"])
     assert ended.value.code == 0
     assert lightning_omni.__version__ in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("package", ["torch", "Lightning"])
+def test_the_first_page_names_the_oldest_versions_that_are_installed(package: str) -> None:
+    oldest = re.search(rf"{package} ([\d.]+) or later", (ROOT / "README.md").read_text())
+    assert oldest is not None
+    bounds = re.findall(rf'"(?:pytorch-)?{package.lower()}>=([\d.]+)', (ROOT / "pyproject.toml").read_text())
+    assert set(bounds) == {oldest[1]}

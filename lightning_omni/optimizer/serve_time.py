@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_omni.errors import UnsupportedError
+from lightning_omni.errors import OmniError
 from lightning_omni.methods.master import Master, describe, held_by, hyperparameters_of, rebuild
 from lightning_omni.optimizer.reduction import timed_part
 
@@ -31,7 +31,7 @@ def seconds_of_push(optimizer: Optimizer) -> float:
             timed, and the rest is taken to be alike.
 
     Returns:
-        Seconds; 0 if no server can run this optimizer, or nothing is trained.
+        Seconds; 0 if no server can run this optimizer, or not without its state, or nothing is trained.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(1000))
@@ -46,9 +46,14 @@ def seconds_of_push(optimizer: Optimizer) -> float:
     weights = {name: Parameter(torch.zeros(like.shape, dtype=like.dtype)) for like, name in names.items()}
     try:
         twin = rebuild(describe(optimizer, names, with_state=False), weights, lambda _: type(optimizer))
-    except UnsupportedError:
+        seconds = _seconds_of_update(Master(weights, twin), twin)
+    except OmniError:  # also if it cannot step without what its constructor has made, as Adagrad of torch 2.7
         return 0.0
-    master, settings, seconds = Master(weights, twin), hyperparameters_of(twin), math.inf
+    return seconds * (sum(each.numel() for each in every) / sum(each.numel() for each in names))
+
+
+def _seconds_of_update(master: Master, twin: Optimizer) -> float:
+    settings, seconds = hyperparameters_of(twin), math.inf
     came = [torch.full_like(weight, 1e-3) for weight in master.weights()]
     pushed, answer = ([torch.empty_like(each) for each in came] for _ in range(2))  # memory that is used again
     with one_thread():
@@ -58,7 +63,7 @@ def seconds_of_push(optimizer: Optimizer) -> float:
             master.update(pushed, settings)
             torch._foreach_copy_(answer, master.weights())
             seconds = min(seconds, time.perf_counter() - began)
-    return seconds * (sum(each.numel() for each in every) / sum(each.numel() for each in names))
+    return seconds
 
 
 @contextmanager

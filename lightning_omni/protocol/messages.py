@@ -1144,7 +1144,8 @@ def decode_with(decoder: msgspec.msgpack.Decoder[Any], data: bytes | memoryview,
     """Bytes as one of the messages that a decoder knows; see `decode`."""
     try:
         return decoder.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError, TypeError) as error:
+        # msgspec before 0.22 raises a TypeError where a map is the key of another one.
         raise MalformedMessage(f"not a {channel} message: {error}") from error
 
 
