@@ -381,6 +381,45 @@ def test_averages_of_all_callbacks_are_found_with_how_many_they_are_of_and_put_i
     assert module.layer.weight.any()
 
 
+@pytest.mark.parametrize("epochs_done", [3, 4])
+def test_the_average_of_a_run_of_all_its_epochs_takes_the_place_of_weights_that_are_set_back(epochs_done: int) -> None:
+    """With StochasticWeightAveraging; a run that is stopped earlier ends with its weights, as without a tuner."""
+    averaging, module = StochasticWeightAveraging(0.1), BoringModel()
+    trainer = Trainer(accelerator="cpu", devices=1, logger=False, callbacks=[averaging], max_epochs=4)
+    trainer.strategy.connect(module)
+    module.trainer = trainer
+    trainer.strategy.setup_optimizers(trainer)
+    averaging.setup(trainer, module, "fit")
+    averaging.on_fit_start(trainer, module)
+    own = module.layer.weight.clone()
+    assert isinstance(averaging._average_model, BoringModel)
+    torch.nn.init.ones_(averaging._average_model.layer.weight)
+    trainer.fit_loop.epoch_progress.current.completed = epochs_done  # as where training ends
+    _private.put_averages(trainer)
+    assert torch.equal(module.layer.weight, torch.ones_like(own) if epochs_done == 4 else own)
+
+
+def test_an_average_that_is_set_back_to_before_its_first_weights_is_not_the_untrained_ones() -> None:
+    averaging, stochastic, module = EMAWeightAveraging(), StochasticWeightAveraging(0.1), BoringModel()
+    callbacks: list[Callback] = [averaging, stochastic]
+    trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, callbacks=callbacks)
+    trainer.strategy.connect(module)
+    for each in callbacks:
+        each.setup(trainer, module, "fit")
+    list(_private.averages_in(trainer))  # which says how many each is of
+    ema, mean = averaging._average_model, stochastic._average_model
+    assert isinstance(ema, AveragedModel)
+    assert isinstance(mean, BoringModel)
+    for times in (1, 2):  # an average of something stays
+        torch.nn.init.constant_(module.layer.weight, float(times))
+        _private.average_from_here(trainer)
+        assert next(ema.module.parameters()).eq(1).all()
+        assert mean.layer.weight.eq(1).all()
+        assert stochastic.n_averaged is not None
+        ema.update_parameters(module)
+        stochastic.update_parameters(mean, module, stochastic.n_averaged, stochastic.avg_fn)
+
+
 def test_model_checkpoint_keeps_what_it_saved_where_it_did() -> None:
     added_in_2_6 = {"_defer_save_until_validation"}
     assert set(_private._OF_SAVES) - set(vars(ModelCheckpoint())) <= added_in_2_6

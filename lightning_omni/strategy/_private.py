@@ -7,6 +7,7 @@ these names is gone or behaves otherwise.
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import sys
 from collections import ChainMap
@@ -277,8 +278,29 @@ def put_averages(trainer: Trainer) -> None:
     """Training has ended, and callbacks have put their averages in the place of weights, or will: they do so now."""
     callbacks: list[Any] = list(callbacks_of(trainer))
     for callback in callbacks:
-        if isinstance(getattr(callback, "_average_model", None), AveragedModel):
+        average = getattr(callback, "_average_model", None)
+        if isinstance(average, AveragedModel):
             callback._copy_average_to_current(trainer.lightning_module)
+        elif isinstance(average, Module) and trainer.current_epoch > getattr(callback, "swa_end", math.inf):
+            callback.transfer_weights(average, trainer.lightning_module)
+
+
+@torch.no_grad()
+def average_from_here(trainer: Trainer) -> None:
+    """Weights were set back, perhaps to before any average of them: then averages are these weights, and of none yet.
+
+    Until its first update a callback has what it copied before training. If it makes no other after it was set back, it
+    would put that in the place of the weights at the end.
+    """
+    callbacks: list[Any] = list(callbacks_of(trainer))
+    for callback in callbacks:
+        average = getattr(callback, "_average_model", None)
+        counted = average if isinstance(average, AveragedModel) else callback
+        if isinstance(average, Module) and getattr(counted, "n_averaged", None) == 0:
+            average = average.module if isinstance(average, AveragedModel) else average
+            own, copies = ((*each.parameters(), *each.buffers()) for each in (trainer.lightning_module, average))
+            for tensor, copied in zip(own, copies, strict=False):
+                copied.copy_(tensor)
 
 
 def averages_weights(trainer: Trainer) -> bool:

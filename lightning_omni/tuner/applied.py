@@ -15,7 +15,7 @@ from lightning_omni.optimizer.run_state import RollbackPoint
 from lightning_omni.performance.forecast import Setting
 from lightning_omni.search import constants as c
 from lightning_omni.search.space import apply_further
-from lightning_omni.strategy._private import averages_in
+from lightning_omni.strategy._private import average_from_here, averages_in
 from lightning_omni.tuner.communicating import communicate, communication_of
 from lightning_omni.tuner.divergence import DivergenceGuard
 from lightning_omni.tuner.fit_space import FitSpace
@@ -191,6 +191,7 @@ class AppliedSetting:
     def return_to(self, point: RollbackPoint) -> None:
         """The weights of before, where all ranks are one group. On all ranks."""
         point.put_back(self._run.world.core)
+        average_from_here(self._run.trainer)
         self._run.world.reduction.forget()
 
     # --- To try the user's own setting --------------------------------------------------------------------------------
