@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -213,6 +214,20 @@ def test_an_epoch_of_which_all_is_trained_is_over_and_the_next_one_begins(
     assert said["rate"] == pytest.approx(rate)
     assert [number for _, number, _ in said["seen"]] == list(range(BATCHES))
     assert said["end"]["step"] == 2 * BATCHES
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_schedule_that_was_told_where_to_go_is_where_it_was_told_last(tmp_path: Path) -> None:
+    """It counts in epochs, and steps that it would have to be taken on by are none of its own."""
+    state = abandoned(tmp_path, step=0.04, schedule="told")
+    exported = checkpoint_of(state)
+    assert exported.checkpoint["global_step"] > BATCHES
+    [schedule] = exported.checkpoint["lr_schedulers"]
+    assert schedule["T_cur"] == pytest.approx(1.0, abs=0.1)  # epochs, when the groups had last synchronized
+    [group] = exported.checkpoint["optimizer_states"][0]["param_groups"]
+    assert group["lr"] == pytest.approx(0.05 * (0.5 + 0.5 * math.cos(math.pi / 4 * schedule["T_cur"])))
+    assert not any("schedule" in note for note in exported.notes)
 
 
 # --- Beside a checkpoint of the Trainer -------------------------------------------------------------------------------

@@ -111,7 +111,7 @@ class RunStates:
         entries = strategy.pl_module.state_dict(keep_vars=True).items()
         own = {name: each for name, each in entries if isinstance(each, Tensor) and id(each) not in served}
         shared = {name: own.pop(name) for name in list(own) if is_part(own[name])}
-        bases = strategy.epochs.schedule
+        bases = strategy.epochs.schedulers.counting
         averages = _private.averaged_models(trainer)
         loops = self._sendable("the loops' progress", {"loops": checkpoint["loops"]})
         progress = strategy.epochs.progress

@@ -75,6 +75,11 @@ class RunSchedulers:
             self._pacer = pacer
 
     @property
+    def counting(self) -> Schedule:
+        """`bases` of those that count steps: one that is told where to go is where it was told."""
+        return {each: base for each, base in self.bases.items() if not self._counts.are_told(each)}
+
+    @property
     def are_paced(self) -> bool:
         """Whether they keep pace."""
         return self._pacer is not None

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
+from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LambdaLR, OneCycleLR, StepLR
 from torch.utils.data import DataLoader, random_split
 
 NAME = os.environ["OMNI_TEST_NAME"]
@@ -78,6 +78,18 @@ class Member(Net):
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": decay, "interval": "step"}}
         steps = int(self.trainer.estimated_stepping_batches)
         schedule = OneCycleLR(optimizer, 0.05, total_steps=steps, cycle_momentum=False)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Told(Member):
+    """Tells its schedule in every batch where to go, in epochs."""
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        scheduler.step(self.current_epoch + (self.trainer.fit_loop.batch_idx + 1) / self.trainer.num_training_batches)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD([each for each in self.parameters() if each.requires_grad], 0.05)
+        schedule = CosineAnnealingWarmRestarts(optimizer, 4)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
@@ -179,7 +191,8 @@ Ema = getattr(pl.callbacks, "EMAWeightAveraging", None)  # of Lightning 2.6
 
 def main() -> None:
     pl.seed_everything(int(os.environ.get("OMNI_TEST_SEED", 1)), verbose=False)
-    module = Parallel if "x" in INSIDE else ByHand if OPTIONS.get("by_hand") else Member
+    one_device = ByHand if OPTIONS.get("by_hand") else Told if OPTIONS.get("schedule") == "told" else Member
+    module = Parallel if "x" in INSIDE else one_device
     net, record = module(), Record()
     for number in OPTIONS.get("frozen", ()):
         net.net[number].requires_grad_(False)
