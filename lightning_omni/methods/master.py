@@ -322,7 +322,11 @@ def rebuild(
 
     Raises:
         UnsupportedError: the class is not allowed or cannot be imported.
+        MalformedMessage: a group has a parameter twice, which torch would only warn of.
     """
+    for group in description["groups"]:
+        if len(set(group["params"])) < len(group["params"]):
+            raise MalformedMessage("an optimizer's parameter group has a parameter twice; give each once")
     kind = (resolve or resolver(()))(str(description["class"]))
     optimizer = object.__new__(kind)
     groups = [{**group, "params": [parameters[name] for name in group["params"]]} for group in description["groups"]]
