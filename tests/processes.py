@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from runs import search_path, start
+from runs import inherited, search_path, start
 
 
 def interpret(program: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -35,7 +35,7 @@ def interpret(program: str, cwd: Path | None = None) -> subprocess.CompletedProc
         stdin=subprocess.DEVNULL,
         timeout=220,
         cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search_path()},
+        env={**inherited(), "OMP_NUM_THREADS": "1", "PYTHONPATH": search_path()},
     )
 
 
@@ -60,7 +60,7 @@ class Process:
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str | None] | None = None) -> None:
         additions = {"PYTHONPATH": search_path(), "OMP_NUM_THREADS": "1", **(env or {})}
-        environment = {name: value for name, value in {**os.environ, **additions}.items() if value is not None}
+        environment = {name: value for name, value in {**inherited(), **additions}.items() if value is not None}
         reader, writer = os.pipe()
         self._stdout = os.fdopen(reader, errors="replace")
         try:

@@ -37,6 +37,11 @@ class Run:
     results: dict[int, Any] = field(default_factory=dict)
 
 
+def inherited() -> dict[str, str]:
+    """This process's environment, as it was before tests."""
+    return {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
+
+
 @cache
 def _ports() -> Iterator[int]:
     """Those of this worker of pytest."""
@@ -99,11 +104,10 @@ def keep_warm() -> None:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(address)
     listener.listen(64)
-    environment = {k: v for k, v in os.environ.items() if k not in _NOT_INHERITED}
     process = subprocess.Popen(
         [sys.executable, str(SCRIPTS / "warm.py"), str(theirs.fileno()), str(listener.fileno())],
         pass_fds=[theirs.fileno(), listener.fileno()],
-        env=environment | {"OMP_NUM_THREADS": "1", "PYTHONPATH": search_path()},
+        env=inherited() | {"OMP_NUM_THREADS": "1", "PYTHONPATH": search_path()},
         stdin=subprocess.DEVNULL,
         start_new_session=True,
     )
@@ -184,8 +188,7 @@ class Running:
         self.folder = Path(tempfile.mkdtemp(prefix="omni-run-"))
         atexit.register(shutil.rmtree, self.folder, ignore_errors=True)  # other runs of this process may read it
         self._log = (self.folder / "output.txt").open("w+")
-        environment = {k: v for k, v in os.environ.items() if k not in _NOT_INHERITED}
-        environment |= {"OMP_NUM_THREADS": "1", "OMNI_TEST_FOLDER": str(self.folder)}
+        environment = inherited() | {"OMP_NUM_THREADS": "1", "OMNI_TEST_FOLDER": str(self.folder)}
         environment["OMNI_TEST_SPARES"] = str(spares)
         environment["MASTER_PORT"] = str(free_port())
         environment["PYTHONPATH"] = search_path()
