@@ -420,8 +420,6 @@ def test_a_tuner_that_forms_groups_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["StochasticWeightAveraging", "WeightAveraging"])
 def test_callbacks_that_average_weights_are_refused_where_each_rank_has_a_part_of_them(name: str) -> None:
-    if name == "WeightAveraging":
-        pytest.importorskip("pytorch_lightning", minversion="2.6")
     options = {"swa_lrs": 0.1} if name == "StochasticWeightAveraging" else {}
     trainer = Trainer(
         accelerator="cpu",

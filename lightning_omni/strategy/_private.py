@@ -258,30 +258,32 @@ def mark_terminated(trainer: Trainer) -> None:
 
 def averaged_models(trainer: Trainer) -> list[Any]:
     """The models in which WeightAveraging callbacks keep their averages."""
-    models = (getattr(callback, "_average_model", None) for callback in callbacks_of(trainer))
-    return [model for model in models if isinstance(model, AveragedModel)]
+    return [average for _, average in _averaging(trainer) if isinstance(average, AveragedModel)]
+
+
+def _averaging(trainer: Trainer) -> Iterator[tuple[Any, Module]]:
+    """Callbacks of Lightning that average weights, each with the module in which it does, if that is made by now."""
+    for callback in callbacks_of(trainer):
+        if isinstance(average := getattr(callback, "_average_model", None), Module):
+            yield callback, average
 
 
 def averages_in(trainer: Trainer) -> Iterator[Tensor]:
     """The averages of weights that callbacks of Lightning keep, with how many each is of."""
-    callbacks: list[Any] = list(callbacks_of(trainer))
-    for callback in callbacks:
-        if isinstance(model := getattr(callback, "_average_model", None), Module):
-            yield from (*model.parameters(), *model.buffers())
-            if hasattr(callback, "n_averaged"):  # of StochasticWeightAveraging, which makes it with its first update
-                if callback.n_averaged is None:
-                    callback.n_averaged = torch.tensor(callback._init_n_averaged, device=trainer.strategy.root_device)
-                yield callback.n_averaged
+    for callback, average in _averaging(trainer):
+        yield from (*average.parameters(), *average.buffers())
+        if hasattr(callback, "n_averaged"):  # of StochasticWeightAveraging, which makes it with its first update
+            if callback.n_averaged is None:
+                callback.n_averaged = torch.tensor(callback._init_n_averaged, device=trainer.strategy.root_device)
+            yield callback.n_averaged
 
 
 def put_averages(trainer: Trainer) -> None:
     """Training has ended, and callbacks have put their averages in the place of weights, or will: they do so now."""
-    callbacks: list[Any] = list(callbacks_of(trainer))
-    for callback in callbacks:
-        average = getattr(callback, "_average_model", None)
+    for callback, average in _averaging(trainer):
         if isinstance(average, AveragedModel):
             callback._copy_average_to_current(trainer.lightning_module)
-        elif isinstance(average, Module) and trainer.current_epoch > getattr(callback, "swa_end", math.inf):
+        elif trainer.current_epoch > getattr(callback, "swa_end", math.inf):
             callback.transfer_weights(average, trainer.lightning_module)
 
 
@@ -292,13 +294,10 @@ def average_from_here(trainer: Trainer) -> None:
     Until its first update a callback has what it copied before training. If it makes no other after it was set back, it
     would put that in the place of the weights at the end.
     """
-    callbacks: list[Any] = list(callbacks_of(trainer))
-    for callback in callbacks:
-        average = getattr(callback, "_average_model", None)
-        counted = average if isinstance(average, AveragedModel) else callback
-        if isinstance(average, Module) and getattr(counted, "n_averaged", None) == 0:
-            average = average.module if isinstance(average, AveragedModel) else average
-            own, copies = ((*each.parameters(), *each.buffers()) for each in (trainer.lightning_module, average))
+    for callback, average in _averaging(trainer):
+        counted, kept = (average, average.module) if isinstance(average, AveragedModel) else (callback, average)
+        if getattr(counted, "n_averaged", None) == 0:
+            own, copies = ((*each.parameters(), *each.buffers()) for each in (trainer.lightning_module, kept))
             for tensor, copied in zip(own, copies, strict=False):
                 copied.copy_(tensor)
 

@@ -47,7 +47,10 @@ class StepCounts:
 
     def note(self, scheduler: Any, told: Sequence[Any]) -> None:
         """A user has stepped the scheduler: to an epoch, or on by one."""
-        (self._told.add if any(each is not None for each in told) else self._told.discard)(scheduler)
+        if any(each is not None for each in told):
+            self._told.add(scheduler)
+        else:
+            self._told.discard(scheduler)
 
     def are_told(self, scheduler: Any) -> bool:
         """Whether the scheduler was last told where to go: then it counts no steps."""
@@ -244,9 +247,9 @@ class Pacer:
     def keep_up(self) -> None:
         """At the end of a batch: schedulers that are due every so many batches of DDP, and not of this group's."""
         for config in self._configs:
-            if config.interval != "step" or config.frequency == 1 or self._counts.are_told(config.scheduler):
-                continue
-            if isinstance(config.scheduler, _Paced):
+            is_now_and_then = config.interval == "step" and config.frequency > 1
+            follows = isinstance(config.scheduler, _Paced) and not self._counts.are_told(config.scheduler)
+            if is_now_and_then and follows:
                 config.scheduler.step()
 
     def counts_at(self, configs: list[Any], steps: int) -> list[tuple[int, ...]]:
