@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import random
+import statistics
 from typing import Any
 
 import pytest
@@ -12,7 +16,7 @@ from hypothesis import strategies as st
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.optimizer.balance import Balance, EventClock, OwnTime
 from lightning_omni.performance import constants as c
-from lightning_omni.performance.batch_split import Balancer, BatchSplit, Throughput, seconds
+from lightning_omni.performance.batch_split import Balancer, BatchSplit, Throughput, seconds, shrunk
 from lightning_omni.performance.step_parts import straggler_sentence
 from lightning_omni.protocol.messages import GroupStatus, Status
 from lightning_omni.strategy.live_metrics import SMOOTHING, StepTimes
@@ -44,6 +48,30 @@ def test_only_the_latest_batches_count() -> None:
     for duration in [0.1] * c.SPLIT_WINDOW + [0.2] * c.SPLIT_WINDOW:
         throughput.note(8, duration)
     assert throughput.speed == pytest.approx(40.0)
+
+
+@varied
+@given(st.lists(st.floats(0.9, 1.1), min_size=20, max_size=20), st.sampled_from([0.25, 4.0]))
+def test_a_speed_that_changes_is_known_after_a_few_batches(noise: list[float], factor: float) -> None:
+    throughput = Throughput(warm_up=0)
+    for each in noise:
+        throughput.note(8, 0.1 * each)
+    for each in noise[: 2 * c.SPLIT_FEWEST]:
+        throughput.note(8, 0.1 * each * factor)
+    assert throughput.speed == pytest.approx(80.0 / factor, rel=0.15)
+
+
+def test_the_scatter_of_batches_says_how_far_a_speed_may_be_off() -> None:
+    """Of the medians of many series, each of normal logarithms."""
+    draw = random.Random(0)
+    said, medians = [], []
+    for _ in range(400):
+        throughput = Throughput(warm_up=0)
+        for _ in range(c.SPLIT_WINDOW):
+            throughput.note(8, 0.1 * draw.lognormvariate(0.0, 0.3))
+        said.append(throughput.variance)
+        medians.append(math.log(throughput.speed))
+    assert statistics.fmean(said) == pytest.approx(statistics.variance(medians), rel=0.25)
 
 
 # --- The decision ----------------------------------------------------------------------------------------------------
@@ -80,6 +108,41 @@ def test_nothing_is_decided_before_all_are_known() -> None:
 def test_a_split_that_whole_samples_cannot_better_remains() -> None:
     assert Balancer().decide((1, 1), (1.0, 10.0)) is None
     assert Balancer().decide((4, 4, 4), (10.0, 11.0, 12.0)) is None
+
+
+def test_random_step_times_split_nothing_by_chance() -> None:
+    """Members of one speed are given equal parts in nearly all decisions; in hardly any, were speeds taken as exact."""
+    draw, balancers, changes = random.Random(1), (Balancer(), Balancer()), [0, 0]
+    members = [Throughput() for _ in range(4)]
+    for batch in range(4000):
+        for member in members:
+            member.note(16, draw.expovariate(1.0))
+        if batch % 5 == 4 and all(member.speed for member in members):
+            speeds, variances = [each.speed for each in members], [each.variance for each in members]
+            for place, errors in enumerate((variances, ())):
+                changes[place] += balancers[place].decide((16,) * 4, speeds, errors) is not None
+    assert changes[0] < 0.15 * 800
+    assert changes[1] > 0.7 * 800
+
+
+def test_members_whose_speeds_differ_by_more_than_their_batches_get_their_parts_all_the_same() -> None:
+    split = Balancer().decide((32, 32), (10.0, 40.0), (0.01, 0.01))
+    assert split is not None
+    assert split.shares == (13, 51)
+
+
+@varied
+@given(st.lists(st.tuples(st.floats(0.01, 1e4), st.floats(0.0, 4.0)), min_size=1, max_size=8))
+def test_speeds_that_may_be_wrong_are_nearer_to_each_other_and_in_the_same_order(
+    members: list[tuple[float, float]],
+) -> None:
+    speeds, variances = [speed for speed, _ in members], [each for _, each in members]
+    nearer = shrunk(speeds, variances)
+    assert sum(map(math.log, nearer)) == pytest.approx(sum(map(math.log, speeds)), abs=1e-6)
+    by_speed = [after for _, after in sorted(zip(speeds, nearer, strict=True))]
+    assert all(after >= before * (1 - 1e-9) for before, after in itertools.pairwise(by_speed))
+    assert max(nearer) / min(nearer) <= max(speeds) / min(speeds) * (1 + 1e-9)
+    assert shrunk(speeds, [0.0] * len(speeds)) == speeds
 
 
 @varied

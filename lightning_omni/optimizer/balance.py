@@ -29,7 +29,7 @@ from lightning_omni.performance.batch_split import Balancer, Throughput
 FIRST = 1 + c.SPLIT_WARM_UP + c.SPLIT_FEWEST
 """Batches after which the members of a group tell each other their speeds for the first time (an epoch's first batch
 is not measured)."""
-EVERY = 10
+EVERY = 5
 """Batches between two such exchanges."""
 
 
@@ -223,10 +223,10 @@ class Balance:
         Returns:
             Whether all of them have been measured.
         """
-        said = gather(world, (self.speed, leases.handed))
-        speeds = [speed for speed, _ in said]
-        if (split := self._balancer.decide(leases.split, speeds)) is not None:
-            leases.share_out(split.shares, from_number=int(max(handed for _, handed in said)))
+        said = gather(world, (self.speed, self._throughput.variance, leases.handed))
+        speeds, variances, handed = zip(*said, strict=True)
+        if (split := self._balancer.decide(leases.split, speeds, variances)) is not None:
+            leases.share_out(split.shares, from_number=int(max(handed)))
             self._say(
                 f"OmniStrategy: group {world.group} rebalanced: {' : '.join(map(str, split.shares))} of"
                 f" {sum(split.shares)} samples; up to {split.gain:.0%} faster"

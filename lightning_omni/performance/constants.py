@@ -88,7 +88,7 @@ groups, step and period, a difference for momentum."""
 
 SPLIT_WARM_UP = 5
 """Batches that are left out at first: memory is allocated, kernels are chosen, caches are filled."""
-SPLIT_WINDOW, SPLIT_FEWEST = 10, 3
+SPLIT_WINDOW, SPLIT_FEWEST = 20, 3
 """Batches whose median is a rank's speed, at most and at least."""
 SPLIT_GAIN, SPLIT_AT_ONCE = 0.05, 0.25
 """A split is changed if the group's step gets faster by more than this part, seen twice; beyond the other, at once."""
