@@ -17,7 +17,9 @@ from lightning_omni.performance.forecast import Scaling, Setting, TrialResult
 from lightning_omni.performance.measured import Measured
 from lightning_omni.report.digest import Digest
 from lightning_omni.search import GroupSpeed, Observation, Search, SearchSpec, Space
+from lightning_omni.search import constants as c
 from lightning_omni.search.choice import verdict
+from lightning_omni.search.rules import careful
 from lightning_omni.tuner.forecast_check import ForecastCheck
 from lightning_omni.tuner.microbenchmarks import seconds_per_byte
 from lightning_omni.tuner.state import TunerState
@@ -114,6 +116,21 @@ def test_where_ranks_compute_nothing_but_their_loading_that_is_said_to_be_the_bo
         digest = Digest(found)
         in_report = digest.bottleneck(found.prediction(found.choice().setting))
         assert named.startswith(f"{in_report} is"), "as the report says"
+
+
+def test_a_setting_that_pays_is_chosen_though_a_simpler_one_nearly_as_fast_does_not_pay() -> None:
+    """Nearly as fast is a tie, which the fewest groups win; if these gain too little, what gains enough is chosen."""
+    draw = np.random.default_rng(0)
+    for scatter in np.linspace(0.25, 0.45, 9):
+        found = search(seen(0.1 * draw.lognormal(0.0, scatter, (4, 48)), allreduce=0.001))
+        forecast, start = found.forecast(), found.spec.start
+        gains = {
+            each: forecast.log_seconds(start) - careful(forecast.log_seconds(each), forecast.efficiency(each)[1])
+            for each in map(found.as_it_would_be, found.candidates())
+        }
+        least = {each: c.GAIN if each.groups > 1 else c.FASTER for each in gains}
+        pays = any(gain >= math.log(least[each]) for each, gain in gains.items() if each != start)
+        assert (found.choice().setting != start) == pays, f"{scatter:.3f}"
 
 
 def test_where_the_server_would_take_as_long_as_a_step_groups_are_few_or_exchange_seldom() -> None:

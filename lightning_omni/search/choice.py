@@ -237,11 +237,8 @@ def _by_experience(evidence: Evidence) -> Choice:
         gain = forecast.log_seconds(start) - careful(forecast.log_seconds(setting), error)
         return gain >= math.log(_least_gain(setting))
 
-    best = best_by_forecast(evidence)
-    if best.groups > 1 and not pays(best):
-        best = best_by_forecast(evidence, groups=1)
-    if best.groups == 1 and not pays(best):
-        best = start
+    promising = [each for each in _promising(evidence, forecast, evidence.candidates()) if pays(each)]
+    best = _best_of(evidence, forecast, promising) if promising else start
     if best == evidence.spec.start:
         reasons = [
             "nothing is expected to be faster by enough",
