@@ -1175,7 +1175,8 @@ def test_limits_are_those_of_the_run_as_it_was_begun(run: Run, trainer: dict[str
 @pytest.mark.slow
 @pytest.mark.processes
 def test_a_group_that_was_told_otherwise_is_refused_and_the_run_goes_on(run: Run) -> None:
-    first = run.start("a", {"epochs": 2, "hold": [1], "split": 1})
+    given_first = {"epochs": 2, "split": 1, "optimizer": "SGD"}
+    first = run.start("a", {**given_first, "hold": [1]})
     run.wait_for("a0-in-1")
     refused: list[tuple[dict[str, Any], str]] = [
         ({"method": "hardsync"}, "the run that this group joins has"),
@@ -1183,11 +1184,17 @@ def test_a_group_that_was_told_otherwise_is_refused_and_the_run_goes_on(run: Run
         ({"epochs": 3}, "max_epochs=3: the run that this group joins has max_epochs=2"),
         ({"trainer": {"max_steps": 20}}, "max_steps=20: the run that this group joins has max_steps=-1"),
         ({"split": 2}, "this group's training data is another part of its dataset"),
+        ({"trainer": {"accumulate_grad_batches": 2}}, "the run that this group joins has accumulate_grad_batches=1"),
+        ({"trainer": {"reload_dataloaders_every_n_epochs": 1}}, "joins has reload_dataloaders_every_n_epochs=0"),
+        ({"optimizer": "AdamW"}, "optimizers: AdamW; the run that this group joins has: SGD"),
+        ({"schedule": "function"}, "schedulers: LambdaLR every step; the run that this group joins has: OneCycleLR"),
+        ({"schedule": None, "tuner": {}}, "schedulers: none; the run that this group joins has: OneCycleLR every step"),
+        ({"steps": 1}, "'every_n_train_steps': 1, 'every_n_epochs': 0, 'train_time_interval': None}; the run that"),
         ({"finder": True}, "find the rate before, without server="),
         ({"several": True}, "this training data is several loaders"),
     ]
     for number, (given, says) in enumerate(refused):
-        other = run.start(f"b{number}", {"epochs": 2, "split": 1, **given})
+        other = run.start(f"b{number}", {**given_first, **given})
         assert other.end(PATIENCE) != 0
         assert says in other.output
     run.go(1)

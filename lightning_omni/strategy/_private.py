@@ -261,6 +261,13 @@ def averaged_models(trainer: Trainer) -> list[Any]:
     return [average for _, average in _averaging(trainer) if isinstance(average, AveragedModel)]
 
 
+def deciding_callbacks(trainer: Trainer) -> list[str]:
+    """Callbacks that save, stop or tune, by what Lightning calls their states: it has what they go by in it."""
+    names = {"ModelCheckpoint", "EarlyStopping", "OmniTuner"}
+    kinds = ((each, {kind.__name__ for kind in type(each).__mro__}) for each in callbacks_of(trainer))
+    return [each.state_key for each, its in kinds if names & its]
+
+
 def _averaging(trainer: Trainer) -> Iterator[tuple[Any, Module]]:
     """Callbacks of Lightning that average weights, each with the module in which it does, if that is made by now."""
     for callback in callbacks_of(trainer):

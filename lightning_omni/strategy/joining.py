@@ -73,7 +73,8 @@ class RunStates:
                 "join=True with several WeightAveraging callbacks: a checkpoint has room for the average of one, and so"
                 " has what a group that joins is given; keep one of them"
             )
-        self._limits = {"max_epochs": trainer.max_epochs, "max_steps": trainer.max_steps}
+        names = ("max_epochs", "max_steps", "accumulate_grad_batches", "reload_dataloaders_every_n_epochs")
+        self._limits = {name: getattr(trainer, name) for name in names}
 
     # --- The recorder's group ----------------------------------------------------------------------------------------
 
@@ -117,6 +118,7 @@ class RunStates:
         progress = strategy.epochs.progress
         return {
             "limits": self._limits,
+            "configured": self._configured(),
             "epoch": trainer.current_epoch,
             "counters": _private.progress_counters(trainer)[1:],
             "samples": strategy.epochs.samples,
@@ -153,6 +155,20 @@ class RunStates:
                 }
                 for config in trainer.lr_scheduler_configs
             ],
+        }
+
+    def _configured(self) -> dict[str, str]:
+        """What all groups must have alike, or they train otherwise or wait for others in different places; in words.
+
+        What optimizers and schedulers are set to is not in it: that is the run's.
+        """
+        strategy, trainer = self._strategy, self._strategy.pl_module.trainer
+        schedulers = [_in_words(config) for config in trainer.lr_scheduler_configs]
+        return {
+            "optimization": "automatic" if strategy.pl_module.automatic_optimization else "manual",
+            "optimizers": ", ".join(type(each).__name__ for each in strategy.optimizers) or "none",
+            "schedulers": ", ".join(schedulers) or "none",
+            "callbacks": ", ".join(_private.deciding_callbacks(trainer)) or "none that saves, stops or tunes",
         }
 
     def _keys(self) -> dict[str, str]:
@@ -196,7 +212,7 @@ class RunStates:
 
         Raises:
             UnsupportedError: what the run is at cannot be sent.
-            ConfigurationError: this group was given other limits or callbacks.
+            ConfigurationError: this group was given other limits or callbacks, or has other optimizers or schedulers.
         """
         strategy = self._strategy
         joined = strategy.world.take_part()
@@ -239,7 +255,12 @@ class RunStates:
             if self._limits[name] != limit:  # it would end while others train on, or train on alone
                 raise ConfigurationError(
                     f"{name}={self._limits[name]}: the run that this group joins has {name}={limit}; give all groups"
-                    " the same limits"
+                    " the same"
+                )
+        for name, own in self._configured().items():
+            if own != (theirs := tree["configured"][name]):
+                raise ConfigurationError(
+                    f"{name}: {own}; the run that this group joins has: {theirs}; give all groups the same script"
                 )
         if len(_private.averaged_models(trainer)) != len(tree["averages"]):
             raise ConfigurationError(
@@ -306,6 +327,14 @@ class RunStates:
                 _hold(optimizer, held, module)
             for group, theirs in zip(optimizer.param_groups, state["param_groups"], strict=True):
                 group.update((name, value) for name, value in theirs.items() if name != "params")
+
+
+def _in_words(config: Any) -> str:
+    """A scheduler that Lightning was given, and when it is stepped."""
+    name, inside = described(config.scheduler)
+    within = f"({', '.join(one or 'of its own' for one, _ in inside)})" if inside else ""
+    when = config.interval if config.frequency == 1 else f"{config.frequency} {config.interval}s"
+    return f"{name or type(config.scheduler).__name__}{within} every {when}"
 
 
 def _names_in(optimizer: Optimizer, module: Module) -> list[list[str]]:
