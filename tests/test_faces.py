@@ -108,6 +108,7 @@ INTERRUPTED = {
     "between two steps": {"interrupted": "async_sgd"},
     "during an exchange": {"interrupted": "local_sgd:period=8,fragments=4,delay=1"},
 }
+MISTAKES = {f"mistakes, {each}": {"mistake in": each} for each in ("async_sgd", "local_sgd:period=4")}
 REFUSED = {
     "not wrapped": {"groups": 1, "wraps": ""},
     "not wrapped, a closure": {"groups": 1, "wraps": "closure"},
@@ -125,7 +126,16 @@ def plain_loops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]
             *(
                 sys.executable,
                 str(SCRIPTS / "plain_loop.py"),
-                json.dumps({**INTERRUPTED, **LOOPS, **REFUSED, "page": {"page": str(QUICKSTART)}, "last": {"rank": 1}}),
+                json.dumps(
+                    {
+                        **INTERRUPTED,
+                        **LOOPS,
+                        **MISTAKES,
+                        **REFUSED,
+                        "page": {"page": str(QUICKSTART)},
+                        "last": {"rank": 1},
+                    }
+                ),
             ),
         ],
         capture_output=True,
@@ -173,6 +183,27 @@ def test_a_step_of_the_wrapped_optimizer_by_itself_is_refused_among_groups(
 ) -> None:
     for each in plain_loops:
         assert ("step() of the OmniOptimizer" in each[name]["raw step"]) == (name != "one group")
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_step_of_an_optimizer_inside_the_wrapped_one_is_refused_with_the_remedy(
+    plain_loops: list[dict[str, Any]], name: str
+) -> None:
+    for each in plain_loops:
+        inner, attribute, _ = each[name]
+        assert inner.startswith("UnsupportedError: SGD.step() would move weights of ")
+        assert "call its step(closure)" in inner
+        assert attribute.startswith("AttributeError: 'OmniOptimizer' object has no attribute 'first_step'")
+        assert ("optimizer.optimizer.first_step" in attribute) == (name != "mistakes, async_sgd")
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_step_where_groups_are_synchronized_is_refused_with_the_remedy(
+    plain_loops: list[dict[str, Any]], name: str
+) -> None:
+    for each in plain_loops:
+        assert each[name][2].startswith("ConfigurationError: OmniOptimizer.step() after world.enter_world()")
+        assert "call world.enter_compute()" in each[name][2]
 
 
 @pytest.mark.parametrize("name", LOOPS)

@@ -81,6 +81,19 @@ class OmniOptimizer(Optimizer):
         """The wrapped optimizer's defaults."""
         return self.optimizer.defaults
 
+    def __getattr__(self, name: str) -> Any:
+        """There is no such attribute; what the wrapped optimizer has of its own may move weights without exchange."""
+        wrapped = self.__dict__.get("optimizer")
+        where = (
+            ""
+            if wrapped is None or not hasattr(wrapped, name)
+            else (
+                f"; that of {type(wrapped).__name__}, which it wraps, is optimizer.optimizer.{name}. Groups exchange in"
+                " optimizer.step() alone: where the optimizer evaluates the loss more than once, call step(closure)"
+            )
+        )
+        raise AttributeError(f"'OmniOptimizer' object has no attribute '{name}'{where}", name=name, obj=self)
+
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state_dict; its state is the server's, if several groups train.
 
@@ -174,6 +187,7 @@ class OmniOptimizer(Optimizer):
         Returns:
             What the closure returns.
         """
+        self.world.check_step()
         if self.world.first_steps is not None:
             closure = self.world.first_steps.checked(
                 self._index, self.world.parts[self._index].replica.ordered, closure

@@ -109,7 +109,7 @@ class World(Place):
         self.held = HeldModel(self, lambda: self.executor.not_reduced())
         self._local = Executor(self.heads)
         self._exchanging = Exchanging(self, self.channel, self.parameter_groups, self.edits, self.heads)
-        self.wants_stop = self.is_finished = self.is_begun = False
+        self.wants_stop = self.is_finished = self.is_begun = self._is_in_loop = False
         self.on_stop: Callable[[], None] | None = None
         self.first_steps: FirstSteps | None = None
 
@@ -305,28 +305,50 @@ class World(Place):
         guard = register_optimizer_step_pre_hook(self._refuse_raw_step)
         if not self.options.is_sharded:
             self.first_steps = FirstSteps(self.members, self.compute_group)
+        self._is_in_loop = True
         try:
             with nullcontext() if self.first_steps is None else self.first_steps.watch():
                 yield
         finally:
             guard.remove()
             self.first_steps = None
+            self._is_in_loop = False
 
     def _share_weights(self) -> None:
         """Groups begin with rank 0's weights: the module was not wrapped, perhaps, or loaded on some ranks since."""
         if self.executor.exchanges and not self.options.is_sharded:
             take_from_rank_zero(parameter for part in self.parts for parameter in part.replica.ordered)
 
+    def check_step(self) -> None:
+        """Raises `ConfigurationError` if a loop without Lightning steps while the groups are synchronized.
+
+        They are until they part: later calls of `enter_world` would do nothing, and ranks would evaluate other weights.
+        """
+        if self._is_in_loop and self.executor.exchanges and not self.is_computing:
+            raise ConfigurationError(
+                "OmniOptimizer.step() after world.enter_world(), where all groups are synchronized: call"
+                " world.enter_compute() before they train on (get_state_dict of torch.distributed.checkpoint steps an"
+                " optimizer without state, too; what it looks for is optimizer.state_dict() on rank 0)"
+            )
+
     def _refuse_raw_step(self, optimizer: Optimizer, *_: Any) -> None:
         """An optimizer is about to step, whosever it is."""
         executor = self.executor
-        if not self.is_computing or not executor.exchanges or executor.is_called:
+        if not executor.exchanges or executor.is_called or (self.steps_at_worker and not self.is_computing):
             return
         if any(part.optimizer is optimizer for part in self.parts):
             raise UnsupportedError(
                 f"{type(optimizer).__name__}.step() would move this rank's weights, and groups would exchange nothing;"
                 " call step() of the OmniOptimizer that wraps it"
             )
+        moved = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        for part in self.parts:
+            if not moved.isdisjoint(part.replica.ordered):
+                raise UnsupportedError(
+                    f"{type(optimizer).__name__}.step() would move weights of {type(part.optimizer).__name__}, which"
+                    " is one of the group's: call its step(closure), that of the OmniOptimizer, in which groups"
+                    " exchange, with a closure that computes the loss and its gradients"
+                )
 
     def explain(self, error: BaseException) -> None:
         """If another rank's failure is the cause of this one, the error is told to name that; call it before `fail`.

@@ -184,6 +184,42 @@ def interrupt(interrupted: str) -> dict[str, Any]:
     return {"lost": [lost, sorted(world.ever_lost)], "weights": model.weight.tolist()}
 
 
+class OfItsOwn(torch.optim.SGD):
+    """Has another step beside its own, as SAM has."""
+
+    def first_step(self) -> None:
+        raise AssertionError
+
+
+def mistake(method: str) -> list[str]:
+    """What is said of steps that groups would not hear of, and that no weight has moved."""
+    world = World(2, options=WorldOptions(method=method))
+    model = world.wrap(torch.nn.Linear(4, 1))
+    kind = torch.optim.SGD if method == "async_sgd" else OfItsOwn  # the server could not import it
+    optimizer = OmniOptimizer(kind(model.parameters(), lr=0.1), world)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def said_of(step: Callable[[], Any]) -> str:
+        before = model.weight.clone()
+        try:
+            step()
+        except (ConfigurationError, UnsupportedError, AttributeError) as error:
+            assert torch.equal(before, model.weight)
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    with world.training():
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+        said = [said_of(inner.step), said_of(lambda: optimizer.first_step())]  # type: ignore[attr-defined]
+        assert not hasattr(optimizer, "second_step")
+        world.enter_world(model)
+        said.append(said_of(optimizer.step))
+        world.enter_compute()
+        optimizer.step()
+    return said
+
+
 def follow(page: str) -> dict[str, Any]:
     """The loop that a page has; process groups stay those of this script."""
     code = Path(page).read_text().partition("## Loops without Lightning")[2].partition("```python\n")[2]
@@ -209,6 +245,7 @@ def main() -> None:
         "wraps": fail,
         "rank": fail_at_the_end,
         "interrupted": interrupt,
+        "mistake in": lambda **options: mistake(options["mistake in"]),
         "page": follow,
     }
     results = {
