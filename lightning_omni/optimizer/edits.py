@@ -126,14 +126,16 @@ class Edits:
             raise UnsupportedError(
                 f"{names[0]}{more} was written between two steps, by a callback or a hook of the module: the master"
                 " weights are at the parameter server, and other groups train on them meanwhile; write weights at an"
-                " epoch's start or end or in validation, where all groups hear of it, or use a method whose groups have"
-                ' weights of their own (method="local_sgd"), or groups=1' + (no_gradient if untrained else "")
+                " epoch's start or end or in validation (without Lightning: between world.enter_world() and"
+                " world.enter_compute()), where all groups hear of it, or use a method whose groups have weights of"
+                ' their own (method="local_sgd"), or groups=1' + (no_gradient if untrained else "")
             )
         if place.speaks and part.head is None and self._is_state_written(part):
             raise UnsupportedError(
                 f"the state of {type(part.optimizer).__name__} was loaded or given up between two steps: it is at the"
-                " parameter server, where other groups' gradients move it meanwhile; do so at an epoch's start or end,"
-                " where all groups hear of it, or use a method whose optimizer steps on the ranks"
+                " parameter server, where other groups' gradients move it meanwhile; do so at an epoch's start or end"
+                " (without Lightning: between world.enter_world() and world.enter_compute()), where all groups hear of"
+                " it, or use a method whose optimizer steps on the ranks"
                 ' (method="local_sgd"), or groups=1'
             )
 
