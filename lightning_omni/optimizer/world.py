@@ -28,7 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_omni.errors import ConfigurationError, OmniError, RankLost, UnsupportedError, ending
 from lightning_omni.methods.head import check_mergeable, held_by_one
-from lightning_omni.methods.master import check_servable
+from lightning_omni.methods.master import check_servable, held_by
 from lightning_omni.optimizer.channel import Channel, Traffic
 from lightning_omni.optimizer.connection import LEARN, Connection
 from lightning_omni.optimizer.edits import Edits
@@ -341,7 +341,7 @@ class World(Place):
                 f"{type(optimizer).__name__}.step() would move this rank's weights, and groups would exchange nothing;"
                 " call step() of the OmniOptimizer that wraps it"
             )
-        moved = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        moved = set(held_by(optimizer))
         for part in self.parts:
             if not moved.isdisjoint(part.replica.ordered):
                 raise UnsupportedError(
