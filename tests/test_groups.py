@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
 from itertools import accumulate
@@ -289,6 +290,12 @@ def test_running_statistics_are_the_mean_over_groups_and_other_buffers_those_of_
         assert each["codes"] == [1.0, 1.0, 1.0]  # a frozen parameter that the module writes
         assert each["running_mean"] == [0.5, 0.5]
         assert each["batches_tracked"] > 1000  # of the group that has counted most
+
+
+def test_running_statistics_that_are_not_finite_in_one_group_do_not_spoil_those_of_the_others(trained: Run) -> None:
+    for each in result(trained, "awkward buffers"):
+        assert each["running_var"] == [3.0, 3.0]
+        assert each["moving_mean"] == [math.inf, math.inf], "what no group has finite stays as it is"
 
 
 def test_min_epochs_puts_a_stop_off(trained: Run) -> None:

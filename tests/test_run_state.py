@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import random
 import re
 import sys
@@ -34,7 +35,7 @@ from lightning_omni.optimizer.run_state import GroupScope, Live, RollbackPoint, 
 from lightning_omni.optimizer.server_store import ServerSnapshot
 from lightning_omni.protocol.all_reduce import PowerSGD
 from lightning_omni.protocol.cut import Cut
-from lightning_omni.protocol.group import Heard
+from lightning_omni.protocol.group import GroupCore, Heard
 from lightning_omni.protocol.progress import Progress, ReferenceBatch
 from lightning_omni.strategy.checkpoints import Checkpoints
 
@@ -186,6 +187,20 @@ def test_what_is_rolled_back_is_what_the_docs_say() -> None:
     rows = [line.split("|")[1:-1] for line in page.splitlines() if line.startswith("| `")]
     back = [re.sub("[` ]", "", row[0]) for row in rows if len(row) == 8 and "put back" in row[5]]
     assert sorted(back) == sorted(field.name for field in fields(RollbackPoint))
+
+
+def test_weights_are_spoilt_where_a_number_is_not_finite_that_was() -> None:
+    module = torch.nn.Linear(2, 2)
+    module.register_buffer("mask", torch.full((2,), -math.inf))  # which is meant
+    module.register_buffer("scales", torch.ones(2).to(torch.float8_e4m3fn))
+    average = torch.zeros(2)
+    point = RollbackPoint.of(module, [], GroupCore(AsyncSGD()), [average])
+    is_spoilt = [point.is_spoilt]
+    average[1] = math.nan
+    is_spoilt.append(point.is_spoilt)
+    point.put_back(GroupCore(AsyncSGD()))
+    assert [*is_spoilt, point.is_spoilt] == [False, True, False]
+    assert average.tolist() == [0.0, 0.0]
 
 
 def test_a_tuner_touches_nothing_private_of_the_strategy() -> None:

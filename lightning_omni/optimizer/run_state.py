@@ -306,6 +306,12 @@ class RollbackPoint:
             senders=tuple(copied(core.sender_state(index)) for index in range(len(optimizers))),
         )
 
+    @property
+    def is_spoilt(self) -> bool:
+        """Whether a number that was finite then is not now, as in the average of weights of which some were not."""
+        pairs = (*self.weights, *self.buffers)
+        return any(bool((_are_finite(kept) & ~_are_finite(tensor.detach())).any()) for tensor, kept in pairs)
+
     @torch.no_grad()
     def keep_weights(self) -> None:
         """The run has got on well so far: weights and buffers are those of now.
@@ -331,6 +337,11 @@ class RollbackPoint:
                 optimizer.state[parameter] = deepcopy(values)
         for index, state in enumerate(self.senders):
             core.load_sender_state(index, copied(state))
+
+
+def _are_finite(tensor: Tensor) -> Tensor:
+    """Which elements are; of floats of 8 bits, too, of which torch cannot say it for all kinds."""
+    return (tensor.float() if tensor.is_floating_point() and tensor.element_size() == 1 else tensor).isfinite()
 
 
 def copied(tree: Any) -> Any:

@@ -1,7 +1,8 @@
 """What no optimizer moves, and what becomes of it where groups synchronize: buffers, frozen parameters, averages.
 
 Inside an epoch they are each group's own. Then all ranks go on with the same: running statistics of normalization
-layers are the mean over the groups, for each group has seen other samples of the same distribution. All else is that of
+layers are the mean over the groups, for each group has seen other samples of the same distribution. A group in which
+they are not finite is left out: what it pushed then was refused, and its weights are sound again. All else is that of
 the recorder's group, as under DistributedDataParallel it is rank 0's: the mean of two queues, of two codebooks or of
 two vectors of unit length is none, and what belongs together (a queue and its pointer, a scale and its zero point)
 stays together.
@@ -128,13 +129,20 @@ def _are_one(place: Place, marks: Sequence[int]) -> list[bool]:
 
 
 def _average(place: Place, tensors: Sequence[Tensor]) -> None:
-    if tensors:
-        # The last number counts the leaders that spoke, so that all ranks divide by the same.
-        flat = torch.cat([*(each.double().cpu().flatten() for each in tensors), torch.ones(1).double()])
-        if not (_counts(place) and place.is_leader):
-            flat.zero_()  # not multiplied: infinities would become NaN
-        dist.all_reduce(flat)
-        _scatter(flat[:-1] / flat[-1], tensors)
+    if not tensors:
+        return
+    flat = [each.double().cpu().flatten() for each in tensors]
+    is_heard = _counts(place) and place.is_leader
+    sound = [is_heard and bool(each.isfinite().all()) for each in flat]
+    # Not multiplied: infinities would become NaN. The last numbers count those that spoke: all divide by the same.
+    heard = [each if speaks else torch.zeros_like(each) for each, speaks in zip(flat, sound, strict=True)]
+    summed = torch.cat([*heard, torch.tensor(sound).double()])
+    dist.all_reduce(summed)
+    *sums, counts = summed.split([*(each.numel() for each in tensors), len(tensors)])
+    for tensor, total, count in zip(tensors, sums, counts.tolist(), strict=True):
+        if count:
+            tensor.copy_((total / count).view_as(tensor))
+    _take_first(place, [tensor for tensor, count in zip(tensors, counts.tolist(), strict=True) if not count])
 
 
 def _counts(place: Place) -> bool:

@@ -162,8 +162,10 @@ class AppliedSetting:
         return self._guard.is_worse(*self._run.strategy.reduce(mean, reduce_op="sum").tolist())
 
     def keep_weights(self) -> None:
-        """An epoch has ended well: if the run diverges in the next one, it is rolled back to here."""
-        if self._guard is not None and self._before is not None:
+        """An epoch has ended well: if the run diverges in the next one, it is rolled back to here. On all ranks."""
+        if self._guard is None or self._before is None:
+            return
+        if not any(self._run.world.agree([int(self._before.is_spoilt)])):  # or ranks would go on from different weights
             self._before.keep_weights()
 
     def roll_back(self) -> None:

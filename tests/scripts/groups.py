@@ -106,6 +106,8 @@ class BufferNet(GroupNet):
         self.register_buffer("pointer", torch.zeros((), dtype=torch.long))
         self.register_buffer("is_full", torch.tensor(False))
         self.register_buffer("running_mean", torch.zeros(2))
+        self.register_buffer("running_var", torch.ones(2))
+        self.register_buffer("moving_mean", torch.zeros(2))
         self.register_buffer("num_batches_tracked", torch.zeros((), dtype=torch.long))
         self.codes = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
         self.twin = torch.nn.Linear(32, 3, bias=False)
@@ -117,6 +119,8 @@ class BufferNet(GroupNet):
         self.pointer += 1
         self.is_full.fill_(group == 0)
         self.running_mean.fill_(group)
+        self.running_var.fill_(3.0 if group == 0 else float("nan"))  # of a batch that was not finite
+        self.moving_mean.fill_(float("inf"))
         self.num_batches_tracked += 1 + 1000 * group
         self.codes.fill_(group + 1)
         return super().training_step(batch, batch_idx)
@@ -283,6 +287,8 @@ def odd_buffers(module: Any) -> dict[str, Any]:
         "pointer": int(module.pointer),
         "is_full": bool(module.is_full),
         "running_mean": module.running_mean.tolist(),
+        "running_var": module.running_var.tolist(),
+        "moving_mean": module.moving_mean.tolist(),
         "batches_tracked": int(module.num_batches_tracked),
         "codes": module.codes.tolist(),
     }
