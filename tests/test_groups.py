@@ -53,6 +53,7 @@ FITS: dict[str, dict[str, Any]] = {
         "stop_at": {"0": 3, "1": 3},
         "trainer": {"max_epochs": 50},
     },
+    "one rank says stop in the last hook of an epoch": {"stop_at_end_of": {"3": 1}, "trainer": {"max_epochs": 50}},
     "early stopping": {
         "early": {"monitor": "val_loss", "min_delta": 10.0, "patience": 0},
         "trainer": {"max_epochs": 50},
@@ -319,6 +320,12 @@ def test_a_stop_in_one_group_ends_the_run_for_all(trained: Run, name: str) -> No
     ranks = result(trained, name)
     assert len({each["epoch"] for each in ranks}) == 1
     assert len({len(each["validations"]) for each in ranks}) == 1
+
+
+def test_a_stop_in_the_hooks_of_an_epochs_end_ends_the_run_for_all(trained: Run) -> None:
+    ranks = result(trained, "one rank says stop in the last hook of an epoch")
+    assert {each["epoch"] for each in ranks} == {2}
+    assert {len(each["samples"]) for each in ranks} == {2}, "no rank has begun another epoch"
 
 
 def test_early_stopping_decides_for_all_ranks(trained: Run) -> None:

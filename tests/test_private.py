@@ -129,6 +129,7 @@ class Control:
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.began: list[tuple[int, bool]] = []
+        self.ended: list[int] = []
         self.fetches: list[str] = []
 
     def run(self, run: Callable[[], None]) -> None:
@@ -138,6 +139,9 @@ class Control:
     def begin_epoch(self, iterate: Callable[[], None]) -> None:
         self.began.append((self.trainer.current_epoch, self.trainer.fit_loop.restarted_mid_epoch))
         iterate()
+
+    def epoch_has_ended(self) -> None:
+        self.ended.append(self.trainer.current_epoch)
 
     def begin_fetch(self) -> None:
         self.fetches.append("begin")
@@ -209,6 +213,7 @@ def test_loops_ask_what_controls_them_and_show_what_they_showed(fitting: Any) ->
     fitting.callbacks = [recorder(validations, "callback", Callback)]
     fitting.fit(Tiny())
     assert control.began == [(0, False), (1, False)]
+    assert control.ended == [1, 2]  # what the loop, which is about to be asked, has behind it
     assert control.fetches == ["begin", "end"] * 8
     assert (fitting.global_step, sum("validation" in line for line in validations)) == (8, 4)
     _private.release_loops(fitting)

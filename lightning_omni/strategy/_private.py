@@ -603,6 +603,9 @@ class LoopControl(Protocol):
     def begin_epoch(self, iterate: Callable[[], None]) -> None:
         """The loop of an epoch begins; ``iterate`` starts the loader, where that is due."""
 
+    def epoch_has_ended(self) -> None:
+        """All hooks of an epoch's end are over; next, the loop asks whether training ends."""
+
     def begin_fetch(self) -> None:
         """The loader is about to be asked for a batch."""
 
@@ -624,6 +627,11 @@ class _ControlledFitLoop(_FitLoop):
     @override
     def run(self) -> None:
         self._control.run(super().run)
+
+    @override
+    def on_advance_end(self) -> None:
+        super().on_advance_end()
+        self._control.epoch_has_ended()
 
     @property
     @override

@@ -397,6 +397,11 @@ class EpochDriver:
         self.schedulers.catch_up()
         self.is_open_ended, self._epoch.validates = False, None
 
+    def after_hooks_of_end(self) -> None:
+        """All hooks of the epoch's end are over: if one of them has said stop on any rank, all ranks do."""
+        if self.world.executor.exchanges:
+            self.trainer.should_stop |= any(self.world.agree([int(_private.stops_now(self.trainer))]))
+
     @property
     def _trained(self) -> int:
         """Samples of the epoch under way that are trained, where Lightning may have counted its batches."""

@@ -115,6 +115,11 @@ class Listener:
         if not strategy.epochs.data.is_dealt_out:
             iterate()
 
+    def epoch_has_ended(self) -> None:
+        """After all hooks of the epoch's end."""
+        if not self._nested.is_running:
+            self._strategy.epochs.after_hooks_of_end()
+
     def begin_fetch(self) -> None:
         """A batch is about to be fetched."""
         self._strategy.epochs.data.begin_fetch()

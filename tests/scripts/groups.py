@@ -220,6 +220,10 @@ class Notes(pl.Callback):
         if number == self.options.get("stop_at", {}).get(str(RANK)):
             trainer.should_stop = True
 
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if trainer.current_epoch == self.options.get("stop_at_end_of", {}).get(str(RANK)):
+            trainer.should_stop = True
+
     def on_validation_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, *_: Any) -> None:
         self.say(f"validation {batch_idx}")
         if self.options.get("die_in_validation") == RANK and batch_idx == 1:
