@@ -1185,6 +1185,7 @@ def test_a_group_that_was_told_otherwise_is_refused_and_the_run_goes_on(run: Run
         ({"trainer": {"max_steps": 20}}, "max_steps=20: the run that this group joins has max_steps=-1"),
         ({"split": 2}, "this group's training data is another part of its dataset"),
         ({"trainer": {"accumulate_grad_batches": 2}}, "the run that this group joins has accumulate_grad_batches=1"),
+        ({"trainer": {"gradient_clip_val": 0.1}}, "gradient_clip_val=0.1: the run that this group joins has"),
         ({"trainer": {"reload_dataloaders_every_n_epochs": 1}}, "joins has reload_dataloaders_every_n_epochs=0"),
         ({"optimizer": "AdamW"}, "optimizers: AdamW; the run that this group joins has: SGD"),
         ({"schedule": "function"}, "schedulers: LambdaLR every step; the run that this group joins has: OneCycleLR"),

@@ -34,6 +34,14 @@ if TYPE_CHECKING:
 
 _APART = ("state_dict", "loops", "epoch", "global_step")
 """What of Lightning's checkpoint is not taken: weights are the server's, and progress is counted in samples."""
+_ALIKE = (
+    "max_epochs",
+    "max_steps",
+    "accumulate_grad_batches",
+    "gradient_clip_val",
+    "reload_dataloaders_every_n_epochs",
+)
+"""What the Trainers of all groups must be given alike."""
 
 
 class RunStates:
@@ -50,7 +58,7 @@ class RunStates:
         self._strategy = strategy
         self._told: set[str] = set()
         self._again: dict[str, Any] | None = None
-        self._limits: dict[str, int | None] = {}
+        self._limits: dict[str, float | None] = {}
         self.is_described = False
 
     def check(self, trainer: Trainer) -> None:
@@ -73,8 +81,7 @@ class RunStates:
                 "join=True with several WeightAveraging callbacks: a checkpoint has room for the average of one, and so"
                 " has what a group that joins is given; keep one of them"
             )
-        names = ("max_epochs", "max_steps", "accumulate_grad_batches", "reload_dataloaders_every_n_epochs")
-        self._limits = {name: getattr(trainer, name) for name in names}
+        self._limits = {name: getattr(trainer, name) for name in _ALIKE}
 
     # --- The recorder's group ----------------------------------------------------------------------------------------
 

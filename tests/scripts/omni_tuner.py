@@ -178,7 +178,7 @@ class Classifier(pl.LightningModule):
             loss = loss - loss.detach() + shown
         if "flat" in self.options:
             tuner = next(each for each in self.trainer.callbacks if isinstance(each, omni.OmniTuner))
-            is_trial = tuner.state_dict()["before_trial"] is not None
+            is_trial = tuner._fit is not None and tuner._fit.run.state.before_trial is not None
             self.segments.append((is_trial, float(self.net[0].weight.detach().abs().sum())))
         self.noted.append(float(loss))
         if "collectives" in self.options:  # in which ranks wait for each other
