@@ -11,12 +11,15 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from benchmarks.server_restart import COMMAND, LISTENS, children, one_death
 from processes import Process
 from runs import free_port
 from test_joining import PATIENCE, Run
 from test_private_directory import wait_for
 
+from lightning_omni.protocol.layout import Layout
+from lightning_omni.server import ZeroMQ
 from lightning_omni.server.supervisor import GAVE_UP
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
@@ -81,6 +84,33 @@ def test_a_server_that_is_watched_ends_in_good_order_when_only_the_watching_proc
         assert not alive(serving)
         assert "parameter server stopped" in server.output
         assert "Traceback" not in server.output
+    finally:
+        server.kill()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_server_of_a_share_that_is_killed_before_it_has_come_is_not_awaited(saves: bool, tmp_path: Path) -> None:
+    state = ["--state", str(tmp_path)] if saves else []
+    command = [*COMMAND, "serve", "--port", str(free_port()), "--shards", "2", *state]
+    key = secrets.token_bytes(32)
+    server = Process(command, {"LIGHTNING_OMNI_KEY": key.hex()})
+    try:
+        address = server.expect(LISTENS, PATIENCE)[1]
+        (serving,) = children(server.pid) if saves else (server.pid,)
+        (share,) = children(serving)
+        os.kill(share, signal.SIGKILL)  # it takes longer than this to import torch
+        server.expect("parameter server 1 of 2, .* never came: its process has ended with status -9$", PATIENCE)
+        if not saves:
+            assert server.end(PATIENCE) == 1, server.output
+            return
+        assert server.expect(LISTENS, PATIENCE)[1] == address
+        control = ZeroMQ().join(address, key, "run", 0, 1, Layout.of({"w": torch.zeros(300)}))
+        connections = control.attach_all(PATIENCE)
+        assert len(connections) == 2
+        for connection in connections:
+            connection.close()
+        control.close("")
     finally:
         server.kill()
 

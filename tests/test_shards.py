@@ -863,6 +863,35 @@ def test_a_silent_server_and_one_that_never_comes_end_the_run() -> None:
     assert "did not come within 5 s" in notice.reason
 
 
+def test_a_server_whose_process_has_ended_before_it_came_is_not_awaited() -> None:
+    for patience in (0.0, 60.0):
+        alone = ServerCore(KEY, os.urandom, shards=3)
+        alone.patience = patience
+        hello = handshake.hello_of("run", 0, 1, Layout(()), NONCE)
+        handshake.join(partial(first_answer, alone), KEY, hello)
+        assert alone.receive(m.CONTROL, b"c0", m.AskShards(), b"", 0.0) == []
+        alone.share_ended(2, "its process has ended with status -9")
+        notices = [out.message for out in alone.tick(1.0) if isinstance(out.message, m.Notice)]
+        assert [notice.over for notice in notices] == [] if patience else [True]
+        assert "parameter server 2 of 3" in alone.gone
+        assert "never came: its process has ended with status -9" in alone.gone
+        assert bool(alone.over) == (not patience)
+
+
+def test_the_end_of_the_process_of_a_server_that_has_come_is_told_by_its_connection() -> None:
+    ensemble = run_of(2, 1)
+    ensemble.cores[0].share_ended(1, "its process has ended with status -9")
+    ensemble._send(0, ensemble.cores[0].tick(0.0))
+    assert ensemble.cores[0].gone == ensemble.cores[0].over == ""
+    ensemble._send(0, ensemble.cores[0].hang_up(b"s1"))
+    assert "parameter server 1 of 2 at memory://1 is gone" in ensemble.cores[0].gone
+
+
+def first_answer(core: ServerCore, message: m.Message, _: object) -> Any:
+    """What a server says first to the control connection of rank 0."""
+    return core.receive(m.CONTROL, b"c0", message, b"", 0.0)[0].message
+
+
 def test_what_is_no_server_of_the_run_is_refused_as_one() -> None:
     core = ServerCore(KEY, os.urandom, shards=3)
 

@@ -213,6 +213,9 @@ class StandingServer:
             self._log.tell()
         if self._web is not None:
             self._web.tend(self._core)
+        for shard, process in enumerate(self._others, 1):
+            if how := process.how_ended():
+                self._core.share_ended(shard, how)
         if self._core.gone or (self._lifeline is not None and self._lifeline.is_over):
             self._stopped.set()
         if self._core.is_over:

@@ -401,6 +401,16 @@ class ServerCore:
         """
         self.servers.tell(sm.Save(number=number))
 
+    def share_ended(self, number: int, how: str) -> None:
+        """The process of another server, which is to hold a share, has ended: it is not awaited if it has not come.
+
+        Args:
+            number: of that server.
+            how: it has ended.
+        """
+        assert isinstance(self.servers, Coordinator)
+        self.servers.ended(number, how)
+
     def load(self, state: Mapping[str, Any], journal: Iterable[Entry], now: float) -> None:
         """Goes on with a run: weights and what is trained are those of a state, what ranks were told is not unsaid.
 

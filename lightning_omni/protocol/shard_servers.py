@@ -340,6 +340,7 @@ class Coordinator(_InParts):
         self._newcomers = Newcomers(key, random, most=4 * count)
         self._links: dict[int, _FollowerLink] = {}
         self._gone: dict[int, str] = {}
+        self._ended: dict[int, str] = {}
         self._history: list[sm.Told] = []  # for those that have not come yet
         self._told = 0
         self._waiting: list[tuple[int, Callable[[], list[Out]]]] = []
@@ -443,12 +444,11 @@ class Coordinator(_InParts):
             if now - link.last_seen > self._heartbeat_timeout:
                 return self._lose(number, f"gave no sign of life for {self._heartbeat_timeout:.0f} s")
         missing = sorted(set(range(1, self.count)) - self._links.keys() - self._gone.keys())
+        if ended := [number for number in missing if number in self._ended]:
+            return self._never_comes(ended[0], self._ended[ended[0]])
         if missing and self._asked_at is not None and now - self._asked_at > self._join_timeout:
             self._asked_at = None
-            reason = (
-                f"parameter server {missing[0]} of {self.count}, which is to hold a share of the weights, did not come"
-                f" within {self._join_timeout:.0f} s"
-            )
+            reason = f"{self._awaited(missing[0])}, did not come within {self._join_timeout:.0f} s"
             if self._goes_on():
                 self._gone[missing[0]] = reason
                 return []
@@ -460,6 +460,25 @@ class Coordinator(_InParts):
             if link.peer == peer:
                 return self._lose(number, "is gone: its process or its machine failed")
         return []
+
+    def ended(self, number: int, how: str) -> None:
+        """A server's process has ended. If it has come, its connection says so; else it is awaited no more.
+
+        Args:
+            number: of the server.
+            how: it has ended.
+        """
+        self._ended[number] = how
+
+    def _awaited(self, number: int) -> str:
+        return f"parameter server {number} of {self.count}, which is to hold a share of the weights"
+
+    def _never_comes(self, number: int, how: str) -> list[Out]:
+        reason = f"{self._awaited(number)}, never came: {how}"
+        self._gone[number] = reason
+        if self._goes_on():
+            return []
+        return self._end(f"{reason}; the run cannot go on without it") + self._answers_due()
 
     def _lose(self, number: int, what: str) -> list[Out]:
         link = self._links.pop(number)

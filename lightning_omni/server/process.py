@@ -90,7 +90,7 @@ class ServerProcess:
     """
 
     def __init__(self, settings: ServerSettings | None = None) -> None:
-        self._address = ""
+        self._address = self._how_ended = ""
         self._deadline = time.monotonic() + STARTS_WITHIN
         self.is_told = False
         with _signals_held_back():
@@ -130,6 +130,18 @@ class ServerProcess:
                 raise ConfigurationError(f"the parameter server did not start: {ready.error}")
             self._address = ready.address
         return self._address
+
+    def how_ended(self) -> str:
+        """How the process has ended, once it has; empty while it runs."""
+        if not self._how_ended and (status := self._process.poll()) is not None:
+            self._how_ended = f"its process has ended with status {status}"
+            try:
+                self.address()
+            except ConfigurationError as error:  # which it has said itself
+                self._how_ended = str(error)
+            except ConnectionLost:
+                pass
+        return self._how_ended
 
     def wait(self) -> int:
         """Waits until the process has ended; returns its exit status."""
