@@ -119,6 +119,16 @@ def test_sigterm_while_ranks_take_leave_of_each_other_leaves_a_finished_fit_fini
     assert "Received SIGTERM" not in finished.output, "Lightning's handler waits for all ranks"
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+def test_sigterm_after_the_last_batch_of_a_fit_lets_it_end_as_one_that_is_finished(groups: int) -> None:
+    options = {"strategy": {"groups": groups}, "devices": 2, "terminate": "last batch", "trainer": {"max_epochs": 1}}
+    with Running("signals.py", options) as running:
+        finished = finish(running)
+    assert finished.code == 0, finished.output[-6000:]
+    assert [seen["exception"] for seen in finished.results.values()] == ["", ""]
+    assert "rank 1 was told to end by SIGTERM; the run ends at the start of a batch" in finished.output
+
+
 def test_sigterm_while_the_tuner_probes_ends_all_ranks() -> None:
     with Running("signals.py", {"tuner": {}, "devices": 2, "samples": 2048, "ready": 20}) as running:
         processes(running.folder, 2, lambda: running.output)

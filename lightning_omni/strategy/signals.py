@@ -241,7 +241,7 @@ class Signals:
             if self._terminates and now < told:
                 told = now
                 ends = "the run ends" if world.enlistment is None else "its group leaves the run"
-                _log.warning("rank %d was told to end by SIGTERM; %s after this batch", world.rank, ends)
+                _log.warning("rank %d was told to end by SIGTERM; %s at the start of a batch", world.rank, ends)
                 if trainer.strategy.launcher is not None:
                     trainer.strategy.launcher.kill(signal.SIGTERM)
             silent = now - self._progress

@@ -78,6 +78,15 @@ class TerminatedAtStart(pl.Callback):
             time.sleep(0.6)  # others look at it meanwhile
 
 
+class TerminatedAfterLastBatch(pl.Callback):
+    """SIGTERM comes to rank 1 when the last epoch has no batch left."""
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if RANK == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1.2)  # others hear of it meanwhile
+
+
 class TerminatedAtEnd(pl.plugins.Precision):
     """SIGTERM comes to rank 1 when it takes leave of rank 0, which is not as far."""
 
@@ -119,6 +128,8 @@ def main() -> None:
         options["plugins"] = InterruptedAtEnd()
     if OPTIONS.get("terminate") == "start":
         callbacks.append(TerminatedAtStart())
+    if OPTIONS.get("terminate") == "last batch":
+        callbacks.append(TerminatedAfterLastBatch())
     if OPTIONS.get("terminate") == "end":
         options["plugins"] = TerminatedAtEnd()
     if OPTIONS.get("slow_disk"):
