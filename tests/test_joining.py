@@ -122,6 +122,24 @@ def test_if_the_group_that_was_to_begin_is_gone_the_next_one_begins() -> None:
     assert link.enlist(1, b"second").first == 0
 
 
+def test_the_group_that_was_to_begin_does_so_at_a_server_that_was_started_again_before_it_came() -> None:
+    first, link = Joined().enlist(2, b"first"), Joined(world_size=2)
+    for rank in range(2):
+        link.come(rank, first.run, 2)
+    second = link.enlist(1, b"second")
+    assert (second.first, second.announced, second.run) == (2, 2, first.run)
+
+
+def test_a_server_that_was_started_again_is_begun_with_by_the_group_that_has_asked_there() -> None:
+    link = Joined(world_size=1)
+    first = link.enlist(1, b"second")
+    assert first.first == 0
+    with pytest.raises(AssertionError, match="another group is about to begin a run here"):
+        link.come(0, "joins-the-one-before", 1)
+    link.come(0, first.run, 1)
+    assert link.enlist(1, b"third").run == first.run
+
+
 def test_the_group_that_was_to_begin_is_missed_although_so_many_watch_that_its_connection_is_displaced() -> None:
     link = Joined()
     link.enlist(1, b"first")

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from lightning_omni.errors import Refused
 
+JOINS = "joins-"
+"""What the names of runs begin with that groups join on their own: a server that goes on before the first group has
+come knows by it what the run is that this group begins."""
 MOST_RANKS = 1 << 16
 """Ranks of a run, at most."""
 
@@ -29,7 +32,7 @@ class RankNumbers:
         Args:
             peer: the connection that it came from.
             ranks: how many it has.
-            run: a name for the run, should this group begin it.
+            run: a name for the run, should this group begin it; `JOINS` is put in front of it.
             announced: ranks that the run was announced with; 0 if it has not begun.
 
         Returns:
@@ -49,16 +52,15 @@ class RankNumbers:
         if peer in self._enlisted:
             return self._enlisted[peer]
         if not announced:
-            self._claim = self._claim or (peer, run)
+            self._claim = self._claim or (peer, JOINS + run)
             return (0 if self._claim[0] == peer else -1), 0
         self.given = first + ranks
         self._enlisted[peer] = first, announced
         return self._enlisted[peer]
 
-    def begin(self) -> str:
-        """The run begins. Returns the name that the group which was to begin it was given for it; empty for none."""
-        name, self._claim = self.claimed, None
-        return name
+    def begin(self) -> None:
+        """The run begins."""
+        self._claim = None
 
     def withdraw(self, peer: bytes) -> None:
         """A process that had numbers given is gone; if it was to begin the run, and has not, another one may."""

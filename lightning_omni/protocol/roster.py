@@ -20,7 +20,7 @@ from lightning_omni.errors import ProtocolError, Refused
 from lightning_omni.protocol.formed_groups import FormedGroups
 from lightning_omni.protocol.handshake import fingerprint_problem, is_equal, rank_mac, session_key, version_problem
 from lightning_omni.protocol.messages import Heartbeat, Hello, Proof
-from lightning_omni.protocol.rank_numbers import MOST_RANKS, RankNumbers
+from lightning_omni.protocol.rank_numbers import JOINS, MOST_RANKS, RankNumbers
 from lightning_omni.topology import RECORDER, Topology
 
 MOST_CHALLENGED = 1024
@@ -223,6 +223,13 @@ class Roster:
                 "this server knows nothing of the run: what the one before it had saved is not there; start it with the"
                 " same --state",
             )
+        joins = hello.run.startswith(JOINS)
+        if joins and self._first is None and self.numbers.claimed not in ("", hello.run):
+            raise Refused(
+                "busy",
+                "another group is about to begin a run here, and this server, which was started again meanwhile, knows"
+                " nothing of this group; start it again, and it joins the other",
+            )
         if hello.world_size > MOST_RANKS:
             raise Refused("rank", f"a run of {hello.world_size} ranks cannot be: {MOST_RANKS} are the most")
         first = self._first or hello
@@ -246,7 +253,8 @@ class Roster:
         """A rank has shown that it holds the key."""
         if self._first is None:
             self._first, self._began = hello, now
-            self.joining = hello.run == self.numbers.begin()
+            self.joining = hello.run.startswith(JOINS)
+            self.numbers.begin()
         self.members[hello.rank] = Member(hello.rank, peer, session_key(self._key, hello, challenge), now)
         self._ranks[peer] = hello.rank
 
