@@ -28,7 +28,7 @@ from lightning_omni.protocol.codec import pack
 from lightning_omni.protocol.group import Action, Ask, GroupCore, Heard
 from lightning_omni.protocol.in_memory import InMemory
 from lightning_omni.protocol.layout import Layout
-from lightning_omni.protocol.transport import Address, Control, Transport
+from lightning_omni.protocol.transport import Address, Control, Data, LastingData, Transport
 from lightning_omni.protocol.wire_format import Memory
 from lightning_omni.server import ZeroMQ
 from lightning_omni.topology import GroupId
@@ -383,3 +383,25 @@ def test_real_processes_train_over_a_transport_that_the_package_does_not_know() 
         assert result["last"] < result["first"] / 2
         assert result["weights"] == second[method]["weights"]
     assert first["async_sgd"]["moved"] > 0
+
+
+def test_a_connection_is_to_a_server_that_was_found_when_it_was_there_itself() -> None:
+    with served(InMemory()) as serving:
+        control = serving.join(0, 1, Layout.of({"w": torch.zeros(4)}))
+        asked: list[int] = []
+        opened: list[tuple[str, int]] = []
+
+        def find() -> str:
+            asked.append(control.returns)
+            if len(asked) == 1:  # another server goes on before the answer comes, which is that one's
+                control.returns += 1
+            return f"of server {len(asked)}"
+
+        def open(address: str) -> Data:
+            opened.append((address, control.returns))
+            return control.attach()
+
+        connection = LastingData(control, find, open)
+        assert (asked, opened) == ([0, 1], [("of server 2", 1)])
+        connection.renew()
+        assert len(opened) == 1, "a server lets each rank in once"

@@ -167,17 +167,16 @@ class Control(ABC):
         """
         if self.patience:
             numbers = range(self.shards) if share is None else sorted({0, share})
-            return [LastingData(self, partial(self._attach_to, number, timeout)) for number in numbers]
+            return [LastingData(self, partial(self._find, number), partial(self.attach, timeout)) for number in numbers]
         others = self.request(m.AskShards(), m.Shards).addresses if self.shards > 1 else ()
         addresses = ("", *others)
         if share is not None:
             addresses = ("",) if share == 0 else ("", addresses[share])
         return [self.attach(timeout, address) for address in addresses]
 
-    def _attach_to(self, server: int, timeout: float) -> Data:
-        """Opens this rank's data connection to one of several servers, wherever that is now."""
-        address = self.request(m.AskShards(), m.Shards).addresses[server - 1] if server else ""
-        return self.attach(timeout, address)
+    def _find(self, server: int) -> str:
+        """Where one of several servers is now, as `attach` takes it."""
+        return self.request(m.AskShards(), m.Shards).addresses[server - 1] if server else ""
 
     @property
     def records(self) -> bool:
@@ -385,11 +384,12 @@ class LastingData(Data):
 
     Args:
         control: of the same rank.
-        open: makes a data connection to the server that there is.
+        find: asks where the server is. That may take long, and another server may answer than was asked.
+        open: makes a data connection to it.
     """
 
-    def __init__(self, control: Control, open: Callable[[], Data]) -> None:
-        self._control, self._open = control, open
+    def __init__(self, control: Control, find: Callable[[], str], open: Callable[[str], Data]) -> None:
+        self._control, self._find, self._open = control, find, open
         self._said: tuple[m.Message, Tensor | None, Tensor | None] | None = None
         self._before = (0, 0)
         self._connect()
@@ -478,7 +478,10 @@ class LastingData(Data):
             self._control.wait_for_return()
             self._returns = self._control.returns
             try:
-                self._data = self._open()
+                address = self._find()
+                if not self._control.stands(self._returns):
+                    continue
+                self._data = self._open(address)
             except (ConnectionLost, Refused):
                 if self._control.stands(self._returns):
                     raise
