@@ -28,7 +28,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
-from lightning_omni.optimizer._private import _states_of_gloo, forget_meshes, new_named_group, root_mesh
+from lightning_omni.optimizer._private import _states_of_gloo, forget_meshes, new_named_group, root_mesh, store_of
+from lightning_omni.optimizer.failing import forget, have_failed_alike
 from lightning_omni.strategy import _private
 
 
@@ -297,6 +298,19 @@ def test_torch_lets_a_process_group_be_named() -> None:
     source = inspect.getsource(dist.distributed_c10d._new_group_with_tag)
     assert "_process_group_name(ranks, use_hashed_name=use_local_synchronization)" in source
     assert "default_pg.bound_device_id" in source, "what decides whether a communicator is split off the default's"
+
+
+@pytest.mark.usefixtures("default_group")
+def test_ranks_have_failed_alike_when_all_say_so_and_in_this_run() -> None:
+    group, other = dist.group.WORLD, dist.new_group([0])
+    assert store_of(group) is not None
+    assert have_failed_alike(group, 0, [0], "here", 0.1)
+    assert not have_failed_alike(group, 0, [0, 1], "here", 0.1), "one has not come"
+    assert not have_failed_alike(group, 1, [0, 1], "there", 0.1)
+    assert have_failed_alike(group, 1, [0, 1], "here", 0.1)
+    assert not have_failed_alike(other, 1, [0, 1], "here", 0.1), "each process group has its own"
+    forget(group, 0)
+    assert not have_failed_alike(group, 1, [0, 1], "here", 0.1)
 
 
 @pytest.mark.usefixtures("default_group")

@@ -202,6 +202,23 @@ observer.join(60)
 """
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+def test_ranks_that_hold_the_model_together_save_because_of_an_error_that_all_of_them_have(groups: int) -> None:
+    options = {"strategy": {"groups": groups, "inside": "fsdp"}, "devices": 2 * groups, "trainer": {"max_epochs": 1}}
+    with Running("signals.py", {**options, "raise_at": dict.fromkeys("0123", 4)}) as running:
+        finished = finish(running)
+        assert finished.code == 1, finished.output[-6000:]
+        for name in ("exception", "model"):
+            saved = torch.load(running.folder / f"{name}.ckpt", weights_only=False)
+            assert saved["global_step"] == finished.results[0]["step"] == 3
+            assert all(value.isfinite().all() for value in saved["state_dict"].values())
+    with Running("signals.py", {**options, "raise_at": {"0": 4}, "saving": 1.0, "grace": 0.4}) as running:
+        finished = finish(running)
+        assert finished.code == 1, finished.output[-6000:]
+        assert "no checkpoint is saved: the ranks of a group hold the model together" in finished.output
+        assert not list(running.folder.glob("*.ckpt"))
+
+
 def test_ctrl_c_while_the_other_ranks_start_ends_all_without_an_error() -> None:
     ended = interpret(INTERRUPTED_WHILE_IT_STARTS)
     assert (ended.returncode, ended.stdout, ended.stderr) == (128 + signal.SIGINT, "", "")

@@ -62,6 +62,11 @@ def new_named_group(name: str, ranks: Sequence[int], timeout: timedelta) -> Any:
         default.bound_device_id = bound
 
 
+def store_of(group: Any) -> Any:
+    """The store with which a process group was made."""
+    return distributed_c10d._world.pg_map[group][1]
+
+
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The mesh that a mesh was taken out of, as ``mesh["data_parallel"]``; of one that was not, itself."""
     if hasattr(mesh, "_get_root_mesh"):

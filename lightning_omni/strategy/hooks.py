@@ -20,6 +20,7 @@ from typing_extensions import override
 from lightning_omni.errors import ConfigurationError, ConnectionLost, Evicted, OmniError, UnsupportedError
 from lightning_omni.methods import Method
 from lightning_omni.optimizer import World, WorldOptions
+from lightning_omni.optimizer.failing import forget
 from lightning_omni.optimizer.meshes import evenly, shown, sizes_in
 from lightning_omni.optimizer.run_state import Live, RunState
 from lightning_omni.optimizer.sharding import check_clipping, reshard
@@ -219,6 +220,7 @@ class OmniStrategyHooks(SavingStrategy):
         self.rejoining = Rejoining()
         self.checkpoints = Checkpoints(self.rank_zero_warn)
         self._has_gathered = self.has_failed = self.is_writing = False
+        self._failed_at = ""
         self.arrangement = Arrangement(self)
         self.on_ready: list[Callable[[], None]] = []
         """Called on every rank when the groups stand and the first batch has not begun: a tuner's moment."""
@@ -332,6 +334,7 @@ class OmniStrategyHooks(SavingStrategy):
                 self._is_told_to_record, self._took_over = self.world.is_recorder, False
         if self.is_sharded:
             _private.set_device_mesh(self.pl_module, self.world.mesh)
+            forget(self.world.process_groups.original, self.world.rank)
 
     @property
     @override
@@ -703,7 +706,12 @@ class OmniStrategyHooks(SavingStrategy):
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """All or any over the default process group, which may be smaller than the world."""
+        """All or any over the default process group, which may be smaller than the world; of one that failed, its own.
+
+        Callbacks that save because of the error ask for it, and others may not come to it.
+        """
+        if self.has_failed:
+            return decision
         with self.waiting():
             agreed = self.grouping.agree(decision, every=all) if self._world is not None else None
         return super().reduce_boolean_decision(decision, all=all) if agreed is None else agreed  # by `reduce`

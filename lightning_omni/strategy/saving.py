@@ -10,9 +10,11 @@ from typing import Any
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_omni.errors import UnsupportedError
+from lightning_omni.errors import RankLost, UnsupportedError
+from lightning_omni.optimizer.failing import have_failed_alike, place_of
 from lightning_omni.optimizer.folders import is_folder
 from lightning_omni.optimizer.sharding import is_sharded, named_rows, reshard, state_rows, whole
+from lightning_omni.strategy import _private
 from lightning_omni.strategy.checkpoints import Checkpoints
 from lightning_omni.strategy.grouping import GroupedStrategy
 from lightning_omni.strategy.joining import RunStates
@@ -41,6 +43,7 @@ class SavingStrategy(GroupedStrategy):
     run_states: RunStates
     signals: Signals
     has_failed: bool
+    _failed_at: str
     is_writing: bool
     plain_checkpoint_io: type
     checkpoint_io_class: type
@@ -64,7 +67,7 @@ class SavingStrategy(GroupedStrategy):
     def fails(self, exception: BaseException) -> None:
         """The fit ends with an error, on this rank at least. Called before callbacks hear of it, and perhaps save."""
         if not self._ends_with_all(exception):
-            self.has_failed = True
+            self.has_failed, self._failed_at = True, place_of(exception)
             self.world.explain(exception)
 
     def _ends_with_all(self, exception: BaseException) -> bool:
@@ -98,6 +101,7 @@ class SavingStrategy(GroupedStrategy):
         if self.run_states.is_described:
             return {}
         self._take_time()
+        self._check_failed_alike()
         if self._world is not None:
             reshard(self.world.held.sharded)
             self.world.agree_on_recorder()
@@ -106,6 +110,21 @@ class SavingStrategy(GroupedStrategy):
             version = self.epochs.published.version
             self.checkpoints.collect(self.world, self.pl_module, state, version, self.saves_folders, self.has_failed)
         return self._put_together(state)
+
+    def _check_failed_alike(self) -> None:
+        """Raises `RankLost` if this rank has failed, and others do not come that hold the model together with it."""
+        if not (self.has_failed and self.is_sharded) or self._world is None:
+            return
+        world = self._world
+        if not (world.enlistment or self.saves_folders or world.is_with_recorder):  # this rank saves nothing
+            return
+        where = f"{_private.progress_counters(self._trainer)} {self._failed_at}"
+        group = world.process_groups.original
+        if not have_failed_alike(group, world.rank, world.members, where, SAVING):
+            raise RankLost(
+                "no checkpoint is saved: the ranks of a group hold the model together, and not all of them have failed"
+                " at one place, so that they cannot put it together"
+            )
 
     def _put_together(self, state: dict[str, Any]) -> dict[str, Any]:
         """What the members of the recorder's group have of it, whole on the recorder."""

@@ -13,6 +13,7 @@ from common import FOLDER, OPTIONS, Net, loaders, omni, pl, report, trainer
 from torch import Tensor
 
 import lightning_omni.strategy.launcher as launcher
+import lightning_omni.strategy.saving as saving
 import lightning_omni.strategy.signals as signals
 
 RANK = int(os.environ.get("SLURM_PROCID", os.environ.get("LOCAL_RANK", 0)))
@@ -29,9 +30,16 @@ class SlowNet(Net):
             (FOLDER / f"blocked{RANK}").touch()
             time.sleep(600)
         time.sleep(0.01)
+        if self.steps == OPTIONS.get("raise_at", {}).get(str(RANK)):
+            raise ValueError("something is wrong with this batch")
         if self.steps == OPTIONS.get("ready", 5):
             (FOLDER / f"ready{RANK}").write_text(str(os.getpid()))
         return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        if "inside" not in OPTIONS.get("strategy", {}):
+            return super().configure_optimizers()
+        return torch.optim.SGD([each for each in self.parameters() if each.requires_grad], lr=0.05, momentum=0.9)
 
 
 class Notes(pl.Callback):
@@ -110,6 +118,7 @@ class SlowDisk(pl.plugins.TorchCheckpointIO):
 def main() -> None:
     pl.seed_everything(1, verbose=False)
     signals.GRACE = OPTIONS.get("grace", signals.GRACE)
+    saving.SAVING = OPTIONS.get("saving", saving.SAVING)
     launcher.GRACE = OPTIONS.get("grace", launcher.GRACE)
     callbacks: list[Any] = [
         Notes(),
