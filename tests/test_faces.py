@@ -190,7 +190,7 @@ def test_a_step_of_an_optimizer_inside_the_wrapped_one_is_refused_with_the_remed
     plain_loops: list[dict[str, Any]], name: str
 ) -> None:
     for each in plain_loops:
-        inner, attribute, _ = each[name]
+        inner, attribute = each[name][:2]
         assert inner.startswith("UnsupportedError: SGD.step() would move weights of ")
         assert "call its step(closure)" in inner
         assert attribute.startswith("AttributeError: 'OmniOptimizer' object has no attribute 'first_step'")
@@ -204,6 +204,15 @@ def test_a_step_where_groups_are_synchronized_is_refused_with_the_remedy(
     for each in plain_loops:
         assert each[name][2].startswith("ConfigurationError: OmniOptimizer.step() after world.enter_world()")
         assert "call world.enter_compute()" in each[name][2]
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_step_by_which_torch_fills_a_state_is_refused_on_a_rank_that_asks_for_it_alone(
+    plain_loops: list[dict[str, Any]], name: str
+) -> None:
+    refusal = "UnsupportedError: the functions of torch.distributed.checkpoint.state_dict (get_state_dict, say) step"
+    assert plain_loops[0][name][3].startswith(refusal)
+    assert len(plain_loops[1][name]) == 3
 
 
 @pytest.mark.parametrize("name", LOOPS)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
@@ -14,6 +16,9 @@ from torch.utils.hooks import RemovableHandle
 from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.optimizer.sharding import state_like
 from lightning_omni.optimizer.world import World
+
+_STATE_DICTS = "torch.distributed.checkpoint.state_dict"
+"""A module of torch."""
 
 
 class OmniOptimizer(Optimizer):
@@ -187,12 +192,28 @@ class OmniOptimizer(Optimizer):
         Returns:
             What the closure returns.
         """
+        if self.world.executor.exchanges:
+            self._check_is_of_training()
         self.world.check_step()
         if self.world.first_steps is not None:
             closure = self.world.first_steps.checked(
                 self._index, self.world.parts[self._index].replica.ordered, closure
             )
         return self.world.executor.step(self._index, self.optimizer, closure, arguments)
+
+    def _check_is_of_training(self) -> None:
+        """Raises `UnsupportedError` if it is torch's that fills an optimizer's state, by a step with a rate of 0."""
+        if any(group.get("lr", 0.0) for group in self.param_groups):
+            return
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and frame.f_globals.get("__name__") != _STATE_DICTS:
+            frame = frame.f_back
+        if frame is not None:
+            raise UnsupportedError(
+                f"the functions of {_STATE_DICTS} (get_state_dict, say) step an optimizer that has no state, which"
+                " would be a step of this rank's group: save optimizer.state_dict() on rank 0, and call"
+                " optimizer.load_state_dict() before world.training()"
+            )
 
 
 def _wrapped(optimizer: Optimizer) -> Optimizer:

@@ -327,8 +327,7 @@ class World(Place):
         if self._is_in_loop and self.executor.exchanges and not self.is_computing:
             raise ConfigurationError(
                 "OmniOptimizer.step() after world.enter_world(), where all groups are synchronized: call"
-                " world.enter_compute() before they train on (get_state_dict of torch.distributed.checkpoint steps an"
-                " optimizer without state, too; what it looks for is optimizer.state_dict() on rank 0)"
+                " world.enter_compute() before they train on"
             )
 
     def _refuse_raw_step(self, optimizer: Optimizer, *_: Any) -> None:

@@ -16,6 +16,7 @@ gc.disable()  # what is imported stays: to look for garbage in it takes as long 
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from lightning_omni import OmniOptimizer, World, WorldOptions
 from lightning_omni.errors import ConfigurationError, RankLost, UnsupportedError
@@ -216,6 +217,13 @@ def mistake(method: str) -> list[str]:
         world.enter_world(model)
         said.append(said_of(optimizer.step))
         world.enter_compute()
+        optimizer.step()
+        optimizer.zero_grad()
+        if world.rank == 0:  # in plain DistributedDataParallel no other rank is needed for it
+            said.append(said_of(lambda: get_state_dict(model, optimizer)))
+            assert optimizer.param_groups[0]["lr"] == 0.0, "which torch has not given back"
+            optimizer.param_groups[0]["lr"] = 0.1
+        model(torch.randn(8, 4)).square().mean().backward()
         optimizer.step()
     return said
 
