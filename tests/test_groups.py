@@ -54,6 +54,15 @@ FITS: dict[str, dict[str, Any]] = {
         "trainer": {"max_epochs": 50},
     },
     "one rank says stop in the last hook of an epoch": {"stop_at_end_of": {"3": 1}, "trainer": {"max_epochs": 50}},
+    "one group says stop where all validate": {
+        "stop_where_all_validate": [2, 3],
+        "trainer": {"val_check_interval": 0.25, "max_epochs": 9},
+    },
+    "one group says stop where all validate, static": {
+        "strategy": {"groups": 2, "data": "static"},
+        "stop_at": {"2": 4, "3": 4},
+        "trainer": {"val_check_interval": 4, "max_epochs": 9},
+    },
     "early stopping": {
         "early": {"monitor": "val_loss", "min_delta": 10.0, "patience": 0},
         "trainer": {"max_epochs": 50},
@@ -326,6 +335,15 @@ def test_a_stop_in_the_hooks_of_an_epochs_end_ends_the_run_for_all(trained: Run)
     ranks = result(trained, "one rank says stop in the last hook of an epoch")
     assert {each["epoch"] for each in ranks} == {2}
     assert {len(each["samples"]) for each in ranks} == {2}, "no rank has begun another epoch"
+
+
+@pytest.mark.parametrize(
+    "name", ["one group says stop where all validate", "one group says stop where all validate, static"]
+)
+def test_a_stop_in_one_group_where_all_validate_ends_the_run_after_that_validation(trained: Run, name: str) -> None:
+    ranks = result(trained, name)
+    assert {each["epoch"] for each in ranks} == {ranks[0]["epoch"]}
+    assert {len(each["validations"]) for each in ranks} == {1}
 
 
 def test_early_stopping_decides_for_all_ranks(trained: Run) -> None:

@@ -81,6 +81,7 @@ class _Epoch:
     Attributes:
         plan: of its data, if they are leased.
         validates: whether all validate after this batch; None leaves it to Lightning.
+        is_due: whether the other groups, too, come to the validation after this batch, without being called to it.
         is_over: whether this group has its last batch behind it.
         is_skipped: whether another group has ended the epoch before its time.
         is_check: whether all synchronize after this batch without a validation.
@@ -89,6 +90,7 @@ class _Epoch:
 
     plan: EpochPlan | None = None
     validates: bool | None = None
+    is_due: bool = False
     is_over: bool = False
     is_skipped: bool = False
     is_check: bool = False
@@ -474,7 +476,8 @@ class EpochDriver:
             return  # no training is under way: validation after the fit, or without one
         if self.published.evaluates or self.published.version is not None:
             return
-        if self.world.is_computing and _private.stops_now(self.trainer) and not self._stopping:
+        stops = _private.stops_now(self.trainer) and not self._stopping
+        if self.world.is_computing and stops and not self._epoch.is_due:  # else the others hear of it when they go on
             self.leave("validate")
         self._synchronize(module)
 
@@ -542,6 +545,7 @@ class EpochDriver:
             is_due: what the loop would say by itself.
         """
         trainer, epoch = self.trainer, self._epoch
+        epoch.is_due = False
         if epoch.is_check:
             self._check()
             return False
@@ -552,9 +556,21 @@ class EpochDriver:
                 self.published.end_known()
                 return not _private.stops_now(trainer) and self.published.is_due(self._coming)
             epoch.validates = self.published.end_all() or epoch.validates
+        elif not (self.published.is_on or self._stopping) and _private.stops_now(trainer):
+            epoch.is_due = self._is_due_without_stop(is_due)
         if epoch.validates is None:
             return is_due()
         return _private.validates_this_epoch(trainer) and (epoch.validates or _private.stops_now(trainer))
+
+    def _is_due_without_stop(self, is_due: Callable[[], bool]) -> bool:
+        """Whether all would validate after this batch if no callback of this rank had said stop."""
+        if self._epoch.validates is not None:
+            return self._epoch.validates and _private.validates_this_epoch(self.trainer)
+        self.trainer.should_stop = False
+        try:
+            return is_due()
+        finally:
+            self.trainer.should_stop = True
 
     def _check(self) -> None:
         """All groups synchronize inside the epoch, and go on."""

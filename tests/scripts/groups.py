@@ -219,6 +219,8 @@ class Notes(pl.Callback):
             raise ValueError("something is wrong with this batch")
         if number == self.options.get("stop_at", {}).get(str(RANK)):
             trainer.should_stop = True
+        if trainer.strategy.epochs._epoch.validates and RANK in self.options.get("stop_where_all_validate", ()):
+            trainer.should_stop = True
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         if trainer.current_epoch == self.options.get("stop_at_end_of", {}).get(str(RANK)):
