@@ -93,6 +93,9 @@ def test_sigterm_ends_all_ranks_at_one_batch_and_saves(options: dict[str, Any], 
         for seen in finished.results.values():
             assert (seen["exception"], seen["received"]) == ("SIGTERMException", True)
             assert seen["world"] == ranks, "callbacks see all ranks, not a group's"
+        updates = {int((running.folder / f"updates{rank}").read_text()) for rank in range(ranks)}
+        assert len(updates) == 1
+        assert updates != {0} or "method" in options["strategy"]
         for name in ("exception", "model"):
             saved = torch.load(running.folder / f"{name}.ckpt", weights_only=False)
             assert saved["global_step"] == finished.results[0]["step"] > 0

@@ -534,6 +534,7 @@ class OmniStrategyHooks(SavingStrategy):
         """Tells the others why this rank does not come back."""
         super().on_exception(exception)
         if self._ends_with_all(exception):
+            self.reporting.ask(self.world)
             return
         if self._world is not None:
             self.reporting.keep(self.world)

@@ -144,7 +144,11 @@ def main() -> None:
     if OPTIONS.get("slow_disk"):
         options["plugins"] = SlowDisk()
     run = trainer(strategy, OPTIONS.get("devices", 4), callbacks=callbacks, **options)
-    run.fit(SlowNet(norm=False), *loaders(OPTIONS.get("samples", 256)))
+    try:
+        run.fit(SlowNet(norm=False), *loaders(OPTIONS.get("samples", 256)))
+    except SystemExit:
+        (FOLDER / f"updates{RANK}").write_text(str(strategy.report().updates))
+        raise
     report(RANK, {"exception": "", "step": run.global_step, "handler": str(signal.getsignal(signal.SIGTERM))})
 
 
