@@ -405,3 +405,15 @@ def test_a_connection_is_to_a_server_that_was_found_when_it_was_there_itself() -
         assert (asked, opened) == ([0, 1], [("of server 2", 1)])
         connection.renew()
         assert len(opened) == 1, "a server lets each rank in once"
+
+
+def test_ranks_tell_servers_apart_by_the_same_numbers_whichever_they_have_joined_first() -> None:
+    layout = Layout.of({"w": torch.zeros(4)})
+    with served(ZeroMQ()) as first, served(ZeroMQ()) as second:
+        second.core.began = first.core.began + 1000
+        early, late = first.join(0, 2, layout), second.join(1, 2, layout)
+        assert 0 < early.returns < late.returns
+        early.came_back(m.Welcome(mac=b"", data_port=1, heartbeat_timeout=1.0, began=second.core.began))
+        assert early.returns == late.returns
+        early.came_back(m.Welcome(mac=b"", data_port=1, heartbeat_timeout=1.0))
+        assert early.returns > late.returns, "also where a server does not say when it began"

@@ -25,7 +25,8 @@ class Admission:
         key: its shared secret.
         random: draws that many random bytes (nonces).
         data_port: the port of the data socket, which is told to every admitted rank; and so is ...
-        standing: ... seconds for which ranks are to look for the server again when it is gone, and updates so far.
+        standing: ... seconds for which ranks are to look for the server again when it is gone, updates so far, and when
+            it began.
     """
 
     def __init__(
@@ -34,7 +35,7 @@ class Admission:
         key: bytes,
         random: Callable[[int], bytes],
         data_port: Callable[[], int],
-        standing: Callable[[], tuple[float, int]],
+        standing: Callable[[], tuple[float, int, int]],
     ) -> None:
         self._roster, self._servers, self._limits, self._now = run.roster, run.servers, run.limits, run.now
         self._key, self._random = key, random
@@ -88,7 +89,7 @@ class Admission:
     def admit(self, sender: Sender, message: m.Proof, payload: Payload) -> list[Out]:
         """A rank proves that it holds the key."""
         hello, challenge = self._roster.admit(sender.peer, message, self._now())
-        patience, clock = self._standing()
+        patience, clock, began = self._standing()
         welcome = m.Welcome(
             mac=server_mac(self._key, hello, challenge),
             data_port=self._data_port(),
@@ -96,6 +97,7 @@ class Admission:
             shards=self._servers.count,
             patience=patience,
             clock=clock,
+            began=began,
         )
         self._servers.tell(sm.Admit(hello=hello, challenge=challenge, joins=self._roster.joining))
         return [Out(sender.peer, m.CONTROL, welcome)]

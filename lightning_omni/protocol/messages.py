@@ -322,6 +322,8 @@ class Welcome(Message, frozen=True, kw_only=True):
         patience: seconds for which a rank is to look for the server again when it is gone: its state is saved, and
             another one will go on from it. 0 if none will.
         clock: updates that the weights contain.
+        began: when the server was started, in milliseconds. Of servers one after the other at one address the later
+            one has the larger number; ranks know by it whether they speak to the same. 0 if none goes on after this.
     """
 
     mac: bytes
@@ -330,6 +332,7 @@ class Welcome(Message, frozen=True, kw_only=True):
     shards: int = 1
     patience: float = 0.0
     clock: int = 0
+    began: int = 0
 
 
 class RefusedMessage(Message, tag="Refused", frozen=True, kw_only=True):

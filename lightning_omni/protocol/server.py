@@ -81,7 +81,8 @@ class ServerCore:
         key: the run's shared secret.
         limits: for how long it waits for ranks.
         data_port: told to every admitted rank; the driver of the machine sets it, and so does it ...
-        about: ... this, which is told to processes that watch: what there is to know of the server's process.
+        about: ... this, which is told to processes that watch: what there is to know of the server's process. And ...
+        began: ... this: see `lightning_omni.protocol.messages.Welcome`.
         strangers: messages refused because they were malformed or their sender had not been admitted.
         roster: the ranks of the run.
         notes: tells the recorder.
@@ -141,7 +142,7 @@ class ServerCore:
         self.about: Callable[[], m.About] = m.About
         self._observers = Observers(key, random)
         self.journal = Journal()
-        self.patience = 0.0
+        self.patience, self.began = 0.0, 0
         self.on_save: Callable[[int], None] = lambda number: None
         self.on_run_over: Callable[[], None] = lambda: None
         self.reset()
@@ -155,7 +156,7 @@ class ServerCore:
             self.roster, self._shards, self._epochs, self.notes, self.journal, servers, self.limits, self._last_now
         )
         self._admission = Admission(
-            run, self.key, self._random, lambda: self.data_port, lambda: (self.patience, self.clock)
+            run, self.key, self._random, lambda: self.data_port, lambda: (self.patience, self.clock, self.began)
         )
         training = self._training = Training(run, self._admission)
         self._synchronization = Synchronization(run, training, lambda *brought: self._router.forward(*brought))

@@ -75,7 +75,8 @@ class Control(ABC):
         has_finished: whether the run is at its end when this rank says goodbye.
         progress: counts what this rank has got done, and how often it has waited for the server a little more.
         patience: seconds for which the server is looked for when it is gone; 0 if its loss ends the run.
-        returns: how often another server has gone on in the place of one that was gone.
+        returns: tells the servers apart that have gone on in the place of one that was gone: each has a larger number,
+            the same at all ranks of a group, whenever they have joined.
         is_away: whether the server is gone, and looked for.
     """
 
@@ -208,7 +209,7 @@ class Control(ABC):
             raise ConnectionLost(f"the parameter server at {self.address} is gone")
 
     def wait_for_another(self, returns: int) -> None:
-        """Waits until another server has gone on so often.
+        """Waits until a server is there whose ``returns`` is not below this.
 
         Raises:
             ConnectionLost: there is none any more.
@@ -219,7 +220,7 @@ class Control(ABC):
 
     def came_back(self, welcome: m.Welcome) -> None:
         """Another server goes on in the place of the one that was gone."""
-        self.returns, self.is_away = self.returns + 1, False
+        self.returns, self.is_away = max(self.returns + 1, welcome.began), False
         if self.records:
             lost = max(0, (self.status.clock if self.status is not None else 0) - welcome.clock)
             _log.warning(

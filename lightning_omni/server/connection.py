@@ -139,7 +139,7 @@ class ControlConnection(Control):
             raise
         self._wire, self._monitor = self._dialed.wire, self._dialed.monitor
         self.heartbeat_timeout, self.shards = welcome.heartbeat_timeout, welcome.shards
-        self.patience = welcome.patience
+        self.patience, self.returns = welcome.patience, welcome.began
         self.data_address = data_address(address, welcome.data_port)
         shares = shared_memory and is_private(address) and segments.is_offered()
         self.session = Session(self.data_address, rank, self._secret, self.keys, memory_path(address) if shares else "")
