@@ -57,6 +57,9 @@ if TYPE_CHECKING is True:  # LightningCLI runs what type checkers read, but not 
 class OmniStrategyHooks(SavingStrategy):
     """Trains synchronously inside compute groups and asynchronously across them.
 
+    Use it where synchronization is the bottleneck: step times that vary, a slow network, or workers that may die. See
+    docs/quickstart.md. Only ``groups`` and ``method`` matter at first; the defaults of the others suit most runs.
+
     Args:
         groups: number of compute groups, from 1 (plain DDP, bit for bit, with no server in the path) to the number of
             ranks. Groups differ in size by at most one rank. None uses the environment variable LIGHTNING_OMNI_GROUPS
@@ -69,49 +72,50 @@ class OmniStrategyHooks(SavingStrategy):
         data: ``"dynamic"`` deals out the samples of an epoch to the groups as they become free, so that a slow group
             does not delay the others; ``"static"`` gives every rank its share in advance, as DistributedSampler does.
             None uses LIGHTNING_OMNI_DATA, or ``"dynamic"``.
-        rebalance: ``"auto"`` measures the speed of the ranks and splits each group's batch in proportion, where that
-            makes the group more than 5 % faster; ``"off"`` gives all ranks equal parts. The loss must be a mean over
-            the batch.
-        host: address that the embedded server binds. None uses no port at all on one node, and MASTER_ADDR on several.
+        rebalance: for ranks of different speed: ``"auto"`` measures their speeds and splits each group's batch in
+            proportion, where that makes the group more than 5 % faster; ``"off"`` gives all ranks equal parts. The loss
+            must be a mean over the batch.
+        host: address that the embedded server (the one that rank 0 starts) binds. None uses no port at all on one node,
+            and MASTER_ADDR on several.
         encryption: of connections over the network: ``"curve"``, or ``"off"`` on a network whose every user you trust.
-        heartbeat_timeout: seconds of silence after which a rank counts as dead.
-        max_nonfinite_pushes: consecutive pushes with NaN or infinite gradients that a group may make before the run
-            ends.
+        heartbeat_timeout: seconds of silence after which a rank counts as dead, at least 2.
+        max_nonfinite_pushes: number of pushes in a row with NaN or infinite gradients that a group may make before the
+            run ends.
         merged: name of a submodule that stays at the server, such as the last layers of a classifier. Each group's
             batch passes through it there, one group at a time, so that its weights are never stale and never sent; only
-            activations and their gradients are. With one group this has no effect.
+            activations and their gradients are. See docs/merged-head.md. With one group this has no effect.
         record: file for a record of everything that changes the weights, written by the embedded server; the simulator
-            can replay it, see `lightning_omni.simulator.replay`.
+            can replay it, see `lightning_omni.simulator.replay`. None records nothing.
         wire: encoding of pushes, for slow networks: ``"fp32"``, uncompressed; ``"bf16"`` or ``"fp16"``, half the bytes;
             ``"int8"``, about a quarter; ``"topk:0.01"``, the largest hundredth of the numbers with their positions; or
             a value, see docs/wire-formats.md. What a lossy format leaves out is added to the group's next push.
-            ``{"push": "int8", "pull": "bf16"}`` sets the encoding of answers, too. With one group nothing is pushed.
+            ``{"push": "int8", "pull": "bf16"}`` sets the encoding of answers, too. With one group this has no effect.
         overlap: whether a group computes its next gradient during an exchange, which makes that gradient one step
             staler; for methods whose optimizer steps at the server. Use it where exchanges take long: see
-            docs/performance.md. With one group nothing is exchanged.
-        servers: number of parameter servers that share the weights, so that no single link carries the pushes of all
-            groups: a number, all on rank 0's node; or ``"per-node"``, one on each node, with which an exchange of all
-            groups sends no more bytes over any link than a ring all-reduce. See docs/servers.md.
-        validation: ``"wait"``: all groups synchronize and validate together. ``"published"``: where a validation is due
-            inside an epoch, one group evaluates the weights of that moment while the others train on; see
+            docs/performance.md. With one group this has no effect.
+        servers: number of parameter servers, each of which holds a share of the weights, so that no single link carries
+            the pushes of all groups: a number, all on rank 0's node; or ``"per-node"``, one on each node. Then an
+            exchange of all groups sends no more bytes over any link than a ring all-reduce. See docs/servers.md.
+        validation: ``"wait"``: all groups synchronize and validate together. ``"published"``: a validation inside an
+            epoch is done by one group, with the weights of that moment, while the others train on; see
             docs/validation.md.
-        join: whether the ranks of this launcher are one group of a run that other groups train, too. The group begins
-            the run at ``server``, or joins it, at any time, and may leave it at any time; see docs/joining.md. None
-            joins the run of the server that LIGHTNING_OMNI_SERVER names, if no ``server`` is passed.
+        join: whether the ranks of this launcher are one group of a run in which groups come and go, each with its own
+            launcher. The group joins the run at ``server``, or begins it if it is the first, and may leave at any time;
+            see docs/joining.md. None means True if LIGHTNING_OMNI_SERVER is set and no ``server`` is passed.
         save_every: seconds between two saves of the embedded server's state. If the server dies, rank 0 starts another
             one, which continues from the last save: see docs/resilience.md. With None nothing is saved, and the run
             ends if the server dies.
         inside: how the members of a group hold the model: ``"ddp"``, each the whole model; ``"fsdp"``, each a shard
             with rows of every parameter (torch's ``fully_shard``), for models that no single device can hold; or
-            ``ModelParallelStrategy(data_parallel_size=..., tensor_parallel_size=...)``, as the module's
+            ``ModelParallelStrategy(data_parallel_size=..., tensor_parallel_size=...)``, with which the module's
             ``configure_model`` parallelizes and shards it on the group's ``self.device_mesh``. With the last two every
             member exchanges its own shard, and no rank ever has the whole model: see docs/large-models.md.
-        max_rejoins: how often in a row a group of ``join`` that was evicted by mistake (because its machine was
+        max_rejoins: with ``join``, how often in a row a group that was evicted by mistake (because its machine was
             suspended or its link failed) rejoins automatically, as a new group: if the script ends with that error, its
             process runs its own command again, after 1, 2, 4, ... seconds. See docs/joining.md. 0 disables this.
-        progress_timeout: seconds after which a group that answers heartbeats but makes no progress (no batch and no
-            validation batch) is evicted, because it hangs in a collective or a loader and others would wait for it.
-            Counted by the embedded server, from the first trained batch on; ``lightning-omni serve`` has its own
+        progress_timeout: seconds, at least 2, after which a group that answers heartbeats but makes no progress (no
+            batch and no validation batch) is evicted: it hangs in a collective or a loader, and others would wait for
+            it. Counted by the embedded server, from the first trained batch on; ``lightning-omni serve`` has its own
             option. None disables this.
         all_reduce: how gradients are averaged inside a group, for slow networks between its members: ``"fp32"``, as
             DistributedDataParallel does; ``"bf16"`` or ``"fp16"``, half the bytes; ``"powersgd:4"``, each matrix of
@@ -124,7 +128,7 @@ class OmniStrategyHooks(SavingStrategy):
         shards: with ``inside="fsdp"``, the number of ranks that hold one replica of the model together. A group has one
             or more replicas, whose gradients are averaged; so groups may have different sizes: see
             docs/large-models.md. None is the size of the smallest group.
-        **ddp: arguments of DDPStrategy.
+        **ddp: arguments of DDPStrategy (``find_unused_parameters``, ``timeout``, ``start_method``, ...).
 
     Raises:
         ConfigurationError: an argument is wrong; the message names it.
@@ -595,22 +599,24 @@ class OmniStrategyHooks(SavingStrategy):
     # --- Regrouping --------------------------------------------------------------------------------------------------
 
     def regroup(self, groups: int, by_speed: bool = False) -> None:
-        """Forms other compute groups, in mid-fit. Weights, optimizer state and data carry on.
+        """Changes the number of compute groups during a fit. Weights, optimizer state and data position are kept.
 
-        Call it on every rank from a training hook at a batch boundary (``on_train_batch_end``, say), at the same
-        number of batches on each rank. Batches that were drawn and not trained go back to the pool.
+        Call it on every rank from a training hook at a batch boundary (``on_train_batch_end``, for example), after the
+        same number of batches on each rank. Batches that were drawn but not trained are dealt out again.
 
         Args:
             groups: the new number of groups, 1 to the number of live ranks, or of replicas of a sharded model.
-            by_speed: puts like with like, so that no slow rank delays a fast group; ``rebalance="auto"`` must have
-                measured every rank.
+            by_speed: puts ranks of similar speed into one group, so that no slow rank delays a fast group;
+                ``rebalance="auto"`` must have measured every rank.
 
         Raises:
-            ConfigurationError: wrong number, not at a batch boundary, or speeds are not known.
+            ConfigurationError: ``groups`` is out of range, this is no batch boundary, or speeds are not known.
         """
         world, trainer = self.world, self._trainer
         if not self._is_fitting(trainer) or not self.proxies:
-            raise ConfigurationError("regroup() forms groups while trainer.fit runs; before that, pass groups=")
+            raise ConfigurationError(
+                "regroup() works while trainer.fit runs; before that, pass groups= to OmniStrategy"
+            )
         if trainer.fit_loop.batch_idx >= 0 and self.epochs.is_open and not _private.will_step(trainer):
             raise ConfigurationError(
                 "regroup() inside an accumulation window would mix gradients of different groups; call it when"

@@ -55,24 +55,25 @@ class DeviceTunerHooks(_CallbackBase):
     """Finds the settings with which this device trains the model fastest, before the first batch, and uses them.
 
     Measurements use copies of the model, with the module's own ``training_step`` and batches of its own data: weights,
-    data order and RNG state of the run are those of a run without the callback. Settings that keep the mathematics up
-    to rounding are applied: threads, the C library's handling of freed memory, memory format, fused optimizer, compiled
+    data order and RNG state of the run are those of a run without the callback. Settings that change results only by
+    rounding are applied: threads, the C library's handling of freed memory, memory format, fused optimizer, compiled
     submodules. Precision is changed only if it is allowed. After the fit everything is restored.
 
-    With several ranks, rank 0 measures and decides for all.
+    It works on a single device, and with DDPStrategy and OmniStrategy, where rank 0 measures and decides for all. See
+    docs/devices.md.
 
     Args:
         allow: ``("precision",)`` allows training in bfloat16 (``"bf16-mixed"``, or TF32 on CUDA) if that is faster and
             the losses of a short probe agree. Batch size and number of workers cannot change within a fit.
-        propose: what else is measured, for the report: ``"precision"``, ``"batch_size"``.
+        propose: what else is measured, for the report alone: ``"precision"``, ``"batch_size"``.
         budget: seconds for all measurements together.
         tolerance: how far apart the loss curves of two precisions may be, as a fraction of the losses.
-        setting: use this and measure nothing.
-        batches: to measure with; by default some of the train dataloader's, taken directly from its dataset.
+        setting: a setting of an earlier report, which is used without measuring; None measures.
+        batches: a list of batches to measure with; None takes some of the train dataloader's, from its dataset.
 
     Attributes:
         report: the measurements, a `lightning_omni.device.DeviceReport`; None if nothing was measured.
-        problem: why nothing was measured.
+        problem: why nothing was measured; None if something was.
 
     Raises:
         ConfigurationError: an argument is wrong; the message names it.
@@ -227,7 +228,10 @@ class DeviceTunerHooks(_CallbackBase):
         if is_fast_dev_run(trainer):
             raise ConfigurationError("fast_dev_run trains too little")
         if type(strategy) not in self.strategies and not isinstance(strategy, OmniStrategyHooks):
-            raise ConfigurationError(f"{type(strategy).__name__} keeps the weights in its own way")
+            raise ConfigurationError(
+                f"{type(strategy).__name__} keeps the weights in its own way; use a single device, DDPStrategy or"
+                " OmniStrategy"
+            )
         if not pl_module.automatic_optimization:
             raise ConfigurationError(
                 "with manual optimization a copy's training_step would step the optimizers of the run; use"

@@ -45,11 +45,11 @@ class OmniTunerHooks(_CallbackBase):
     of groups, method, number of local steps and wire format; their costs in samples are known from other tasks. When a
     setting is predicted to be clearly faster, the run switches to it in the middle of the epoch: groups are formed,
     momentum and learning rate are set, and batches are split in proportion to the ranks' speeds where that pays. If no
-    setting is faster, nothing changes. No batch is discarded.
+    setting is faster, nothing changes. No batch is discarded. See docs/tuning.md.
 
-    With ``search="bayes"`` and the other searches, the tuner instead trains a few batches with one setting after
-    another, before the first batch and again at ends of epochs, each time from the same snapshot. After a search,
-    weights, optimizer state, data order and RNG state are those of the run.
+    With ``search="bayes"`` and the other searches, the tuner instead makes *probes*: it trains a few batches with one
+    setting after another, each time from the same snapshot, before the first batch and again at ends of epochs. After a
+    search, weights, optimizer state, data order and RNG state are as they were before it.
 
     In a run that groups join on their own (``OmniStrategy(join=True)``) their number is given, and momentum and
     learning rate follow it whenever one joins, leaves or dies.
@@ -57,31 +57,31 @@ class OmniTunerHooks(_CallbackBase):
     It needs `OmniStrategy`, one optimizer, automatic optimization, and one DataLoader over a map-style dataset.
 
     Args:
-        target: desired value of ``monitor``; None for the lowest loss at the end of the run.
-        monitor: name of a logged metric, read when it is validated.
-        budget: part of the run's time that probes may take, 0 or more and less than 1: 0.1 is a tenth. Two fifths of it
-            are for the search before the first batch, two fifths for the first retuning during the run; later searches
-            have to be earned by time trained. 0 tunes nothing.
+        target: value of ``monitor`` that is to be reached soonest; None for the lowest loss at the end of the run.
+        monitor: name of a logged metric; read at validations.
+        budget: part of the run's time that probes may take, from 0 to below 1: 0.1 is a tenth. Two fifths of it are for
+            the search before the first batch, two fifths for the first retuning during the run; later searches may use
+            this part of the time that has passed, less what earlier ones took. 0 tunes nothing, whatever the search.
         search: ``"forecast"`` times the run's own first batches and makes no probes. ``"bayes"`` asks scikit-optimize
             for the most promising setting by predicted time, starting from theory; ``"omnivore"`` is the published
             algorithm; ``"grid"`` and ``"random"`` are grid and random search. With ``data="static"`` groups cannot
             change inside an epoch, and ``"bayes"`` replaces ``"forecast"``.
         space: the search space: any of ``"groups"``, ``"method"``, ``"period"``, ``"wire"``, ``"overlap"``,
             ``"all_reduce"``, ``"merged"``, ``"momentum"``, ``"lr"``, ``"rebalance"``, each a value, a list, or the
-            smallest and the largest value. ``"merged"`` names submodules that groups may have merged. By default groups
-            are powers of two and the number of ranks, momentum is 0 to 0.95 (or yours, if it is larger), the learning
-            rate follows them, and batches may be split by speed. ``"forecast"`` also searches how groups exchange, and
-            how their members average gradients, unless you have chosen it (``method=``, ``wire=``, ``overlap=`` or
-            ``all_reduce=`` of the strategy).
+            smallest and the largest value: ``{"groups": [1, 2, 4], "momentum": 0.9}``. ``"merged"`` names submodules
+            that may become merged heads. By default groups are powers of two and the number of ranks, momentum is 0 to
+            0.95 (or up to yours, if that is larger), the learning rate follows them, and batches may be split by speed.
+            ``"forecast"`` also searches how groups exchange, and how their members average gradients, unless you have
+            chosen it (``method=``, ``wire=``, ``overlap=`` or ``all_reduce=`` of the strategy).
         retune_every: epochs between two checks whether the setting is still the best; None for no checks.
         mode: ``"min"`` or ``"max"``: whether a smaller or a larger ``monitor`` is better; None decides by its name
-            ("min" for names with "loss" or "error").
+            (``"min"`` if it contains "loss" or "error", otherwise ``"max"``).
         seed: of the search, and of the samples that probes train on.
 
     Attributes:
-        choice: the latest choice, a `lightning_omni.search.Choice`; on rank 0.
-        searches: all searches of this fit, on rank 0.
-        problem: why nothing was searched.
+        choice: on rank 0, the latest choice, a `lightning_omni.search.Choice`.
+        searches: on rank 0, all searches of this fit.
+        problem: why nothing was searched; empty if there was no problem.
 
     Raises:
         ConfigurationError: an argument is wrong; the message names it.
