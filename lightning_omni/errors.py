@@ -6,15 +6,15 @@
     │   └── UnsupportedError                     a feature that asynchronous training cannot serve
     ├── ConnectionLost                           the parameter server cannot be reached, or went away
     ├── ProtocolError                            a message broke the protocol
-    │   ├── MalformedMessage                     ... it could not even be read
-    │   └── Refused                              ... the other side said no, and why (``code``)
+    │   ├── MalformedMessage                     ... it could not be read
+    │   └── Refused                              ... the other side refused it; ``code`` says why
     ├── RankLost                                 this rank's group was evicted, or the run is over
-    │   └── Evicted                              ... the run goes on, and the group may join it again as a new one
+    │   └── Evicted                              ... the run continues, and the group may join it again as a new one
     ├── CollectiveMismatch                       ranks called different collectives
     └── NonFiniteGradients                       gradients stayed NaN or infinite for too long
 
-The class says whose fault it is: a :class:`ConfigurationError` is the caller's, a :class:`ProtocolError` the
-peer's, a :class:`ConnectionLost` the machine's.
+The class says where to look for the cause: a :class:`ConfigurationError` at the caller, a :class:`ProtocolError` at
+the other process, a :class:`ConnectionLost` at the machine or network. docs/errors.md has remedies.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class UnknownArgument(ConfigurationError, TypeError):
 
 
 class UnsupportedError(ConfigurationError):
-    """Something that cannot work across asynchronous groups. The message says why and what to do instead."""
+    """Something does not work across asynchronous groups. The message says why and what to do instead."""
 
 
 class ConnectionLost(OmniError):
@@ -41,11 +41,11 @@ class ConnectionLost(OmniError):
 
 
 class ProtocolError(OmniError):
-    """A message that the protocol does not allow at this point."""
+    """A message came that the protocol does not allow at this point."""
 
 
 class MalformedMessage(ProtocolError):
-    """Bytes that are not a message of this protocol."""
+    """Bytes came that are not a message of this protocol."""
 
 
 class Refused(ProtocolError):
@@ -65,7 +65,7 @@ class RankLost(OmniError):
 
 
 class Evicted(RankLost):
-    """This rank's group was evicted, for one of its ranks was silent or is gone; it may join again, as a new one."""
+    """This rank's group was evicted because one of its ranks was silent or is gone; it may join again, as a new one."""
 
 
 class CollectiveMismatch(OmniError):

@@ -13,7 +13,7 @@ from lightning_omni.checks import counted
 
 
 class Staleness(Metric):
-    """Mean, spread and largest value of gradients' staleness.
+    """A torchmetrics metric: mean, spread and largest value of gradients' staleness.
 
     Staleness counts the updates that the server made between a gradient's read of the weights and its application.
     `compute` returns ``{"mean", "std", "max", "count"}``, over all ranks that take part in the sync.
@@ -61,7 +61,7 @@ class Staleness(Metric):
 
 @dataclass(frozen=True)
 class RunReport:
-    """A run in numbers.
+    """A run in numbers, as `OmniStrategy.report` returns it.
 
     Attributes:
         updates: updates of the weights, over all groups and optimizers.
@@ -70,13 +70,13 @@ class RunReport:
         groups: compute groups at the end.
         group_size: ranks in the largest of them.
         refused: pushes refused because they were not finite.
-        ranks_lost: ranks that were lost on the way.
-        bytes_per_step: bytes of tensors that rank 0's group exchanged with the server, to and fro, for each batch;
+        ranks_lost: ranks that were lost during the run.
+        bytes_per_step: bytes of tensors that rank 0's group exchanged with the server, in both directions, per batch;
             with gossip, those that it sent to other groups and read from them.
-        head_time: seconds of exclusive access to the merged head, lately; 0 if there is none.
-        serve_time: seconds of the server's own time for one push lately; 0 if nothing was pushed.
-        total_momentum: explicit momentum and what asynchrony adds to it, as sensed lately; None if it is unknown: few
-            pushes, another optimizer than plain SGD, or one that steps at the workers.
+        head_time: seconds that one exclusive access to the merged head took lately; 0 if there is none.
+        serve_time: seconds that the server itself took for one push lately; 0 if nothing was pushed.
+        total_momentum: explicit momentum plus what asynchrony adds, as estimated lately; None if it is unknown, because
+            there were few pushes, the optimizer is not plain SGD, or it steps at the workers.
     """
 
     updates: int

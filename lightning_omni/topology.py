@@ -49,7 +49,7 @@ class Topology:
             its place as an empty tuple, so that group numbers never change while a topology lives.
 
     Raises:
-        ConfigurationError: a rank stands in two groups, or no group has a rank.
+        ConfigurationError: a rank is in two groups, or no group has a rank.
 
     Example:
         >>> Topology.even(world_size=5, groups=2)
@@ -74,7 +74,7 @@ class Topology:
         Args:
             world_size: number of ranks N.
             groups: number of compute groups g, ``1 <= g <= N / together``.
-            together: so many neighbours are always in one group: those that hold a model together, say.
+            together: number of neighbouring ranks that always stay in one group, such as those that hold one model.
 
         Raises:
             ConfigurationError: ``groups`` is out of range, or the ranks are no multiple of ``together``.
@@ -87,12 +87,12 @@ class Topology:
 
     @classmethod
     def of(cls, ranks: Iterable[int], groups: int, together: int = 1) -> Topology:
-        """Like :meth:`even`, for any set of ranks (those that are still alive, say)."""
+        """Like :meth:`even`, for any set of ranks, such as those that are still alive."""
         return cls(_joined(_cut(_neighbours(sorted(ranks), together), groups)))
 
     @classmethod
     def by_speed(cls, speeds: Mapping[int, float] | Sequence[float], groups: int, together: int = 1) -> Topology:
-        """Like with like: the fastest ranks make the first group, so that no slow rank delays a fast group.
+        """Groups of similar speed: the fastest ranks form the first group, so that no slow rank delays a fast one.
 
         Sizes differ by at most ``together``. Ranks of equal speed stay in order, so that equal speeds give
         :meth:`even`. Neighbours that stay together are as fast as the slowest of them.

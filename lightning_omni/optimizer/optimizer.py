@@ -24,16 +24,16 @@ _STATE_DICTS = "torch.distributed.checkpoint.state_dict"
 class OmniOptimizer(Optimizer):
     """Wraps any torch optimizer so that it steps across compute groups, with the method of the world.
 
-    Hyperparameters are read from and edited in the wrapped optimizer (by schedulers, for example). Where the method
-    steps at the parameter server, they are sent with every push. Where it steps at the workers, the wrapped optimizer
+    For loops without Lightning. Use it in place of the optimizer, also for schedulers. Where the method steps at the
+    parameter server, hyperparameters are sent with every push. Where it steps at the workers, the wrapped optimizer
     itself steps, and the groups exchange weights. With one group nothing is exchanged, and the wrapped optimizer steps,
     bit for bit.
 
     Args:
         optimizer: the optimizer to wrap, over parameters that live on this rank.
         world: the run that this rank belongs to.
-        names: a name of its own for every parameter, or a function that returns these names, if parameters are added
-            during the run; by default their positions, ``"0.3"`` for the fourth of the first group.
+        names: a unique name for every parameter, or a function that returns these names, if parameters are added during
+            the run. By default their positions: ``"0.3"`` is the fourth parameter of the first parameter group.
         merged: parameters of a merged head, which the server steps separately: see `World.attach_head`.
 
     Raises:
@@ -100,10 +100,10 @@ class OmniOptimizer(Optimizer):
         raise AttributeError(f"'OmniOptimizer' object has no attribute '{name}'{where}", name=name, obj=self)
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's state_dict; its state is the server's, if several groups train.
+        """The wrapped optimizer's state_dict. While the server holds the state, call it on rank 0, which asks for it.
 
-        Rank 0 has to ask the server, so call it there; other ranks return their (empty) own. Where ranks hold the model
-        together, those that hold it with rank 0 call it, and each gets the state of its share.
+        Other ranks return their own, which is empty. Where ranks hold the model together, those that hold it with rank
+        0 call it, and each gets the state of its share.
         """
         own: dict[str, Any] = self.optimizer.state_dict()
         if self._is_at_server and self.world.hands_over:
@@ -133,7 +133,7 @@ class OmniOptimizer(Optimizer):
         return _wrapped, (self.optimizer,)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state_dict, before training begins; the server is given the state when it does."""
+        """Loads a state_dict. Call it before training begins: then the server is given the state."""
         self.optimizer.load_state_dict(state_dict)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -141,9 +141,10 @@ class OmniOptimizer(Optimizer):
         self.optimizer.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group to the wrapped optimizer; at any time, on every rank, and on the wrapped optimizer if you like.
+        """Adds a parameter group, at any time. Call it on every rank, here or on the wrapped optimizer.
 
-        The parameters take the values that the server has for them, or that this group brings if it is the first.
+        The parameters take the values that the server has for them, or this compute group's if it is the first to add
+        them.
         """
         self.optimizer.add_param_group(param_group)
 
@@ -170,7 +171,7 @@ class OmniOptimizer(Optimizer):
         return self.optimizer.register_state_dict_pre_hook(hook, prepend)
 
     def register_state_dict_post_hook(self, hook: Callable[..., Any], prepend: bool = False) -> RemovableHandle:
-        """Calls ``hook(self, state_dict)`` when `state_dict` has the state, also where the server holds it."""
+        """Calls ``hook(self, state_dict)`` when `state_dict` has the state, even while the server holds it."""
         handle = RemovableHandle(self._state_dict_hooks)
         self._state_dict_hooks[handle.id] = hook
         if prepend:
@@ -187,7 +188,7 @@ class OmniOptimizer(Optimizer):
 
         Args:
             closure: computes loss and gradients, as for any torch optimizer.
-            arguments: further ones of the wrapped optimizer's step, if it steps on the ranks.
+            arguments: further arguments of the wrapped optimizer's step, if it steps on the ranks.
 
         Returns:
             What the closure returns.

@@ -58,6 +58,9 @@ _log = logging.getLogger(__name__)
 class World(Place):
     """A run's compute groups, as seen from this rank. Create it after ``torch.distributed.init_process_group``.
 
+    For loops without Lightning; with Lightning, use `OmniStrategy`. A loop needs `wrap`, `training`, `enter_world`,
+    `enter_compute` and perhaps `regroup`; the other methods are for `OmniStrategy`.
+
     Args:
         groups: number of compute groups, or None for one group per node.
         device: device of the model's weights.
@@ -82,10 +85,12 @@ class World(Place):
             model = world.wrap(Net())
             optimizer = OmniOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), world)
             with world.training():
-                for x, y in batches(seed=world.group):   # members of a group need equal numbers of batches
+                for x, y in batches(seed=world.rank):  # the same number on all members of a group
                     optimizer.zero_grad()
                     loss(model(x), y).backward()
                     optimizer.step()
+
+        docs/quickstart.md has one with epochs, validation and checkpoints.
     """
 
     def __init__(
@@ -251,19 +256,19 @@ class World(Place):
 
     @contextmanager
     def training(self) -> Iterator[World]:
-        """A context in which to train without Lightning: begins, and ends with the master weights on every rank.
+        """A context for the training loop, without Lightning. At its end every rank has the weights to evaluate.
 
-        Buffers (BatchNorm's statistics) stay those that each rank has; `enter_world` with the model merges them.
+        It starts the server, and each group trains by itself at once. Buffers (BatchNorm's statistics) stay those that
+        each rank has; `enter_world` with the model merges them.
 
         Inside it `torch.distributed` has the ranks of this compute group, and so has a DistributedSampler that is made
         there: to divide the samples among all ranks, make it before.
 
         Raises:
             UnsupportedError: a wrapped optimizer steps by itself while groups exchange; DDP over ranks of several
-                groups is called; or with ``join=True``: what a group that joins is given beside the weights is
-                Lightning's.
+                groups is called; or ``join=True`` was passed, which works with Lightning only.
             ConfigurationError: the members of a group have not averaged their gradients.
-            RankLost: ranks have died in an earlier loop; or in this one, and it cannot go on without them.
+            RankLost: ranks have died in an earlier loop; or in this one, and it cannot continue without them.
         """
         if self.enlistment is not None:
             raise UnsupportedError(
@@ -406,19 +411,19 @@ class World(Place):
     # --- Phases ------------------------------------------------------------------------------------------------------
 
     def enter_compute(self) -> None:
-        """The training epoch begins or goes on: each group for itself."""
+        """From here on each group trains by itself: at the start of an epoch, or after a validation inside it."""
         reshard(self.held.sharded)
         self.executor.enter_compute()
 
     def enter_world(self, module: Module | None = None) -> None:
-        """The groups synchronize: every rank gets the weights to evaluate.
+        """The groups synchronize: every rank gets the weights to evaluate. Waits for all ranks.
 
-        Buffers become the same on all ranks: running statistics the mean over the groups, others those of rank 0.
-        Weights of their own, if the method has groups keep any, come back with `enter_compute`. If any rank
-        ``wants_stop``, all are told, by ``on_stop``.
+        Buffers become the same on all ranks: running statistics the mean over the groups, others those of rank 0. If
+        the method has groups with weights of their own, `enter_compute` restores these. If any rank ``wants_stop``, all
+        are told, by ``on_stop``.
 
         Args:
-            module: the model, whose buffers these are; None leaves each group its own.
+            module: the model whose buffers are meant; with None each group keeps its own.
         """
         reshard(self.held.sharded)
         stops = self.executor.enter_world(module, self.wants_stop)
@@ -426,10 +431,14 @@ class World(Place):
             self.on_stop()
 
     def wrap(self, module: Module, **ddp_options: Any) -> Module:
-        """Wraps a module into DistributedDataParallel over the compute group; a group of one needs none.
+        """Wraps a module in DistributedDataParallel over the compute group.
 
-        Initial weights are rank 0's. Where the members of a group hold the model together, the module itself is
-        sharded, or has been on `mesh`.
+        Initial weights are rank 0's. In a group of one rank the module itself is returned, and also where the members
+        of a group hold the model together: then it is sharded here, or has been on `mesh`.
+
+        Args:
+            module: the model.
+            ddp_options: further arguments of DistributedDataParallel.
         """
         if self.options.is_sharded:
             self.held.shard(module)
@@ -467,19 +476,19 @@ class World(Place):
     def regroup(
         self, groups: int, module: Module | None = None, speeds: Mapping[int, float] | None = None
     ) -> tuple[tuple[int, int], ...]:
-        """All live ranks form other groups, at one point of their programs. Weights and optimizer state carry on.
+        """Changes the number of groups, and keeps weights and optimizer state. For all live ranks, at the same step.
 
         Args:
             groups: the new number of groups.
             module: as in `enter_world`.
-            speeds: each live rank's samples per second, the same on all ranks: groups are formed by them, like with
-                like. None forms them in the order of ranks.
+            speeds: each live rank's samples per second, the same on all ranks: ranks of similar speed form a group.
+                None forms groups in the order of ranks.
 
         Returns:
             The ranges of the epoch that the server knows to be trained, if there is one group from here on.
 
         Raises:
-            ConfigurationError: wrong number, or no training is under way.
+            ConfigurationError: ``groups`` is out of range, or this is outside `training`.
         """
         self.check_regroup(groups)
         before, computing = self.executor, self.is_computing
