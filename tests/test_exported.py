@@ -318,7 +318,7 @@ def test_a_run_whose_ranks_were_started_together_gives_its_weights_and_says_what
         out = tmp_path / "run.ckpt"
         assert main(["checkpoint", str(tmp_path / "state"), str(out)]) == 0
         first, missing, remedy = capsys.readouterr().out.splitlines()
-        assert first.endswith("weights of 2 updates, and no more; it is nothing for ckpt_path=")
+        assert first.endswith("weights of 2 updates, and no more; it cannot be passed as ckpt_path=")
         assert "buffers, parameters that are not trained, optimizers, schedulers, loops and callbacks" in missing
         assert "load_from_checkpoint(path, strict=False)" in remedy
 

@@ -167,7 +167,7 @@ def test_messages_speak_of_one_rank_and_one_group_in_the_singular() -> None:
         check_groups(2, 1)
     with pytest.raises(ConfigurationError, match=r"there is only 1 group: .*; pass n=1 or more groups"):
         SoftSync(n=2).check(1)
-    with pytest.raises(ConfigurationError, match=r"of 1 group no more can come; pass 1, or None"):
+    with pytest.raises(ConfigurationError, match=r"there is only 1 group; pass 1, or None"):
         DecoupledDiLoCo(quorum=2).check(1)
 
 

@@ -25,7 +25,7 @@ def checkpoint(directory: Path, out: Path, overwrite: bool = False) -> int:
         epoch, step = exported.checkpoint["epoch"], exported.checkpoint["global_step"]
         say(f"{out}: epoch {epoch}, step {step}, weights of {exported.updates} updates; pass it as ckpt_path=")
     else:
-        say(f"{out}: weights of {exported.updates} updates, and no more; it is nothing for ckpt_path=")
+        say(f"{out}: weights of {exported.updates} updates, and no more; it cannot be passed as ckpt_path=")
     for note in exported.notes:
         say(f"note: {note}")
     return 0

@@ -243,9 +243,9 @@ class DecoupledDiLoCo(Method, frozen=True, kw_only=True, tag="decoupled_diloco")
     def check(self, groups: int) -> None:
         """No more groups can come than there are."""
         if self.quorum is not None and self.quorum > groups:
-            instead = f"1 to {groups}" if groups > 1 else "1"
+            instead, are = (f"1 to {groups}", "are") if groups > 1 else ("1", "is")
             raise ConfigurationError(
-                f"quorum={self.quorum}, but of {counted(groups, 'group')} no more can come; pass {instead}, or None"
+                f"quorum={self.quorum}, but there {are} only {counted(groups, 'group')}; pass {instead}, or None"
             )
 
     def changes_with_period(self, period: int) -> dict[str, Any]:

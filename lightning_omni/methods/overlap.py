@@ -51,6 +51,6 @@ def check_overlap(method: Method) -> None:
     if method.steps_at != "server":
         raise ConfigurationError(
             f"overlap=True with {type(method).__name__}: its optimizer steps on the ranks, which exchange now and then;"
-            " leave overlap= out, and have local_sgd and diloco exchange beside the steps with delay=, as in"
+            " leave overlap= out. With local_sgd and diloco, delay= lets groups train on during an exchange, as in"
             ' method="diloco:period=48,fragments=4,delay=2"'
         )

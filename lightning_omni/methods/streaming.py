@@ -133,8 +133,8 @@ class Streaming(Method, frozen=True, kw_only=True):
         check_number("alpha", self.alpha, "0 <= alpha < 1, the part of its own weights that a group keeps", 0, below=1)
         if self.keep_steps and (self.alpha or not self.delay):
             raise ConfigurationError(
-                f"keep_steps=True with delay={self.delay} and alpha={self.alpha:g}: all steps are kept that are made"
-                " while a fragment travels; pass a delay of 1 or more, and no alpha="
+                f"keep_steps=True with delay={self.delay} and alpha={self.alpha:g}: it keeps the steps that are made"
+                " while a fragment is in flight; pass a delay of 1 or more, and no alpha="
             )
 
     def most_added(self, groups: int) -> int:

@@ -64,12 +64,12 @@ class Enlistment:
             while (answer := self._enlist(options, size)).first < 0:
                 if time.monotonic() > deadline:
                     raise ConnectionLost(
-                        f"another group was to begin the run at {options.server}, and has not within"
+                        f"another group was about to begin the run at {options.server}, and has not done so within"
                         f" {options.timeout.total_seconds():.0f} s; raise timeout= if its model takes that long"
                     )
                 if not is_said:
                     is_said = True
-                    _log.info("another group is about to begin the run at %s; this one joins it then", options.server)
+                    _log.info("another group is about to begin the run at %s; this one joins it next", options.server)
                 time.sleep(_ASK_AGAIN)
             _check_same(answer.run, options)
         except BaseException:

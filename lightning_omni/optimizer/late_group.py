@@ -66,7 +66,7 @@ class LateGroup:
         """Waits until the group may join. By its leader; what all of it has to know, as text."""
         place = self._place
         assert place.control is not None
-        _log.info("waiting to join the run, until its groups have parted")
+        _log.info("waiting to join the run until its groups train again")
         timeout = place.options.timeout.total_seconds()
         return m.encode(place.control.request(m.Join(ranks=place.members), m.Joined, timeout=timeout)).hex()
 

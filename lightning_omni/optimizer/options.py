@@ -153,8 +153,8 @@ class WorldOptions:
             return
         if self.server is not None:
             raise ConfigurationError(
-                f"servers={self.servers!r} and server={self.server!r}: how many servers hold a share each is said where"
-                " they are started, with lightning-omni serve --shards N; leave servers= out"
+                f"servers={self.servers!r} and server={self.server!r}: the number of servers is set where they are"
+                " started, with lightning-omni serve --shards N; leave servers= out"
             )
         if type(transport).follow is Transport.follow:
             raise ConfigurationError(
@@ -178,8 +178,8 @@ class WorldOptions:
         method = self.resolved_method()
         if method.talks_to_peers:
             raise ConfigurationError(
-                f"method={type(method).__name__}() and join=True: its groups speak to each other, as they were formed,"
-                " and would never speak to one that joins; pass another method"
+                f"method={type(method).__name__}() and join=True: its groups exchange with those that were formed with"
+                " them, and never with one that joins later; pass another method"
             )
         if not isinstance(transport, ZeroMQ):
             raise ConfigurationError(

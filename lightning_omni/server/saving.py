@@ -143,8 +143,8 @@ class StateDirectory:
         if max(_numbers(self._path, _GAP), default=0) >= saves[-1]:
             self._keep_ended(saves[-1])
             _log.warning(
-                "no server can go on with the run in %s, for not all that its ranks were told could be written there;"
-                " the weights of the last save stay",
+                "no server can go on with the run in %s, because not all that its ranks were told could be written"
+                " there; the weights of the last save are kept",
                 self._path,
             )
             return ""

@@ -103,7 +103,7 @@ def refuse_unknown_of_ddp(strategy: Any, own: type, given: Mapping[str, Any]) ->
     for name in _OF_LIGHTNING:
         if name in given:
             raise ConfigurationError(
-                f"{name}={given[name]!r}: Lightning passes it to DistributedDataParallel; leave it"
+                f"{name}={given[name]!r}: Lightning passes it to DistributedDataParallel itself; leave it out"
             )
     passed_on = {base.__name__: [*_parameters(base), *ddp]}
     refuse_unknown(type(strategy).__name__, given, _parameters(own), passed_on)
@@ -153,8 +153,8 @@ class FitOptions:
             )
         if self.data == "static" and self.validation == "published":
             raise ConfigurationError(
-                'validation="published" with data="static": where a validation is due is told by the samples that'
-                ' the server deals out; pass data="dynamic", or validation="wait"'
+                'validation="published" with data="static": the samples that the server deals out tell when a'
+                ' validation is due; pass data="dynamic", or validation="wait"'
             )
 
     def check(self, world: WorldOptions, ddp: Mapping[str, Any]) -> None:

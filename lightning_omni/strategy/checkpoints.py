@@ -114,9 +114,9 @@ class Checkpoints:
         if not missing:
             return snapshot
         self._say(
-            "OmniStrategy: the parameter server was started again while a checkpoint was saved, and what the groups"
-            f" {', '.join(missing)} alone know (the state of optimizers that step there, say) is lost to it. The"
-            " checkpoint has none of that, of no group, as one that is saved inside an epoch; the next one will"
+            "OmniStrategy: the parameter server was restarted while a checkpoint was saved, and does not have what the"
+            f" groups {', '.join(missing)} alone know (such as the state of optimizers that step there). The checkpoint"
+            " therefore has this of no group, like one that is saved inside an epoch; the next one will be complete"
         )
         return snapshot._replace(groups={})
 

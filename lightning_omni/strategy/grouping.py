@@ -94,7 +94,7 @@ class GroupedStrategy(_Base):
             ConfigurationError: it has none yet.
         """
         if self._world is None:
-            raise ConfigurationError("OmniStrategy has no world yet: it is laid out when the Trainer starts to run")
+            raise ConfigurationError("OmniStrategy has no world yet: use it in a hook, when the Trainer runs")
         return self._world
 
     @property

@@ -75,8 +75,8 @@ class OmniStrategyHooks(SavingStrategy):
         rebalance: for ranks of different speed: ``"auto"`` measures their speeds and splits each group's batch in
             proportion, where that makes the group more than 5 % faster; ``"off"`` gives all ranks equal parts. The loss
             must be a mean over the batch.
-        host: address that the embedded server (the one that rank 0 starts) binds. None uses no port at all on one node,
-            and MASTER_ADDR on several.
+        host: address that the embedded server binds, which is the one that rank 0 starts. None uses no port at all on
+            one node, and MASTER_ADDR on several.
         encryption: of connections over the network: ``"curve"``, or ``"off"`` on a network whose every user you trust.
         heartbeat_timeout: seconds of silence after which a rank counts as dead, at least 2.
         max_nonfinite_pushes: number of pushes in a row with NaN or infinite gradients that a group may make before the

@@ -122,7 +122,7 @@ class LeasedData:
                 self._say(
                     'OmniStrategy: the training data is dealt out beforehand (as with data="static"), because it has a'
                     " sampler of its own, is iterable, is no plain DataLoader, or is drawn by training_step"
-                    " (dataloader_iter); a slow group delays an epoch's end"
+                    " (dataloader_iter); so a slow group delays the end of an epoch"
                 )
             self._take_in(None)
             return loader

@@ -41,7 +41,7 @@ def refuse_other_namespace(ours: object, theirs: object, room: str) -> None:
         return
     name, module = type(ours).__name__, NAMESPACES[wanted].rpartition(".")[2]
     raise ConfigurationError(
-        f"this {name} is that of {own}, and the Trainer is that of {wanted}; take the one that belongs to it:"
+        f"this {name} is that of {own}, and the Trainer is that of {wanted}; take the one that matches it:"
         f" from lightning_omni.{room}.{module} import {name}"
     )
 

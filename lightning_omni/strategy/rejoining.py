@@ -74,7 +74,9 @@ class Rejoining:
         if time.monotonic() - self._began > FORGETS_AFTER:
             self._count = 0
         if self._count >= most:
-            _log.warning("this group has joined again %d times in a row, and does so no more: %s", most, reason)
+            _log.warning(
+                "this group has joined again %d times in a row (max_rejoins=) and does so no more: %s", most, reason
+            )
         elif obstacle := _obstacle(ranks):
             _log.warning("this group does not rejoin automatically: %s", obstacle)
         else:

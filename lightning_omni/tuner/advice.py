@@ -41,8 +41,8 @@ class Advice:
         for name in search.unseen_heads:
             self._say(
                 name,
-                f'space={{"merged": {name!r}}}: it is not merged, for it was not called exactly once in each step with'
-                " tensors whose first dimension is the batch",
+                f'space={{"merged": {name!r}}}: it is not merged, because it was not called exactly once in each step'
+                " with tensors whose first dimension is the batch",
             )
         self._asked = search
 

@@ -462,7 +462,7 @@ def _batch(loader: Any, number: int) -> Any:
         return [_batch(each, number) for each in loader]
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         raise ConfigurationError(
-            "the training data are a stream, which cannot be looked into without losing something;"
+            "the training data are a stream, and measuring with it would take batches from the run;"
             " pass DeviceTuner(batches=[...])"
         )
     dataset: Any = loader.dataset

@@ -51,7 +51,9 @@ class FitSpace:
         if not self._has_no_server and (problem := run.world.connection.try_to_join()):
             self._has_no_server = True
             if run.speaks:
-                _log.warning("OmniTuner: the run stays in one group, for several need a parameter server: %s", problem)
+                _log.warning(
+                    "OmniTuner: the run stays in one group, because several need a parameter server: %s", problem
+                )
         return not self._has_no_server
 
     def reachable(self, spec: SearchSpec) -> SearchSpec:

@@ -111,7 +111,7 @@ class JoinedFit(Fit):
         if method.updates_per_batch(2) == 1:
             raise ConfigurationError(f"with {method} they do not depend on the number of groups")
         if optimizers != 1:
-            raise ConfigurationError(f"there are {optimizers} optimizers, and one can be followed")
+            raise ConfigurationError(f"it needs one optimizer, and there are {optimizers}")
         return Hyperparameters.of(run.trainer)
 
     @override
@@ -130,7 +130,7 @@ class JoinedFit(Fit):
         hyperparameters.make_default()
         hyperparameters.scale(setting.lr / run.own.lr / state.scaled)
         state.scaled, state.setting = setting.lr / run.own.lr, setting
-        run.say(f"OmniTuner: trains with {setting}, for so many groups are in the run")
+        run.say(f"OmniTuner: trains with {setting}, as suits the number of groups in the run")
         metrics = {"omni/groups": float(groups), "omni/momentum": setting.momentum, "omni/lr": setting.lr}
         for logger in run.trainer.loggers:
             logger.log_metrics(metrics, step=run.trainer.global_step)
@@ -140,14 +140,14 @@ def check_joined(options: TunerOptions) -> None:
     """Raises `UnsupportedError` if the tuner was told to search what such a group cannot change."""
     if not sampler_of(options.search).learns_from_run:
         raise UnsupportedError(
-            f"search={options.search!r} with join=True: probes would need the ranks of all groups, which groups that"
-            " join are never asked for; leave search= out, and momentum and learning rate follow the number of groups"
+            f"search={options.search!r} with join=True: probes need the ranks of all groups at once, and these groups"
+            " never form one; leave search= out: then momentum and learning rate follow the number of groups"
         )
     for name in options.space:
         if name not in _CHOSEN:
             raise UnsupportedError(
-                f"space={{{name!r}: ...}} with join=True: the first group decides how all exchange, and how many there"
-                f" are is up to those who start them; pass some of {', '.join(map(repr, _CHOSEN))}"
+                f"space={{{name!r}: ...}} with join=True: the first group decides how all exchange, and you decide how"
+                f" many groups there are; pass some of {', '.join(map(repr, _CHOSEN))}"
             )
 
 

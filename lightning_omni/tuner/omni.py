@@ -172,7 +172,7 @@ class OmniTunerHooks(_CallbackBase):
             return
         if not isinstance(trainer.strategy, OmniStrategyHooks):
             raise ConfigurationError(
-                f"OmniTuner forms compute groups, which {type(trainer.strategy).__name__} has not;"
+                f"OmniTuner forms compute groups, and {type(trainer.strategy).__name__} has none;"
                 " pass Trainer(strategy=OmniStrategy())"
             )
         self._leave()

@@ -185,7 +185,7 @@ class PlateauWatch:
         learnt = "is no lower than it was before" if starts_over else "hardly falls any more"
         run.say(
             f"OmniTuner: the training loss {learnt} ({curve.now:.4g}) with {run.state.setting}: your own setting is"
-            f" tried for {steps} steps{', from the weights of then' if starts_over else ''}"
+            f" tried for {steps} steps{', from the weights of before' if starts_over else ''}"
         )
         before = self._applied.begin_trial(starts_over)
         curve.trial_begins()
