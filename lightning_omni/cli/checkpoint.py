@@ -6,13 +6,13 @@ from pathlib import Path
 
 
 def checkpoint(directory: Path, out: Path, overwrite: bool = False) -> int:
-    """Writes the state that a parameter server has saved as a checkpoint of Lightning.
+    """Converts the state that a parameter server has saved into a Lightning checkpoint.
 
     With it plain Lightning, or a further run with OmniStrategy, goes on where the run was: Trainer.fit(ckpt_path=OUT).
     Of a run whose ranks were started together it has the weights alone. A server may be using the directory meanwhile.
 
     Args:
-        directory: Directory that lightning-omni serve was given as --state.
+        directory: The --state directory of lightning-omni serve.
         out: File of the checkpoint, as in run.ckpt.
         overwrite: Replace the file if there is one.
     """

@@ -33,15 +33,15 @@ def device(
             the model's own train_dataloader is used, or random data from --input.
         arguments: Arguments of the model's constructor, as in '{"width": 64}'.
         input: Shape of one sample of random data, as in "[3, 32, 32]".
-        classes: Number of labels of random data; without it the batch is the inputs alone.
-        batch_size: Samples in a batch of random data, 64 by default; real data has its own.
+        classes: Number of labels of random data. Without it a batch has inputs only.
+        batch_size: Samples in a batch of random data, 64 by default. Real data has its own batch size.
         allow: What may be applied although it changes the statistics of training: precision, batch_size, workers,
             separated by commas.
-        propose: Which of these are at least measured.
+        propose: Which of these are at least measured and reported, separated by commas.
         budget: Time for all measurements, as in 2min, or in seconds.
         tolerance: How far apart the loss curves of two precisions may be, as a fraction of the losses.
-        json: File for the report.
-        picture: File for a picture of it (.png, .svg or .pdf).
+        json: File for the report, in JSON.
+        picture: File for a picture of the report (.png, .svg or .pdf).
     """
     if json is not None:
         check_file("--json", json)

@@ -34,20 +34,21 @@ def plan(
     Args:
         file: An omni-tuning.json that OmniTuner wrote, or the JSON of a Profile.
         ranks: Number of devices of the planned machines, of the kinds that were measured. By default as measured.
-        bandwidth: Of the network, as in 10Gbit or 1GB/s, or in bytes per second. By default as measured.
-        latency: Of one message, as in 50us, or in seconds. By default as measured.
+        bandwidth: Bandwidth of the network, as in 10Gbit or 1GB/s, or in bytes per second. By default as measured.
+        latency: Latency of one message, as in 50us, or in seconds. By default as measured.
         servers: Number of parameter servers that share the weights; or per-node, one on each node. By default as
             measured.
         nodes: Nodes of the planned machines, for per-node. By default each device is a node.
         batch_size: Samples in one device's batch. By default as measured.
         method: How groups exchange, as in local_sgd. By default the best of those that OmniTuner searches; with a file
             that has probes, the one of the probes.
-        wire: Wire format of pushes and answers, as in int8 or int8/bf16. The default is chosen as for the method.
+        wire: Wire format of pushes and answers, as in int8 or int8/bf16. The default follows the rule for the method.
         period: Local steps between two exchanges. By default the best; with a file that has probes, those of the
             probes.
         all_reduce: How the members of a group average gradients, as in powersgd:8; fp32 for uncompressed. The default
-            is chosen as for the method.
-        samples: Samples that training takes with the sample efficiency of the best probe, to predict the time.
+            follows the rule for the method.
+        samples: Number of samples that training takes with the sample efficiency of the best probe. With it, the time
+            of the whole training is predicted.
         momentum: Momentum that suits a single group. By default the file's; 0.9 if it has none.
         lr: Learning rate that suits a single group. By default the file's; if it has none, rates are multiples of it.
         out: Folder for a picture.
@@ -56,7 +57,7 @@ def plan(
     if batch_size is not None and not 1 <= batch_size < math.inf:
         raise ConfigurationError(f"--batch-size {batch_size}: pass a number of samples, 1 or more")
     if momentum is not None and not 0 <= momentum < 1:
-        raise ConfigurationError(f"--momentum {momentum}: pass a number from 0 up to 1, without 1")
+        raise ConfigurationError(f"--momentum {momentum}: pass a number from 0 up to 1, but not 1")
     if out is not None:
         check_can_draw("--out: ")
     _check_servers(servers, nodes)

@@ -66,7 +66,7 @@ def serve(
         encryption: "curve", or "off" on a network whose every user you trust; the runs must use the same.
         wire_format: Wire formats of your own that runs may use, as module:Class, separated by commas.
         transport: A transport of your own instead of ZeroMQ, as module:Class; the runs must use the same.
-        shards: Number of servers that share the weights. Runs need only the address of this one.
+        shards: Number of servers, each of which holds a share of the weights. Runs need only the address of this one.
         shards_here: How many of them run on this machine, including this one; 0 means all. Start the others on their
             machines, each with its own number: lightning-omni serve --shards 4 --shard 1 --coordinator tcp://...
         shard: Number of the share that this server holds, if another one coordinates.
@@ -75,11 +75,11 @@ def serve(
             weights itself. Runs use the address of the other server.
         http: Port for /metrics (Prometheus), /status (JSON), /healthz and /readyz, which anyone who can connect may
             read; 0 selects a free one. Without it nothing is served over HTTP.
-        http_host: Address for these. Loopback by default: other machines can connect only if you set an address here.
+        http_host: Address for --http. Loopback by default: other machines can connect only if you set an address here.
         state: Directory in which the server saves its state. If it is killed, another one continues its run at once
-            (on Linux), as does one that is started with the same directory; ranks try to reconnect at the same
+            (on Linux); so does a server that you start with the same directory. Ranks try to reconnect at the same
             address for five minutes.
-        save_every: Time between two saves, as in 30s, or in seconds.
+        save_every: Time between two saves in --state, as in 30s, or in seconds.
         progress_timeout: Time after which a group that has trained, is alive and makes no progress is evicted, as in
             10min, or in seconds, at least 2; 0 for never.
     """

@@ -28,8 +28,8 @@ class NetworkSettings:
     """A network link.
 
     Args:
-        bandwidth: As in 10Gbit or 1GB/s, or in bytes per second.
-        latency: As in 50us, or in seconds.
+        bandwidth: Bandwidth, as in 10Gbit or 1GB/s, or in bytes per second.
+        latency: Latency of one message, as in 50us, or in seconds.
     """
 
     bandwidth: Quantity = math.inf
@@ -42,8 +42,8 @@ class Death:
 
     Args:
         rank: Number of the rank.
-        time: When.
-        until: When the group comes back; None for never.
+        time: Moment of the death.
+        until: Moment at which the group comes back; None for never.
     """
 
     rank: int
@@ -57,9 +57,9 @@ class SlowTime:
 
     Args:
         rank: Number of the rank.
-        start: First moment.
-        stop: First moment after it.
-        factor: By which its times are longer.
+        start: Moment from which it is slow.
+        stop: Moment from which it is not.
+        factor: Factor by which its times are longer.
     """
 
     rank: int
@@ -70,11 +70,11 @@ class SlowTime:
 
 @dataclass(frozen=True)
 class ServerDeath:
-    """The parameter server dies, and another one goes on from the last save.
+    """The parameter server dies, and another one continues from the last save.
 
     Args:
-        time: When.
-        until: When the other one is there.
+        time: Moment of the death.
+        until: Moment from which the other one serves.
     """
 
     time: Quantity
@@ -87,7 +87,7 @@ class Devices:
 
     Args:
         count: Number of devices.
-        seconds_per_sample: Of forward and backward, as in 1ms, or in seconds.
+        seconds_per_sample: Time of forward and backward for one sample, as in 1ms, or in seconds.
         overhead: Additional time of every batch, in the same form.
         jitter: How these times scatter: lognormal:0.2, or a kind and its cv.
     """
@@ -104,9 +104,9 @@ class Machines:
 
     Args:
         devices: One entry for each kind, in the order of ranks.
-        link: From each group to the server, and from group to group.
+        link: Links from each group to the server, and from group to group.
         server: The server's network card, which all transfers share.
-        group_link: Between the members of a group: for its all-reduce, and for answers, which its leader passes on.
+        group_link: Links between the members of a group, for its all-reduce and for answers that its leader passes on.
         update_seconds: Time that the server takes for one push.
         head_seconds_per_sample: Time that a merged head takes for one sample.
         events: Ranks that die (rank, time), or are slow for a while (rank, start, stop, factor); and the server, which
@@ -139,15 +139,15 @@ class SimulationSettings:
     Args:
         groups: Number of compute groups, into which the devices are split evenly. None makes every device a group.
         devices: Number of devices in the cluster.
-        seconds_per_sample: Time of forward and backward for one sample.
-        overhead: Additional time of every batch.
+        seconds_per_sample: Time of forward and backward for one sample, as in 1ms, or in seconds.
+        overhead: Additional time of every batch, as in 5ms, or in seconds.
         jitter: How the devices' times scatter: none, exponential, or normal, lognormal or gamma with their standard
             deviation over their mean, as in lognormal:0.2.
         straggler: Factor by which the last device is slower than the others.
-        bandwidth: Of all links, to the server and inside groups, as in 10Gbit.
-        latency: Of all links, as in 50us.
-        server_bandwidth: Of the server's network card, which all groups share. None for that of the links.
-        update_seconds: Time that the server takes for one push.
+        bandwidth: Bandwidth of all links, to the server and inside groups, as in 10Gbit, or in bytes per second.
+        latency: Latency of all links, as in 50us, or in seconds.
+        server_bandwidth: Bandwidth of the server's network card, which all groups share. None for that of the links.
+        update_seconds: Time that the server takes for one push, as in 5ms, or in seconds.
         head_seconds_per_sample: Time that a merged head takes for one sample, one group at a time.
         servers: Number of parameter servers that share the weights; or per-node, one on each node, which the groups on
             that node reach without a link.
@@ -163,19 +163,20 @@ class SimulationSettings:
         wire: Encoding of pushes: fp32, bf16, fp16, int8 or topk:0.01; of pushes and answers, as in {"push": "int8",
             "pull": "bf16"}.
         all_reduce: How the devices of a group average gradients: fp32, bf16, fp16 or powersgd:8.
-        overlap: Groups compute their next gradient during an exchange, for methods whose optimizer steps at the server;
-            compare runs the others without it, and says which.
-        lr: Learning rate, or several as in [0.03, 0.1]: then each method is shown with its best one, by the earliest
-            target or else the lowest last loss. None: simulate uses the workload's, and compare searches each method's
-            best around it.
+        overlap: Groups compute their next gradient during an exchange, for methods whose optimizer steps at the server.
+            The compare command runs other methods without it, and says which.
+        lr: Learning rate, or several as in [0.03, 0.1]: then each method is shown with its best one, which reaches the
+            target first or else has the lowest last loss. None: simulate uses the workload's, and compare searches each
+            method's best around it.
         momentum: Momentum. None for the workload's.
         epochs: Passes over the data after which a run ends; 10 if nothing else ends it.
         updates: Updates after which a run ends.
-        seconds: Virtual time after which a run ends.
+        seconds: Virtual time after which a run ends, as in 10min, or in seconds.
         target: A metric that ends a run when it is reached, as in accuracy=0.9.
-        evaluate_every: Updates between two evaluations. Without a period there are about 50 evaluations.
-        evaluate_every_seconds: Virtual time between two evaluations.
-        seed: Of weights, data order and jitter. The same seed gives the same trace.
+        evaluate_every: Updates between two evaluations. If neither this nor --evaluate-every-seconds is given, there
+            are about 50 evaluations.
+        evaluate_every_seconds: Virtual time between two evaluations, as in 30s, or in seconds.
+        seed: Seed of weights, data order and jitter. The same seed gives the same trace.
         threads: Threads for the arithmetic. Small models are fastest with one.
         out: Folder for pictures and traces; or the picture's file (.png, .svg or .pdf), with the traces beside it.
         picture: Draw a picture.
