@@ -430,7 +430,7 @@ def for_real() -> dict[int, list[Any]]:
     ]
     alone = {**common, "method": {"name": "async_sgd"}, "groups": 1}
     finished = run("methods.py", {"fits": [*fits, {**alone, "strategy": {"wire": "int8"}}, alone]}, timeout=400)
-    assert "nothing is pushed, and wire='int8' is without effect" in finished.output
+    assert "nothing is pushed, so wire='int8' has no effect" in finished.output
     return finished.results
 
 

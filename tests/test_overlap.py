@@ -417,7 +417,7 @@ def test_real_ranks_overlap_their_exchanges_and_their_record_replays_bitwise() -
         fits[number]["strategy"] = {"wire": {"push": "int8", "pull": "bf16"}, "servers": 3, "overlap": number == 2}
     alone = {**common, "method": {"name": "async_sgd"}, "groups": 1}
     finished = real_run("methods.py", {"fits": [*fits, alone]}, timeout=400)
-    assert "nothing is pushed, and wire='int8' and overlap=True are without effect" in finished.output
+    assert "nothing is pushed, so wire='int8' and overlap=True have no effect" in finished.output
     for number, _ in enumerate(points):
         ranks = [finished.results[rank][number] for rank in range(4)]
         assert len({rank["end"] for rank in ranks}) == 1

@@ -184,7 +184,7 @@ def test_a_choice_by_the_probes_alone_is_not_explained_by_a_prediction(strategy:
         pass
     predicted, measured = (
         "predicted to reach the target first",
-        f"the first at its loss, of {len(search.observations)} ",
+        f"the first of {len(search.observations)} ",
     )
     assert search.choice().why.startswith(predicted if search.sampler.by_forecast else measured)
 

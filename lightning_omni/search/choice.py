@@ -58,7 +58,7 @@ def choose(evidence: Evidence, by_forecast: bool, stopped: str = "") -> Choice:
     if spec.current:
         gain = math.exp(forecast.log_seconds(evidence.as_it_would_be(start)) - forecast.log_seconds(best))
         if gain < c.GAIN:
-            return Choice(start, "nothing that was tried is clearly better: it stays", forecast.of(start))
+            return Choice(start, "nothing that was tried is clearly better: the setting stays", forecast.of(start))
     return Choice(best, _reasons(evidence, best, forecast, stopped, by_forecast), forecast.of(best))
 
 
@@ -268,7 +268,7 @@ def _best_step(evidence: Evidence, spec: StepSearchSpec) -> Choice:
         return Choice(tried[1].setting, f"steps a third as large lower the loss by {smaller:.2g} at once")
     if larger >= max(c.DARES * learnt, -smaller):
         return Choice(tried[2].setting, f"steps three times as large lower the loss by {larger:.2g} at once")
-    return Choice(start, "neither smaller nor larger steps are better by enough: it stays")
+    return Choice(start, "neither smaller nor larger steps are better by enough: the step size stays")
 
 
 def _bottleneck(evidence: Evidence, setting: Setting) -> str:
@@ -298,7 +298,7 @@ def _reasons(evidence: Evidence, best: Setting, forecast: Forecast, stopped: str
     if evidence.prior is not None:
         seen = f"{len(evidence.tried[0].losses)} batches of the run"
     parts = [
-        f"predicted to reach the target first, from {seen}" if by_forecast else f"the first at its loss, of {seen}"
+        f"predicted to reach the target first, from {seen}" if by_forecast else f"the first of {seen} to reach its loss"
     ]
     if best.groups > 1:
         faster = evidence.throughput(best) / evidence.throughput(alone)

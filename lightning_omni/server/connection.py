@@ -381,11 +381,11 @@ def eviction_sentence(notice: m.Notice) -> str:
         >>> eviction_sentence(m.Notice(lost=(2, 3), reason="rank 3 failed: ValueError"))
         'rank 3 failed: ValueError; its group is evicted, 2 ranks are lost, the others go on'
         >>> eviction_sentence(m.Notice(lost=(1,), reason=f"rank 1 {INTERRUPTED}"))
-        'rank 1 was interrupted (Ctrl-C); its group is evicted, 1 rank is lost, the others go on if they are not, too'
+        'rank 1 was interrupted (Ctrl-C); its group is evicted, 1 rank is lost, the others go on, unless they were, too'
     """
     lost = f"{counted(len(notice.lost), 'rank')} {'is' if len(notice.lost) == 1 else 'are'} lost"
     # A terminal interrupts all ranks, of which this is the first that the server has heard of.
-    but = " if they are not, too" if INTERRUPTED in notice.reason else ""
+    but = ", unless they were, too" if INTERRUPTED in notice.reason else ""
     return f"{quoted(notice.reason)}; its group is evicted, {lost}, the others go on{but}"
 
 

@@ -338,8 +338,8 @@ class Grouping:
         options = self._strategy.world.options
         given = [f"wire={options.wire!r}"] if options.wire != "fp32" else []
         given += ["overlap=True"] if options.overlap else []
-        verb = "is" if len(given) == 1 else "are"
-        without_effect = f"; nothing is pushed, and {' and '.join(given)} {verb} without effect" if given else ""
+        verb = "has" if len(given) == 1 else "have"
+        without_effect = f"; nothing is pushed, so {' and '.join(given)} {verb} no effect" if given else ""
         return (
             f"{counted(self._strategy.world.size, 'rank')} in 1 group, which is"
             f" {_held_by(self._strategy.world)}: no parameter server, no"
