@@ -117,24 +117,28 @@ class WorldOptions:
     def _check_values(self) -> None:
         """Each by itself: its kind and range."""
         text = (str, type(None))
-        check_kind("method", self.method, (str, Method), 'a name, as "hardsync", or a value, as DiLoCo(period=50)')
-        check_kind("server", self.server, text, 'the address of a server, as "tcp://host:port", or None')
+        check_kind(
+            "method", self.method, (str, Method), 'a name such as "hardsync", or a value such as DiLoCo(period=50)'
+        )
+        check_kind("server", self.server, text, 'the address of a server, such as "tcp://host:5555", or None')
         check_kind("host", self.host, text, "an address, or None")
-        late = "finite seconds, at least 2: ranks give two signs of life a second, and a busy one may be late"
+        late = (
+            "a finite number of seconds, at least 2: ranks give two signs of life a second, and a busy one may be late"
+        )
         check_number("heartbeat_timeout", self.heartbeat_timeout, late, low=2, below=math.inf)
         check_whole("max_nonfinite_pushes", self.max_nonfinite_pushes, "a number of pushes, 1 or more", low=1)
         if not (isinstance(self.timeout, timedelta) and self.timeout > timedelta(0)):
-            raise ConfigurationError(f"timeout={self.timeout!r}: pass a timedelta, as timedelta(minutes=30)")
+            raise ConfigurationError(f"timeout={self.timeout!r}: pass a timedelta such as timedelta(minutes=30)")
         check_whole("server_threads", self.server_threads, "a number of threads, 1 or more", low=1)
         check_kind("record", self.record, (*text, os.PathLike), "a file, or None")
-        given = 'a name, as "int8", a value, as wire_formats.TopK(fraction=0.001), or both ways'
+        given = 'a name such as "int8", a value such as wire_formats.TopK(fraction=0.001), or both ways'
         check_kind("wire", self.wire, (str, WireFormat, Mapping), given)
         check_kind("overlap", self.overlap, bool, "True or False")
         if self.servers != "per-node":
             check_whole("servers", self.servers, 'a number of servers, 1 or more, or "per-node"', low=1)
         check_kind("join", self.join, bool, "True or False")
         if self.save_every is not None:
-            seconds = "the seconds between two saves, as 30, or None to save nothing"
+            seconds = "the seconds between two saves, such as 30, or None to save nothing"
             check_number("save_every", self.save_every, seconds, above=0, below=math.inf)
         if self.inside not in ("ddp", "fsdp") and not isinstance(self.inside, ModelParallel):
             raise ConfigurationError(f'inside={self.inside!r}: pass "ddp", "fsdp" or a ModelParallel(...)')
@@ -142,10 +146,13 @@ class WorldOptions:
             ranks = "the number of ranks that hold one replica of the model, 2 or more, or None"
             check_whole("shards", self.shards, ranks, low=2)
         if self.progress_timeout is not None:
-            longest = "seconds, at least 2, than which no batch and no epoch's end may take longer, or None"
+            longest = "seconds, at least 2 and more than any batch or epoch's end takes, or None"
             check_number("progress_timeout", self.progress_timeout, longest, low=2, below=math.inf)
         check_kind(
-            "all_reduce", self.all_reduce, (str, AllReduce), 'a name, as "powersgd:4", or a value, as PowerSGD(rank=4)'
+            "all_reduce",
+            self.all_reduce,
+            (str, AllReduce),
+            'a name such as "powersgd:4", or a value such as PowerSGD(rank=4)',
         )
 
     def _check_servers(self, transport: Transport) -> None:
@@ -167,8 +174,8 @@ class WorldOptions:
             return
         if self.server is None:
             raise ConfigurationError(
-                'join=True without server=: pass the address of the server that the run has, as "tcp://host:5555",'
-                " where lightning-omni serve runs"
+                "join=True without server=: pass the address at which lightning-omni serve runs,"
+                ' such as "tcp://host:5555"'
             )
         if self.groups not in (None, 1):
             raise ConfigurationError(

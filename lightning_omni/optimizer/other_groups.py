@@ -85,7 +85,7 @@ class OtherGroups:
             raise UnsupportedError(
                 f"{shown(self._place.options.inside)} and method={type(self._place.method).__name__}: with this"
                 " transport= only leaders speak to other groups, and each member has a share of the model; leave"
-                ' transport= out, or use a method that exchanges with the server, as "local_sgd"'
+                ' transport= out, or use a method that exchanges with the server, such as "local_sgd"'
             )
         return Together(peers, self._place.group, self._members.largest, is_lost)
 

@@ -258,7 +258,9 @@ def all_reduce_of(given: str | AllReduce) -> AllReduce:
         return _registry.named(given)
     if isinstance(given, AllReduce):
         return _registry.checked(given)
-    raise ConfigurationError(f'all_reduce={given!r}: pass a name, as "powersgd:4", or a value, as PowerSGD(rank=4)')
+    raise ConfigurationError(
+        f'all_reduce={given!r}: pass a name such as "powersgd:4", or a value such as PowerSGD(rank=4)'
+    )
 
 
 def text_of(format_: AllReduce) -> str:

@@ -236,7 +236,7 @@ class MethodName(ExchangeDimension):
     name = "method"
 
     def __post_init__(self) -> None:
-        self._check_texts('names of methods, as "local_sgd"', method_named)
+        self._check_texts('names of methods, such as "local_sgd"', method_named)
 
 
 @dataclass(frozen=True)
@@ -268,7 +268,7 @@ class AllReduceFormat(ExchangeDimension):
     name = "all_reduce"
 
     def __post_init__(self) -> None:
-        self._check_texts('formats, as "powersgd:4"', all_reduce_of)
+        self._check_texts('formats, such as "powersgd:4"', all_reduce_of)
 
 
 @dataclass(frozen=True)
@@ -278,7 +278,7 @@ class MergedName(ExchangeDimension):
     name = "merged"
 
     def __post_init__(self) -> None:
-        self._check_texts('names of submodules, as "classifier"; to merge none is always possible', str)
+        self._check_texts('names of submodules, such as "classifier"; merging none is always possible', str)
 
     @override
     def options(self, setting: Setting) -> Sequence[Any]:
@@ -292,7 +292,9 @@ def wire_given(text: Any) -> Any:
         ConfigurationError: it is no text.
     """
     if not isinstance(text, str) or not text:
-        raise ConfigurationError(f'space={{"wire": {text!r}}}: pass formats, as "int8", or "int8/bf16" for each way')
+        raise ConfigurationError(
+            f'space={{"wire": {text!r}}}: pass formats, such as "int8", or "int8/bf16" for each way'
+        )
     push, _, pull = text.partition("/")
     return {"push": push, "pull": pull} if pull else push
 

@@ -61,8 +61,8 @@ class Jitter:
     def _without_cv(self) -> None:
         if self.kind not in ("none", "exponential"):
             raise ConfigurationError(
-                f'kind="{self.kind}": by how much? pass the standard deviation over the mean, as Jitter("{self.kind}",'
-                " cv=0.2)"
+                f'kind="{self.kind}": by how much? pass the standard deviation over the mean, as in'
+                f' Jitter("{self.kind}", cv=0.2)'
             )
         object.__setattr__(self, "cv", 0.0)
 
@@ -288,7 +288,7 @@ class Cluster:
         for event in self.events:
             check_kind("events", event, (Failure, Slowdown, ServerRestart), "Failure, Slowdown and ServerRestart only")
         for name in ("link", "server", "group_link"):
-            check_kind(name, getattr(self, name), Link, "a Link, as Link(bandwidth=1e9, latency=1e-4)")
+            check_kind(name, getattr(self, name), Link, "a Link such as Link(bandwidth=1e9, latency=1e-4)")
         self._check_restarts()
         for event in self.events:
             if not isinstance(event, ServerRestart) and not 0 <= event.rank < len(self.devices):

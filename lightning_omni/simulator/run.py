@@ -124,7 +124,7 @@ def simulate(
     if isinstance(topology, int):
         topology = Topology.even(len(cluster.devices), topology)
     _check_together(topology, cluster, batches, rebalance, merged)
-    given = 'a name, as "hardsync", or a value, as DiLoCo(period=50)'
+    given = 'a name such as "hardsync", or a value such as DiLoCo(period=50)'
     check_kind("method", method, (str, Method), given)
     chosen = method_named(method) if isinstance(method, str) else checked(method)
     chosen.check(len(topology.alive))

@@ -284,7 +284,7 @@ class Asked:
             return int(text) if text else None
         except ValueError:
             raise ConfigurationError(
-                f"{GROUPS}={text!r} in the environment: set it to a number of groups, as 2, or unset it"
+                f"{GROUPS}={text!r} in the environment: set it to a number of groups, such as 2, or unset it"
             ) from None
 
     def _checked(self, data: str) -> Literal["dynamic", "static"]:

@@ -113,7 +113,13 @@ class OmniTunerHooks(_CallbackBase):
         if target is not None:
             check_number("target", target, "a finite number, or None", -sys.float_info.max, sys.float_info.max)
         check_kind("monitor", monitor, str, "the name of a metric that is logged")
-        check_number("budget", budget, "the part of the run's time that probes may take, as 0.1", 0, below=1)
+        check_number(
+            "budget",
+            budget,
+            "the part of the run's time that probes may take, from 0 to below 1, such as 0.1",
+            0,
+            below=1,
+        )
         sampler = sampler_of(search)
         check_kind("space", space, (Mapping, type(None)), "a dictionary, or None")
         if retune_every is not None:

@@ -40,7 +40,7 @@ class TopK(Lossy, frozen=True, kw_only=True, tag="topk"):
         if method.pushes_weights:
             raise ConfigurationError(
                 f'wire="topk:{self.fraction:g}" with {type(method).__name__}: it pushes weights, of which a part'
-                ' is none; pass "bf16" or "int8", or a method that pushes changes, as "diloco"'
+                ' is none; pass "bf16" or "int8", or a method that pushes changes, such as "diloco"'
             )
 
     def check_answers(self, method: Method) -> None:
