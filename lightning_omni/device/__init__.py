@@ -1,4 +1,4 @@
-"""What a device can be made to give for a model: measured on copies. Lightning is not known here."""
+"""Finds the settings with which a device trains a model fastest, measured on copies of the model. Without Lightning."""
 
 from lightning_omni.device.report import DeviceReport, Finding
 from lightning_omni.device.setting import DeviceSetting

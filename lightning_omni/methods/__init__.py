@@ -1,4 +1,8 @@
-"""What is exchanged and how it is merged: one file for each method, no sockets, clocks or Lightning."""
+"""The methods by which groups exchange: what is sent and how it is merged. docs/methods.md says how to choose one.
+
+Pass one to ``OmniStrategy(method=...)``, by its name in `METHODS` or as a value: ``methods.DiLoCo(period=50)``. Each is
+in a file of its own, without sockets, clocks or Lightning.
+"""
 
 from __future__ import annotations
 

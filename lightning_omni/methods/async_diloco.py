@@ -113,6 +113,8 @@ class _DelayedNesterov(ServerSide):
 class AsyncDiLoCo(Method, frozen=True, kw_only=True, tag="async_diloco"):
     r"""Asynchronous local SGD with delayed Nesterov momentum (DN) and dynamic local updates (DyLU).
 
+    Use it when the network is very slow, the run is long, and speeds differ.
+
     Each group makes :math:`H_w` steps of the user's optimizer from the outer weights :math:`\theta` that it last read
     and pushes :math:`\Delta_t = \theta_{read} - x`. The server applies the t-th arrival immediately, and momentum
     only with every N-th, from the mean of the last N:

@@ -65,6 +65,8 @@ class _ApplyAtOnce(ServerSide):
 class AsyncSGD(Method, frozen=True, kw_only=True, tag="async_sgd"):
     r"""Asynchronous SGD with the user's own optimizer at the server.
 
+    Use it when step times vary and the network can carry the model every step: start here.
+
     .. math:: w_{t+1} = \mathrm{step}\bigl(w_t,\; g(w_{t-\tau})\bigr), \qquad t \leftarrow t + 1
 
     where ``step`` is one step of the torch optimizer that the user configured (with one state, such as a momentum

@@ -174,6 +174,8 @@ class _Syncer(ServerSide):
 class DecoupledDiLoCo(Method, frozen=True, kw_only=True, tag="decoupled_diloco"):
     r"""Decoupled DiLoCo: no group waits for one that is slow or dead.
 
+    Use it when there are many groups, some of which are temporarily slow, fail or return.
+
     The parameters are split into P fragments. Each group makes steps of the user's optimizer at its own speed; every
     H/P of them it sends the change of the next fragment, and continues computing. The server merges fragment p when K
     groups have sent it and a grace period for others is over:

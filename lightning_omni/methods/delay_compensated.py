@@ -90,6 +90,8 @@ class _Compensate(ServerSide):
 class DelayCompensated(Method, frozen=True, kw_only=True, tag="delay_compensated"):
     r"""DC-ASGD: asynchronous SGD whose gradients are corrected for their delay.
 
+    Use it when `AsyncSGD` loses updates to staleness.
+
     .. math:: w_{t+1} = \mathrm{step}\bigl(w_t,\; g + \lambda_t\, g \odot g \odot (w_t - w_{t-\tau})\bigr)
 
     with g taken at :math:`w_{t-\tau}`, the weights that this group last read; :math:`g \odot g` stands for the

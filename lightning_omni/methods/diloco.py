@@ -50,6 +50,8 @@ class _OuterStep(PacedBarrier):
 class DiLoCo(Streaming, frozen=True, kw_only=True, tag="diloco"):
     r"""DiLoCo: local training with an outer Nesterov optimizer at the server.
 
+    Use it when the network is very slow and the run is long.
+
     Each group makes H steps of the user's optimizer from the outer weights :math:`\theta`; then, at a barrier,
 
     .. math:: \Delta = \tfrac1p \sum_i (\theta - x_i), \qquad m \leftarrow \beta m + \Delta, \qquad

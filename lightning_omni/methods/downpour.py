@@ -36,6 +36,8 @@ class _ApplyOrAdd(Barrier):
 class Downpour(Method, frozen=True, kw_only=True, tag="downpour"):
     r"""Downpour SGD; with ``send="updates"`` and n_push = n_fetch, GPU A-SGD.
 
+    Use it when exchanges take too much of a step.
+
     Every group descends on its own, and accumulates its gradients:
 
     .. math:: x \leftarrow x - \eta g(x), \qquad a \leftarrow a + g(x)

@@ -53,6 +53,8 @@ class _Centre(ServerSide):
 class ElasticAveraging(Method, frozen=True, kw_only=True, tag="elastic_averaging"):
     r"""Asynchronous EASGD; EAMSGD where the user's optimizer is SGD with Nesterov momentum.
 
+    Use it when the network is slow and speeds differ.
+
     Every ``period`` steps, with both differences taken from the *old* values of x (the group's) and c (the centre):
 
     .. math:: x \leftarrow x + u(x) - \alpha (x - c), \qquad c \leftarrow c + \alpha (x - c)

@@ -38,6 +38,8 @@ class _Bystander(ServerSide):
 class Gossip(Method, frozen=True, kw_only=True, tag="gossip"):
     r"""Gossip SGD, pull or push, from group to group.
 
+    Use it when the server's link is the bottleneck.
+
     Every ``period`` steps of the user's optimizer at the worker, group i draws a peer j uniformly from all p groups,
     itself included.
 

@@ -20,6 +20,8 @@ class _Mean(PacedBarrier):
 class LocalSGD(Streaming, frozen=True, kw_only=True, tag="local_sgd"):
     r"""Local SGD and post-local SGD: parameter averaging at a barrier.
 
+    Use it when the network is slow and groups are equally fast.
+
     .. math:: x_i \leftarrow \mathrm{step}(x_i, g_i) \quad\text{at every step}, \qquad
         x_i \leftarrow \tfrac1p \sum_j x_j \quad\text{at every } H\text{-th}
 

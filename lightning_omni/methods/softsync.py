@@ -76,6 +76,8 @@ class _EveryC(ServerSide):
 class SoftSync(Method, frozen=True, kw_only=True, tag="softsync"):
     r"""n-softsync: one update for every :math:`c = \lfloor\lambda/n\rfloor` gradients of :math:`\lambda` groups.
 
+    Use it when there are many groups, and single gradients are noisy.
+
     .. math:: w_{t+1} = \mathrm{step}\Bigl(w_t,\; \tfrac1c \sum_{k=1}^{c} g_k(w_{t-\tau_k})\Bigr), \qquad
         \alpha_k = \begin{cases} \alpha & \text{modulation "none"} \\
             \alpha / \max(1, \tfrac1c \sum_k \tau_k) & \text{"average"} \\
