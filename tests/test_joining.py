@@ -567,7 +567,7 @@ SERVER = "tcp://127.0.0.1:5555"
     [
         ({"server": None}, "join=True without server="),
         ({"groups": 2}, "groups=2 and join=True"),
-        ({"method": "gossip"}, "speak to each other"),
+        ({"method": "gossip"}, "exchange with those that were formed with them"),
         ({"data": "static"}, 'data="static" and join=True'),
         ({"merged": "head"}, "merged='head' and join=True"),
     ],

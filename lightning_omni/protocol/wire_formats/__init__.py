@@ -45,8 +45,8 @@ def wire_of(given: Wire) -> WireFormat:
         return given
     if not isinstance(given, Mapping) or not given or set(given) - {"push", "pull"}:
         raise ConfigurationError(
-            f'wire={given!r}: pass a name such as "int8", a value such as TopK(fraction=0.001), or one for each way, as'
-            ' in {"push": "int8", "pull": "bf16"}'
+            f'wire={given!r}: pass a name such as "int8", a value such as TopK(fraction=0.001), or one for each'
+            ' direction, as in {"push": "int8", "pull": "bf16"}'
         )
     push, pull = (wire_of(given.get(way, "fp32")) for way in ("push", "pull"))
     return BothWays(push=to_wire(push), pull=to_wire(pull))
