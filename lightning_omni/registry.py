@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
@@ -54,7 +55,7 @@ class Registry(Generic[Kind]):
         names = [*(each for each in self.known if each not in self.internal), *presets]
         if name not in names:
             raise ConfigurationError(
-                f"{self.argument}={name!r} is not known; pass one of {', '.join(map(repr, names))}"
+                f"{self.argument}={name!r} is not known; pass one of {', '.join(map(repr, names))}{_meant(name, names)}"
             )
         plain = to_wire(presets[name]) if name in presets else {"name": name}
         try:
@@ -164,17 +165,23 @@ def _with_settings(kind: type[Kind], plain: Mapping[str, Any], settings: str) ->
             name, setting = kind.__struct_fields__[0], name
         if name:
             changes[name] = setting
-    if unknown := changes.keys() - set(kind.__struct_fields__):
+    known = kind.__struct_fields__
+    if unknown := sorted(changes.keys() - set(known)):
         raise ConfigurationError(
-            f"{kind.__name__} has no setting {', '.join(sorted(unknown))}; it has"
-            f" {', '.join(kind.__struct_fields__) or 'none'}"
+            f"{plain['name']} has no setting {', '.join(unknown)}; it has {', '.join(known) or 'none'}"
+            f"{_meant(unknown[0], known)}"
         )
     fields = _fields_of(kind) if changes else {}
     values = {name: _value_of(setting, fields[name]) for name, setting in changes.items()}
     try:
         return msgspec.convert({**plain, **values}, kind, strict=False)
     except msgspec.ValidationError as error:
-        raise ConfigurationError(f"{kind.__name__}: {error}") from error
+        raise ConfigurationError(f"{plain['name']}: {error}") from error
+
+
+def _meant(name: str, names: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, names, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def to_wire(value: msgspec.Struct) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 from processes import Process
 
 import lightning_omni
+from lightning_omni.cli import command as commands
 from lightning_omni.cli import main
 from lightning_omni.cli.console import say, show
 from lightning_omni.cli.units import rate_of, seconds_of
@@ -21,9 +23,28 @@ COMMAND = [sys.executable, "-m", "lightning_omni"]
 START = 150.0
 
 
+@pytest.mark.parametrize("command", ["serve", "top", "doctor", "checkpoint", "simulate", "compare", "device", "plan"])
+def test_the_help_of_a_command_is_its_whole_docstring_without_python_types(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    whole, _, _ = (inspect.getdoc(getattr(commands, command)) or "").partition("\n\nArgs:\n")
+    assert " ".join(whole.split()) in told
+    assert not any(each in told for each in ("Union[", "Optional[", "Literal[", "<class ", "null", "(type:"))
+
+
+def test_help_names_the_exit_statuses(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "2 if a setting is wrong;" in " ".join(capsys.readouterr().out.split())
+
+
 def test_help_and_version_do_not_wait_for_torch() -> None:
     program = """
 import sys, contextlib, io
+from lightning_omni.cli import command as commands
 from lightning_omni.cli import main
 for arguments in (["--help"], ["--version"], ["simulate", "--help"], ["compare", "--help"], ["plan", "--help"],
                   ["device", "--help"], ["serve", "--help"], ["checkpoint", "--help"]):

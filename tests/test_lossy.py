@@ -252,12 +252,12 @@ def test_formats_have_names_and_settings() -> None:
     [
         ("int4", "wire='int4' is not known; pass one of 'int8', 'bf16', 'fp16', 'topk'"),
         ("raw", "wire='raw' is not known"),
-        ("topk:2", "wire='topk:2': TopK: fraction=2.0: pass a part of the numbers, above 0 to 1"),
-        ("topk:much", "wire='topk:much': TopK: Expected `float`"),
-        ("int8:block=2", "wire='int8:block=2': Int8: block=2: pass 8 or more numbers to a scale"),
+        ("topk:2", "wire='topk:2': topk: fraction=2.0: pass a part of the numbers, above 0 to 1"),
+        ("topk:much", "wire='topk:much': topk: Expected `float`"),
+        ("int8:block=2", "wire='int8:block=2': int8: block=2: pass 8 or more numbers to a scale"),
         ("both_ways", "wire='both_ways' is not known"),
         ({"push": {"push": "int8"}}, "pass a format of one direction for each"),
-        ("bf16:3", "wire='bf16:3': BF16 has no setting 3; it has none"),
+        ("bf16:3", "wire='bf16:3': bf16 has no setting 3; it has none"),
         (8, "wire=8"),
     ],
 )

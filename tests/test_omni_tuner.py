@@ -90,7 +90,11 @@ def fits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, A
     grouped = saved.replace("tuned", "grouped")
     fits |= {"groups": {**GROUPS, "save": grouped}, **SERVERLESS}
     fits["no server any more"] = {**SERVERLESS["no server any more"], "ckpt_path": grouped}
-    fits["own sampler"] = {"tuner": ONCE, "data": {"samples": 512, "half": True}, "trainer": {"max_epochs": 1}}
+    fits["own sampler"] = {
+        "tuner": {**ONCE, "monitor": "val_acc"},
+        "data": {"samples": 512, "half": True},
+        "trainer": {"max_epochs": 1},
+    }
     finished = run("omni_tuner.py", {"fits": [{**EVEN, **fit} for fit in fits.values()]}, timeout=600)
     found = {name: [finished.results[rank][number] for rank in (0, 1)] for number, name in enumerate(fits)}
     return {**found, "printed": [{"text": finished.output}]}
@@ -240,6 +244,10 @@ def test_a_target_that_is_never_reached_is_said(fits: dict[str, list[dict[str, A
     printed = fits["printed"][0]["text"]
     assert "val_loss has not reached 99: the best was" in printed
     assert "val_loss has not reached 0.0001: the best was" in printed
+
+
+def test_a_monitor_that_nothing_is_compared_with_is_said_to_be_unused(fits: dict[str, list[dict[str, Any]]]) -> None:
+    assert "monitor='val_acc' is not used: it is compared with target=" in fits["printed"][0]["text"]
 
 
 def test_a_resumed_run_goes_on_with_what_was_chosen(fits: dict[str, list[dict[str, Any]]]) -> None:

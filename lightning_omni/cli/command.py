@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
+import inspect
+import textwrap
+from collections.abc import Callable
 from typing import Any
 
-from jsonargparse import ActionYesNo, ArgumentParser, auto_cli
+from jsonargparse import ActionYesNo, ArgumentParser, DefaultHelpFormatter, auto_cli
 from rich.console import Console
 from rich.text import Text
 
@@ -20,11 +24,32 @@ from lightning_omni.cli.top import top
 from lightning_omni.errors import OmniError
 
 
+class _HelpFormatter(DefaultHelpFormatter):
+    """Keeps paragraphs apart, and tells of an option's default, not of its Python type: its text says what it takes."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        paragraphs = text.strip().split("\n\n")
+        filled = [textwrap.wrap(each, width, initial_indent=indent, subsequent_indent=indent) for each in paragraphs]
+        return "\n\n".join("\n".join(lines) for lines in filled)
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        given = action.default
+        if given is argparse.SUPPRESS:
+            return super()._get_help_string(action)
+        says_more = action.option_strings and given is not False and given not in (None, "", ())
+        told = " (on by default)" if given is True else " (default: %(default)s)"
+        return (action.help or "") + (told if says_more else "")
+
+
 class _Parser(ArgumentParser):
     """Spells options as shells do: ``--key-file`` and ``--once``, not ``--key_file`` and ``--once true``."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **{"print_config": "--print-config", **options})
+        super().__init__(*arguments, **{"print_config": "--print-config", "formatter_class": _HelpFormatter, **options})
+
+    def add_function_arguments(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        self.description, _, _ = (inspect.getdoc(function) or "").partition("\n\nArgs:\n")
+        return super().add_function_arguments(function, *arguments, **options)
 
     def add_argument(self, *names: str, **options: Any) -> Any:
         if options.get("type") is bool:
@@ -32,6 +57,13 @@ class _Parser(ArgumentParser):
             options["action"] = ActionYesNo(no_prefix="no-")
         names = tuple(name.replace("_", "-") if name.startswith("--") else name for name in names)
         return super().add_argument(*names, **options)
+
+
+_DESCRIPTION = "Servers, measurements and simulations for training with OmniStrategy and OmniOptimizer."
+_EXIT_STATUS = (
+    "Exit status: 0; 1 if doctor has found something that fails; 2 if a setting is wrong; 3 if a server died too often"
+    " to be started again; 130 after Ctrl-C."
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -60,6 +92,8 @@ def main(arguments: list[str] | None = None) -> int:
             args=arguments,
             as_positional=True,
             prog="lightning-omni",
+            description=_DESCRIPTION,
+            epilog=_EXIT_STATUS,
             parser_class=_Parser,
             version=__version__,
         )

@@ -112,7 +112,7 @@ class Machines:
         events: Ranks that die (rank, time), or are slow for a while (rank, start, stop, factor); and the server, which
             dies and is started again (time, until).
         servers: Number of parameter servers that share the weights; or per-node, one on each node.
-        nodes: Nodes over which the devices are spread evenly, in the order of ranks; None makes each device a node.
+        nodes: Nodes over which the devices are spread evenly, in the order of ranks; by default each device is a node.
         aggregators: Number of aggregators between groups and the server, which sum pushes. 0 for none.
         save_every: Time between two saves of the server's state, from which it goes on when it has died.
     """
@@ -137,7 +137,7 @@ class SimulationSettings:
     Times are in seconds, or with a unit as in 5ms; bandwidths in bytes per second, or as in 10Gbit or 1GB/s.
 
     Args:
-        groups: Number of compute groups, into which the devices are split evenly. None makes every device a group.
+        groups: Number of compute groups, into which the devices are split evenly. By default every device is a group.
         devices: Number of devices in the cluster.
         seconds_per_sample: Time of forward and backward for one sample, as in 1ms, or in seconds.
         overhead: Additional time of every batch, as in 5ms, or in seconds.
@@ -146,12 +146,12 @@ class SimulationSettings:
         straggler: Factor by which the last device is slower than the others.
         bandwidth: Bandwidth of all links, to the server and inside groups, as in 10Gbit, or in bytes per second.
         latency: Latency of all links, as in 50us, or in seconds.
-        server_bandwidth: Bandwidth of the server's network card, which all groups share. None for that of the links.
+        server_bandwidth: Bandwidth of the server's network card, which all groups share. By default that of the links.
         update_seconds: Time that the server takes for one push, as in 5ms, or in seconds.
         head_seconds_per_sample: Time that a merged head takes for one sample, one group at a time.
         servers: Number of parameter servers that share the weights; or per-node, one on each node, which the groups on
             that node reach without a link.
-        nodes: Nodes over which the devices are spread evenly, for per-node; None makes each device a node.
+        nodes: Nodes over which the devices are spread evenly, for per-node; by default each device is a node.
         aggregators: Number of aggregators between groups and the server, which sum pushes, for methods that need only
             their sum. 0 for none.
         cluster: A whole cluster with different devices, links and failures (best in YAML), instead of these settings.
@@ -166,9 +166,9 @@ class SimulationSettings:
         overlap: Groups compute their next gradient during an exchange, for methods whose optimizer steps at the server.
             The compare command runs other methods without it, and says which.
         lr: Learning rate, or several as in [0.03, 0.1]: then each method is shown with its best one, which reaches the
-            target first or else has the lowest last loss. None: simulate uses the workload's, and compare searches each
-            method's best around it.
-        momentum: Momentum. None for the workload's.
+            target first or else has the lowest last loss. Without it, simulate uses the workload's, and compare
+            searches each method's best around it.
+        momentum: Momentum. By default the workload's.
         epochs: Passes over the data after which a run ends; 10 if nothing else ends it.
         updates: Updates after which a run ends.
         seconds: Virtual time after which a run ends, as in 10min, or in seconds.

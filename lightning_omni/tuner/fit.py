@@ -30,7 +30,7 @@ from lightning_omni.tuner.divergence import loss_in
 from lightning_omni.tuner.fit_space import FitSpace
 from lightning_omni.tuner.forecast_check import ForecastCheck
 from lightning_omni.tuner.hyperparameters import Hyperparameters
-from lightning_omni.tuner.monitored_metric import MonitoredMetric
+from lightning_omni.tuner.monitored_metric import MONITORED, MonitoredMetric
 from lightning_omni.tuner.plateau import PlateauWatch
 from lightning_omni.tuner.reports import TunerReports
 from lightning_omni.tuner.retuning import Retuning
@@ -148,6 +148,9 @@ class TunedFit(Fit):
     def fit_starts(self) -> None:
         run = self.run
         self.monitor.check_validated(run.trainer)
+        monitor = run.options.monitor
+        if run.options.target is None and monitor != MONITORED:
+            run.say(f"OmniTuner: monitor={monitor!r} is not used: it is compared with target=, and there is none")
         if may_form_groups(run.options, run.trainer) and not self.space.why_not(2):
             run.world.connection.start_server()
         else:

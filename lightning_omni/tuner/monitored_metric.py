@@ -19,6 +19,8 @@ from lightning_omni.strategy.declared import callbacks_of
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
 
+MONITORED = "val_loss"
+"""By default."""
 _HOOKS = (
     "on_train_epoch_end",
     "on_train_batch_start",

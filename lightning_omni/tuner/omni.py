@@ -25,6 +25,7 @@ from lightning_omni.strategy.namespaces import refuse_other_namespace
 from lightning_omni.tuner.beside import frequent_switches
 from lightning_omni.tuner.fit import Fit, TunedFit, may_form_groups
 from lightning_omni.tuner.joined_fit import JoinedFit
+from lightning_omni.tuner.monitored_metric import MONITORED
 from lightning_omni.tuner.run import TunedRun, TunerOptions
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class OmniTunerHooks(_CallbackBase):
 
     Args:
         target: value of ``monitor`` that is to be reached soonest; None for the lowest loss at the end of the run.
-        monitor: name of a logged metric; read at validations.
+        monitor: name of a logged metric, which is compared with ``target`` at validations.
         budget: part of the run's time that probes may take, from 0 to below 1: 0.1 is a tenth. Two fifths of it are for
             the search before the first batch, two fifths for the first retuning during the run; later searches may use
             this part of the time that has passed, less what earlier ones took. 0 tunes nothing, whatever the search.
@@ -101,7 +102,7 @@ class OmniTunerHooks(_CallbackBase):
     def __init__(
         self,
         target: float | None = None,
-        monitor: str = "val_loss",
+        monitor: str = MONITORED,
         budget: float = 0.1,
         search: str = "forecast",
         space: Mapping[str, Any] | None = None,
