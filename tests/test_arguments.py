@@ -32,7 +32,7 @@ ROOT = Path(__file__).parent.parent
         (OmniStrategy, {"group": 2}, "OmniStrategy(group=2): there is no argument group; did you mean groups=2?"),
         (OmniStrategy, {"find_unused_parameter": True}, "did you mean find_unused_parameters=True?"),
         (OmniStrategy, {"bucket_cap": 1}, "did you mean bucket_cap_mb=1?"),
-        (OmniStrategy, {"xyz": 1}, "it takes groups, method, server"),
+        (OmniStrategy, {"xyz": 1}, "it takes groups, method, data"),
         (OmniStrategy, {"device_ids": [0]}, "Lightning passes it to DistributedDataParallel"),
         (OmniTuner, {"buget": 0.2}, "OmniTuner(buget=0.2): there is no argument buget; did you mean budget=0.2?"),
         (OmniTuner, {"metric": "val_loss"}, "it takes target, monitor, budget"),

@@ -34,62 +34,62 @@ class WorldOptions:
     Attributes:
         groups: number of compute groups, or None for one group per node.
         method: how groups exchange, by name or as a `lightning_omni.methods.Method`.
-        server: ``"tcp://host:port"`` of a running server; None starts one beside rank 0, the *embedded* server.
-        host: address that the embedded server binds. None uses no port at all on one node (sockets in a directory that
-            only this user may enter), and on several the address at which the other nodes reach rank 0 (MASTER_ADDR).
-        heartbeat_timeout: seconds of silence after which a rank counts as dead, at least 2.
-        max_nonfinite_pushes: number of pushes in a row with NaN or infinite gradients that a group may make before the
-            run ends.
-        timeout: time after which a collective that does not complete is an error.
-        server_threads: threads of the embedded server's arithmetic.
-        record: file for a record of everything that changes the weights, written by the embedded server; see
-            `lightning_omni.simulator.replay`.
-        encryption: of connections over the network: ``"curve"``, or ``"off"`` on a network whose every user you trust;
-            a server that is already running must use the same.
         wire: encoding of pushes: ``"fp32"`` (uncompressed), ``"bf16"``, ``"fp16"``, ``"int8"`` or ``"topk:0.01"``, or a
             `lightning_omni.protocol.wire_format.WireFormat`; for pushes and answers ``{"push": "int8", "pull":
             "bf16"}``.
         overlap: whether a group computes its next gradient during an exchange, which makes it one step staler;
             for methods whose optimizer steps at the server.
-        transport: the connection between ranks and server; None is ZeroMQ, with that ``encryption``.
+        all_reduce: how gradients are averaged inside a group: ``"fp32"`` (uncompressed), ``"bf16"``, ``"fp16"``, or
+            ``"powersgd:4"``, as products of matrices with 4 columns; or a
+            `lightning_omni.protocol.all_reduce.AllReduce`.
+        server: ``"tcp://host:port"`` of a running server; None starts one beside rank 0, the *embedded* server.
         servers: number of servers, each of which holds a share of the weights, so that no single link carries
             everything: a number, which rank 0 starts on its node, or ``"per-node"``, one on each node. A server that is
             already running tells the ranks its number of servers.
-        join: whether the ranks of this launcher are a group that joins the run of ``server`` on its own, at any time;
-            see docs/joining.md.
+        host: address that the embedded server binds. None uses no port at all on one node (sockets in a directory that
+            only this user may enter), and on several the address at which the other nodes reach rank 0 (MASTER_ADDR).
+        encryption: of connections over the network: ``"curve"``, or ``"off"`` on a network whose every user you trust;
+            a server that is already running must use the same.
+        transport: the connection between ranks and server; None is ZeroMQ, with that ``encryption``.
         save_every: seconds between two saves of the embedded server's state, from which rank 0 restarts it if it dies;
             with None nothing is saved, and the run ends if the server dies.
+        record: file for a record of everything that changes the weights, written by the embedded server; see
+            `lightning_omni.simulator.replay`.
+        server_threads: threads of the embedded server's arithmetic.
+        join: whether the ranks of this launcher are a group that joins the run of ``server`` on its own, at any time;
+            see docs/joining.md.
+        heartbeat_timeout: seconds of silence after which a rank counts as dead, at least 2.
+        progress_timeout: seconds, at least 2, after which the embedded server evicts a group that has trained, is alive
+            and makes no progress; None for never.
+        timeout: time after which a collective that does not complete is an error.
+        max_nonfinite_pushes: number of pushes in a row with NaN or infinite gradients that a group may make before the
+            run ends.
         inside: how the members of a group hold the model: ``"ddp"``, each the whole model; or sharded, each with a part
             of every parameter, which it exchanges with its own server: ``"fsdp"``, rows; or a `ModelParallel`, as
             which the module is parallelized on the group's mesh.
         shards: with ``inside="fsdp"``, ranks that hold one replica of the model together; each group consists of one or
             more replicas. None is the size of the smallest group.
-        progress_timeout: seconds, at least 2, after which the embedded server evicts a group that has trained, is alive
-            and makes no progress; None for never.
-        all_reduce: how gradients are averaged inside a group: ``"fp32"`` (uncompressed), ``"bf16"``, ``"fp16"``, or
-            ``"powersgd:4"``, as products of matrices with 4 columns; or a
-            `lightning_omni.protocol.all_reduce.AllReduce`.
     """
 
     groups: int | None = None
     method: str | Method = "async_sgd"
-    server: str | None = None
-    host: str | None = None
-    heartbeat_timeout: float = 30.0
-    max_nonfinite_pushes: int = 50
-    timeout: timedelta = timedelta(minutes=30)
-    server_threads: int = 1
-    record: str | None = None
-    encryption: str = "curve"
     wire: Wire = "fp32"
     overlap: bool = False
-    transport: Transport | None = None
-    servers: int | Literal["per-node"] = 1
-    join: bool = False
-    save_every: float | None = 30.0
-    inside: Inside = "ddp"
-    progress_timeout: float | None = 600.0
     all_reduce: str | AllReduce = "fp32"
+    server: str | None = None
+    servers: int | Literal["per-node"] = 1
+    host: str | None = None
+    encryption: str = "curve"
+    transport: Transport | None = None
+    save_every: float | None = 30.0
+    record: str | None = None
+    server_threads: int = 1
+    join: bool = False
+    heartbeat_timeout: float = 30.0
+    progress_timeout: float | None = 600.0
+    timeout: timedelta = timedelta(minutes=30)
+    max_nonfinite_pushes: int = 50
+    inside: Inside = "ddp"
     shards: int | None = None
 
     def __post_init__(self) -> None:

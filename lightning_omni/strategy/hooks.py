@@ -58,7 +58,10 @@ class OmniStrategyHooks(SavingStrategy):
     """Trains synchronously inside compute groups and asynchronously across them.
 
     Use it where synchronization is the bottleneck: step times that vary, a slow network, or workers that may die. See
-    docs/quickstart.md. Only ``groups`` and ``method`` matter at first; the defaults of the others suit most runs.
+    docs/quickstart.md. Only ``groups`` and ``method`` matter at first; the defaults of the others suit most runs. They
+    say how data is dealt out and validated (``data`` to ``merged``), what is sent (``wire`` to ``all_reduce``), where
+    the server is and what it keeps (``server`` to ``record``), how groups come, go and fail (``join`` to
+    ``max_nonfinite_pushes``), and how a large model is divided (``inside`` and the last two).
 
     Args:
         groups: number of compute groups, from 1 (plain DDP, bit for bit, with no server in the path) to the number of
@@ -66,26 +69,18 @@ class OmniStrategyHooks(SavingStrategy):
             if it is set, and otherwise one group per node.
         method: how groups exchange: a name (``"hardsync"``), a name with settings (``"diloco:period=50"``) or a value
             (``DiLoCo(period=50)``): see `lightning_omni.methods`. None uses LIGHTNING_OMNI_METHOD, or ``"async_sgd"``.
-        server: ``"tcp://host:port"`` of a running parameter server (``lightning-omni serve``). None uses
-            LIGHTNING_OMNI_SERVER, and joins the run there (see ``join``); if that is not set either, rank 0 starts a
-            server for this run in a separate process.
         data: ``"dynamic"`` deals out the samples of an epoch to the groups as they become free, so that a slow group
             does not delay the others; ``"static"`` gives every rank its share in advance, as DistributedSampler does.
             None uses LIGHTNING_OMNI_DATA, or ``"dynamic"``.
         rebalance: for ranks of different speed: ``"auto"`` measures their speeds and splits each group's batch in
             proportion, where that makes the group more than 5 % faster; ``"off"`` gives all ranks equal parts. The loss
             must be a mean over the batch.
-        host: address that the embedded server binds, which is the one that rank 0 starts. None uses no port at all on
-            one node, and MASTER_ADDR on several.
-        encryption: of connections over the network: ``"curve"``, or ``"off"`` on a network whose every user you trust.
-        heartbeat_timeout: seconds of silence after which a rank counts as dead, at least 2.
-        max_nonfinite_pushes: number of pushes in a row with NaN or infinite gradients that a group may make before the
-            run ends.
+        validation: ``"wait"``: all groups synchronize and validate together. ``"published"``: a validation inside an
+            epoch is done by one group, with the weights of that moment, while the others train on; see
+            docs/validation.md.
         merged: name of a submodule that stays at the server, such as the last layers of a classifier. Each group's
             batch passes through it there, one group at a time, so that its weights are never stale and never sent; only
             activations and their gradients are. See docs/merged-head.md. With one group this has no effect.
-        record: file for a record of everything that changes the weights, written by the embedded server; the simulator
-            can replay it, see `lightning_omni.simulator.replay`. None records nothing.
         wire: encoding of pushes, for slow networks: ``"fp32"``, uncompressed; ``"bf16"`` or ``"fp16"``, half the bytes;
             ``"int8"``, about a quarter; ``"topk:0.01"``, the largest hundredth of the numbers with their positions; or
             a value, see docs/wire-formats.md. What a lossy format leaves out is added to the group's next push.
@@ -93,41 +88,49 @@ class OmniStrategyHooks(SavingStrategy):
         overlap: whether a group computes its next gradient during an exchange, which makes that gradient one step
             staler; for methods whose optimizer steps at the server. Use it where exchanges take long: see
             docs/performance.md. With one group this has no effect.
+        all_reduce: how gradients are averaged inside a group, for slow networks between its members: ``"fp32"``, as
+            DistributedDataParallel does; ``"bf16"`` or ``"fp16"``, half the bytes; ``"powersgd:4"``, each matrix of
+            gradients as the product of two with 4 columns (a fiftieth of the bytes, for example), with error feedback:
+            see docs/wire-formats.md.
+        server: ``"tcp://host:port"`` of a running parameter server (``lightning-omni serve``). None uses
+            LIGHTNING_OMNI_SERVER, and joins the run there (see ``join``); if that is not set either, rank 0 starts a
+            server for this run in a separate process.
         servers: number of parameter servers, each of which holds a share of the weights, so that no single link carries
             the pushes of all groups: a number, all on rank 0's node; or ``"per-node"``, one on each node. Then an
             exchange of all groups sends no more bytes over any link than a ring all-reduce. See docs/servers.md.
-        validation: ``"wait"``: all groups synchronize and validate together. ``"published"``: a validation inside an
-            epoch is done by one group, with the weights of that moment, while the others train on; see
-            docs/validation.md.
-        join: whether the ranks of this launcher are one group of a run in which groups come and go, each with its own
-            launcher. The group joins the run at ``server``, or begins it if it is the first, and may leave at any time;
-            see docs/joining.md. None means True if LIGHTNING_OMNI_SERVER is set and no ``server`` is passed.
+        host: address that the embedded server binds, which is the one that rank 0 starts. None uses no port at all on
+            one node, and MASTER_ADDR on several.
+        encryption: of connections over the network: ``"curve"``, or ``"off"`` on a network whose every user you trust.
         save_every: seconds between two saves of the embedded server's state. If the server dies, rank 0 starts another
             one, which continues from the last save: see docs/resilience.md. With None nothing is saved, and the run
             ends if the server dies.
+        record: file for a record of everything that changes the weights, written by the embedded server; the simulator
+            can replay it, see `lightning_omni.simulator.replay`. None records nothing.
+        join: whether the ranks of this launcher are one group of a run in which groups come and go, each with its own
+            launcher. The group joins the run at ``server``, or begins it if it is the first, and may leave at any time;
+            see docs/joining.md. None means True if LIGHTNING_OMNI_SERVER is set and no ``server`` is passed.
+        max_rejoins: with ``join``, how often in a row a group that was evicted by mistake (because its machine was
+            suspended or its link failed) rejoins automatically, as a new group: if the script ends with that error, its
+            process runs its own command again, after 1, 2, 4, ... seconds. See docs/joining.md. 0 disables this.
+        heartbeat_timeout: seconds of silence after which a rank counts as dead, at least 2.
+        progress_timeout: seconds, at least 2, after which a group that answers heartbeats but makes no progress (no
+            batch and no validation batch) is evicted: it hangs in a collective or a loader, and others would wait for
+            it. Counted by the embedded server, from the first trained batch on; ``lightning-omni serve`` has its own
+            option. None disables this.
+        max_nonfinite_pushes: number of pushes in a row with NaN or infinite gradients that a group may make before the
+            run ends.
         inside: how the members of a group hold the model: ``"ddp"``, each the whole model; ``"fsdp"``, each a shard
             with rows of every parameter (torch's ``fully_shard``), for models that no single device can hold; or
             ``ModelParallelStrategy(data_parallel_size=..., tensor_parallel_size=...)``, with which the module's
             ``configure_model`` parallelizes and shards it on the group's ``self.device_mesh``. With the last two every
             member exchanges its own shard, and no rank ever has the whole model: see docs/large-models.md.
-        max_rejoins: with ``join``, how often in a row a group that was evicted by mistake (because its machine was
-            suspended or its link failed) rejoins automatically, as a new group: if the script ends with that error, its
-            process runs its own command again, after 1, 2, 4, ... seconds. See docs/joining.md. 0 disables this.
-        progress_timeout: seconds, at least 2, after which a group that answers heartbeats but makes no progress (no
-            batch and no validation batch) is evicted: it hangs in a collective or a loader, and others would wait for
-            it. Counted by the embedded server, from the first trained batch on; ``lightning-omni serve`` has its own
-            option. None disables this.
-        all_reduce: how gradients are averaged inside a group, for slow networks between its members: ``"fp32"``, as
-            DistributedDataParallel does; ``"bf16"`` or ``"fp16"``, half the bytes; ``"powersgd:4"``, each matrix of
-            gradients as the product of two with 4 columns (a fiftieth of the bytes, for example), with error feedback:
-            see docs/wire-formats.md.
+        shards: with ``inside="fsdp"``, the number of ranks that hold one replica of the model together. A group has one
+            or more replicas, whose gradients are averaged; so groups may have different sizes: see
+            docs/large-models.md. None is the size of the smallest group.
         save_distributed_checkpoint: with ``inside="fsdp"``, whether a checkpoint is a folder to which each member
             writes its shard (torch.distributed.checkpoint, as ModelParallelStrategy saves it), instead of one file that
             rank 0 writes. If ``inside`` is a ModelParallelStrategy, its own argument is used. Both kinds can be loaded
             in any case.
-        shards: with ``inside="fsdp"``, the number of ranks that hold one replica of the model together. A group has one
-            or more replicas, whose gradients are averaged; so groups may have different sizes: see
-            docs/large-models.md. None is the size of the smallest group.
         **ddp: arguments of DDPStrategy (``find_unused_parameters``, ``timeout``, ``start_method``, ...).
 
     Raises:
@@ -146,27 +149,27 @@ class OmniStrategyHooks(SavingStrategy):
         self,
         groups: int | None = None,
         method: str | Method | None = None,
-        server: str | None = None,
         data: Literal["dynamic", "static"] | None = None,
-        host: str | None = None,
-        heartbeat_timeout: float = 30.0,
-        max_nonfinite_pushes: int = 50,
-        merged: str | None = None,
-        record: str | None = None,
         rebalance: Literal["off", "auto"] = "off",
-        encryption: Literal["curve", "off"] = "curve",
+        validation: Literal["wait", "published"] = "wait",
+        merged: str | None = None,
         wire: Wire = "fp32",
         overlap: bool = False,
-        servers: int | Literal["per-node"] = 1,
-        validation: Literal["wait", "published"] = "wait",
-        join: bool | None = None,
-        save_every: float | None = 30.0,
-        inside: Literal["ddp", "fsdp"] | ModelParallelStrategy | OfLightning = "ddp",
-        max_rejoins: int = 10,
-        progress_timeout: float | None = 600.0,
         all_reduce: str | AllReduce = "fp32",
-        save_distributed_checkpoint: bool = False,
+        server: str | None = None,
+        servers: int | Literal["per-node"] = 1,
+        host: str | None = None,
+        encryption: Literal["curve", "off"] = "curve",
+        save_every: float | None = 30.0,
+        record: str | None = None,
+        join: bool | None = None,
+        max_rejoins: int = 10,
+        heartbeat_timeout: float = 30.0,
+        progress_timeout: float | None = 600.0,
+        max_nonfinite_pushes: int = 50,
+        inside: Literal["ddp", "fsdp"] | ModelParallelStrategy | OfLightning = "ddp",
         shards: int | None = None,
+        save_distributed_checkpoint: bool = False,
         **ddp: Any,
     ) -> None:
         if "refusals" in ddp:
