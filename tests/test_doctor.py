@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import zmq
@@ -128,6 +129,26 @@ def test_another_key_and_no_key_have_remedies(
             assert "copy the server's key file here, or set LIGHTNING_OMNI_KEY" in capsys.readouterr().out.replace(
                 "\n", " "
             )
+
+
+def test_a_key_file_that_others_can_read_is_warned_of_at_both_ends(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "key"
+    file.write_text(KEY)
+    file.chmod(0o644)
+    server = Process([*COMMAND, "serve", "--port", "0", "--key-file", str(file)])
+    try:
+        address = server.expect(r"parameter server on (tcp://\S+),", 150)[1]
+        server.expect(r"other users of this machine can read or write the key file: chmod 600 /", 20)
+        assert main(["doctor", address, "--key-file", str(file)]) == 0
+        assert re.search(r"!\s*│ key .*can be read or written by other users", said := capsys.readouterr().out)
+        assert f"do: key: chmod 600 {file}" in said.replace("\n", "")
+        file.chmod(0o600)
+        assert main(["doctor", address, "--key-file", str(file)]) == 0
+        assert re.search(r"✓\s*│ key ", capsys.readouterr().out)
+    finally:
+        server.kill()
 
 
 def test_a_data_port_that_cannot_be_reached_is_told_from_the_control_port(capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,7 @@ from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.layout import Layout, TensorSpec
 from lightning_omni.protocol.wire_formats import wire_named
 from lightning_omni.server.addresses import EVERYWHERE, check_address, directory_of, is_private
-from lightning_omni.server.keys import load
+from lightning_omni.server.keys import default_path, is_open_to_others, load
 from lightning_omni.server.observer import Observer
 from lightning_omni.server.versions import versions
 
@@ -134,7 +134,11 @@ def _key(checkup: Checkup, key_file: Path | None) -> bytes:
         key = load(key_file)
     except ConfigurationError as error:
         raise checkup.fail("key", str(error), "copy the server's key file here, or set LIGHTNING_OMNI_KEY") from None
-    checkup.found("key", f"{8 * len(key)} bits from {key_file or 'the environment or the default file'}")
+    if is_open_to_others(key_file):
+        file = key_file or default_path()
+        checkup.warn("key", f"{file} can be read or written by other users of this machine", f"chmod 600 {file}")
+    else:
+        checkup.found("key", f"{8 * len(key)} bits from {key_file or 'the environment or the default file'}")
     return key
 
 

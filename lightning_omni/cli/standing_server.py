@@ -20,6 +20,7 @@ from lightning_omni.cli.run_log import TIMES, RunLog, stamped
 from lightning_omni.protocol import transport as transports
 from lightning_omni.server import ZeroMQ
 from lightning_omni.server.addresses import EVERYWHERE
+from lightning_omni.server.keys import is_open_to_others
 from lightning_omni.server.process import ServerProcess, ServerSettings, raise_limit_of_files
 from lightning_omni.server.saving import StateDirectory, share_directory
 from lightning_omni.server.startup import core_from, load_plugins
@@ -200,6 +201,9 @@ class StandingServer:
         options = self._options
         name = f"{options.role} for {options.upstream}" if options.upstream else options.role
         log(self._console, f"{name} on {self._server.address}, key from {options.key_file or 'the environment'}")
+        if options.key_file is not None and is_open_to_others(options.key_file):
+            told = "other users of this machine can read or write the key file: chmod 600"
+            log(self._console, f"{told} {options.key_file}", style="yellow")
         if self._web is not None:
             log(self._console, f"status on {self._web.url}")
         if self._continued:

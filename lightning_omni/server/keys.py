@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import stat
 import tempfile
 from pathlib import Path
 from typing import Literal
@@ -72,6 +73,17 @@ def load(path: Path | None = None) -> bytes:
             f" `lightning-omni serve` made to this machine, or set {ENVIRONMENT}"
         ) from error
     return _parse(text, str(file))
+
+
+def is_open_to_others(path: Path | None = None) -> bool:
+    """Whether other users of this machine may read or write the file that `load` reads; never of the environment.
+
+    Args:
+        path: as for `load`.
+    """
+    if path is None and os.environ.get(ENVIRONMENT):
+        return False
+    return bool((path or default_path()).stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO))
 
 
 def load_or_create(path: Path | None = None) -> tuple[bytes, Path | None]:
