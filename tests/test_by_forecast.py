@@ -336,6 +336,49 @@ def test_groups_that_do_not_pay_are_given_up_if_groups_did_not_before() -> None:
     assert gave_up == [OWN]
 
 
+def steps_until_timed_again(seconds: np.ndarray) -> int | None:
+    """After how many steps one group is timed again, of the times of steps that follow the first batches."""
+    done: list[float] = []
+
+    def so_far() -> Speed:
+        error = np.std(done) / math.sqrt(len(done) - 1) / np.mean(done)
+        return Speed(256.0 * len(done), sum(done), float(error))
+
+    run: Any = SimpleNamespace(
+        state=TunerState(setting=OWN, own=OWN, rounds=1),
+        setting=OWN,
+        searches=[search(seen(equal()))],
+        learns_from_run=True,
+        world=SimpleNamespace(tell=lambda text: text),
+    )
+    others: Any = SimpleNamespace(speed_so_far=so_far)
+    check = ForecastCheck(run, others, others, others)
+    for step, each in enumerate(seconds, 1):
+        done.append(float(each))
+        if check.step_done():
+            return step
+    return None
+
+
+@given(st.integers(40, 1000), st.floats(3.0, 8.0), st.integers(0, 9))
+@settings(deadline=None, max_examples=30)
+def test_a_rank_that_becomes_slow_is_seen_before_half_as_many_steps_again_are_trained(
+    begin: int, slower: float, seed: int
+) -> None:
+    seconds = 0.1 * np.random.default_rng(seed).normal(1, 0.02, 2 * begin)
+    seconds[begin:] *= slower
+    found = steps_until_timed_again(seconds)
+    assert found is not None
+    assert begin < found <= 1.5 * begin
+
+
+@given(st.floats(0.9, 1.03), st.floats(0.005, 0.05), st.integers(0, 99))
+@settings(deadline=None, max_examples=30)
+def test_a_run_that_is_as_fast_as_forecast_is_not_timed_again(level: float, scatter: float, seed: int) -> None:
+    seconds = 0.1 * level * np.random.default_rng(seed).normal(1, scatter, 3000)
+    assert steps_until_timed_again(seconds) is None
+
+
 @given(
     st.floats(0.1, 10.0),
     st.floats(0.0, 0.1),

@@ -45,7 +45,11 @@ class ForecastCheck:
         self._steps, self._next = 0, c.FEWEST_STEPS
 
     def step_done(self) -> str:
-        """Compares one group that nothing was chosen for with its forecast, after 8, 16, 32, ... steps. On all ranks.
+        """Compares one group that nothing was chosen for with its forecast. On all ranks.
+
+        After 8 steps, and whenever there are a fifth more of them: what has happened since then is seen before as many
+        steps again are lost. Questions that are asked until the steps have doubled share one probability of a false
+        alarm.
 
         Returns:
             Why it is to be timed again, or nothing.
@@ -57,7 +61,7 @@ class ForecastCheck:
         self._steps += 1
         if self._steps < self._next:
             return ""
-        self._next = 2 * self._steps
+        self._next = math.ceil(self._steps * (1 + c.CHANGED))
         speed = self._retuning.speed_so_far()
         return run.world.tell(self._why_slower(speed) if speed is not None else "")
 
@@ -67,7 +71,8 @@ class ForecastCheck:
         if not run.searches or run.searches[-1].profile is None:
             return ""
         predicted = run.searches[-1].prediction(run.setting).samples_per_second
-        if math.log(predicted.low) - speed.log_most < math.log(c.GAIN):
+        probability = c.FALSE_ALARM * math.log2(1 + c.CHANGED)
+        if math.log(predicted.low) - speed.log_most(probability) < math.log(c.GAIN):
             return ""
         return f"it trains {speed.rate:.3g} samples per second, and {predicted.value:.3g} were predicted"
 
@@ -102,7 +107,7 @@ class ForecastCheck:
         if command is None:
             return ""
         if state.group_speed is None:
-            state.group_speed = GroupSpeed(run.setting, math.exp(speed.log_most))
+            state.group_speed = GroupSpeed(run.setting, math.exp(speed.log_most()))
             return command.why
         self._applied.give_up_groups(command.setting)
         self._retuning.changed(in_mid_epoch=run.strategy.epochs.is_open)
@@ -116,7 +121,7 @@ class ForecastCheck:
         one = best_by_forecast(search, groups=1)
         costs = search.forecast().efficiency
         one_at_least = math.log(search.prediction(one).samples_per_second.low)
-        if speed.log_most - costs(setting)[0] >= one_at_least - costs(one)[0]:
+        if speed.log_most() - costs(setting)[0] >= one_at_least - costs(one)[0]:
             return None
         predicted = search.prediction(setting).samples_per_second.value
         why = (

@@ -90,10 +90,9 @@ class Speed:
         """Samples per second."""
         return self.samples / self.seconds
 
-    @property
-    def log_most(self) -> float:
-        """Logarithm of the most samples per second that noise can have hidden."""
-        return math.log(self.rate) + _standard_errors(c.FALSE_ALARM) * self.error
+    def log_most(self, probability: float = c.FALSE_ALARM) -> float:
+        """Logarithm of the most samples per second that noise can have hidden, but with this probability."""
+        return math.log(self.rate) + _standard_errors(probability) * self.error
 
     def is_known_within(self, factor: float) -> bool:
         """Whether noise has hidden no more than that factor."""
