@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import shutil
+import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -529,6 +531,18 @@ def test_a_state_on_disk_is_gone_on_from_and_its_journal_may_end_in_mid_entry(tm
         assert [path.name for path in sorted((tmp_path / "state").iterdir())] == ["ended", "lock"]
         assert saved_weights(tmp_path / "state").keys() == weights.keys()
         states.close()
+
+
+def test_a_server_was_started_after_those_before_it_also_if_the_clock_was_set_back_since(tmp_path: Path) -> None:
+    ahead, began = time.time() + 3600, list[int]()
+    for _ in range(3):
+        states, core = StateDirectory(tmp_path), ServerCore(KEY, secrets.token_bytes)
+        states.restore(core)
+        began.append(core.began)
+        states.close()
+        if len(began) == 1:
+            os.utime(tmp_path / "lock", (ahead, ahead))  # as if the clock had been an hour ahead then
+    assert began[0] < 1000 * ahead < began[1] < began[2]
 
 
 def test_a_state_that_cannot_be_read_is_named_and_one_that_cannot_be_written_ends_no_run(

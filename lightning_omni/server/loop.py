@@ -115,7 +115,7 @@ class Server:
         # A peer that is gone is noticed when something is sent to it.
         self._sockets[m.CONTROL].setsockopt(zmq.ROUTER_MANDATORY, 1)
         core.about, core.limits.hears_connections = about, True
-        core.began = time.time_ns() // 1_000_000
+        core.began = core.began or time.time_ns() // 1_000_000
         core.data_port = urlsplit(self._sockets[m.DATA].getsockopt_string(zmq.LAST_ENDPOINT)).port or 0
         self.shared = SharedMemory(core.data_connection, lambda: sum(shard.buffer.numel() for shard in core.shards))
         if directory is not None and shared_memory and segments.is_offered():

@@ -67,6 +67,8 @@ _LOST = (
     "what ranks are told could not be written in %s: until the server's state is saved again, its loss would end the"
     " run: %s"
 )
+_MILLISECOND = 1_000_000
+"""Nanoseconds."""
 _LENGTH = 4
 """Bytes in front of a journal's entry, or of a save's plain part, that say how long it is."""
 
@@ -135,7 +137,7 @@ class StateDirectory:
         Raises:
             ConfigurationError: there is one, and this server cannot go on with it.
         """
-        core.patience = self._patience
+        core.patience, core.began = self._patience, self._start()
         saves = self._whole()
         self._remove_parts(set(saves[-1:]))
         if not saves:
@@ -160,6 +162,16 @@ class StateDirectory:
             f"goes on with a run of {core.roster.world_size} ranks, from a state that was saved {age:.1f} s before:"
             f" {core.clock} updates"
         )
+
+    def _start(self) -> int:
+        """When this server is started, in milliseconds: after those before it, also if the clock was set back since.
+
+        The lock has the time of the last one: that takes no room on a disk that may be full.
+        """
+        started = max(time.time_ns(), os.fstat(self._lock).st_mtime_ns + _MILLISECOND) // _MILLISECOND
+        with contextlib.suppress(OSError):  # the clock is what is left
+            os.utime(self._lock, ns=(started * _MILLISECOND, started * _MILLISECOND))
+        return started
 
     def tend(self, core: ServerCore) -> None:
         """Saves the state if it is time. To be called between two messages, and often."""
