@@ -115,6 +115,36 @@ def test_a_server_of_a_share_that_is_killed_before_it_has_come_is_not_awaited(sa
         server.kill()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only there a server is forked")
+def test_a_server_of_a_share_whose_coordinator_dies_before_it_has_come_does_not_come_to_the_next_one(
+    tmp_path: Path,
+) -> None:
+    command = [*COMMAND, "serve", "--port", str(free_port()), "--shards", "2", "--state", str(tmp_path)]
+    key = secrets.token_bytes(32)
+    server = Process(command, {"LIGHTNING_OMNI_KEY": key.hex()})
+    try:
+        address = server.expect(LISTENS, PATIENCE)[1]
+        (serving,) = children(server.pid)
+        (early,) = children(serving)
+        os.kill(serving, signal.SIGKILL)  # the other one takes longer than this to import torch
+        server.expect("another one continues$", PATIENCE)
+        assert server.expect(LISTENS, PATIENCE)[1] == address
+        (serving,) = children(server.pid)
+        (late,) = children(serving)
+        control = ZeroMQ().join(address, key, "run", 0, 1, Layout.of({"w": torch.zeros(300)}))
+        connections = control.attach_all(PATIENCE)
+        assert len(connections) == 2
+        wait_for(lambda: not alive(early))
+        assert alive(late)
+        for connection in connections:
+            connection.close()
+        control.close("")
+        assert "refuse" not in server.output, server.output
+        assert "Error" not in server.output, server.output
+    finally:
+        server.kill()
+
+
 ALONE = "from lightning_omni.server import supervisor; supervisor.can_supervise = lambda: False; "
 
 

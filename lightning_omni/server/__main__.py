@@ -26,7 +26,7 @@ from lightning_omni.server.addresses import remove_if_abandoned
 from lightning_omni.server.process import Ready, ServerSettings, ignore_signals, raise_limit_of_files
 from lightning_omni.server.saving import EMBEDDED_PATIENCE, ShareDirectory, StateDirectory
 from lightning_omni.server.startup import core_from, load_plugins
-from lightning_omni.server.supervisor import Lifeline, can_supervise, preload, supervise
+from lightning_omni.server.supervisor import ORPHANED, Lifeline, can_supervise, preload, supervise
 
 _log = logging.getLogger(__name__)
 
@@ -116,10 +116,21 @@ def _listen(settings: ServerSettings, core: ServerCore, again: str) -> transport
     """The driver of the state machine, bound to its address; ``again`` is that of a server before this one."""
     chosen = transport.from_wire(settings.transport)
     if settings.shard:
+        if settings.state:
+            threading.Thread(target=_end_with_coordinator, name="omni-coordinator", daemon=True).start()
         return chosen.follow(core, settings.coordinator, settings.host, settings.port)
     if again:
         return chosen.serve_again(core, again)
     return chosen.serve(core, settings.host, settings.port)
+
+
+def _end_with_coordinator() -> None:
+    """If the process that has started this one is gone, this one ends at once, whatever it is at.
+
+    It coordinates, and another one goes on at its address, which starts the others again: this one is none of those.
+    """
+    if not _standard_input().read(1):
+        os._exit(ORPHANED)
 
 
 class _Parent:

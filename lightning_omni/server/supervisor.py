@@ -29,7 +29,8 @@ GAVE_UP = 3
 """Exit status of a supervising process that does not start the server once more."""
 _FAILED = 1
 """Exit status of a Python process in which an exception was not caught."""
-_ORPHANED = 4
+ORPHANED = 4
+"""Exit status of a server whose process that has started it is gone."""
 _PAUSE = 0.25
 """Seconds after which it is asked whether the server is to end."""
 _END = b"end"
@@ -78,7 +79,7 @@ class Lifeline:
         with contextlib.suppress(OSError):
             told = self._wire.recv(len(_END))
         if not told:
-            os._exit(_ORPHANED)
+            os._exit(ORPHANED)
         self._over.set()
 
 
