@@ -45,7 +45,9 @@ from lightning_omni.protocol.codec import pack, unpack
 from lightning_omni.protocol.handshake import fingerprint_problem, hello_of
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.observation import MOST_OBSERVERS
+from lightning_omni.protocol.rank_numbers import origin
 from lightning_omni.protocol.transport import answer_of
+from lightning_omni.server.saving import StateDirectory
 from lightning_omni.strategy.pytorch_lightning import OmniStrategy
 from lightning_omni.strategy.rejoining import Rejoining
 from lightning_omni.topology import Topology
@@ -138,6 +140,74 @@ def test_a_server_that_was_started_again_is_begun_with_by_the_group_that_has_ask
         link.come(0, "joins-the-one-before", 1)
     link.come(0, first.run, 1)
     assert link.enlist(1, b"third").run == first.run
+
+
+def restarted(path: Path) -> tuple[StateDirectory, Joined]:
+    """A server that goes on from what is saved there, if anything is."""
+    states, link = StateDirectory(path), Joined(world_size=1)
+    link.core._random = secrets.token_bytes  # no two servers draw alike
+    link.core.reset()
+    assert states.restore(link.core) == ""
+    return states, link
+
+
+def test_a_run_that_was_lost_before_anything_was_saved_is_begun_again_by_the_same_groups(tmp_path: Path) -> None:
+    states, link = restarted(tmp_path)
+    name = link.enlist(1, b"first").run
+    link.come(0, name, 1)
+    assert link.enlist(1, b"second").first == 1
+    states.tend(link.core)
+    states.close()
+    for _ in range(2):  # also if the next one is lost, too
+        states, link = restarted(tmp_path)
+        with pytest.raises(AssertionError, match="saved anything; the run is begun again"):
+            link.come(0, name, 1)
+        with pytest.raises(AssertionError, match="saved anything; the run is begun again"):
+            link.come(1, name)
+        again = link.enlist(1, b"second")
+        assert again.first == 0
+        assert again.run != name
+        assert origin(again.run) == origin(name)
+        link.come(0, again.run, 1)
+        with pytest.raises(AssertionError, match="saved anything; the run is begun again"):
+            link.come(1, name)
+        assert link.enlist(1, b"first").run == again.run
+        states.tend(link.core)
+        states.close()
+        name = again.run
+
+
+def test_the_group_that_was_to_begin_begins_again_if_another_was_first_at_the_next_server(tmp_path: Path) -> None:
+    states, link = restarted(tmp_path)
+    first = link.enlist(1, b"first")
+    states.tend(link.core)
+    states.close()
+    states, link = restarted(tmp_path)
+    second = link.enlist(1, b"second")
+    with pytest.raises(AssertionError, match="saved anything; the run is begun again"):
+        link.come(0, first.run, 1)
+    link.come(0, second.run, 1)
+    states.close()
+    assert origin(first.run) == origin(second.run)
+
+
+def test_a_run_of_which_something_was_saved_or_that_is_over_is_not_begun_again(tmp_path: Path) -> None:
+    for is_over in (False, True):
+        states, link = restarted(tmp_path)
+        link.enlist(1, b"first")
+        states.tend(link.core)
+        assert list(tmp_path.glob("begun-*"))
+        link.begin()
+        states.tend(link.core)
+        states.wait()
+        assert not list(tmp_path.glob("begun-*"))
+        states.tend(link.core)
+        if is_over:
+            states.discard(link.core)
+        states.close()
+        assert [path.name for path in tmp_path.iterdir()] == ["lock"] or not is_over
+        for path in tmp_path.iterdir():
+            path.unlink()
 
 
 def test_the_group_that_was_to_begin_is_missed_although_so_many_watch_that_its_connection_is_displaced() -> None:
@@ -669,7 +739,7 @@ class Run:
             assert time.monotonic() < deadline, f"{name} did not come: {ended} {self.server.output}"
             time.sleep(0.02)
 
-    def go(self, epoch: int, gate: str = "go") -> None:
+    def go(self, epoch: int | str, gate: str = "go") -> None:
         (self.folder / f"{gate}-{epoch}").touch()
 
     def train_together(

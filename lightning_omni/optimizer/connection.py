@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from lightning_omni.errors import OmniError
+from lightning_omni.errors import ConnectionLost, OmniError, Refused
 from lightning_omni.optimizer.channel import Channel
 from lightning_omni.optimizer.place import Place
 from lightning_omni.optimizer.sharding import division_of
@@ -104,7 +104,14 @@ class Connection:
         layout = Layout(specs, division=self._division)
         size = 0 if place.goes_on else place.size  # ranks that are not announced
         silence = enlistment.silence if enlistment is not None else 0.0
-        place.control = place.server.transport.join(address, key, run, place.rank, size, layout, self._on_end, silence)
+        try:
+            place.control = place.server.transport.join(
+                address, key, run, place.rank, size, layout, self._on_end, silence
+            )
+        except Refused as no:
+            if enlistment is None or no.code != "gone":
+                raise
+            raise ConnectionLost(f"the parameter server that this group came to is gone: {no}") from no
         place.server.check(place.control.shards, address)
         self._divide()
         place.server.share(address, key)

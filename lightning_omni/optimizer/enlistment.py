@@ -12,6 +12,7 @@ from typing import Any
 from lightning_omni.errors import ConnectionLost, OmniError, Refused
 from lightning_omni.optimizer.options import WorldOptions
 from lightning_omni.protocol.messages import Enlisted
+from lightning_omni.protocol.rank_numbers import origin
 from lightning_omni.server.keys import load as load_key
 from lightning_omni.server.observer import Observer
 
@@ -86,6 +87,8 @@ class Enlistment:
         assert self._observer is not None
         try:
             return self._observer.enlist(size)
+        except ConnectionLost as error:  # another server may have taken the place of this one
+            _log.info("%s; it is looked for", error)
         except Refused as no:
             if no.code != "stranger":  # so many ask that this connection was displaced
                 raise
@@ -126,7 +129,7 @@ def ask_for_all(tell: Callable[[str], str], asks: bool, ask: Callable[[], Any]) 
 def _check_same(run: str, options: WorldOptions) -> None:
     """Raises `Refused` if a group that comes back would begin or join another run than it was evicted from."""
     name, _ = comes_back_to()
-    if name and run != name:
+    if name and origin(run) != origin(name):
         raise Refused(
             "gone",
             f"this group was evicted from the run {name}, which is over: the server at {options.server} knows nothing"

@@ -10,8 +10,15 @@ from lightning_omni.errors import Refused
 JOINS = "joins-"
 """What the names of runs begin with that groups join on their own: a server that goes on before the first group has
 come knows by it what the run is that this group begins."""
+AGAIN = "+"
+"""What a name goes on with where a run is begun again, because its server was gone before it had saved anything."""
 MOST_RANKS = 1 << 16
 """Ranks of a run, at most."""
+
+
+def origin(run: str) -> str:
+    """The name of a run as it was when it was first begun: the same for all that were begun again in its place."""
+    return run.partition(AGAIN)[0]
 
 
 class RankNumbers:
@@ -19,10 +26,12 @@ class RankNumbers:
 
     Attributes:
         given: numbers from this one on are free.
+        lost: the run that groups were about to come to at the server before this one, which had saved nothing of it:
+            the next one is that run, begun again. Its name, with `AGAIN` if one has come; empty if there is none.
     """
 
     def __init__(self) -> None:
-        self.given = 0
+        self.given, self.lost = 0, ""
         self._claim: tuple[bytes, str] | None = None  # who is to begin the run, and its name
         self._enlisted: dict[bytes, tuple[int, int]] = {}
 
@@ -32,7 +41,8 @@ class RankNumbers:
         Args:
             peer: the connection that it came from.
             ranks: how many it has.
-            run: a name for the run, should this group begin it; `JOINS` is put in front of it.
+            run: a name for the run, should this group begin it; `JOINS` is put in front of it, or the name of the run
+                that is begun again.
             announced: ranks that the run was announced with; 0 if it has not begun.
 
         Returns:
@@ -52,7 +62,8 @@ class RankNumbers:
         if peer in self._enlisted:
             return self._enlisted[peer]
         if not announced:
-            self._claim = self._claim or (peer, JOINS + run)
+            name = f"{origin(self.lost)}{AGAIN}{run}" if self.lost else JOINS + run
+            self._claim = self._claim or (peer, name)
             return (0 if self._claim[0] == peer else -1), 0
         self.given = first + ranks
         self._enlisted[peer] = first, announced

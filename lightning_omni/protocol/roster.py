@@ -20,7 +20,7 @@ from lightning_omni.errors import ProtocolError, Refused
 from lightning_omni.protocol.formed_groups import FormedGroups
 from lightning_omni.protocol.handshake import fingerprint_problem, is_equal, rank_mac, session_key, version_problem
 from lightning_omni.protocol.messages import Heartbeat, Hello, Proof
-from lightning_omni.protocol.rank_numbers import JOINS, MOST_RANKS, RankNumbers
+from lightning_omni.protocol.rank_numbers import JOINS, MOST_RANKS, RankNumbers, origin
 from lightning_omni.topology import RECORDER, Topology
 
 MOST_CHALLENGED = 1024
@@ -217,12 +217,8 @@ class Roster:
         hello, challenge = self._challenged.pop(peer, (None, b""))
         if hello is None or not is_equal(proof.mac, rank_mac(self._key, hello, challenge)):
             raise Refused("key", "the key does not match the server's; both sides must be given the same key")
-        if hello.returns and self._first is None:
-            raise Refused(
-                "gone",
-                "this server knows nothing of the run: what the one before it had saved is not there; start it with the"
-                " same --state",
-            )
+        if problem := self._gone_with_its_server(hello):
+            raise Refused("gone", problem)
         joins = hello.run.startswith(JOINS)
         if joins and self._first is None and self.numbers.claimed not in ("", hello.run):
             raise Refused(
@@ -248,6 +244,20 @@ class Roster:
             raise Refused("fingerprint", problem)
         self.take_in(peer, hello, challenge, now)
         return hello, challenge
+
+    def _gone_with_its_server(self, hello: Hello) -> str:
+        """Why a rank cannot go on with the run that it came to at a server before this one; empty if it can."""
+        joins = hello.run.startswith(JOINS)
+        is_unknown = self._first is None and (hello.returns or (joins and not hello.world_size))
+        here = self.run or self.numbers.claimed or self.numbers.lost
+        if joins and origin(hello.run) == origin(here) and (is_unknown or hello.run != here):
+            return "the server before this one was gone before it had saved anything; the run is begun again"
+        if is_unknown:
+            return (
+                "this server knows nothing of the run: what the one before it had saved is not there; start it with the"
+                " same --state"
+            )
+        return ""
 
     def take_in(self, peer: bytes, hello: Hello, challenge: bytes, now: float) -> None:
         """A rank has shown that it holds the key."""

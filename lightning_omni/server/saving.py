@@ -34,6 +34,7 @@ from torch import Tensor
 from lightning_omni.errors import ConfigurationError, MalformedMessage, OmniError
 from lightning_omni.protocol.codec import Packed, pack, unpack
 from lightning_omni.protocol.journal import AnyEntry, Entry, WentOnEntry
+from lightning_omni.protocol.rank_numbers import AGAIN
 from lightning_omni.protocol.server import ServerCore
 from lightning_omni.protocol.service import as_tensor
 
@@ -50,6 +51,8 @@ SHARE = 0.02
 ENDED = "ended"
 """The last save of a run that has ended before its time."""
 _SAVED, _JOURNAL, _NEW, _LOCK = "state-", "journal-", "new", "lock"
+_BEGUN = "begun-"
+"""An empty file that names a run that groups come to, as long as nothing of it is saved: see `_as_begun`."""
 _GAP = "gap-"
 """What a journal is renamed to when an entry could not be written: that needs no room on the disk."""
 _SHARE = "share-"
@@ -127,6 +130,7 @@ class StateDirectory:
         self._writer: threading.Thread | None = None
         self._due = self._latest = self._asked = 0.0
         self._went_on = False
+        self._begun = ""  # what a file says of the run that groups come to, or said
 
     def restore(self, core: ServerCore) -> str:
         """The server goes on with the run whose state lies here, if there is one.
@@ -141,6 +145,7 @@ class StateDirectory:
         saves = self._whole()
         self._remove_parts(set(saves[-1:]))
         if not saves:
+            core.roster.numbers.lost = self._lost()
             return ""
         if max(_numbers(self._path, _GAP), default=0) >= saves[-1]:
             self._keep_ended(saves[-1])
@@ -156,7 +161,7 @@ class StateDirectory:
         journals = [number for number in _numbers(self._path, _JOURNAL) if number >= last]
         entries = [entry for number in journals for entry in self._entries(number)]
         core.load(state, entries, time.monotonic())
-        self._went_on = True
+        self._went_on, self._begun = True, _as_begun(core)
         age = time.time() - path.stat().st_mtime
         return (
             f"goes on with a run of {core.roster.world_size} ranks, from a state that was saved {age:.1f} s before:"
@@ -176,6 +181,7 @@ class StateDirectory:
     def tend(self, core: ServerCore) -> None:
         """Saves the state if it is time. To be called between two messages, and often."""
         try:
+            self._note_begun(core)
             self._tend(core)
         except OSError as error:  # the directory cannot even be read
             self._troubles.say(_NOT_SAVED, error)
@@ -209,6 +215,8 @@ class StateDirectory:
         self.wait()
         core.journal.write, core.journal.is_due = None, False
         self._close_journal()
+        if core.roster.run:
+            self._forget_begun()
         with contextlib.suppress(OSError):
             if core.over and (saves := _numbers(self._path, _SAVED)):  # its weights may still be of use
                 self._keep_ended(saves[-1])
@@ -247,6 +255,7 @@ class StateDirectory:
             if self._journal is None or core.journal.write is None:  # the journal of the last save is of use otherwise
                 self._lose(core, error)
             self._troubles.say(_NOT_SAVED, error)
+            self._forget_begun()
             return
         if self._others:
             core.save_shares(self._number)
@@ -260,7 +269,9 @@ class StateDirectory:
         self._writer.start()
 
     def _write(self, number: int, packed: Packed, buffer: Tensor) -> None:
-        if error := _write_save(self._path, number, packed, buffer):
+        error = _write_save(self._path, number, packed, buffer)
+        self._forget_begun()
+        if error:
             self._troubles.say(_NOT_SAVED, error)
         elif not self._others:
             with contextlib.suppress(OSError):
@@ -296,6 +307,25 @@ class StateDirectory:
                     if number < self._gap:
                         _file(self._path, kind, number).unlink()
         self._troubles.say(_LOST, error)
+
+    def _note_begun(self, core: ServerCore) -> None:
+        """Groups come to a run that they join on their own: if this server is gone now, they begin it again."""
+        begun = _as_begun(core)
+        if begun and begun != self._begun:
+            self._forget_begun()
+            self._begun = begun
+            (self._path / f"{_BEGUN}{begun}").touch(mode=0o600)
+
+    def _forget_begun(self) -> None:
+        """Something of the run is saved, or cannot be: then it has gone on for too long to be begun again unasked."""
+        with contextlib.suppress(OSError):
+            for begun in self._path.glob(f"{_BEGUN}*"):
+                begun.unlink()
+
+    def _lost(self) -> str:
+        """Name of the run that groups had come to at the server before this one; empty if something of it is saved."""
+        names = [begun.name.removeprefix(_BEGUN) for begun in self._path.glob(f"{_BEGUN}*")]
+        return names[0] if names else ""
 
     def _keep_ended(self, number: int) -> None:
         """Keeps a save with which no server goes on; those of several servers stay where they are."""
@@ -424,6 +454,11 @@ class _Troubles:
         if self._said:
             self._said.clear()
             _log.warning("the server's state is saved in %s again", self._folder)
+
+
+def _as_begun(core: ServerCore) -> str:
+    """Name of the run that groups join on their own, with `AGAIN` if the first of its ranks has come; empty if none."""
+    return f"{core.roster.run}{AGAIN}" if core.roster.joining else core.roster.numbers.claimed
 
 
 def share_directory(path: str | Path, number: int) -> Path:

@@ -337,6 +337,7 @@ class OmniStrategyHooks(SavingStrategy):
             self.world.server.process, self._server_process = self._server_process, None
             if self.world.enlistment is not None:
                 self.world.connection.on_stuck = self._start_again
+                self.rejoining.enlisted(self.world.enlistment.run)
                 _private.set_rank(self.world.rank)
                 self._is_told_to_record, self._took_over = self.world.is_recorder, False
         if self.is_sharded:

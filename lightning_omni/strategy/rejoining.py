@@ -48,6 +48,10 @@ class Rejoining:
         self._reason = ""
         self.is_armed = False
 
+    def enlisted(self, run: str) -> None:
+        """The group is to take part in the run of that name."""
+        self._run = run
+
     def took_part(self, run: str) -> None:
         """The group takes part in the run of that name."""
         self._run, self._began = run, time.monotonic()

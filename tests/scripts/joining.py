@@ -36,6 +36,19 @@ class Member(Net):
                 time.sleep(0.02)
         super().validation_step(batch, batch_idx)
 
+    def setup(self, stage: str) -> None:
+        self.come_to("setup")
+
+    def on_train_start(self) -> None:
+        self.come_to("start")
+
+    def come_to(self, place: str) -> None:
+        """Before training: waits there if it is to, until a file says go."""
+        rank = self.trainer.local_rank
+        (FOLDER / f"{NAME}{rank}-in-{place}").touch()
+        while f"{NAME}{rank}-{place}" in OPTIONS.get("hold_in", ()) and not (FOLDER / f"{GATE}-{place}").exists():
+            time.sleep(0.02)
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         epoch = self.current_epoch
         if epoch != self.held:
