@@ -844,6 +844,23 @@ def test_three_launchers_train_one_run_in_which_the_first_is_killed_and_the_seco
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.parametrize("bar", ["TQDMProgressBar", "RichProgressBar"])
+def test_the_progress_bar_is_shown_where_the_rank_is_that_has_taken_over(bar: str, run: Run) -> None:
+    options = {"epochs": 4, "samples": 64, "hold": [1], "bar": bar, "trainer": {"enable_progress_bar": True}}
+    run.start("a", options)
+    run.wait_for("a0-in-1")
+    second = run.start("b", options, seed=2)
+    run.wait_for("b0-in-1")
+    run.groups["a"].kill()
+    run.server.expect("rank 0 .*lost", PATIENCE)
+    assert "Epoch" not in second.output
+    run.go(1)
+    assert second.end(PATIENCE) == 0, second.output
+    assert re.search(r"Epoch 3(:|/3).* 8/8 ", second.output), second.output
+
+
+@pytest.mark.slow
+@pytest.mark.processes
 def test_an_error_of_a_callback_on_the_rank_that_has_taken_over_is_explained(run: Run) -> None:
     options = {"epochs": 4, "hold": [1, 2], "careless": True}
     first = run.start("a", options)

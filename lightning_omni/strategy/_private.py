@@ -359,6 +359,25 @@ def call_hooks_of_rank_zero(trainer: Trainer) -> None:
                     hook(**stage) if each is module else hook(trainer, module, **stage)
 
 
+def show_progress_bar(trainer: Trainer, is_in_epoch: bool) -> None:
+    """This rank becomes rank 0 in mid-run: its progress bar, which was disabled as on every other rank, is shown.
+
+    Args:
+        trainer: whose bar it is.
+        is_in_epoch: whether its batches count already.
+    """
+    bar = trainer.progress_bar_callback
+    if bar is None:
+        return
+    try:
+        bar.enable()
+    except NotImplementedError:  # one of the user's own, which was never disabled
+        return
+    bar.on_train_start(trainer, trainer.lightning_module)
+    if is_in_epoch:
+        bar.on_train_epoch_start(trainer, trainer.lightning_module)
+
+
 def _is_for_rank_zero(function: Any) -> bool:
     """Whether `rank_zero_only` decorates it, perhaps under other decorators."""
     while function is not None and getattr(function, "__code__", None) is not _FOR_RANK_ZERO:

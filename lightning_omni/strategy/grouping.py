@@ -221,6 +221,7 @@ class GroupedStrategy(_Base):
             _private.set_rank(0)
             self.rank_zero_info("OmniStrategy: the group that logged and saved is gone; this group does so now")
             _private.call_hooks_of_rank_zero(self._trainer)
+            _private.show_progress_bar(self._trainer, self.epochs.is_open)
 
     def explain_take_over(self, exception: BaseException) -> None:
         """An error of the user's code on the rank that logs and saves since others have left: it may come of that."""

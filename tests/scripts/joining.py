@@ -230,6 +230,7 @@ def main() -> None:
             *([omni.OmniTuner(**OPTIONS["tuner"])] if "tuner" in OPTIONS else []),
             *(saves, record, Careless() if "careless" in OPTIONS else Diary(), *finder, *steps, *last),
             *([Ema(decay=OPTIONS["average"])] if "average" in OPTIONS else []),
+            *([getattr(pl.callbacks, OPTIONS["bar"])(1)] if "bar" in OPTIONS else []),
         ],
         enable_checkpointing=True,
         **{"num_sanity_val_steps": 1, **OPTIONS.get("trainer", {})},
