@@ -282,7 +282,7 @@ def test_groups_that_have_joined_go_on_and_so_does_one_that_joins_the_server_tha
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")
 @pytest.mark.parametrize("place", ["setup", "start"])
-def test_groups_whose_server_dies_before_it_has_saved_anything_begin_the_run_anew(place: str, tmp_path: Path) -> None:
+def test_groups_whose_server_dies_before_it_has_saved_anything_begin_the_run_again(place: str, tmp_path: Path) -> None:
     """While the first group sets up, and no rank has come to the server; or when one of its ranks has, and one not."""
     run = Saving(tmp_path)
     try:
