@@ -23,7 +23,7 @@ from lightning_omni.optimizer.server_store import ServerSnapshot
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.progress import Progress
 from lightning_omni.strategy.epochs import EpochDriver
-from lightning_omni.strategy.loop_states import go_on_after
+from lightning_omni.strategy.loop_states import batches_in, go_on_after
 from lightning_omni.strategy.published import Version
 from lightning_omni.strategy.scheduler_states import Counts, caught_up
 from lightning_omni.strategy.whole_files import write_whole
@@ -250,10 +250,12 @@ def _count_as_ddp(checkpoint: dict[str, Any], progress: Progress | None) -> None
         checkpoint: Lightning's, whose loops count those of one group; changed in place.
         progress: of the run; None if it does not tell.
     """
-    if progress is None or not progress.samples or "loops" not in checkpoint:
+    if progress is None or "loops" not in checkpoint:
         return
     batches = max(1, progress.samples // progress.reference.samples) * progress.reference.window
-    if batches < progress.batches:
+    # Where nothing is exchanged yet the loops have counted what is in no weights; or nothing, where the epoch begins.
+    has_begun = progress.samples > 0 or batches_in(checkpoint["loops"]) > batches
+    if has_begun and batches < progress.batches:
         go_on_after(checkpoint["loops"], batches)
 
 

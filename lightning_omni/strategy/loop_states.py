@@ -76,6 +76,15 @@ def cut_short(loops: Mapping[str, Any]) -> None:
     loops["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"] = False
 
 
+def batches_in(loops: Mapping[str, Any]) -> int:
+    """Batches of the epoch under way that the loops have counted.
+
+    Args:
+        loops: an entry of a checkpoint.
+    """
+    return int(loops["fit_loop"]["epoch_loop.batch_progress"]["current"]["ready"])
+
+
 def go_on_after(loops: Mapping[str, Any], batches: int) -> None:
     """Inside an epoch, DDP resumes after so many batches, whatever the loops have counted; changed in place.
 

@@ -138,12 +138,18 @@ class RunProgress:
 
     @property
     def is_resumed_inside(self) -> bool:
-        """Whether the epoch under way is one that several groups have trained in part."""
-        if self._data.leases is None or self.resumed.epoch == -1:
+        """Whether the epoch under way is one that several groups have trained in part, or in which they had begun to.
+
+        Of what they train between two exchanges the server knows nothing, nor do the weights that it has.
+        """
+        leases, epoch = self._data.leases, self.trainer.current_epoch
+        if leases is None or (self.resumed.epoch, self.resumed.total) != (epoch, leases.total):
             return False
         assert self.progress is not None
-        epoch = self.trainer.current_epoch
-        return 0 < size_of(self.trained_spans(epoch)) < self.progress.budget(self._data.leases.total, epoch)
+        at, batches = self._resumed_batches
+        trained = size_of(self.trained_spans(epoch))
+        has_begun = trained > 0 or (at == epoch and batches > 0)
+        return has_begun and trained < self.progress.budget(leases.total, epoch)
 
     def now(self) -> Progress:
         """The run's progress. Accumulation may have a schedule: then a step is of more samples than before."""

@@ -10,6 +10,8 @@ import torch
 from common import FOLDER, InTime, Net, digest, loaders, omni, pl, report, trainer
 from torch.utils._pytree import tree_map
 
+MANY = 768
+"""Samples of which a group leases so many at once that the server hears of them late."""
 RANK = int(os.environ.get("LOCAL_RANK", 0))
 
 
@@ -95,13 +97,23 @@ def inside_an_epoch_of_groups() -> dict[str, Any]:
     return {"trained": sum(stop - start for start, stop in checkpoint["omni"]["run"]["cut"]["trained"])}
 
 
-def from_inside(strategy: Any) -> dict[str, Any]:
+def before_an_exchange() -> dict[str, Any]:
+    """Saves after three batches of a group, when the server has heard of none."""
+    pl.seed_everything(1, verbose=False)
+    saving = pl.callbacks.ModelCheckpoint(FOLDER, "early-{step}", every_n_train_steps=3, save_top_k=-1)
+    strategy = omni.OmniStrategy(groups=2, method="diloco:period=8")
+    run = trainer(strategy, 2, callbacks=[InTime(), saving], enable_checkpointing=True)
+    run.fit(CycleNet(norm=False), *loaders(MANY))
+    return torch.load(FOLDER / "early-step=3.ckpt", weights_only=True)["omni"]["run"]["cut"] if RANK == 0 else {}
+
+
+def from_inside(strategy: Any, name: str = "groups-step=6", samples: int = 256) -> dict[str, Any]:
     """Goes on from there."""
     pl.seed_everything(1, verbose=False)
-    samples = Samples()
-    run = trainer(strategy, 2, callbacks=[samples])
-    run.fit(CycleNet(norm=False), *loaders(), ckpt_path=f"{FOLDER}/groups-step=6.ckpt")
-    return {"seen": samples.seen[0], "epochs": run.current_epoch}
+    noted = Samples()
+    run = trainer(strategy, 2, callbacks=[noted])
+    run.fit(CycleNet(norm=False), *loaders(samples), ckpt_path=f"{FOLDER}/{name}.ckpt")
+    return {"seen": noted.seen[0], "epochs": run.current_epoch}
 
 
 def in_fragments(servers: int) -> Any:
@@ -124,6 +136,7 @@ def in_first_version(name: str) -> str:
 
 def main() -> None:
     ddp = pl.strategies.DDPStrategy
+    diloco = omni.OmniStrategy(groups=2, method="diloco:period=8")
     results = {
         # one group: everything is DDP's
         "ddp whole": fit(ddp(), 2),
@@ -145,6 +158,10 @@ def main() -> None:
         "ddp from inside": from_inside(ddp()),
         "groups from inside of groups": from_inside(omni.OmniStrategy(groups=2)),
         "one group from inside of groups": from_inside(omni.OmniStrategy(groups=1)),
+        "before an exchange": before_an_exchange(),
+        "ddp from before an exchange": from_inside(ddp(), "early-step=3", MANY),
+        "groups from before an exchange": from_inside(diloco, "early-step=3", MANY),
+        "one group from before an exchange": from_inside(omni.OmniStrategy(groups=1), "early-step=3", MANY),
         # fragments, cut out of the shares of two servers
         "fragments half": fit(in_fragments(2), 1, save="fragments"),
         "fragments from fragments": fit(in_fragments(2), 2, resume="fragments", save="fragments later"),
