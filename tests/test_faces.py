@@ -109,6 +109,7 @@ INTERRUPTED = {
     "during an exchange": {"interrupted": "local_sgd:period=8,fragments=4,delay=1"},
 }
 MISTAKES = {f"mistakes, {each}": {"mistake in": each} for each in ("async_sgd", "local_sgd:period=4")}
+BESIDE = {f"beside, {each}": {"beside": each} for each in ("async_sgd", "local_sgd:period=4")}
 REFUSED = {
     "not wrapped": {"groups": 1, "wraps": ""},
     "not wrapped, a closure": {"groups": 1, "wraps": "closure"},
@@ -132,6 +133,7 @@ def plain_loops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]
                         **LOOPS,
                         **MISTAKES,
                         **REFUSED,
+                        **BESIDE,
                         "page": {"page": str(QUICKSTART)},
                         "last": {"rank": 1},
                     }
@@ -255,6 +257,20 @@ def test_a_loop_that_was_interrupted_on_all_ranks_can_be_followed_by_another(
     assert 0 not in other["lost"][0]
     assert one["lost"][1] == other["lost"][1] == []
     assert one["weights"] == other["weights"]
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_what_no_optimizer_moves_is_rank_zeros_where_groups_synchronize_and_averages_are_one(
+    plain_loops: list[dict[str, Any]], name: str
+) -> None:
+    """In a loop without Lightning: before groups synchronize and after, twice, and when they have parted again."""
+    for which in ("in the optimizer", "in none", "an average"):
+        one, other = (each[name][which] for each in plain_loops)
+        assert [mine == theirs for mine, theirs in zip(one, other, strict=True)] == [False, True, False, True, True]
+        assert one[4] == one[3]
+        for before in (0, 2):
+            means = [(mine + theirs) / 2 for mine, theirs in zip(one[before], other[before], strict=True)]
+            assert one[before + 1] == (pytest.approx(means, abs=1e-6) if which == "an average" else one[before])
 
 
 def test_staleness_that_no_logger_asks_for_takes_no_more_memory_with_each_step(

@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_omni.errors import UnsupportedError
@@ -24,7 +25,7 @@ from lightning_omni.optimizer.meshes import shown
 from lightning_omni.optimizer.model_replica import Part, fingerprint
 from lightning_omni.optimizer.place import Place
 from lightning_omni.optimizer.states import States
-from lightning_omni.optimizer.untrained import Untrained
+from lightning_omni.optimizer.untrained import Untrained, buffers_of, parameters_of
 
 _SAMPLED = 1 << 16
 """Numbers of a tensor by which a synchronization point tells whether it was written."""
@@ -55,6 +56,11 @@ class Edits:
         self._buffers_seen: list[int] = []
         self._others_seen: list[int] = []
         self._states_seen: dict[Optimizer, Any] = {}
+
+    def watch(self, module: Module | None) -> None:
+        """A loop without Lightning says which module it means, of whose parameters no optimizer may move some."""
+        self.buffers = tuple if module is None else lambda: buffers_of(module)
+        self.others = tuple if module is None else lambda: parameters_of(module)
 
     def begin(self) -> None:
         """Training begins, or goes on among new groups: what is there now is known everywhere."""

@@ -19,7 +19,9 @@ from enum import Enum, auto
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import Module
+from torch.optim.swa_utils import AveragedModel
 
 from lightning_omni.errors import UnsupportedError
 from lightning_omni.optimizer.model_replica import fingerprint
@@ -71,6 +73,14 @@ def average_of(module: Module) -> Iterator[Untrained]:
     for name, parameter in module.named_parameters():
         yield Untrained(name, parameter, Merge.MEAN)
     yield from buffers_of(module)
+
+
+def parameters_of(module: Module) -> Iterator[Untrained]:
+    """The parameters of a module, in its order, but for those of which each rank has a part."""
+    averages = {id(held) for each in module.modules() if isinstance(each, AveragedModel) for held in each.parameters()}
+    for name, parameter in module.named_parameters():
+        if not isinstance(parameter, DTensor):
+            yield Untrained(name, parameter, Merge.MEAN if id(parameter) in averages else Merge.FIRST)
 
 
 def check_dense(named: Iterable[tuple[str, Tensor]]) -> None:

@@ -318,6 +318,7 @@ class World(Place):
             guard.remove()
             self.first_steps = None
             self._is_in_loop = False
+            self.edits.watch(None)
 
     def _share_weights(self) -> None:
         """Groups begin with rank 0's weights: the module was not wrapped, perhaps, or loaded on some ranks since."""
@@ -418,14 +419,18 @@ class World(Place):
     def enter_world(self, module: Module | None = None) -> None:
         """The groups synchronize: every rank gets the weights to evaluate. Waits for all ranks.
 
-        Buffers become the same on all ranks: running statistics the mean over the groups, others those of rank 0. If
-        the method has groups with weights of their own, `enter_compute` restores these. If any rank ``wants_stop``, all
-        are told, by ``on_stop``.
+        What no optimizer moves becomes the same on all ranks: running statistics, and the parameters of an
+        `torch.optim.swa_utils.AveragedModel`, the mean over the groups; other buffers, and other parameters that were
+        written (a target network's, say), those of rank 0. If the method has groups with weights of their own,
+        `enter_compute` restores these. If any rank ``wants_stop``, all are told, by ``on_stop``.
 
         Args:
-            module: the model whose buffers are meant; with None each group keeps its own.
+            module: the model that is meant, with all that belongs to it (a ``ModuleList`` of the model and an average
+                of its weights, say); with None each group keeps its own.
         """
         reshard(self.held.sharded)
+        if self._is_in_loop and self.is_computing:
+            self.edits.watch(module)
         stops = self.executor.enter_world(module, self.wants_stop)
         if stops and self.on_stop is not None:
             self.on_stop()

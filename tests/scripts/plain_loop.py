@@ -17,6 +17,8 @@ gc.disable()  # what is imported stays: to look for garbage in it takes as long 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.nn.utils import parameters_to_vector
+from torch.optim.swa_utils import AveragedModel
 
 from lightning_omni import OmniOptimizer, World, WorldOptions
 from lightning_omni.errors import ConfigurationError, RankLost, UnsupportedError
@@ -228,6 +230,43 @@ def mistake(method: str) -> list[str]:
     return said
 
 
+def accompany(method: str) -> dict[str, Any]:
+    """What stands beside the weights that are trained, before the groups synchronize and after, twice."""
+    world = World(2, options=WorldOptions(method=method))
+    net = torch.nn.ModuleDict({"query": torch.nn.Linear(4, 1), "key": torch.nn.Linear(4, 1).requires_grad_(False)})
+    model = world.wrap(net["query"])
+    beside = {
+        "in the optimizer": net["key"],
+        "in none": copy.deepcopy(net["query"]).requires_grad_(False),
+        "an average": AveragedModel(net["query"]),
+    }
+    world.broadcast_initial(net)
+    everything = torch.nn.ModuleList([net, *beside.values()])
+    optimizer = OmniOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), world)
+    found: dict[str, Any] = {name: [] for name in beside}
+
+    def look() -> None:
+        for name, module in beside.items():
+            found[name].append(parameters_to_vector(module.parameters()).tolist())
+
+    with world.training():
+        for _ in range(2):
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(torch.randn(8, 4) + world.rank).square().mean().backward()
+                optimizer.step()
+                for name in ("in the optimizer", "in none"):
+                    for mine, new in zip(beside[name].parameters(), net["query"].parameters(), strict=True):
+                        mine.lerp_(new.detach() + world.rank, 0.5)
+                beside["an average"].update_parameters(net["query"])  # type: ignore[operator]
+            look()
+            world.enter_world(everything)
+            look()
+            world.enter_compute()
+        look()
+    return found
+
+
 def follow(page: str) -> dict[str, Any]:
     """The loop that a page has; process groups stay those of this script."""
     code = Path(page).read_text().partition("## Loops without Lightning")[2].partition("```python\n")[2]
@@ -254,6 +293,7 @@ def main() -> None:
         "rank": fail_at_the_end,
         "interrupted": interrupt,
         "mistake in": lambda **options: mistake(options["mistake in"]),
+        "beside": lambda **options: accompany(options["beside"]),
         "page": follow,
     }
     results = {
