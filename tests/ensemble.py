@@ -39,7 +39,7 @@ from lightning_omni.methods.totals import Total
 from lightning_omni.protocol import ServerCore, handshake, transport
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import pack, unpack
-from lightning_omni.protocol.group import Action, Ask, GroupCore, Heard, Said
+from lightning_omni.protocol.group import Action, Ask, GroupCore, LastAnswer, Outgoing
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.record import Event
 from lightning_omni.protocol.service import Out, as_tensor
@@ -329,11 +329,11 @@ class Group:
                 "servers": self.stands_for,
             }
             packed, buffer = pack({"parts": [part]})
-            said.append(Said(m.Seed(packed=packed, nbytes=buffer.numel()), buffer))
+            said.append(Outgoing(m.Seed(packed=packed, nbytes=buffer.numel()), buffer))
         self.ask(said)
         assert all(isinstance(answer, m.Seeded) for answer, _ in self.hear())
 
-    def ask(self, said: Sequence[Said], servers: Sequence[int] | None = None) -> None:
+    def ask(self, said: Sequence[Outgoing], servers: Sequence[int] | None = None) -> None:
         """Says its part to each server, or to some."""
         self.requests += 1
         for server, (message, payload) in enumerate(said):
@@ -350,7 +350,7 @@ class Group:
 
     def snapshot(self) -> list[Any]:
         """Of every server, what it holds."""
-        self.ask([Said(m.TakeSnapshot())] * len(self.ensemble.cores))
+        self.ask([Outgoing(m.TakeSnapshot())] * len(self.ensemble.cores))
         return [(answer, unpack(answer.packed, payload)) for answer, payload in self.hear()]  # type: ignore[attr-defined]
 
     @property
@@ -391,9 +391,9 @@ class Group:
         """Says it; again, if the answer was lost."""
         self.given = [tensor.clone() for tensor in ask.tensors if tensor is not None]
         if len(self.ensemble.cores) == 1:
-            self.said = [self.core.say(ask, self.layout, self._memories[0])]
+            self.said = [self.core.send(ask, self.layout, self._memories[0])]
         else:
-            self.said = self.core.say_parts(ask, self.split, self._memories)
+            self.said = self.core.send_parts(ask, self.split, self._memories)
         self.ask(self.said, servers)
 
     @torch.no_grad()
@@ -423,7 +423,7 @@ class Group:
             parts = zip(answers, split.shares, strict=True)
             split.write(into, [decode(coded, payload, share, Memory()) for (_, payload), share in parts])
         tensors = layout.views(into) if asked.pulls else []
-        return self.core.hear(Heard.of(first), tensors, first.clock, first.note, asked.fragment)
+        return self.core.receive(LastAnswer.of(first), tensors, first.clock, first.note, asked.fragment)
 
 
 def train(ensemble: Ensemble, pushes: int, order: Sequence[int] | None = None) -> list[int]:

@@ -137,7 +137,7 @@ class Wire:
     def allow(self, seconds: float | None) -> None:
         self._socket.settimeout(seconds)
 
-    def say(self, channel: m.Channel) -> handshake.Say:
+    def say(self, channel: m.Channel) -> handshake.Request:
         """Questions and answers, for a handshake."""
 
         def say(message: m.Message, expect: type[Any]) -> Any:
@@ -326,7 +326,7 @@ class StreamControl(Control):
                 data, sizes = self._wire.receive()
                 parts = [self._wire.read(nbytes) for nbytes in sizes]
                 message = m.decode(data, at="rank", channel=m.CONTROL)
-                if self.hear(message):
+                if self.handle(message):
                     self._answers.put((message, parts))
         except MalformedMessage as error:
             self.end(error)

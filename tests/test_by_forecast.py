@@ -321,7 +321,7 @@ def test_groups_that_do_not_pay_are_given_up_if_groups_did_not_before() -> None:
     run: Any = SimpleNamespace(
         state=TunerState(setting=groups, rounds=1), setting=groups, searches=[found], learns_from_run=True, speaks=True
     )
-    run.hear_command = lambda command: command
+    run.broadcast_command = lambda command: command
     run.strategy = SimpleNamespace(epochs=SimpleNamespace(is_open=False))
     retuning: Any = SimpleNamespace(speed=Speed(256, 10.0, error=0.01), changed=lambda in_mid_epoch: None)
     applied: Any = SimpleNamespace(give_up_groups=gave_up.append)
@@ -349,7 +349,7 @@ def steps_until_timed_again(seconds: np.ndarray) -> int | None:
         setting=OWN,
         searches=[search(seen(equal()))],
         learns_from_run=True,
-        world=SimpleNamespace(tell=lambda text: text),
+        world=SimpleNamespace(broadcast_text=lambda text: text),
     )
     others: Any = SimpleNamespace(speed_so_far=so_far)
     check = ForecastCheck(run, others, others, others)

@@ -16,7 +16,7 @@ from processes import Process
 import lightning_omni
 from lightning_omni.cli import command as commands
 from lightning_omni.cli import main
-from lightning_omni.cli.console import say, show
+from lightning_omni.cli.console import print_line, show
 from lightning_omni.cli.units import rate_of, seconds_of
 from lightning_omni.errors import ConfigurationError
 
@@ -173,7 +173,7 @@ def test_tables_fit_a_terminal_and_are_whole_in_a_pipe(
     output = capsys.readouterr().out
     assert "tall" in output
     assert max(map(len, output.splitlines())) <= 80
-    say("y" * 150)
+    print_line("y" * 150)
     assert capsys.readouterr().out == "y" * 150 + "\n"
 
 

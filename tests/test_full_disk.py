@@ -183,10 +183,10 @@ class SavedRun:
     def save(self) -> None:
         """The next save is due."""
         self.states._due = self.states._asked = 0.0
-        self.states.tend(self.core)
+        self.states.poll(self.core)
         self.states.wait()
         self.states._asked = 0.0
-        self.states.tend(self.core)  # it sees what came of it
+        self.states.poll(self.core)  # it sees what came of it
 
     def train(self) -> None:
         for group in self.groups:
@@ -272,7 +272,7 @@ def test_a_server_that_is_started_after_a_gap_begins_anew_and_keeps_the_weights(
     said, core = run.continued()
     assert (said, core.has_state) == ("", False)
     assert "no server can go on with the run" in caplog.records[-1].getMessage()
-    run.states.tend(core)
+    run.states.poll(core)
     assert sorted(path.name for path in run.path.iterdir()) == ["ended", "lock"]
     assert same(saved_weights(run.path), before)
 
@@ -304,7 +304,7 @@ def test_a_run_after_one_whose_state_could_not_be_saved_is_saved(run: SavedRun) 
     assert run.core.patience == 0.0
     run.core.fail("the end")
     run.states._asked = 0.0
-    run.states.tend(run.core)
+    run.states.poll(run.core)
     assert run.core.patience == PATIENCE
     with contextlib.ExitStack() as stack:
         serving = Mortal(stack)
@@ -338,7 +338,7 @@ def test_a_standing_server_whose_log_cannot_be_written_serves_on(run: SavedRun, 
     )
     options = Options(1, 0, "off", upstream="", once=False, http=None, http_host="", key_file=None)
     console, signals = Console(file=full), StopSignals()
-    RunLog(run.core, console).tell(at_once=True)
+    RunLog(run.core, console).write(at_once=True)
     assert run.core.happenings
     before = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
     try:

@@ -33,14 +33,14 @@ def test_connections_are_left_waiting_while_too_many_come_and_those_that_stand_g
         far = stack.enter_context(listener.accept()[0])
         for _ in range(int(BURST) + 1):
             gate.came()
-        gate.tend(100.0)
+        gate.poll(100.0)
         assert is_shut(gate)
         assert not connects(address)
         near.sendall(b"still here")
         assert far.recv(100) == b"still here"
-        gate.tend(100.0 + (REOPEN / 2) / RATE)
+        gate.poll(100.0 + (REOPEN / 2) / RATE)
         assert is_shut(gate)
-        gate.tend(100.0 + (REOPEN + 2) / RATE)
+        gate.poll(100.0 + (REOPEN + 2) / RATE)
         assert not is_shut(gate)
         assert connects(address)
 
@@ -50,6 +50,6 @@ def test_ranks_that_are_let_in_do_not_count() -> None:
         for _ in range(10 * int(BURST)):
             gate.came()
             gate.was_let_in()
-        gate.tend(0.0)
+        gate.poll(0.0)
         assert not is_shut(gate)
         assert connects(listener.getsockname())

@@ -24,7 +24,7 @@ from lightning_omni.methods import (
 )
 from lightning_omni.methods.master import hyperparameters_of
 from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.group import Ask, GroupCore, Heard
+from lightning_omni.protocol.group import Ask, GroupCore, LastAnswer
 from lightning_omni.protocol.head_side import HeadSide
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.lessee import Lessee
@@ -54,7 +54,7 @@ def test_a_gradient_comes_out_as_a_push_that_says_where_the_group_is() -> None:
     replica.clock = 5
     ask = core.gradient(0, ones(replica))
     assert isinstance(ask, Ask)
-    message = core.say(ask, Layout.of({"weight": replica.ordered[0].detach()}), Memory()).message
+    message = core.send(ask, Layout.of({"weight": replica.ordered[0].detach()}), Memory()).message
     assert isinstance(message, m.PushMessage)
     assert (message.read_at, message.epoch, message.trained) == (5, 3, 7)
     assert (message.present, message.nbytes) == ((True,), 8)
@@ -65,7 +65,7 @@ def test_a_parameter_without_a_gradient_takes_no_room_in_the_push() -> None:
     core, (replica,) = group(AsyncSGD())
     ask = core.gradient(0, Gradient([None], hyperparameters_of(replica.optimizer)))
     assert isinstance(ask, Ask)
-    message = core.say(ask, Layout.of({"weight": replica.ordered[0].detach()}), Memory()).message
+    message = core.send(ask, Layout.of({"weight": replica.ordered[0].detach()}), Memory()).message
     assert isinstance(message, m.PushMessage)
     assert (message.present, message.nbytes) == ((False,), 0)
 
@@ -86,12 +86,13 @@ def test_steps_of_the_groups_own_optimizer_need_no_other() -> None:
 def test_what_the_server_says_is_heard_whether_the_method_asked_or_not() -> None:
     core, (replica,) = group(AsyncSGD())
     ask = core.fetch(0)
-    assert core.say(ask, Layout(()), Memory()).message == m.FetchMessage(optimizer=0, epoch=-1, trained=0)
-    pulled = core.hear(Heard(staleness=-1, progress=40, stop="validate"), [torch.zeros(2)], clock=9)
-    assert (core.heard.progress, core.heard.stop, pulled.clock, pulled.refused) == (40, "validate", 9, False)
+    assert core.send(ask, Layout(()), Memory()).message == m.FetchMessage(optimizer=0, epoch=-1, trained=0)
+    pulled = core.receive(LastAnswer(staleness=-1, progress=40, stop="validate"), [torch.zeros(2)], clock=9)
+    assert (core.last_answer.progress, core.last_answer.stop) == (40, "validate")
+    assert (pulled.clock, pulled.refused) == (9, False)
     assert core.waits_for(0) == NextGradient(), "the method has asked for nothing"
     core.gradient(0, ones(replica))
-    refused = core.hear(Heard(staleness=2, applied=False), [torch.full((2,), 4.0)], clock=11)
+    refused = core.receive(LastAnswer(staleness=2, applied=False), [torch.full((2,), 4.0)], clock=11)
     assert core.answer(0, refused) == NextGradient()
     assert (refused.refused, replica.clock, replica.weights()[0].tolist()) == (True, 11, [4.0, 4.0])
 
@@ -105,7 +106,7 @@ def test_at_a_synchronization_point_a_group_hands_in_its_own_weights_if_there_ar
     ):
         core, (replica,) = group(method)
         layout = Layout.of({"weight": replica.ordered[0].detach()})
-        said = core.say(core.synchronize(0), layout, Memory())
+        said = core.send(core.synchronize(0), layout, Memory())
         assert type(said.message) is expected
         if isinstance(said.message, m.AverageMessage):
             assert said.payload is not None
@@ -113,7 +114,7 @@ def test_at_a_synchronization_point_a_group_hands_in_its_own_weights_if_there_ar
             assert torch.equal(layout.views(said.payload)[0], replica.ordered[0].detach())
     core, (replica,) = group(Gossip())
     head = core.attach(replica, is_head=True)  # which the server holds, whatever the method
-    assert core.say(core.synchronize(head), Layout(()), Memory()).message == m.FetchMessage(
+    assert core.send(core.synchronize(head), Layout(()), Memory()).message == m.FetchMessage(
         optimizer=head, epoch=-1, trained=0
     )
 
@@ -121,10 +122,10 @@ def test_at_a_synchronization_point_a_group_hands_in_its_own_weights_if_there_ar
 def test_a_group_gives_up_after_so_many_nonfinite_pushes_in_a_row() -> None:
     core = GroupCore(AsyncSGD(), max_nonfinite_pushes=3)
     for in_row in (1, 2, 0, 1, 2):
-        core.hear(Heard(applied=not in_row, refused_in_row=in_row), [], clock=0)
+        core.receive(LastAnswer(applied=not in_row, refused_in_row=in_row), [], clock=0)
     with pytest.raises(NonFiniteGradients, match=r"NaN or infinite 3 times in a row.*max_nonfinite_pushes="):
-        core.hear(Heard(applied=False, refused_in_row=3), [], clock=0)
-    GroupCore(AsyncSGD()).hear(Heard(applied=False, refused_in_row=1000), [], clock=0)
+        core.receive(LastAnswer(applied=False, refused_in_row=3), [], clock=0)
+    GroupCore(AsyncSGD()).receive(LastAnswer(applied=False, refused_in_row=1000), [], clock=0)
 
 
 def test_a_merged_head_is_accessed_once_in_a_step() -> None:

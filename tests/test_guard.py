@@ -191,11 +191,11 @@ def test_log_lines_from_outside_are_escaped_cut_and_few(
     assert quoted("é" * LONGEST) == "é" * LONGEST
     log = RefusalLog(logging.getLogger("test"))
     for _ in range(1000):
-        log.say("refused", forged * 100)
+        log.write("refused", forged * 100)
     assert len(caplog.records) == rate_limits.LINES
     assert all(record.getMessage().isprintable() for record in caplog.records)
     monkeypatch.setattr(rate_limits, "SECONDS", 0.0)
-    log.say("refused", "again")
+    log.write("refused", "again")
     assert [record.getMessage() for record in caplog.records[-2:]] == [
         f"{1000 - rate_limits.LINES} more lines like these were left out",
         "refused: again",

@@ -156,7 +156,7 @@ def test_a_run_that_was_lost_before_anything_was_saved_is_begun_again_by_the_sam
     name = link.enlist(1, b"first").run
     link.come(0, name, 1)
     assert link.enlist(1, b"second").first == 1
-    states.tend(link.core)
+    states.poll(link.core)
     states.close()
     for _ in range(2):  # also if the next one is lost, too
         states, link = restarted(tmp_path)
@@ -172,7 +172,7 @@ def test_a_run_that_was_lost_before_anything_was_saved_is_begun_again_by_the_sam
         with pytest.raises(AssertionError, match="saved anything; the run is begun again"):
             link.come(1, name)
         assert link.enlist(1, b"first").run == again.run
-        states.tend(link.core)
+        states.poll(link.core)
         states.close()
         name = again.run
 
@@ -180,7 +180,7 @@ def test_a_run_that_was_lost_before_anything_was_saved_is_begun_again_by_the_sam
 def test_the_group_that_was_to_begin_begins_again_if_another_was_first_at_the_next_server(tmp_path: Path) -> None:
     states, link = restarted(tmp_path)
     first = link.enlist(1, b"first")
-    states.tend(link.core)
+    states.poll(link.core)
     states.close()
     states, link = restarted(tmp_path)
     second = link.enlist(1, b"second")
@@ -195,13 +195,13 @@ def test_a_run_of_which_something_was_saved_or_that_is_over_is_not_begun_again(t
     for is_over in (False, True):
         states, link = restarted(tmp_path)
         link.enlist(1, b"first")
-        states.tend(link.core)
+        states.poll(link.core)
         assert list(tmp_path.glob("begun-*"))
         link.begin()
-        states.tend(link.core)
+        states.poll(link.core)
         states.wait()
         assert not list(tmp_path.glob("begun-*"))
-        states.tend(link.core)
+        states.poll(link.core)
         if is_over:
             states.discard(link.core)
         states.close()

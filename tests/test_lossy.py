@@ -376,7 +376,7 @@ def test_what_a_group_loses_to_the_centre_the_centre_gains(wire: Any) -> None:
         core, _ = cores[step % 2]
         ask = core.gradient(0, Gradient([torch.zeros(300)], [{"lr": 0.0}]))
         assert isinstance(ask, Ask)
-        said = core.say(ask, layout, memory)
+        said = core.send(ask, layout, memory)
         assert isinstance(said.message, m.PushMessage)
         assert said.payload is not None
         message = msgspec.structs.replace(said.message, hyperparameters=())

@@ -190,7 +190,7 @@ def test_the_log_has_the_time_of_day_although_the_servers_clock_stood_still_for_
     link.now = time.monotonic() - 500.0  # it was suspended for so long
     link.join(0)
     link.tick(1.0)
-    RunLog(link.core, Console(file=said, width=200)).tell(at_once=True)
+    RunLog(link.core, Console(file=said, width=200)).write(at_once=True)
     day, hour, text = said.getvalue().split(maxsplit=2)
     assert text == "rank 0 joined\n"
     assert abs(datetime.strptime(f"{day} {hour}", TIMES) - began) < timedelta(seconds=30)

@@ -40,7 +40,7 @@ from lightning_omni.methods.fragments import cut, read, sizes_of, write
 from lightning_omni.methods.master import hyperparameters_of
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol import wire_format
-from lightning_omni.protocol.group import Ask, GroupCore, Heard
+from lightning_omni.protocol.group import Ask, GroupCore, LastAnswer
 from lightning_omni.protocol.layout import Layout, TensorSpec
 from lightning_omni.protocol.record import Event, read_record
 from lightning_omni.protocol.wire_format import Memory
@@ -144,16 +144,16 @@ def test_what_arrives_of_steps_under_way_and_what_is_owed_add_up_to_all_gradient
         gradient = drawn(number)
         action = core.gradient(0, Gradient(list(gradient), [{"lr": 0.1}]))
         if action == Receive():
-            action = core.answer(0, core.hear(Heard(staleness=0), drawn(0), clock=number))
+            action = core.answer(0, core.receive(LastAnswer(staleness=0), drawn(0), clock=number))
         assert isinstance(action, Ask)
-        payload = core.say(action, layout, memory).payload
+        payload = core.send(action, layout, memory).payload
         assert core.answer(0, None) == NextGradient()
         assert payload is not None
         came = layout.views(wire_format.decode(wire, payload, layout, Memory()))
         for totals, values in ((given_, gradient), (arrived, came)):
             for total, value in zip(totals, values, strict=True):
                 total += value
-    core.apply_answer(0, core.hear(Heard(staleness=0), drawn(0), clock=13))
+    core.apply_answer(0, core.receive(LastAnswer(staleness=0), drawn(0), clock=13))
     owed = core.sender_state(0).get("residual", [None] * len(SHAPES))
     assert any(each is not None for each in owed) == (name != "fp32")
     for total, there, left in zip(given_, arrived, owed, strict=True):
@@ -188,21 +188,21 @@ def test_the_answer_to_a_step_is_loaded_when_the_next_gradient_is_there() -> Non
     first = core.gradient(0, gradient_of(replica, 1.0))
     assert isinstance(first, Ask)
     assert not first.waits
-    said = core.say(first, layout, memory)
+    said = core.send(first, layout, memory)
     assert core.answer(0, None) == NextGradient()
     assert replica.weights()[0].tolist() == [1.0, 1.0], "nothing has come yet"
     assert core.gradient(0, gradient_of(replica, 2.0)) == Receive()
-    second = core.answer(0, core.hear(Heard(staleness=0), [torch.full((2,), 7.0)], clock=5))
+    second = core.answer(0, core.receive(LastAnswer(staleness=0), [torch.full((2,), 7.0)], clock=5))
     assert replica.weights()[0].tolist() == [7.0, 7.0]
     assert isinstance(second, Ask)
-    message = core.say(second, layout, memory).message
+    message = core.send(second, layout, memory).message
     assert isinstance(said.message, m.PushMessage)
     assert isinstance(message, m.PushMessage)
     assert (said.message.sequence, message.sequence) == (1, 2)
     assert message.read_at == 0, "it was computed before the answer came"
     assert core.answer(0, None) == NextGradient()
     core.gradient(0, gradient_of(replica, 3.0))
-    third = core.answer(0, core.hear(Heard(staleness=1), [torch.zeros(2)], clock=6))
+    third = core.answer(0, core.receive(LastAnswer(staleness=1), [torch.zeros(2)], clock=6))
     assert isinstance(third, Ask)
     assert isinstance(third.need, Exchange)
     assert third.need.read_at == 5
@@ -214,11 +214,11 @@ def test_what_is_under_way_is_said_again_as_it_was_though_its_tensors_have_moved
     gradient = gradient_of(replica, 1.0)
     ask = core.gradient(0, gradient)
     assert isinstance(ask, Ask)
-    payload = core.say(ask, layout, memory).payload
+    payload = core.send(ask, layout, memory).payload
     core.answer(0, None)
     assert gradient.tensors[0] is not None
     gradient.tensors[0].fill_(9.0)
-    again = core.say(ask, layout, memory)
+    again = core.send(ask, layout, memory)
     assert payload is again.payload
     assert payload is not None
     assert layout.views(payload)[0].tolist() == [1.0, 1.0]
@@ -227,9 +227,9 @@ def test_what_is_under_way_is_said_again_as_it_was_though_its_tensors_have_moved
 @torch.no_grad()
 def test_what_is_under_way_is_applied_before_a_group_waits_for_others() -> None:
     core, replica, layout, memory = overlapping()
-    core.say(core.gradient(0, gradient_of(replica, 1.0)), layout, memory)  # type: ignore[arg-type]
+    core.send(core.gradient(0, gradient_of(replica, 1.0)), layout, memory)  # type: ignore[arg-type]
     core.answer(0, None)
-    core.apply_answer(0, core.hear(Heard(staleness=0), [torch.full((2,), 4.0)], clock=3))
+    core.apply_answer(0, core.receive(LastAnswer(staleness=0), [torch.full((2,), 4.0)], clock=3))
     assert (replica.weights()[0].tolist(), replica.clock) == ([4.0, 4.0], 3)
     assert core.sequence(0) == 1
     with pytest.raises(ProtocolError, match="nothing is under way"):

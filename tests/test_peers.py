@@ -177,7 +177,7 @@ def test_what_was_under_way_on_a_connection_is_forgotten_with_it(peers: Peers) -
     listening.publish(0, weights(1.0))
     for _ in range(3):
         connection.hold(1, 0)
-        connection._say(1, [m.encode(m.PeerMessage(optimizer=0, nbytes=LAYOUT.nbytes))])  # and nothing more of it
+        connection._send(1, [m.encode(m.PeerMessage(optimizer=0, nbytes=LAYOUT.nbytes))])  # and nothing more of it
         wait_for(lambda: len(listening._assemblies) == 1)
         connection._give_up(1)
     assert connection.hold(1, 0) == 1

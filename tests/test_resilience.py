@@ -140,7 +140,7 @@ class Worker(Member):
 
     def do(self, action: Action) -> Any:
         assert isinstance(action, Ask)
-        said = self.core.say(action, self.layout, self._memory)
+        said = self.core.send(action, self.layout, self._memory)
         self._asked = action
         self.data.send(said.message, said.payload, self._into)
         self.serving.revive()
@@ -246,7 +246,7 @@ def test_a_push_that_waits_at_a_barrier_when_the_server_dies_is_said_again_and_c
         first, second = workers(serving, method_named("hardsync"))
         for seed in range(2):
             pushed = [Pushed(group, seed) for group in (first, second)]
-            said = [push.group.core.say(push.ask, push.group.layout, Memory()) for push in pushed]
+            said = [push.group.core.send(push.ask, push.group.layout, Memory()) for push in pushed]
             first.data.send(said[0].message, said[0].payload)
             if seed:
                 serving.die()
@@ -264,7 +264,7 @@ def test_a_group_that_was_lost_while_another_waited_for_it_is_not_waited_for_by_
         serving = Mortal(stack)
         first, second = workers(serving, method_named(method))
         push = Pushed(first, seed=0)
-        said = first.core.say(push.ask, first.layout, Memory())
+        said = first.core.send(push.ask, first.layout, Memory())
         first.data.send(said.message, said.payload)
         serving.save()
         second.control.close()
@@ -342,7 +342,7 @@ def test_what_one_rank_has_heard_at_a_synchronization_point_the_other_hears_of_t
 
 def hand_in(group: Worker) -> None:
     """A group's own weights are on their way, for the mean of all groups'."""
-    said = group.core.say(group.core.synchronize(0), group.layout, Memory())
+    said = group.core.send(group.core.synchronize(0), group.layout, Memory())
     assert isinstance(said.message, m.AverageMessage)
     group.data.send(said.message, said.payload)
 
@@ -497,7 +497,7 @@ def test_no_server_goes_on_from_weights_in_whose_place_others_were_handed_over()
 
 def saved(states: StateDirectory, core: ServerCore) -> None:
     core.journal.is_due = True
-    states.tend(core)
+    states.poll(core)
     states.wait()
 
 

@@ -35,7 +35,7 @@ from lightning_omni.optimizer.run_state import GroupScope, Live, RollbackPoint, 
 from lightning_omni.optimizer.server_store import ServerSnapshot
 from lightning_omni.protocol.all_reduce import PowerSGD
 from lightning_omni.protocol.cut import Cut
-from lightning_omni.protocol.group import GroupCore, Heard
+from lightning_omni.protocol.group import GroupCore, LastAnswer
 from lightning_omni.protocol.progress import Progress, ReferenceBatch
 from lightning_omni.strategy.checkpoints import Checkpoints
 
@@ -89,7 +89,7 @@ class Run:
                 "method": repr(world.method),
                 "clocks": part.replica.clock,
                 "steps": world.steps,
-                "heard": repr(world.core.heard),
+                "last_answer": repr(world.core.last_answer),
                 "traffic": repr(world.channel.traffic),
                 "staleness": sorted(part.staleness.elements()),
                 "memory": part.replica.memory,
@@ -107,7 +107,8 @@ class Run:
         )
 
     DISTURBANCES = (
-        *("progress", "schedule", "method", "clocks", "steps", "heard", "traffic", "staleness", "memory", "senders"),
+        *("progress", "schedule", "method", "clocks", "steps", "last_answer", "traffic", "staleness"),
+        *("memory", "senders"),
         *("buffers", "leases", "weights", "gradients", "optimizers", "scaler", "unsent", "modules", "generators"),
     )
 
@@ -127,8 +128,8 @@ class Run:
                 part.replica.clock += 1
             case "steps":
                 world.steps += 1
-            case "heard":
-                world.core.heard = Heard(3, False, 9, "end")
+            case "last_answer":
+                world.core.last_answer = LastAnswer(3, False, 9, "end")
             case "traffic":
                 world.channel.traffic.seconds += 1.0
             case "staleness":

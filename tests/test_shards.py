@@ -39,7 +39,7 @@ from lightning_omni.protocol import ServerCore, handshake, saved_run
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol import shard_messages as sm
 from lightning_omni.protocol.codec import pack, unpack
-from lightning_omni.protocol.group import Ask, Said
+from lightning_omni.protocol.group import Ask, Outgoing
 from lightning_omni.protocol.journal import LostEntry
 from lightning_omni.protocol.layout import DTYPES, Layout
 from lightning_omni.protocol.leases import EpochPlan
@@ -619,15 +619,15 @@ def test_a_save_counts_when_all_servers_have_written_theirs(tmp_path: Path) -> N
     assert [core.roster.groups for core in cores] == [(0, 1), (0, 1)]
     assert [path.name for folder in folders for path in sorted(folder.glob("state-*"))] == ["state-00000002"] * 2
 
-    states.tend(cores[0])  # what was restored is saved again, by both
+    states.poll(cores[0])  # what was restored is saved again, by both
     states.wait()
     (told,) = [out.message for out in linked(cores) if isinstance(out.message, sm.Save)]
     assert told.number == 4, "no number is given twice"
-    states.tend(cores[0])
+    states.poll(cores[0])
     assert (tmp_path / "state-00000002").exists(), "until the other has written its share"
     for _ in range(2):  # it cannot, and the next save is due
         states._due = states._latest = states._asked = 0.0
-        states.tend(cores[0])
+        states.poll(cores[0])
         states.wait()
     assert [path.name for path in sorted(tmp_path.glob("state-*"))] == [
         f"state-0000000{number}" for number in (2, 5, 6)
@@ -637,7 +637,7 @@ def test_a_save_counts_when_all_servers_have_written_theirs(tmp_path: Path) -> N
     assert share._writer is not None
     share._writer.join()
     states._asked = 0.0
-    states.tend(cores[0])
+    states.poll(cores[0])
     assert [path.name for folder in folders for path in sorted(folder.glob("state-*"))] == ["state-00000006"] * 2
     states.close()
 
@@ -681,8 +681,8 @@ def test_however_often_a_rank_was_refused_no_part_of_a_request_waits_for_ever() 
     gradient = Gradient([torch.ones(shape) for shape in SHAPES], hyperparameters_of(group.replica.optimizer))
     action = group.core.gradient(0, gradient)
     assert isinstance(action, Ask)
-    good = group.core.say_parts(action, group.split, [Memory(), Memory()])
-    bad = [Said(msgspec.structs.replace(each.message, layout=99), each.payload) for each in good]
+    good = group.core.send_parts(action, group.split, [Memory(), Memory()])
+    bad = [Outgoing(msgspec.structs.replace(each.message, layout=99), each.payload) for each in good]
     for number in range(2 * MOST_HELD):
         group.ask([good[0], bad[1]] if number % 2 else [bad[0], good[1]])
         assert all(isinstance(answer, m.RefusedMessage) for answer, _ in group.hear())
@@ -703,8 +703,8 @@ def test_what_counts_batches_that_were_not_drawn_is_refused_by_all(pushes: bool)
     gradient = Gradient([torch.ones(shape) for shape in SHAPES], hyperparameters_of(group.replica.optimizer))
     action = group.core.gradient(0, gradient) if pushes else group.core.fetch(0)
     assert isinstance(action, Ask)
-    said = group.core.say_parts(action, group.split, [Memory(), Memory()])
-    group.ask([Said(msgspec.structs.replace(each.message, epoch=0, trained=7), each.payload) for each in said])
+    said = group.core.send_parts(action, group.split, [Memory(), Memory()])
+    group.ask([Outgoing(msgspec.structs.replace(each.message, epoch=0, trained=7), each.payload) for each in said])
     answers = [answer for answer, _ in group.hear()]
     assert all(isinstance(answer, m.RefusedMessage) and "has drawn only 0" in answer.reason for answer in answers)
     assert {core.clock for core in ensemble.cores} == {0}
@@ -726,8 +726,8 @@ def test_a_push_that_is_not_finite_in_one_part_is_refused_by_all(
     group.compute(gradient)
     while not group.go_on():
         assert ensemble.step()
-    assert group.core.heard.applied is False
-    assert group.core.heard.refused_in_row == 1
+    assert group.core.last_answer.applied is False
+    assert group.core.last_answer.refused_in_row == 1
     assert same(held(ensemble), before)
     assert {core.clock for core in ensemble.cores} == {2}
 
@@ -764,7 +764,7 @@ def test_no_server_waits_with_a_mean_for_a_group_that_has_gone_on_to_a_synchroni
     ensemble = run_of(3, 2, "local_sgd:period=2", seed=seed, by_member=by_member)
     second = ensemble.groups[1]
     ensemble.queues["control", 0].append(m.Contribute(number=0, what="agree"))
-    said = second.core.say_parts(second.core.synchronize(0), second.split, second._memories)
+    said = second.core.send_parts(second.core.synchronize(0), second.split, second._memories)
     assert all(isinstance(part.message, m.AverageMessage) for part in said)
     second.ask(said)
     answers = second.hear()

@@ -25,7 +25,7 @@ from lightning_omni.optimizer.options import WorldOptions
 from lightning_omni.protocol import ServerCore, transport
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import pack
-from lightning_omni.protocol.group import Action, Ask, GroupCore, Heard
+from lightning_omni.protocol.group import Action, Ask, GroupCore, LastAnswer
 from lightning_omni.protocol.in_memory import InMemory
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.transport import Address, Control, Data, LastingData, Transport
@@ -131,7 +131,7 @@ class Group:
         if isinstance(action, Receive):
             return self.receive()
         assert isinstance(action, Ask)
-        said = self.core.say(action, self.layout, self._memory)
+        said = self.core.send(action, self.layout, self._memory)
         self.data.send(said.message, said.payload, self._into)
         self._asked = action
         return self.receive() if action.waits else None
@@ -141,7 +141,7 @@ class Group:
         answer, payload = self.data.receive(m.Weights, self._into)
         layout = self.layout.fragment(self._asked.fragment, self.method.fragments)
         tensors = layout.views(payload) if self._asked.pulls else []
-        return self.core.hear(Heard.of(answer), tensors, answer.clock, answer.note, self._asked.fragment)
+        return self.core.receive(LastAnswer.of(answer), tensors, answer.clock, answer.note, self._asked.fragment)
 
 
 def two(serving: Serving, **options: Any) -> list[Group]:

@@ -803,7 +803,7 @@ def test_a_server_process_waits_to_be_told_what_to_do_also_after_ctrl_c() -> Non
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
             os.kill(process.pid, number)  # it still imports: the ranks decide what a signal means
-        process.tell(settings())
+        process.configure(settings())
         with ranks(process.address(), 1) as (rank,):
             assert_exact_training(rank, rank.begin((0,)), steps=1)
     finally:

@@ -74,7 +74,7 @@ def test_what_is_decoded_and_what_is_owed_add_up_to_what_was_given(pushes: list[
         before = core.sender_state(0)
         ask = core.gradient(0, Gradient(tensors, hyperparameters_of(sgd(0.1)(own))))
         assert isinstance(ask, Ask)
-        said = core.say(ask, LAYOUT, memory)
+        said = core.send(ask, LAYOUT, memory)
         assert isinstance(said.message, m.PushMessage)
         assert said.payload is not None
         assert said.message.nbytes == said.payload.numel()

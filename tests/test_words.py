@@ -151,6 +151,11 @@ REPLACED = (
     Replaced("boolean", r"\btruths?\b", "truth truths"),
     Replaced("event queue", r"\bagendas?\b", "agenda"),
     Replaced("in-memory transport", r"\bdesks?\b", "desk"),
+    # In sentences these are ordinary; no function is called so.
+    Replaced("send, log, print", exact="say"),
+    Replaced("receive, broadcast", exact="hear"),
+    Replaced("hello", exact="greet"),
+    Replaced("poll", exact="tend"),
     # Refusals of other kinds are ordinary; the deprecated argument is named where it warns.
     Replaced("pushes that are not finite, in a row", r"\brefusals(=|`)", kept='"refusals="|was `refusals=`'),
 )

@@ -20,7 +20,7 @@ from lightning_omni.protocol import ServerCore, handshake
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol import shard_messages as sm
 from lightning_omni.protocol.aggregator import DIRECTLY
-from lightning_omni.protocol.group import Ask, Heard, Said
+from lightning_omni.protocol.group import Ask, LastAnswer, Outgoing
 from lightning_omni.protocol.service import Out, as_tensor, nbytes_of
 from lightning_omni.protocol.shard_servers import COORDINATOR
 from lightning_omni.protocol.transport import refusal
@@ -160,7 +160,7 @@ class Tree(Ensemble):
             self._data(0, b"a%d" % key[1], message, payload)
         elif key[0] == "summed":
             message, payload = self.queues[key].popleft()
-            self._send(key[1], self.cores[key[1]].hear_answer(message, payload))
+            self._send(key[1], self.cores[key[1]].receive_answer(message, payload))
         elif key[0] == "data":
             _, server, rank = key
             message, payload = self.queues[key].popleft()
@@ -212,7 +212,7 @@ class Leaf(Group):
         super().__init__(ensemble, rank, make)
         self.aggregator = self.asked = 0
         self.pushed: list[tuple[int | None, list[Tensor]]] = []
-        self.heard: list[Heard] = []
+        self.heard: list[LastAnswer] = []
 
     def whole_numbers(self) -> list[Tensor]:
         """A gradient."""
@@ -242,14 +242,14 @@ class Leaf(Group):
         if self.asked == number and isinstance(self.action, Ask):
             self.ask(self.said)
 
-    def ask(self, said: Sequence[Said], servers: Sequence[int] | None = None) -> None:
+    def ask(self, said: Sequence[Outgoing], servers: Sequence[int] | None = None) -> None:
         ((message, payload),) = said
         to = self.aggregator if isinstance(message, m.PushMessage) and servers is None else 0
         self.asked = to
         self.ensemble.tell(to, self.rank, message, b"" if payload is None else payload.clone())
 
     def say(self, ask: Ask, servers: Sequence[int] | None = None) -> None:
-        self.said = [self.core.say(ask, self.layout, self._memories[0])]
+        self.said = [self.core.send(ask, self.layout, self._memories[0])]
         ((message, payload),) = self.said
         if isinstance(message, m.PushMessage) and payload is not None:
             layout = self.layout.fragment(message.part, self.core.method.fragments)
@@ -269,13 +269,13 @@ class Leaf(Group):
             self.ask(self.said, servers=[0])
             return True
         assert isinstance(answer, m.Weights), answer
-        self.heard.append(heard := Heard.of(answer))
+        self.heard.append(heard := LastAnswer.of(answer))
         ask = self.action
         layout = self.layout.fragment(ask.fragment, self.core.method.fragments)
         answers = self.core.wire_format.answers
         flat = decode(answers, payload, layout, Memory()) if ask.pulls else layout.empty()
         tensors = layout.views(flat) if ask.pulls else []
-        self._do(self.core.answer(0, self.core.hear(heard, tensors, answer.clock, answer.note, ask.fragment)))
+        self._do(self.core.answer(0, self.core.receive(heard, tensors, answer.clock, answer.note, ask.fragment)))
         return True
 
 

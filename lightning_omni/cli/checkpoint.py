@@ -17,15 +17,15 @@ def checkpoint(directory: Path, out: Path, overwrite: bool = False) -> int:
         overwrite: Replace the file if there is one.
     """
     # Not above: --help is not to wait for torch.
-    from lightning_omni.cli.console import say
+    from lightning_omni.cli.console import print_line
     from lightning_omni.strategy.exported import export_checkpoint
 
     exported = export_checkpoint(directory, out, overwrite)
     if exported.is_whole:
         epoch, step = exported.checkpoint["epoch"], exported.checkpoint["global_step"]
-        say(f"{out}: epoch {epoch}, step {step}, weights of {exported.updates} updates; pass it as ckpt_path=")
+        print_line(f"{out}: epoch {epoch}, step {step}, weights of {exported.updates} updates; pass it as ckpt_path=")
     else:
-        say(f"{out}: weights of {exported.updates} updates, and no more; it cannot be passed as ckpt_path=")
+        print_line(f"{out}: weights of {exported.updates} updates, and no more; it cannot be passed as ckpt_path=")
     for note in exported.notes:
-        say(f"note: {note}")
+        print_line(f"note: {note}")
     return 0

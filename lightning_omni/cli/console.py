@@ -60,12 +60,12 @@ def table_of(
     return table
 
 
-def say(line: str) -> None:
+def print_line(line: str) -> None:
     """Writes a line to standard output; it is never broken, because programs and the clipboard read it."""
     _output().print(Text(line), soft_wrap=True)
 
 
-def tell(sentence: str) -> None:
+def print_sentence(sentence: str) -> None:
     """Writes a sentence to standard output, broken at the terminal's width."""
     console = _output()
     console.print(Text(sentence), soft_wrap=not console.is_terminal)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lightning_omni.cli.console import progress_bar, say, show
+from lightning_omni.cli.console import print_line, progress_bar, show
 from lightning_omni.cli.outputs import check_file, check_picture
 from lightning_omni.cli.units import Quantity, time_of
 from lightning_omni.errors import ConfigurationError
@@ -68,6 +68,6 @@ def device(
         )
     show(report.table(), report.tall_table())
     for line in subject.lines_of(report).splitlines():
-        say(line)
+        print_line(line)
     subject.write(report, json, picture)  # last: what was measured is not to be lost because a disk is full
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from lightning_omni.cli.console import say, show, tell
+from lightning_omni.cli.console import print_line, print_sentence, show
 from lightning_omni.cli.outputs import check_file, make_folder
 from lightning_omni.cli.units import Quantity, check_above_zero, rate_of, seconds_of
 from lightning_omni.errors import ConfigurationError
@@ -77,9 +77,9 @@ def plan(
     planned = of.Plan(cluster, known, known.theory(momentum, lr), ways, period, has_lr)
     show(of.table(planned, samples), of.tall_table(planned, samples))
     for line in of.sentences(planned, samples):
-        tell(line)
+        print_sentence(line)
     if out is not None:
-        say(f"picture: {of.draw(planned, out)}")
+        print_line(f"picture: {of.draw(planned, out)}")
     return 0
 
 

@@ -330,7 +330,7 @@ class Plan:
     period: int | None
     has_lr: bool
 
-    def say(self, setting: Setting) -> str:
+    def describe(self, setting: Setting) -> str:
         """A setting in words."""
         if self.has_lr:
             return str(setting)
@@ -479,7 +479,7 @@ def sentences(plan: Plan, samples: float | None) -> list[str]:
     """What to use, what to buy next, and what is assumed."""
     best, known = plan.best, plan.known
     alone = plan.relative(plan.rows[0])
-    said = f"use {plan.say(best.setting)}: {best.prediction.samples_per_second.value:.4g} samples/s"
+    said = f"use {plan.describe(best.setting)}: {best.prediction.samples_per_second.value:.4g} samples/s"
     if best.setting.groups > 1:
         said += f", {alone:.2f} times faster to the target than one group"
     if samples is not None:
@@ -515,7 +515,7 @@ def _advice(plan: Plan) -> str:
         faster = f"{what} would be at most {_halved(plan.best.prediction):.2f} times faster"
         return f"{_BOTTLENECKS[bottleneck]} is the bottleneck; {faster}"
     gain = math.exp(plan.best.log_seconds - other.best.log_seconds)
-    best = plan.say(other.best.setting)
+    best = plan.describe(other.best.setting)
     faster = f"{said} would be {gain:.2f} times faster to the target, with {best}"
     return f"{_BOTTLENECKS[bottleneck]} is the bottleneck; {faster}"
 
@@ -581,7 +581,7 @@ def _draw_time(axes: Any, plan: Plan) -> None:
     widths = [math.exp(1.2816 * plan.deviation(row)) for row in rows]
     drawn = [Estimate(time, time / width, time * width) for time, width in zip(times, widths, strict=True)]
     plot_interval(axes, groups, drawn, EXPECTED)
-    axes.set(ylabel="time to the target  (1: the best)", title=f"★ {plan.say(plan.best.setting)}")
+    axes.set(ylabel="time to the target  (1: the best)", title=f"★ {plan.describe(plan.best.setting)}")
     axes.set_ylim(0, 1.25 * max(times))
     if max(times) > 6:  # or one could not tell those apart that matter
         ticks = [tick for tick in (0.5, 1, 2, 5, 10, 20, 50, 100, 1000) if tick < 2 * max(times)]

@@ -35,7 +35,7 @@ class RunLog:
         self._last: Happening | None = None
         self._due = 0.0
 
-    def tell(self, at_once: bool = False) -> None:
+    def write(self, at_once: bool = False) -> None:
         """Writes down what is new, if it is time.
 
         Args:

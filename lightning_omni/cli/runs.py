@@ -14,7 +14,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from lightning_omni import simulator
-from lightning_omni.cli.console import INTERRUPTED, progress_bar, say, show, table_of, tell
+from lightning_omni.cli.console import INTERRUPTED, print_line, print_sentence, progress_bar, show, table_of
 from lightning_omni.cli.outputs import check_file, make_folder
 from lightning_omni.cli.rates import FIRST, SECOND, best_rate, merit
 from lightning_omni.cli.simulation_settings import SimulationSettings
@@ -135,9 +135,9 @@ def run(names: Sequence[str], settings: SimulationSettings, together: bool = Fal
     elif settings.picture:
         runs[0].trace.plot(files.picture, _title(task, settings))
     if settings.picture:
-        say(f"picture: {files.picture}")
+        print_line(f"picture: {files.picture}")
     for each in runs:
-        say(f"trace: {files.trace(each.entrant.name)}")
+        print_line(f"trace: {files.trace(each.entrant.name)}")
     return code
 
 
@@ -148,10 +148,10 @@ def _runs(entrants: Sequence[Entrant], task: Task, finds_rates: bool) -> tuple[l
         try:
             for place, entrant in enumerate(entrants):
 
-                def tell_of(done: float, text: str, place: int = place, name: str = entrant.name) -> None:
+                def show_progress(done: float, text: str, place: int = place, name: str = entrant.name) -> None:
                     shown((place + done) / len(entrants), f"{name}: {text}")
 
-                runs.append(_run_method(entrant, task, finds_rates, tell_of))
+                runs.append(_run_method(entrant, task, finds_rates, show_progress))
                 if runs[-1].trace.ended == "interrupted":
                     return runs, INTERRUPTED
         except KeyboardInterrupt:
@@ -266,9 +266,10 @@ def _report(runs: Sequence[Run], task: Task, together: bool) -> None:
     rows = [_row(each, task.target) for each in runs]
     show(table_of(rows, left=("method", "ended")), _tall_table(rows))
     if together:
-        tell(_of_rates(runs, task))
+        print_sentence(_of_rates(runs, task))
         if waiting := [each.entrant.name for each in runs if task.options["overlap"] and each.entrant.waits]:
-            tell(f"--overlap is for methods whose optimizer steps at the server: {', '.join(waiting)} ran without")
+            without = ", ".join(waiting)
+            print_sentence(f"--overlap is for methods whose optimizer steps at the server: {without} ran without")
 
 
 def _of_rates(runs: Sequence[Run], task: Task) -> str:

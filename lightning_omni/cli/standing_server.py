@@ -212,11 +212,11 @@ class StandingServer:
     def _is_over(self) -> bool:
         """Does what is due beside messages; asked again and again."""
         if self._states is not None:
-            self._states.tend(self._core)
+            self._states.poll(self._core)
         if self._log is not None:
-            self._log.tell()
+            self._log.write()
         if self._web is not None:
-            self._web.tend(self._core)
+            self._web.poll(self._core)
         for shard, process in enumerate(self._others, 1):
             if how := process.how_ended():
                 self._core.share_ended(shard, how)
@@ -231,7 +231,7 @@ class StandingServer:
         """All ranks have left; the next run may come."""
         outcome = ""
         if self._log is not None:  # an aggregator counts no updates, and other servers know of no rank that was lost
-            self._log.tell(at_once=True)
+            self._log.write(at_once=True)
             outcome = f": {self._core.clock} updates, ranks lost: {len(self._core.roster.lost)}"
         log(self._console, f"a run is over{outcome}")
         if self._options.once:

@@ -199,7 +199,7 @@ class _DeviceSearch:
         except ConfigurationError:
             raise
         except Exception as error:
-            raise ConfigurationError(f"the model cannot be trained with the defaults: {_say(error)}") from error
+            raise ConfigurationError(f"the model cannot be trained with the defaults: {_describe(error)}") from error
         # With random numbers in it (dropout, say) two losses prove nothing: layouts draw their numbers in other orders.
         self._first_loss = first if first == again == other else None
         return trial
@@ -335,11 +335,11 @@ class _DeviceSearch:
         if reason := self._skip.get("workers") or (self._used_up() if self._left < _WORKERS_NEED else ""):
             self._findings.append(Finding("workers", tried, "skipped", reason))
             return
-        self._tell(tried)
+        self._info(tried)
         try:
             first, together, last = (self._throughput(each) for each in (1, count, 1))
         except Exception as error:
-            self._findings.append(Finding("workers", tried, "rejected", _say(error)))
+            self._findings.append(Finding("workers", tried, "rejected", _describe(error)))
             return
         found = Comparison((first, last), (together, together))
         verdict: Verdict = "rejected"
@@ -388,7 +388,7 @@ class _DeviceSearch:
             reason = self._used_up()
         if reason:
             return Finding(step, tried, "skipped", reason), None
-        self._tell(f"{step}: {tried}")
+        self._info(f"{step}: {tried}")
         began = self._setup.clock()
         try:
             trial = Trial(self._setup, setting)
@@ -402,7 +402,7 @@ class _DeviceSearch:
         except Exception as error:
             # A candidate may fail in whatever way: the memory is too small, a kernel or a compiler is missing.
             gc.collect()
-            return Finding(step, tried, "rejected", _say(error), seconds=self._setup.clock() - began), None
+            return Finding(step, tried, "rejected", _describe(error), seconds=self._setup.clock() - began), None
         if verdict == "proposed":
             remark = f"{_YOURS[changes]}{'; ' if remark else ''}{remark}"
         finding = Finding(step, tried, verdict, remark, seconds=self._setup.clock() - began, preparation=preparation)
@@ -457,12 +457,12 @@ class _DeviceSearch:
     def _wanted(self, name: str) -> bool:
         return name in self._allow or name in self._propose
 
-    def _tell(self, text: str) -> None:
+    def _info(self, text: str) -> None:
         self._progress(min(0.95, (self._setup.clock() - self._began) / self._budget), text)
 
     def _report(self) -> DeviceReport:
         """All that is applied against all as it came, in pairs of their own."""
-        self._tell("combined")
+        self._info("combined")
         setting, gain, spread = self._best.setting, None, None
         baseline = tuned = self._setup.batch_size / self._step_seconds
         if self._best is not self._baseline:
@@ -529,7 +529,7 @@ def _lack_of_compiler() -> str:
     return "there is no C++ compiler"
 
 
-def _say(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     """An error's kind and first line."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:160]}" if text else type(error).__name__

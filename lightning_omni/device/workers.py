@@ -46,10 +46,10 @@ def throughput(setup: TrainingSetup, setting: DeviceSetting, seconds: float, dea
             theirs.close()
             workers.append((process, own))
         for _, connection in workers:
-            _hear(connection, min(_START_SECONDS, deadline - setup.clock()))
+            _receive(connection, min(_START_SECONDS, deadline - setup.clock()))
         for _, connection in workers:
             connection.send("go")
-        return sum(float(_hear(connection, _START_SECONDS + seconds)) for _, connection in workers)
+        return sum(float(_receive(connection, _START_SECONDS + seconds)) for _, connection in workers)
     finally:
         for process, connection in workers:
             connection.close()
@@ -61,7 +61,7 @@ def throughput(setup: TrainingSetup, setting: DeviceSetting, seconds: float, dea
                 process.join(5)
 
 
-def _hear(connection: Connection, seconds: float) -> Any:
+def _receive(connection: Connection, seconds: float) -> Any:
     if not connection.poll(max(0.0, seconds)):
         raise RuntimeError("a process was not ready in time")
     try:

@@ -113,5 +113,5 @@ class ElasticAveraging(Method, frozen=True, kw_only=True, tag="elastic_averaging
                 replica.move(pulled.tensors, -1.0)
                 replica.clock = pulled.clock
                 if replica.loose:  # no step and no spring moves them any more: they are the centre's
-                    replica.agree((yield Fetch()))
+                    replica.take_frozen((yield Fetch()))
             yield Step(gradient)

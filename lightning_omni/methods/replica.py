@@ -235,7 +235,7 @@ class Replica:
         """Places of frozen weights that are not the server's, for the group has trained them before."""
         return [place for place, each in enumerate(self.ordered) if not each.requires_grad and self.drift.has(place)]
 
-    def agree(self, pulled: Pulled) -> None:
+    def take_frozen(self, pulled: Pulled) -> None:
         """Frozen weights that are `loose` are the server's from now on, which these are."""
         weights, loose = self.weights(), self.loose
         for place in loose:

@@ -38,7 +38,7 @@ class Balance:
 
     Args:
         rebalance: ``"auto"`` does all this, ``"off"`` nothing.
-        say: tells the user something, on rank 0.
+        info: logs a message for the user, on rank 0.
         only_measures: whether the split is left to other code, which reads ``measured``.
         clock: where moments come from; None for the device's own.
 
@@ -53,7 +53,7 @@ class Balance:
     def __init__(
         self,
         rebalance: Literal["off", "auto"],
-        say: Callable[[str], None],
+        info: Callable[[str], None],
         only_measures: bool = False,
         clock: HostClock | EventClock | None = None,
     ) -> None:
@@ -65,7 +65,7 @@ class Balance:
         self.measured: list[tuple[int, float]] = []
         self.loading = 0.0
         self._only_measures = only_measures
-        self._say = say
+        self._info = info
         self._world: World | None = None
         self._leases: Callable[[], Leases | None] = lambda: None
         self._module: Module | None = None
@@ -96,7 +96,7 @@ class Balance:
         if not self.is_on:
             return
         if leases() is None:
-            self._say(
+            self._info(
                 'OmniStrategy: rebalance="auto" does nothing in this run: the training data has a sampler of its own,'
                 " is iterable, or comes from several loaders, so every rank's part of a batch is fixed"
             )
@@ -227,7 +227,7 @@ class Balance:
         speeds, variances, handed = zip(*said, strict=True)
         if (split := self._balancer.decide(leases.split, speeds, variances)) is not None:
             leases.share_out(split.shares, from_number=int(max(handed)))
-            self._say(
+            self._info(
                 f"OmniStrategy: group {world.group} rebalanced: {' : '.join(map(str, split.shares))} of"
                 f" {sum(split.shares)} samples; up to {split.gain:.0%} faster"
             )
@@ -247,7 +247,7 @@ class Balance:
         # In millionths, and one more: what remains 0 is of a rank that was lost, whether this one knows it or not.
         slots = [0] * world.size
         slots[world.rank] = 1 + round(self.speed * 1e6)
-        speeds = {rank: (speed - 1) / 1e6 for rank, speed in enumerate(world.agree(slots)) if speed}
+        speeds = {rank: (speed - 1) / 1e6 for rank, speed in enumerate(world.all_reduce_max(slots)) if speed}
         if not all(speeds.values()):
             unknown = ", ".join(str(rank) for rank, speed in speeds.items() if not speed)
             raise ConfigurationError(

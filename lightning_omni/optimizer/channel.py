@@ -28,7 +28,7 @@ from lightning_omni.optimizer.place import Place
 from lightning_omni.optimizer.server_store import ServerStore
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.epochs import STOPS
-from lightning_omni.protocol.group import Action, Ask, Heard, Said
+from lightning_omni.protocol.group import Action, Ask, LastAnswer, Outgoing
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.requests import ByAggregator, Requests, check_alike
 from lightning_omni.protocol.split import Split
@@ -121,7 +121,7 @@ class Channel:
         """
         part = self._place.parts[ask.optimizer]
         if self._place.share is not None:
-            ask = self._as_all_say(ask)
+            ask = self._part_of_member(ask)
         if self._place.speaks:
             with self.timed():
                 requests = self._free_connections()
@@ -129,11 +129,11 @@ class Channel:
             self._travels = ask
         self._under_way[ask.optimizer] = ask
 
-    def _as_all_say(self, ask: Ask) -> Ask:
+    def _part_of_member(self, ask: Ask) -> Ask:
         """An ask of which each member says its part: what the leader has measured, and of the data it alone speaks."""
         need = ask.need
         if isinstance(need, Exchange) and need.note:
-            note = msgspec.msgpack.decode(self.members.tell(msgspec.msgpack.encode(need.note)), type=float)
+            note = msgspec.msgpack.decode(self.members.broadcast_bytes(msgspec.msgpack.encode(need.note)), type=float)
             ask = ask._replace(need=msgspec.structs.replace(need, note=note))
         return ask if self._place.is_leader else ask._replace(epoch=-1, trained=0)
 
@@ -168,11 +168,11 @@ class Channel:
         for index in list(self._under_way):
             self._place.core.apply_answer(index, self.receive(index))
 
-    def _said(self, ask: Ask, part: Part, servers: int) -> list[Said]:
+    def _said(self, ask: Ask, part: Part, servers: int) -> list[Outgoing]:
         memories = part.outs(servers, self._place.empty)
         if servers == 1:
-            return [self._place.core.say(ask, part.replica.layout, memories[0])]
-        return self._place.core.say_parts(ask, self._place.split_of(part, servers), memories)
+            return [self._place.core.send(ask, part.replica.layout, memories[0])]
+        return self._place.core.send_parts(ask, self._place.split_of(part, servers), memories)
 
     def _rooms(self, ask: Ask, part: Part, servers: int) -> Sequence[Tensor | None] | None:
         """Memory for the tensors of the answers of all servers, as they travel. For leaders."""
@@ -263,7 +263,7 @@ class Channel:
         with self.timed():
             if self._place.speaks:
                 parts = None if coded is None else coded.parts(letter[PREFIX:])
-                answer = self._hear(ask, layout, memory[PREFIX:], parts)
+                answer = self._receive(ask, layout, memory[PREFIX:], parts)
                 _write(answer, letter[:PREFIX])
             self.members.broadcast(letter[:PREFIX] if by_member else letter)
             if by_member and ask.pulls:
@@ -276,7 +276,7 @@ class Channel:
         if heard.staleness >= 0:
             part.staleness[heard.staleness] += 1
         tensors = layout.views(memory[PREFIX:]) if ask.pulls else ()
-        pulled = self._place.core.hear(heard, tensors, clock, note, ask.fragment)
+        pulled = self._place.core.receive(heard, tensors, clock, note, ask.fragment)
         self.warn_of_refusal(heard.applied, heard.refused_in_row)
         return pulled
 
@@ -297,7 +297,7 @@ class Channel:
             ask.fragment, self._place.method.fragments
         )
 
-    def _hear(self, ask: Ask, layout: Layout, into: Tensor, coded: Sequence[Tensor] | None) -> m.Weights:
+    def _receive(self, ask: Ask, layout: Layout, into: Tensor, coded: Sequence[Tensor] | None) -> m.Weights:
         """The server's answer. For leaders.
 
         Args:
@@ -387,8 +387,8 @@ def _write(answer: m.Weights, prefix: Tensor) -> None:
     prefix[_NUMBERS:].view(torch.float64)[0] = answer.note
 
 
-def _read(prefix: Tensor) -> tuple[int, Heard, float]:
+def _read(prefix: Tensor) -> tuple[int, LastAnswer, float]:
     """The clock, what the group hears of the run, and the note."""
     numbers, notes = prefix[:_NUMBERS].view(torch.int64), prefix[_NUMBERS:].view(torch.float64)
     clock, staleness, applied, progress, stop, repeated, *counts = numbers[:9].tolist()
-    return clock, Heard(staleness, bool(applied), progress, STOPS[stop], bool(repeated), *counts), float(notes[0])
+    return clock, LastAnswer(staleness, bool(applied), progress, STOPS[stop], bool(repeated), *counts), float(notes[0])

@@ -78,7 +78,7 @@ class Connection:
         if not any(failed):
             groups.join(self._channel.synchronize, place.rank)
             return ""
-        problem = groups.tell(problem, groups.original, failed.index(1))
+        problem = groups.broadcast_text(problem, groups.original, failed.index(1))
         self._take_back()
         return problem
 
@@ -98,7 +98,7 @@ class Connection:
         """Starts the server, if it is this rank's to start and does not run, and connects this rank to it."""
         self.start_server()
         place, enlistment = self._place, self._place.enlistment
-        address, key, run = place.server.find(place.tell) if enlistment is None else self._enlisted_at
+        address, key, run = place.server.find(place.broadcast_text) if enlistment is None else self._enlisted_at
         self._channel.synchronizations = 0
         specs = tuple(spec for part in place.parts for spec in part.replica.layout_with({}).specs)
         layout = Layout(specs, division=self._division)

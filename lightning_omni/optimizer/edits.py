@@ -79,7 +79,7 @@ class Edits:
             for parameter in set(part.replica.ordered) - {part.replica.parameters[n] for n in part.replica.own_frozen()}
         }
         others = list(self.others())
-        found = list(compress(others, self._agree(self._are_written(others, loaded))))
+        found = list(compress(others, self._all_reduce_max(self._are_written(others, loaded))))
         _check_whole(found)
         return found
 
@@ -91,7 +91,7 @@ class Edits:
         """The groups are about to part: what was written since they synchronized is followed. On all ranks."""
         is_state_written = any(map(self._is_state_written, self._place.parts))
         written = [*self._written(), int(self.switched()), int(is_state_written)]
-        weights, loose, switched, states = self._agree(written)
+        weights, loose, switched, states = self._all_reduce_max(written)
         if loose:
             self._share_loose()
             self.others_followed()
@@ -103,7 +103,7 @@ class Edits:
 
     def finish(self) -> None:
         """Training has ended: what was written since the groups synchronized is that of the recorder, on all ranks."""
-        weights, loose = self._agree(self._written())
+        weights, loose = self._all_reduce_max(self._written())
         if weights and self._place.share is not None:
             self._hand_over(keep_states=True)
         elif weights:
@@ -222,8 +222,8 @@ class Edits:
         for tensor in tensors:
             dist.broadcast(tensor.detach(), src=0, group=self._place.process_groups.live)
 
-    def _agree(self, numbers: Sequence[int]) -> list[int]:
-        return self._place.agree(numbers) if numbers else []
+    def _all_reduce_max(self, numbers: Sequence[int]) -> list[int]:
+        return self._place.all_reduce_max(numbers) if numbers else []
 
 
 def _marks(untrained: Iterable[Untrained]) -> list[int]:

@@ -189,7 +189,7 @@ class RunServer:
             if not self.process.is_told:
                 self._key = key_of_environment() or new_key()
                 self._states = self._states or self._place_for_states(self._taught[1])
-                self.process.tell(self._settings(method, self._taught[1]))
+                self.process.configure(self._settings(method, self._taught[1]))
         except (OSError, ConfigurationError) as error:  # the other ranks wait for the address, and are told there
             self._failure = error
 
@@ -211,7 +211,7 @@ class RunServer:
                 # On this node it listens as the first does; elsewhere on the address by which that is reached.
                 host = settings.host if self._rank == 0 else ""
                 own = {"key": key.hex(), "host": host, "shard": number, "coordinator": address, "record": ""}
-                process.tell(msgspec.structs.replace(settings, **own))
+                process.configure(msgspec.structs.replace(settings, **own))
         for process in self._shares.values():
             process.address()
 
@@ -247,11 +247,11 @@ class RunServer:
                 states.remove()
         self._shares, self._dismissed, self._failure = {}, [], None
 
-    def find(self, tell: Callable[[str], str]) -> tuple[str, bytes, str]:
+    def find(self, broadcast_text: Callable[[str], str]) -> tuple[str, bytes, str]:
         """Rank 0 tells all ranks where the server is; a failure on rank 0 is an error on all.
 
         Args:
-            tell: gives every rank the text of rank 0.
+            broadcast_text: gives every rank the text of rank 0.
 
         Returns:
             Its address, the key, and a name for the run.
@@ -279,7 +279,7 @@ class RunServer:
             except Exception as error:
                 failure, said = error, {"error": str(error)}
             said["run"] = secrets.token_hex(8)
-        said = json.loads(tell(json.dumps(said)))
+        said = json.loads(broadcast_text(json.dumps(said)))
         if failure is not None:
             raise failure
         if "error" in said:

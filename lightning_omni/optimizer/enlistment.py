@@ -37,7 +37,7 @@ class Enlistment:
         options: of the run; ``server`` is where it is.
         rank: this one, in its own torch.distributed world; rank 0 asks.
         size: ranks of the group.
-        tell: gives every rank of the group the text of rank 0.
+        broadcast_text: gives every rank of the group the text of rank 0.
 
     Attributes:
         run: the run's name.
@@ -51,9 +51,9 @@ class Enlistment:
             from is no more.
     """
 
-    def __init__(self, options: WorldOptions, rank: int, size: int, tell: Callable[[str], str]) -> None:
+    def __init__(self, options: WorldOptions, rank: int, size: int, broadcast_text: Callable[[str], str]) -> None:
         self._observer: Observer | None = None
-        heard = ask_for_all(tell, rank == 0, lambda: self._ask(options, size))
+        heard = ask_for_all(broadcast_text, rank == 0, lambda: self._ask(options, size))
         self.run, self.first, announced, self.silence = heard
         self.begins = announced == 0
         self.announced = announced or size
@@ -102,11 +102,11 @@ class Enlistment:
             self._observer = None
 
 
-def ask_for_all(tell: Callable[[str], str], asks: bool, ask: Callable[[], Any]) -> Any:
+def ask_for_all(broadcast_text: Callable[[str], str], asks: bool, ask: Callable[[], Any]) -> Any:
     """What rank 0 of a group asks is answered to all of its ranks, and what is refused is refused to all. On all of it.
 
     Args:
-        tell: gives every rank of the group the text of rank 0.
+        broadcast_text: gives every rank of the group the text of rank 0.
         asks: whether this is rank 0.
         ask: asks; returns plain values.
 
@@ -120,7 +120,7 @@ def ask_for_all(tell: Callable[[str], str], asks: bool, ask: Callable[[], Any]) 
             said = {"answer": ask()}
         except OmniError as error:
             failure, said = error, {"error": str(error)}
-    said = json.loads(tell(json.dumps(said)))
+    said = json.loads(broadcast_text(json.dumps(said)))
     if "error" in said:
         raise failure or ConnectionLost(f"rank 0 of this group could not join: {said['error']}")
     return said["answer"]

@@ -208,7 +208,7 @@ class Exchanging(Executor):
         self._channel.finish_exchanges()
         place.process_groups.use(place.process_groups.live)
         place.is_computing = False
-        stops = any(place.agree([int(wants_stop)]))  # a barrier, too
+        stops = any(place.all_reduce_max([int(wants_stop)]))  # a barrier, too
         self._pull()
         buffers = () if module is None else buffers_of(module)
         merge(place, [*buffers, *self._edits.others_written()])
@@ -232,7 +232,7 @@ class Exchanging(Executor):
 
     @override
     def is_finite(self, parameters: Iterable[Parameter]) -> bool:
-        return self._place.core.heard.applied
+        return self._place.core.last_answer.applied
 
     # --- The step ----------------------------------------------------------------------------------------------------
 

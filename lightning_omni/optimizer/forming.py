@@ -79,13 +79,13 @@ class Forming:
                 by_member=place.is_sharded,
             )
             try:
-                return topology, self._say(form, m.Formed).incarnation
+                return topology, self._request(form, m.Formed).incarnation
             except Refused:
                 # A rank died this very moment and the notice is on its way: form without it.
                 if groups is None or topology.ranks == place.live_ranks:
                     raise
 
-    def _say(self, message: m.Message, expect: type[Answer]) -> Answer:
+    def _request(self, message: m.Message, expect: type[Answer]) -> Answer:
         """A request on the control channel, however large."""
         assert self._place.control is not None
         data = m.encode(message)

@@ -49,7 +49,9 @@ class LateGroup:
         self._connection.join()
         assert place.enlistment is not None
         joined: m.Joined = m.decode(
-            bytes.fromhex(ask_for_all(place.tell, place.is_leader, self._ask_to_join)), at="rank", channel=m.CONTROL
+            bytes.fromhex(ask_for_all(place.broadcast_text, place.is_leader, self._ask_to_join)),
+            at="rank",
+            channel=m.CONTROL,
         )
         self._check_alike(joined)
         place.topology = Topology((*((),) * joined.group, place.members))

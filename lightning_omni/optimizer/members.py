@@ -51,19 +51,20 @@ class GroupMembers:
         if shared is not memory:
             memory.copy_(shared)
 
-    def tell(self, note: bytes) -> bytes:
+    def broadcast_bytes(self, note: bytes) -> bytes:
         """A note from the leader to its group, which is what every member gets."""
         if len(self._place.members) == 1:
             return note
-        return _told(note if self._place.is_leader else None, self.broadcast)
+        return _broadcast_bytes(note if self._place.is_leader else None, self.broadcast)
 
-    def tell_replicas(self, tree: Any) -> Any:
+    def broadcast_tree_to_replicas(self, tree: Any) -> Any:
         """Plain data and tensors of the rank that speaks for a share of the model, at all that have the same share."""
         if self._place.replicas == 1:
             return tree
         packed, buffer = pack(tree if self._place.speaks else {})
         mine = msgspec.msgpack.encode((packed, buffer.numel())) if self._place.speaks else None
-        packed, size = msgspec.msgpack.decode(_told(mine, self.broadcast_to_replicas), type=tuple[Packed, int])
+        theirs = _broadcast_bytes(mine, self.broadcast_to_replicas)
+        packed, size = msgspec.msgpack.decode(theirs, type=tuple[Packed, int])
         flat = buffer if self._place.speaks else torch.empty(size, dtype=torch.uint8)
         if size:
             self.broadcast_to_replicas(flat)
@@ -74,7 +75,7 @@ class GroupMembers:
         return self._place.process_groups.largest(numbers, self._place.holder_group)
 
 
-def _told(note: bytes | None, broadcast: Callable[[Tensor], None]) -> bytes:
+def _broadcast_bytes(note: bytes | None, broadcast: Callable[[Tensor], None]) -> bytes:
     """A note at all ranks of a process group.
 
     Args:

@@ -189,9 +189,9 @@ class ModelReplica(Replica):
         own, names = self.own_frozen(), list(self.parameters)
         return [place for place in super().loose if names[place] not in own]
 
-    def agree(self, pulled: Pulled) -> None:
+    def take_frozen(self, pulled: Pulled) -> None:
         """Frozen weights that are `loose` are the server's from now on, which these are."""
-        super().agree(pulled)
+        super().take_frozen(pulled)
         complete(self.ordered)
         self._writes.mark(self.ordered)
 

@@ -120,11 +120,11 @@ class ParameterGroups:
             tree = self._tree(part, fresh)
         except UnsupportedError as error:
             with suppress(UnsupportedError):  # the others may be gone, and what is wrong here is the reason
-                self._agree_in_group(str(error))  # or they would see a connection end, and not the reason
+                self._check_same_in_group(str(error))  # or they would see a connection end, and not the reason
             raise
-        self._agree_in_group(_say(tree))
+        self._check_same_in_group(_structure_of(tree))
         first = grown.offsets[start] if fresh else grown.nbytes
-        version, theirs = self._tell(index, tree, grown.nbytes - first)
+        version, theirs = self._announce(index, tree, grown.nbytes - first)
         if fresh:
             replica.grow(fresh, version)
             part.into = None
@@ -145,7 +145,7 @@ class ParameterGroups:
             ConfigurationError: they do not.
         """
         mine = _digest(repr([(list(part.replica.parameters), self._places(part)) for part in self._place.parts]))
-        largest, smallest = self._place.agree([mine, -mine])
+        largest, smallest = self._place.all_reduce_max([mine, -mine])
         if largest != -smallest:
             raise ConfigurationError(
                 "other groups are to be formed, and the ranks' optimizers do not hold the same parameters in the same"
@@ -158,7 +158,7 @@ class ParameterGroups:
         Only parameters that have a name in the model can be found.
         """
         sizes = [len(part.replica.ordered) for part in self._place.parts]
-        if self._place.agree(sizes) == sizes:
+        if self._place.all_reduce_max(sizes) == sizes:
             return
         snapshot = self._channel.store.snapshot(with_state=False)
         for part, theirs in zip(self._place.parts, snapshot.parts, strict=True):
@@ -237,7 +237,7 @@ class ParameterGroups:
 
     # --- To the server ---------------------------------------------------------------------------------------------
 
-    def _agree_in_group(self, said: str) -> None:
+    def _check_same_in_group(self, said: str) -> None:
         """All members of the group must have come to the same change, or their collectives would pair with others."""
         place = self._place
         if len(place.members) == 1:
@@ -260,7 +260,7 @@ class ParameterGroups:
         if not int(alike):
             raise UnsupportedError(f"{_UNLIKE}; they hold other parameters now")
 
-    def _tell(self, index: int, tree: Any, nbytes: int) -> tuple[int, Tensor]:
+    def _announce(self, index: int, tree: Any, nbytes: int) -> tuple[int, Tensor]:
         """Tells the server.
 
         Returns:
@@ -275,7 +275,7 @@ class ParameterGroups:
                 version = answer.layout
             except ProtocolError as error:  # the others, which wait here, must hear of it
                 reason = str(error)
-        note = self._channel.members.tell(msgspec.msgpack.encode((reason, version)))
+        note = self._channel.members.broadcast_bytes(msgspec.msgpack.encode((reason, version)))
         reason, version = msgspec.msgpack.decode(note, type=tuple[str, int])
         if reason:
             raise UnsupportedError(
@@ -291,7 +291,7 @@ def _wait(work: dist.Work | None, patience: timedelta) -> None:
     work.wait(patience)
 
 
-def _say(tree: Any) -> str:
+def _structure_of(tree: Any) -> str:
     """What the members of a group must have in common."""
     places = [group["params"] for group in tree["groups"]]
     return repr((places, [(name, *value.shape, value.dtype) for name, value in tree["weights"].items()]))

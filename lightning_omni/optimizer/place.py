@@ -123,7 +123,7 @@ class Place:
         self.holders = rows_of(self.topology, self.shards)
         self.enlistment: Enlistment | None = None
         if joins:
-            self.enlistment = Enlistment(options, self.rank, self.size, self._tell_torch)
+            self.enlistment = Enlistment(options, self.rank, self.size, self._broadcast_text_with_torch)
             first = self.enlistment.first
             self.rank += first
             self.topology = Topology((tuple(range(first, first + self.size)),))
@@ -385,19 +385,21 @@ class Place:
 
     # --- Among all ranks ---------------------------------------------------------------------------------------------
 
-    def agree(self, numbers: Sequence[int]) -> list[int]:
+    def all_reduce_max(self, numbers: Sequence[int]) -> list[int]:
         """The largest of each number over all live ranks."""
         groups = self.process_groups
         return groups.largest(numbers, groups.live if self.control is not None else groups.original)
 
-    def tell(self, text: str) -> str:
-        """What rank 0 says, on every rank; while there is one group, or none yet. All ranks call it."""
-        return self._tell_torch(text) if not self.is_synchronous else self.process_groups.tell(text, self.compute_group)
+    def broadcast_text(self, text: str) -> str:
+        """Rank 0's text, on every rank; while there is one group, or none yet. All ranks call it."""
+        if not self.is_synchronous:
+            return self._broadcast_text_with_torch(text)
+        return self.process_groups.broadcast_text(text, self.compute_group)
 
-    def _tell_torch(self, text: str) -> str:
-        return self.process_groups.tell(text, self.process_groups.original)
+    def _broadcast_text_with_torch(self, text: str) -> str:
+        return self.process_groups.broadcast_text(text, self.process_groups.original)
 
-    def hear_recorder(self, tree: Any) -> Any:
+    def broadcast_from_recorder(self, tree: Any) -> Any:
         """What the recorder passes, on every live rank; what this rank passes, if the recorder has died meanwhile.
 
         Args:
@@ -405,8 +407,8 @@ class Place:
         """
         packed, buffer = pack(tree)
         mine = msgspec.msgpack.encode((packed, bytes(buffer.numpy()))) if self.is_recorder else b""
-        [length] = self.agree([len(mine)])
-        data = bytes(self.agree([*mine] or [0] * length)) if length else b""
+        [length] = self.all_reduce_max([len(mine)])
+        data = bytes(self.all_reduce_max([*mine] or [0] * length)) if length else b""
         if not any(data):
             return tree
         packed, values = msgspec.msgpack.decode(data, type=tuple[Packed, bytes])

@@ -186,7 +186,7 @@ class ProcessGroups:
         largest: list[int] = tensor.tolist()
         return largest
 
-    def tell(self, text: str, group: Any, by: int = 0) -> str:
+    def broadcast_text(self, text: str, group: Any, by: int = 0) -> str:
         """Text of one rank, as torch numbers them, on every rank of a group of torch's own."""
         data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=self._device)  # may be empty
         size = torch.tensor(data.numel(), device=self._device)

@@ -146,7 +146,7 @@ class RemoteHead:
                 answer, payload = self._ask(self._forward(with_tensors(tree, whole), exclusive=True), m.HeadOutput)
                 packed = answer.packed
                 payload = self.side.flat_of(packed, payload)
-            note = self._channel.members.tell(msgspec.msgpack.encode(packed))
+            note = self._channel.members.broadcast_bytes(msgspec.msgpack.encode(packed))
             packed = msgspec.msgpack.decode(note, type=Packed)
             views = packed.layout.views(payload) if place.is_leader else []
             self._shapes = shapes = [(spec.shape, DTYPES[spec.dtype]) for spec in packed.specs]
@@ -178,7 +178,7 @@ class RemoteHead:
         place = self._place
         self.side.end()
         with self._channel.timed():
-            told = self._agree_on_presence(gradients)
+            told = self._share_presence(gradients)
             gathered = iter(self._gather([gradient for gradient in told if gradient is not None]))
             whole = [None if gradient is None else next(gathered) for gradient in told]
             there, payload = b"", torch.empty(0)
@@ -190,14 +190,14 @@ class RemoteHead:
                 there = msgspec.msgpack.encode(
                     ([gradient is not None for gradient in back], answer.applied, answer.refused_in_row)
                 )
-            present, applied, refused = msgspec.msgpack.decode(self._channel.members.tell(there))
+            present, applied, refused = msgspec.msgpack.decode(self._channel.members.broadcast_bytes(there))
             shapes = [
                 ((sum(self._rows), *shape[1:]) if self._is_shared else tuple(shape), dtype)
                 for (shape, dtype), is_there in zip(inputs, present, strict=True)
                 if is_there
             ]
             mine = iter(self._scatter([gradient for gradient in back if gradient is not None], shapes))
-        place.core.hear_nonfinite(refused)
+        place.core.check_nonfinite(refused)
         self._channel.warn_of_refusal(applied, refused)
         return [next(mine) if is_there else None for is_there in present]
 
@@ -222,7 +222,7 @@ class RemoteHead:
         dist.all_gather(of_all, mine, group=self._place.compute_group)
         return [int(rows) for rows in of_all]
 
-    def _agree_on_presence(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def _share_presence(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """What took no part in a member's loss, but did in another's, has a gradient of zeros there."""
         if not self._is_shared or len(gradients) == 1:  # without any, no member comes here
             return list(gradients)

@@ -27,7 +27,7 @@ from lightning_omni.optimizer.channel import Channel, Traffic
 from lightning_omni.optimizer.object_snapshot import Generators, ObjectSnapshot, Seen
 from lightning_omni.optimizer.place import Place
 from lightning_omni.optimizer.reduction import KeptMemory, Reduction
-from lightning_omni.protocol.group import GroupCore, Heard
+from lightning_omni.protocol.group import GroupCore, LastAnswer
 from lightning_omni.protocol.lessee import Lessee
 from lightning_omni.protocol.progress import Progress
 from lightning_omni.protocol.wire_format import State
@@ -53,7 +53,7 @@ class RunScope:
         method: how groups exchange.
         clocks: updates that the weights of each optimizer contain.
         steps: optimizer steps that were taken in one group, which no clock of a server counts.
-        heard: the last that the server said of the run.
+        last_answer: the last that the server said of the run.
         traffic: what exchanges took.
         staleness: of the pushes since the last report, how often each was, for each optimizer.
     """
@@ -63,7 +63,7 @@ class RunScope:
     method: Method
     clocks: tuple[int, ...]
     steps: int
-    heard: Heard
+    last_answer: LastAnswer
     traffic: Traffic
     staleness: tuple[Counter[int], ...]
 
@@ -82,7 +82,7 @@ class RunScope:
             method=place.method,
             clocks=tuple(part.replica.clock for part in place.parts),
             steps=place.steps,
-            heard=replace(place.core.heard),
+            last_answer=replace(place.core.last_answer),
             traffic=replace(channel.traffic),
             staleness=tuple(Counter(part.staleness) for part in place.parts),
         )
@@ -91,7 +91,7 @@ class RunScope:
         """As it was."""
         epochs.progress, epochs.schedule = self.progress, dict(self.schedule)
         place.method, place.steps = self.method, self.steps
-        place.core.heard, channel.traffic = replace(self.heard), replace(self.traffic)
+        place.core.last_answer, channel.traffic = replace(self.last_answer), replace(self.traffic)
         for part, clock, staleness in zip(place.parts, self.clocks, self.staleness, strict=True):
             part.replica.clock = clock
             part.staleness = Counter(staleness)

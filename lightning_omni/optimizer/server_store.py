@@ -13,7 +13,7 @@ from lightning_omni.optimizer.place import Place
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import Packed, pack, unpack
 from lightning_omni.protocol.cut import Cut
-from lightning_omni.protocol.group import Said
+from lightning_omni.protocol.group import Outgoing
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.requests import Requests
 from lightning_omni.protocol.split import Split
@@ -52,7 +52,7 @@ class ServerStore:
             version: number of a validation: the moment at which this was first asked for that one. 0 is now.
         """
         requests, take = self._connections(), m.TakeSnapshot(with_state=with_state, version=version)
-        heard = requests.exchange([Said(take)] * requests.count, m.Snapshot)
+        heard = requests.exchange([Outgoing(take)] * requests.count, m.Snapshot)
         first, *others = (unpack(answer.packed, payload, copy=True) for answer, payload in heard)
         cut, parts = heard[0][0].cut, first["parts"]
         if others:
@@ -94,7 +94,7 @@ class ServerStore:
                 for index, part in enumerate(parts)
             ]
             packed, buffer = pack({"parts": tree})
-            said.append(Said(m.Seed(packed=packed, nbytes=buffer.numel()), buffer))
+            said.append(Outgoing(m.Seed(packed=packed, nbytes=buffer.numel()), buffer))
         requests.exchange(said, m.Seeded)
 
     def _cut_again(self, part: Part, seed: dict[str, Any], servers: int) -> dict[str, Any]:

@@ -157,7 +157,7 @@ class States:
             return self.take_back()
         mine = self.take_back() if self._place.speaks else ()
         self._share([part for part in self._place.parts if not self._place.steps_here(part)])
-        spans = self._channel.members.tell(msgspec.msgpack.encode(mine))
+        spans = self._channel.members.broadcast_bytes(msgspec.msgpack.encode(mine))
         return msgspec.msgpack.decode(spans, type=tuple[tuple[int, int], ...])
 
     def take_back(self) -> tuple[tuple[int, int], ...]:
@@ -238,9 +238,9 @@ class States:
             return
         for part in parts:
             if self._place.speaks:
-                self._channel.members.tell_replicas(parts_of(learnt_by(part.optimizer)))
+                self._channel.members.broadcast_tree_to_replicas(parts_of(learnt_by(part.optimizer)))
             else:
-                load_state(part.optimizer, self._channel.members.tell_replicas({}))
+                load_state(part.optimizer, self._channel.members.broadcast_tree_to_replicas({}))
 
 
 class Residuals:
@@ -317,7 +317,7 @@ class Residuals:
             state = {RESIDUAL: total} if self._place.speaks and any(each is not None for each in total) else {}
             self._place.core.load_sender_state(index, state)
 
-    def tell_of_remainder(self) -> None:
+    def warn_of_remainder(self) -> None:
         """Training ends: what is left is not in the weights."""
         for index in range(len(self._place.parts)):
             if self._place.speaks and (largest := _largest(self._place.core.sender_state(index))):

@@ -134,7 +134,7 @@ def _are_one(place: Place, marks: Sequence[int]) -> list[bool]:
     """Whether each mark is the same on all ranks."""
     if not marks:
         return []
-    largest, negated = place.agree(marks), place.agree([-mark for mark in marks])
+    largest, negated = place.all_reduce_max(marks), place.all_reduce_max([-mark for mark in marks])
     return [most == -least for most, least in zip(largest, negated, strict=True)]
 
 
@@ -162,7 +162,7 @@ def _counts(place: Place) -> bool:
     """
     if place.enlistment is None:
         return True
-    are_others_there = any(place.agree([int(not place.is_new)]))
+    are_others_there = any(place.all_reduce_max([int(not place.is_new)]))
     return not (place.is_new and are_others_there)
 
 

@@ -99,7 +99,7 @@ class Versions:
         if self._place.enlistment is None:
             return RECORDER in self._place.members
         is_here = self._place.follow_recorder(asks=self._place.is_leader)
-        return bool(self._channel.members.tell(b"here" if is_here else b""))
+        return bool(self._channel.members.broadcast_bytes(b"here" if is_here else b""))
 
     def release(self, number: int) -> None:
         """No checkpoint is saved of validations up to this one any more. By the recorder."""

@@ -49,7 +49,7 @@ from lightning_omni.optimizer.sharding import (
 from lightning_omni.optimizer.states import Residuals, States
 from lightning_omni.optimizer.versions import Versions
 from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.group import Heard
+from lightning_omni.protocol.group import LastAnswer
 from lightning_omni.topology import Topology, check_groups
 
 _log = logging.getLogger(__name__)
@@ -212,7 +212,7 @@ class World(Place):
         """Training begins on every rank: with several groups the server is joined and given those of the recorder."""
         self.connection.open()
         self.is_finished, self.is_begun = False, True
-        self.steps, self.core.heard, self.channel.traffic = 0, Heard(), Traffic()
+        self.steps, self.core.last_answer, self.channel.traffic = 0, LastAnswer(), Traffic()
         if not self.takes_part:  # or the server is told of what has changed since it was asked, before the first batch
             self.parameter_groups.renew()
         self.executor.check_parts()
@@ -239,7 +239,7 @@ class World(Place):
     def agree_on_recorder(self) -> None:
         """While groups compute, the recorder may go: its new group learns of it at one moment. On all of a group."""
         if self.enlistment is not None and self.share is not None and self.is_computing:
-            self._is_with_recorder = self.channel.members.tell(str(self.is_recorder).encode()) == b"True"
+            self._is_with_recorder = self.channel.members.broadcast_bytes(str(self.is_recorder).encode()) == b"True"
 
     def wait_for_members(self) -> None:
         """Until all of this rank's group are here."""
@@ -384,7 +384,7 @@ class World(Place):
 
     def close(self) -> None:
         """Leaves the run in good order and stops the embedded server. Gives the default process group back."""
-        self.residuals.tell_of_remainder()
+        self.residuals.warn_of_remainder()
         groups, after = self.process_groups, self.process_groups.original
         try:
             if self.control is not None and self.enlistment is None:

@@ -80,10 +80,10 @@ class Admission:
             return None
         return self._data_peers[rank], self._roster.members[rank].session
 
-    def greet(self, sender: Sender, message: m.Hello, payload: Payload) -> list[Out]:
+    def hello(self, sender: Sender, message: m.Hello, payload: Payload) -> list[Out]:
         """A rank says hello."""
         challenge = self._random(NONCE_BYTES)
-        self._roster.hear_hello(sender.peer, message, challenge)
+        self._roster.record_hello(sender.peer, message, challenge)
         return [Out(sender.peer, m.CONTROL, m.Challenge(nonce=challenge))]
 
     def admit(self, sender: Sender, message: m.Proof, payload: Payload) -> list[Out]:
@@ -99,7 +99,7 @@ class Admission:
             clock=clock,
             began=began,
         )
-        self._servers.tell(sm.Admit(hello=hello, challenge=challenge, joins=self._roster.joining))
+        self._servers.send_to_all(sm.Admit(hello=hello, challenge=challenge, joins=self._roster.joining))
         return [Out(sender.peer, m.CONTROL, welcome)]
 
     def challenge(self, sender: Sender, message: m.Attach, payload: Payload) -> list[Out]:

@@ -288,7 +288,7 @@ class Aggregator(OneServer):
 
     # --- As seen by the server ---------------------------------------------------------------------------------------
 
-    def greet(self, sender: Sender, message: m.Hello | sm.ShardHello, payload: Payload) -> list[Out]:
+    def hello(self, sender: Sender, message: m.Hello | sm.ShardHello, payload: Payload) -> list[Out]:
         """A rank, or a server, takes this for the server."""
         raise Refused(
             "upstream", "this is an aggregator: give the address of the server that it adds up for (its --upstream)"

@@ -103,7 +103,7 @@ class Aggregators(OneServer):
         self._roster, self._shards = roster, shards
         self._forget_run()
         for link in self._links.values():
-            self._say(link, sm.RunOver())
+            self._send(link, sm.RunOver())
 
     # --- What aggregators are told -----------------------------------------------------------------------------------
 
@@ -128,7 +128,7 @@ class Aggregators(OneServer):
 
     def evict(self, group: int, lost: bool) -> list[Out]:
         if (rank := self._leaders.pop(group, -1)) in self._of:
-            self._tell_of(rank, sm.Lose(rank=rank, reason="lost" if lost else "left"))
+            self._send_about(rank, sm.Lose(rank=rank, reason="lost" if lost else "left"))
             del self._of[rank]
         return []
 
@@ -136,23 +136,23 @@ class Aggregators(OneServer):
         for link in self._links.values():
             self._gather(link)
 
-    def tell(self, message: sm.Told) -> None:
+    def send_to_all(self, message: sm.Told) -> None:
         match message:
             case sm.Admit():
                 self._admitted[message.hello.rank] = message
             case sm.Idle() | sm.Resume():
-                self._tell_of(message.rank, message)
+                self._send_about(message.rank, message)
             case sm.RunOver():
                 for link in self._links.values():
-                    self._say(link, message)
+                    self._send(link, message)
 
     def pushed_directly(self, rank: int) -> None:
         # Others that push to the same aggregator must not wait for it there.
-        self._tell_of(rank, sm.Idle(rank=rank))
+        self._send_about(rank, sm.Idle(rank=rank))
 
-    def _tell_of(self, rank: int, message: sm.Told) -> None:
+    def _send_about(self, rank: int, message: sm.Told) -> None:
         if (link := self._links.get(self._of.get(rank, 0))) is not None:
-            self._say(link, message)
+            self._send(link, message)
 
     def _gather(self, link: _AggregatorLink) -> None:
         if self._formed is None or not self._shards.all:
@@ -163,11 +163,11 @@ class Aggregators(OneServer):
         ]
         layouts = [Layout(()) if shard.is_head else shard.layout for shard in self._shards.all]
         method, wire_format = self._formed.method, self._formed.wire_format
-        self._say(
+        self._send(
             link, sm.Gather(method=method, wire_format=wire_format, leaders=tuple(leaders), layouts=tuple(layouts))
         )
 
-    def _say(self, link: _AggregatorLink, message: sm.Told) -> None:
+    def _send(self, link: _AggregatorLink, message: sm.Told) -> None:
         link.told += 1
         self._out.append(Out(link.control, m.CONTROL, message))
 
@@ -177,20 +177,20 @@ class Aggregators(OneServer):
 
     # --- Ranks -------------------------------------------------------------------------------------------------------
 
-    def tell_aggregator(self, sender: Sender) -> list[Out]:
+    def send_aggregator(self, sender: Sender) -> list[Out]:
         ready = [link for link in self._links.values() if link.data]
         if not ready or not self._adds_up or sender.rank not in self._admitted or sender.rank in self._of:
-            return super().tell_aggregator(sender)
+            return super().send_aggregator(sender)
         host, shared = self._roster.members[sender.rank].host, list(self._of.values())
         link = min(ready, key=lambda link: (-_nearness(host, link.address), shared.count(link.number), -link.number))
         self._of[sender.rank] = link.number
-        self._say(link, self._admitted[sender.rank])
+        self._send(link, self._admitted[sender.rank])
         link.asked.append((sender.peer, link.told))
         return []
 
     # --- Aggregators come and go -------------------------------------------------------------------------------------
 
-    def greet(self, sender: Sender, message: sm.ShardHello, payload: Payload) -> list[Out]:
+    def hello(self, sender: Sender, message: sm.ShardHello, payload: Payload) -> list[Out]:
         """An aggregator says hello."""
         return self._newcomers.challenge(sender.peer, message)
 

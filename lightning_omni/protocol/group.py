@@ -11,8 +11,8 @@ comes out, and says what came of it::
 Rule 1: one action of an optimizer at a time. Its tensors are live ones, and stand until it is answered.
 Rule 2: every rank of a group drives a core of its own, with the same events. The leader alone speaks to the server and
 to other groups, and shares what it hears; so all of them come to the same actions.
-Rule 3: a push has a number, and keeps it until it is answered: `GroupCore.say` may be called again for the same `Ask`,
-where the answer was lost, and says the same. The server applies each number once.
+Rule 3: a push has a number, and keeps it until it is answered: `GroupCore.send` may be called again for the same `Ask`,
+where the answer was lost, and returns the same. The server applies each number once.
 Rule 4: what the method needs and the group can do by itself, a step of its own optimizer for instance, is done here.
 Rule 5: an exchange of an optimizer may be under way while gradients are computed. Before its group waits for others, at
 a synchronization point or for more data, before its parameters change and before other groups are formed, what drives
@@ -78,14 +78,14 @@ class Average:
 
 
 class Ask(NamedTuple):
-    """Ask the server, and answer with what `GroupCore.hear` makes of its answer.
+    """Ask the server, and answer with what `GroupCore.receive` makes of its answer.
 
     Attributes:
         optimizer: which of the model's optimizers.
         need: what the method wants, or a synchronization point.
         epoch: whose data is leased; -1 if none is.
         trained: batches of it that are trained with this.
-        waits: whether for the server's answer. If not, say it and answer None: `Receive` will ask for what it brings.
+        waits: whether for the server's answer. If not, send it and answer None: `Receive` will ask for what it brings.
     """
 
     optimizer: int
@@ -110,8 +110,8 @@ class Ask(NamedTuple):
         return self.need.fragment if isinstance(self.need, Exchange) else None
 
 
-class Said(NamedTuple):
-    """What the leader says to the server, from `GroupCore.say`.
+class Outgoing(NamedTuple):
+    """What the leader sends to the server, from `GroupCore.send`.
 
     Attributes:
         message: the message.
@@ -127,8 +127,8 @@ Action = NextGradient | Ask | Receive | Publish | SendPeer | ReadPeer | ReadInbo
 
 
 @dataclass
-class Heard:
-    """What the group has heard of the run with the last answer.
+class LastAnswer:
+    """What the server's last answer says of the run.
 
     Attributes:
         staleness: of the push that was answered; -1 for a fetch.
@@ -151,7 +151,7 @@ class Heard:
     groups: int = 0
 
     @classmethod
-    def of(cls, message: m.Weights) -> Heard:
+    def of(cls, message: m.Weights) -> LastAnswer:
         """What a message of the server's says."""
         return cls(
             message.staleness,
@@ -182,7 +182,7 @@ class _Half:
     """The same if the push that is to be answered is applied, too."""
     under_way: Ask | None = None
     """What was said and not waited for."""
-    said: list[Said] | None = None
+    said: list[Outgoing] | None = None
     """How it was said, to each server: its tensors have moved on."""
     sequence: int = 0
     """Pushes answered in this incarnation of the group; the next one is that number and one more."""
@@ -201,7 +201,7 @@ class GroupCore:
     Attributes:
         identity: which group this is.
         data: what the group has drawn and trained of the epoch's data, if it is leased.
-        heard: what the group has heard of the run.
+        last_answer: what the server's last answer says of the run.
 
     Example:
         >>> import torch
@@ -212,7 +212,7 @@ class GroupCore:
         >>> core.attach(replica)
         0
         >>> ask = core.gradient(0, Gradient([torch.ones(2)], [{"lr": 0.1}]))
-        >>> core.say(ask, Layout.of({"weight": weight.detach()}), Memory()).message.read_at
+        >>> core.send(ask, Layout.of({"weight": weight.detach()}), Memory()).message.read_at
         0
         >>> core.answer(0, Pulled([torch.zeros(2)], clock=1))
         NextGradient()
@@ -233,7 +233,7 @@ class GroupCore:
         self._max_nonfinite_pushes = max_nonfinite_pushes
         self.identity = GroupId("")
         self.data: Lessee | None = None
-        self.heard = Heard()
+        self.last_answer = LastAnswer()
         self._halves: list[_Half] = []
 
     def attach(self, replica: Replica, is_head: bool = False) -> int:
@@ -293,20 +293,21 @@ class GroupCore:
 
     def _arrived(self, half: _Half, answer: Pulled) -> Pulled:
         half.sequence += 1
-        if half.sending is not None and (not answer.refused or (self.heard.repeated and self.heard.applied)):
+        last = self.last_answer
+        if half.sending is not None and (not answer.refused or (last.repeated and last.applied)):
             half.sent = half.sending  # else the state stands as it was before
         half.sending = half.under_way = half.said = None
         if self.wire_format.answers == RAW or (self.method.answers_changes and not answer.refused):
             return answer
         return half.replica.exactly(answer, self.method.fragments)
 
-    def hear(
-        self, heard: Heard, tensors: Sequence[Tensor], clock: int, note: float = 0.0, fragment: int | None = None
+    def receive(
+        self, answer: LastAnswer, tensors: Sequence[Tensor], clock: int, note: float = 0.0, fragment: int | None = None
     ) -> Pulled:
         """The server has sent weights; what they are to the method, if it asked for them.
 
         Args:
-            heard: what came with them.
+            answer: what came with them.
             tensors: the weights, or none.
             clock: of the master weights.
             note: one number for the method.
@@ -315,13 +316,13 @@ class GroupCore:
         Raises:
             NonFiniteGradients: the server refused too many pushes in a row.
         """
-        self.heard = heard
-        self.hear_nonfinite(heard.refused_in_row)
+        self.last_answer = answer
+        self.check_nonfinite(answer.refused_in_row)
         # Where the answer was lost, groups with weights of their own begin again from the master weights.
-        lost = heard.repeated and self.method.steps_at == "worker"
-        return Pulled(tensors, clock, note, refused=lost or not heard.applied, fragment=fragment)
+        lost = answer.repeated and self.method.steps_at == "worker"
+        return Pulled(tensors, clock, note, refused=lost or not answer.applied, fragment=fragment)
 
-    def hear_nonfinite(self, in_row: int) -> None:
+    def check_nonfinite(self, in_row: int) -> None:
         """So many of what this group pushed last were not finite, and none of them was applied.
 
         Raises:
@@ -354,11 +355,11 @@ class GroupCore:
     # --- What is to be done ------------------------------------------------------------------------------------------
 
     def fetch(self, optimizer: int) -> Ask:
-        """The server's weights, which the method did not ask for. `hear` the answer."""
+        """The server's weights, which the method did not ask for. `receive` the answer."""
         return Ask(optimizer, Fetch(), *self.place)
 
     def synchronize(self, optimizer: int) -> Ask:
-        """A synchronization point of all groups: the weights to be evaluated. `hear` the answer.
+        """A synchronization point of all groups: the weights to be evaluated. `receive` the answer.
 
         They are the master weights or, where groups have none in common, the mean of all groups' own.
         """
@@ -372,7 +373,7 @@ class GroupCore:
         """Where the group is in the epoch's data: see `Lessee.place`."""
         return self.data.place if self.data is not None else (-1, 0)
 
-    def say(self, ask: Ask, layout: Layout, memory: Memory) -> Said:
+    def send(self, ask: Ask, layout: Layout, memory: Memory) -> Outgoing:
         """What is said to the server for an `Ask`. By the leader alone; again, if the answer was lost.
 
         Args:
@@ -384,20 +385,20 @@ class GroupCore:
         if ask is half.under_way and half.said is not None:
             return half.said[0]
         if isinstance(ask.need, Fetch):
-            return Said(m.FetchMessage(optimizer=ask.optimizer, epoch=ask.epoch, trained=ask.trained))
+            return Outgoing(m.FetchMessage(optimizer=ask.optimizer, epoch=ask.epoch, trained=ask.trained))
         if isinstance(ask.need, Average):
             return _mean_of(ask, ask.need.tensors, layout, memory)
         said = self._push(ask, ask.need, self.encode(ask.optimizer, ask.need, layout, memory), layout)
         half.said = None if ask.waits else [said]
         return said
 
-    def say_parts(self, ask: Ask, split: Split, memories: Sequence[Memory]) -> list[Said]:
-        """What is said to each of several servers that hold a share, as in `say`. The first one coordinates.
+    def send_parts(self, ask: Ask, split: Split, memories: Sequence[Memory]) -> list[Outgoing]:
+        """What is sent to each of several servers that hold a share, as in `send`. The first one coordinates.
 
         Args:
             ask: from this core.
             split: how the optimizer's parameters are divided.
-            memories: may be used for the payloads, one for each server, as in `say`.
+            memories: may be used for the payloads, one for each server, as in `send`.
         """
         half = self._halves[ask.optimizer]
         if ask is half.under_way and half.said is not None:
@@ -405,7 +406,7 @@ class GroupCore:
         apart = ask._replace(epoch=-1, trained=0)  # of the data the server that coordinates knows alone
         asks = [ask] + [apart] * (len(split.shares) - 1)
         if isinstance(ask.need, Fetch):
-            return [self.say(each, split.layout, memories[0]) for each in asks]
+            return [self.send(each, split.layout, memories[0]) for each in asks]
         whole, split = split, split.fragment(ask.fragment, self.method.fragments)
         parts = split.parts(ask.need.tensors)
         if isinstance(ask.need, Average):
@@ -422,15 +423,15 @@ class GroupCore:
         half.said = None if ask.waits else said
         return said
 
-    def _push(self, ask: Ask, need: Exchange, encoded: Encoded, layout: Layout) -> Said:
+    def _push(self, ask: Ask, need: Exchange, encoded: Encoded, layout: Layout) -> Outgoing:
         nbytes = encoded.payload.numel()
         numbers = ask.epoch, ask.trained, layout.version, self.identity.incarnation
         sequence = self._halves[ask.optimizer].sequence + 1
         message = m.PushMessage.of(need, ask.optimizer, encoded.present, nbytes, *numbers, sequence)
-        return Said(message, encoded.payload)
+        return Outgoing(message, encoded.payload)
 
     def encode(self, optimizer: int, need: Exchange, layout: Layout, memory: Memory) -> Encoded:
-        """A push in the run's wire format, as in `say`."""
+        """A push in the run's wire format, as in `send`."""
         half, part = self._halves[optimizer], layout.fragment(need.fragment, self.method.fragments)
         state = self._sender_state(half, need, layout)
         encoded = self.wire_format.pushes.encode(need.tensors, part, state, memory)
@@ -526,8 +527,8 @@ class GroupCore:
             )
 
 
-def _mean_of(ask: Ask, tensors: Tensors, layout: Layout, memory: Memory) -> Said:
+def _mean_of(ask: Ask, tensors: Tensors, layout: Layout, memory: Memory) -> Outgoing:
     encoded = RAW.encode(tensors, layout, {}, memory)
     absent = tuple(place for place, there in enumerate(encoded.present) if not there)
     nbytes = encoded.payload.numel()
-    return Said(m.AverageMessage(optimizer=ask.optimizer, nbytes=nbytes, absent=absent), encoded.payload)
+    return Outgoing(m.AverageMessage(optimizer=ask.optimizer, nbytes=nbytes, absent=absent), encoded.payload)

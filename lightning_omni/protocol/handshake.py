@@ -37,8 +37,8 @@ from lightning_omni.protocol.messages import (
 from lightning_omni.protocol.shard_messages import ShardHello, ShardProof, ShardWelcome
 
 NONCE_BYTES = 32
-Say = Callable[[Message, type[Any]], Any]
-"""Says something to the other side, and returns its answer, which is of that type."""
+Request = Callable[[Message, type[Any]], Any]
+"""Sends a message to the other side, and returns its answer, which is of that type."""
 
 
 def hello_of(run: str, rank: int, world_size: int, layout: Layout, nonce: bytes, returns: bool = False) -> Hello:
@@ -65,11 +65,11 @@ def hello_of(run: str, rank: int, world_size: int, layout: Layout, nonce: bytes,
     )
 
 
-def join(say: Say, key: bytes, hello: Hello, where: str = "") -> tuple[Welcome, bytes]:
+def join(request: Request, key: bytes, hello: Hello, where: str = "") -> tuple[Welcome, bytes]:
     """A rank's side of the handshake on its control connection.
 
     Args:
-        say: to the server.
+        request: to the server.
         key: the run's shared secret.
         hello: from `hello_of`.
         where: the server's address, for messages.
@@ -80,18 +80,18 @@ def join(say: Say, key: bytes, hello: Hello, where: str = "") -> tuple[Welcome, 
     Raises:
         Refused: the server does not hold the key.
     """
-    challenge = say(hello, Challenge).nonce
-    welcome: Welcome = say(Proof(mac=rank_mac(key, hello, challenge)), Welcome)
+    challenge = request(hello, Challenge).nonce
+    welcome: Welcome = request(Proof(mac=rank_mac(key, hello, challenge)), Welcome)
     if not is_equal(welcome.mac, server_mac(key, hello, challenge)):
         raise Refused("key", f"the server at {where} does not hold the run's key; it is not ours")
     return welcome, session_key(key, hello, challenge)
 
 
-def attach(say: Say, secret: bytes, number: int, nonce: bytes) -> None:
+def attach(request: Request, secret: bytes, number: int, nonce: bytes) -> None:
     """Proves to hold the secret of a data connection, or of one between leaders, and has it proved.
 
     Args:
-        say: to the other side.
+        request: to the other side.
         secret: from `join`; or that of leaders.
         number: the rank.
         nonce: random bytes.
@@ -100,17 +100,17 @@ def attach(say: Say, secret: bytes, number: int, nonce: bytes) -> None:
         Refused: the other side does not hold the secret.
     """
     hello = Attach(rank=number, nonce=nonce)
-    challenge = say(hello, AttachChallenge).nonce
-    attached = say(AttachProof(mac=attach_mac(secret, "rank", hello, challenge)), Attached)
+    challenge = request(hello, AttachChallenge).nonce
+    attached = request(AttachProof(mac=attach_mac(secret, "rank", hello, challenge)), Attached)
     if not is_equal(attached.mac, attach_mac(secret, "server", hello, challenge)):
         raise Refused("key", "the process that answers does not hold the secret of this connection; it is not ours")
 
 
-def observe(say: Say, key: bytes, nonce: bytes, where: str = "") -> None:
+def observe(request: Request, key: bytes, nonce: bytes, where: str = "") -> None:
     """The handshake of a process that watches and is no rank.
 
     Args:
-        say: to the server.
+        request: to the server.
         key: the run's shared secret.
         nonce: random bytes.
         where: the server's address, for messages.
@@ -119,8 +119,8 @@ def observe(say: Say, key: bytes, nonce: bytes, where: str = "") -> None:
         Refused: the server does not hold the key.
     """
     hello = Observe(version=VERSION, nonce=nonce)
-    challenge = say(hello, Challenge).nonce
-    observing = say(ObserverProof(mac=observer_mac(key, "observer", hello, challenge)), Observing)
+    challenge = request(hello, Challenge).nonce
+    observing = request(ObserverProof(mac=observer_mac(key, "observer", hello, challenge)), Observing)
     if not is_equal(observing.mac, observer_mac(key, "server", hello, challenge)):
         raise Refused("key", f"the server at {where} does not hold the run's key; it is not ours")
 
@@ -165,11 +165,11 @@ def aggregator_key(key: bytes, hello: ShardHello, challenge: bytes) -> bytes:
     return derive(key, b"aggregator", msgspec.msgpack.encode((hello, challenge)))
 
 
-def join_as_shard(say: Say, key: bytes, hello: ShardHello, where: str = "") -> tuple[ShardWelcome, bytes]:
+def join_as_shard(request: Request, key: bytes, hello: ShardHello, where: str = "") -> tuple[ShardWelcome, bytes]:
     """The side of a server that holds a share, or adds pushes up, of the handshake with the one that coordinates.
 
     Args:
-        say: to the server that coordinates.
+        request: to the server that coordinates.
         key: the run's shared secret.
         hello: what this server says of itself.
         where: the address of that server, for messages.
@@ -180,8 +180,8 @@ def join_as_shard(say: Say, key: bytes, hello: ShardHello, where: str = "") -> t
     Raises:
         Refused: the server does not hold the key.
     """
-    challenge = say(hello, Challenge).nonce
-    welcome: ShardWelcome = say(ShardProof(mac=shard_mac(key, "shard", hello, challenge)), ShardWelcome)
+    challenge = request(hello, Challenge).nonce
+    welcome: ShardWelcome = request(ShardProof(mac=shard_mac(key, "shard", hello, challenge)), ShardWelcome)
     if not is_equal(welcome.mac, shard_mac(key, "coordinator", hello, challenge)):
         raise Refused("key", f"the server at {where} does not hold the run's key; it is not ours")
     return welcome, aggregator_key(key, hello, challenge)

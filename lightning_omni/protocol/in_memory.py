@@ -209,15 +209,15 @@ class InMemoryServer:
         """Joins the server that coordinates, as one that holds a share."""
         self._coordinator = _ShardLink(coordinator, self)
 
-    def hear_later(self, number: int, message: m.Message) -> None:
+    def deliver_later(self, number: int, message: m.Message) -> None:
         """A server that holds a share says something; it is heard when all that is said now was delivered."""
         self._to_come.append((number, message))
-        self._hear_shards()
+        self._deliver_from_shards()
 
-    def _hear_shards(self) -> None:
+    def _deliver_from_shards(self) -> None:
         while self._to_come and not self._delivering:
             number, message = self._to_come.popleft()
-            self.say(m.CONTROL, number, message, b"")
+            self.send(m.CONTROL, number, message, b"")
 
     def at(self, address: str) -> InMemoryServer:
         """Another server."""
@@ -229,7 +229,7 @@ class InMemoryServer:
         self._answers.append(deque())
         return len(self._controls) - 1
 
-    def say(self, channel: m.Channel, number: int, message: m.Message, payload: Payload) -> None:
+    def send(self, channel: m.Channel, number: int, message: m.Message, payload: Payload) -> None:
         """A rank says something, and all ranks hear what the server sends for it."""
         if self._closed:
             raise ConnectionLost(f"the parameter server at {self.address} is gone; the run cannot go on")
@@ -256,7 +256,7 @@ class InMemoryServer:
         for item in out:
             if item.peer == COORDINATOR:
                 assert self._coordinator is not None
-                self._coordinator.say(item.message)
+                self._coordinator.send(item.message)
                 continue
             number = self.link.rank_of(item.peer)
             if (control := self._controls[number]) is None:
@@ -267,7 +267,7 @@ class InMemoryServer:
                 parts = [as_tensor(part) for part in item.payload]
                 self._answers[number].append((item.message, torch.cat(parts) if parts else _empty()))
         self._delivering -= 1
-        self._hear_shards()
+        self._deliver_from_shards()
 
 
 class _Told(Protocol):
@@ -291,11 +291,11 @@ class _ShardLink:
         core = server.link.core
         handshake.join_as_shard(self._ask, core.key, core.shard_hello(server.address, _NONCE), coordinator.address)
         self._is_open = True
-        self._hear()
+        self._receive_all()
 
-    def say(self, message: m.Message) -> None:
+    def send(self, message: m.Message) -> None:
         """To the server that coordinates."""
-        self._coordinator.hear_later(self._number, message)
+        self._coordinator.deliver_later(self._number, message)
 
     def hang_up(self) -> None:
         """The server that holds a share is gone."""
@@ -304,17 +304,17 @@ class _ShardLink:
     def arrived(self, message: m.Message, payload: Sequence[Payload]) -> None:
         self._inbox.append(message)
         if self._is_open:
-            self._hear()
+            self._receive_all()
 
     def end(self, error: OmniError) -> None:
         self._server.close()
 
-    def _hear(self) -> None:
+    def _receive_all(self) -> None:
         while self._inbox:
             self._server.deliver(self._server.link.core.follow(self._inbox.popleft()))
 
     def _ask(self, message: m.Message, expect: type[Answer]) -> Answer:
-        self._coordinator.say(m.CONTROL, self._number, message, b"")
+        self._coordinator.send(m.CONTROL, self._number, message, b"")
         return answer_of(self._inbox.popleft(), expect)
 
 
@@ -373,7 +373,7 @@ class InMemoryControl(Control):
 
     def arrived(self, message: m.Message, payload: Sequence[Payload]) -> None:
         """The server has sent something."""
-        if self.hear(message):
+        if self.handle(message):
             self._unanswered = None
             self._inbox.append((message, [bytes(as_tensor(part).numpy()) for part in payload]))
 
@@ -391,7 +391,7 @@ class InMemoryControl(Control):
         self.check()
         self._unanswered = message, payload
         if not (self.patience and self._server.is_gone):
-            self._server.say(m.CONTROL, self.number, message, payload)
+            self._server.send(m.CONTROL, self.number, message, payload)
 
     def take(self, expect: type[Answer]) -> tuple[Answer, list[bytes]] | None:
         """The answer to what was asked, if it has come."""
@@ -402,7 +402,7 @@ class InMemoryControl(Control):
         return answer_of(message, expect), parts
 
     def post(self, message: m.Message) -> None:
-        self._server.say(m.CONTROL, self.number, message, b"")
+        self._server.send(m.CONTROL, self.number, message, b"")
 
     def wait_for_end(self, seconds: float) -> OmniError | None:
         return self._ended
@@ -455,7 +455,7 @@ class InMemoryData(Data):
         self._kept = kept
         if unanswered is not None and not kept:
             self._unanswered = unanswered
-            self._server.say(m.DATA, number, *unanswered)
+            self._server.send(m.DATA, number, *unanswered)
 
     def _attach(self, secret: bytes) -> None:
         rank = self._control.rank
@@ -467,7 +467,7 @@ class InMemoryData(Data):
         # Copied, as by every other transport: the server may keep it.
         self._unanswered = message, b"" if payload is None else payload.clone()
         if not (self._control.patience and self._server.is_gone):
-            self._server.say(m.DATA, self._number, *self._unanswered)
+            self._server.send(m.DATA, self._number, *self._unanswered)
 
     def receive(self, expect: type[Answer], into: Tensor | None = None) -> tuple[Answer, Tensor]:
         answer = self.take(expect, into)

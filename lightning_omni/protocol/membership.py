@@ -127,7 +127,7 @@ class Membership:
             service.form(topology, method, message)
         # Every rank that asks how the run goes before its next heartbeat should hear of these groups.
         return [
-            *self._tell_everyone(self._monitoring.status(-1.0)),
+            *self._send_to_everyone(self._monitoring.status(-1.0)),
             Out(sender.peer, m.CONTROL, m.Formed(generation=message.generation, incarnation=formed.incarnation)),
         ]
 
@@ -157,9 +157,9 @@ class Membership:
             live=self._roster.live,
             synchronizations=self._synchronization.completed,
         )
-        out = [*self._tell_everyone(self._monitoring.status(-1.0)), Out(sender.peer, m.CONTROL, joined)]
+        out = [*self._send_to_everyone(self._monitoring.status(-1.0)), Out(sender.peer, m.CONTROL, joined)]
         if self._servers.count > 1:  # as late as this: it may have waited
-            self._servers.tell(sm.Relay(rank=sender.rank, said=m.encode(message)))
+            self._servers.send_to_all(sm.Relay(rank=sender.rank, said=m.encode(message)))
             out = self._servers.when_done(out)
         return out
 
@@ -235,7 +235,7 @@ class Membership:
     def goodbye(self, sender: Sender, message: m.Goodbye, payload: Payload) -> list[Out]:
         """A rank leaves on its own."""
         out = [Out(sender.peer, m.CONTROL, m.Acknowledged())]
-        self._servers.tell(sm.Relay(rank=sender.rank, said=m.encode(message)))
+        self._servers.send_to_all(sm.Relay(rank=sender.rank, said=m.encode(message)))
         if message.reason:
             out += self.lose(sender.rank, message.reason, barred=True)
             self._roster.finished |= message.finished
@@ -283,13 +283,13 @@ class Membership:
         """
         if rank not in self._roster.live or self.over:  # it is gone already, or came late and is in no group
             return []
-        self._servers.tell(sm.Lose(rank=rank, reason=reason))
+        self._servers.send_to_all(sm.Lose(rank=rank, reason=reason))
         group, over = self._roster.lose(rank, reason, barred)
         if over:
             return self.end(f"{reason}; the run cannot go on without it")
         assert group is not None
         self._journal.note(LostEntry(rank, reason, barred))
-        out = self._tell_everyone(m.Notice(lost=self._roster.lost_ranks, reason=reason, barred=barred))
+        out = self._send_to_everyone(m.Notice(lost=self._roster.lost_ranks, reason=reason, barred=barred))
         return out + self._evict(group, lost=True) + self.resolve_pending()
 
     def resolve_pending(self) -> list[Out]:
@@ -299,11 +299,11 @@ class Membership:
     def end(self, reason: str) -> list[Out]:
         """The run cannot go on, and every rank is told."""
         self.over, self._roster.can_go_on = reason, False
-        self._servers.tell(sm.RunOver(reason=reason))
-        return self._tell_everyone(m.Notice(lost=self._roster.lost_ranks, reason=reason, over=True))
+        self._servers.send_to_all(sm.RunOver(reason=reason))
+        return self._send_to_everyone(m.Notice(lost=self._roster.lost_ranks, reason=reason, over=True))
 
     def _evict(self, group: int, lost: bool) -> list[Out]:
         return [out for service in self._services for out in service.evict(group, lost)]
 
-    def _tell_everyone(self, message: m.Message) -> list[Out]:
+    def _send_to_everyone(self, message: m.Message) -> list[Out]:
         return [Out(peer, m.CONTROL, message) for peer in self.peers]

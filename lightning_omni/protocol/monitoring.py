@@ -93,7 +93,7 @@ class Monitoring(Service):
 
     def heartbeat(self, sender: Sender, message: m.Heartbeat, payload: Payload) -> list[Out]:
         """A rank is alive, and says how long its steps take."""
-        self._roster.members[sender.rank].hear(message)
+        self._roster.members[sender.rank].update(message)
         return [Out(sender.peer, m.CONTROL, self.status(message.sent))]
 
     def ask(self, sender: Sender, message: m.AskStatus, payload: Payload) -> list[Out]:

@@ -137,7 +137,7 @@ class RunObservation(Service):
         if not self._observers.has(peer):
             raise Refused("stranger", "say Hello first: this connection has not been admitted")
 
-    def greet(self, sender: Sender, message: m.Observe, payload: Payload) -> list[Out]:
+    def hello(self, sender: Sender, message: m.Observe, payload: Payload) -> list[Out]:
         """A process wants to watch."""
         return [Out(sender.peer, m.CONTROL, m.Challenge(nonce=self._observers.challenge(sender.peer, message)))]
 

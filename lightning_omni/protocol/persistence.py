@@ -128,7 +128,7 @@ class Persistence:
             case LostEntry() | LeftEntry() | JoinedEntry():
                 self._membership.redo(entry)
                 if isinstance(self._servers, Coordinator):
-                    self._servers.tell(sm.Redo(entry=entry))
+                    self._servers.send_to_all(sm.Redo(entry=entry))
             case RestructuredEntry():
                 self._training.redo(entry)
             case NumberedEntry():

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_omni.errors import ConnectionLost, ProtocolError, Refused
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.aggregator import DIRECTLY
-from lightning_omni.protocol.group import Said
+from lightning_omni.protocol.group import Outgoing
 from lightning_omni.protocol.transport import Data, LastingData, ServerAway
 
 Answer = TypeVar("Answer", bound=m.Message)
@@ -67,7 +67,7 @@ class Requests:
         """Bytes of these that lay in memory that both sides have."""
         return sum(connection.shared for connection in self._all)
 
-    def send(self, said: Sequence[Said], into: Sequence[Tensor | None] | None = None) -> None:
+    def send(self, said: Sequence[Outgoing], into: Sequence[Tensor | None] | None = None) -> None:
         """Says its part to each server.
 
         Args:
@@ -78,7 +78,7 @@ class Requests:
         rooms = into or [None] * self.count
         if self._in_parts:
             number = self._number
-            said = [Said(msgspec.structs.replace(message, request=number), payload) for message, payload in said]
+            said = [Outgoing(msgspec.structs.replace(message, request=number), payload) for message, payload in said]
         parts = [(message, payload, room) for (message, payload), room in zip(said, rooms, strict=True)]
         if self._again is not None:
             self._again.send(parts)
@@ -99,18 +99,18 @@ class Requests:
         memories = into or [None] * self.count
         # All of them: the answers to the next request are not to be taken for these.
         if self._again is not None:
-            heard = self._again.receive(expect, memories)
+            received = self._again.receive(expect, memories)
         else:
             pairs = zip(self._connections, memories, strict=True)
-            heard = [_heard(each.receive, expect, memory) for each, memory in pairs]
+            received = [_received(each.receive, expect, memory) for each, memory in pairs]
         answers = []
-        for each in heard:
+        for each in received:
             if isinstance(each, Refused):
                 raise each
             answers.append(each)
         return answers
 
-    def exchange(self, said: Sequence[Said], expect: type[Answer]) -> list[tuple[Answer, Tensor]]:
+    def exchange(self, said: Sequence[Outgoing], expect: type[Answer]) -> list[tuple[Answer, Tensor]]:
         """`send` and `receive`, with fresh memory."""
         self.send(said)
         return self.receive(expect)
@@ -142,7 +142,7 @@ class _Again:
     def send(self, parts: Sequence[_Part]) -> None:
         """Says all parts of this rank."""
         if self._returns is None:
-            self._agree()
+            self._reconnect()
         self._parts, self._is_out = parts, all(each.returns == self._returns for each in self._connections)
         try:
             for connection, part in zip(self._connections, parts, strict=True) if self._is_out else ():
@@ -153,23 +153,23 @@ class _Again:
     def receive(self, expect: type[Answer], memories: Sequence[Tensor | None]) -> list[tuple[Answer, Tensor] | Refused]:
         """Waits for all answers, or what was refused."""
         while True:
-            heard = self._hear(expect, memories)
-            if self._largest(int(heard is None)) == 0:
-                assert heard is not None
-                return heard
+            received = self._receive(expect, memories)
+            if self._largest(int(received is None)) == 0:
+                assert received is not None
+                return received
             assert self._returns is not None
             self._control.wait_for_another(self._returns + 1)
-            self._agree()
+            self._reconnect()
             self.send(self._parts)
 
-    def _agree(self) -> None:
+    def _reconnect(self) -> None:
         """All members speak to the servers that one of them has heard of last."""
         self._returns = self._largest(self._control.returns)
         self._control.wait_for_another(self._returns)
         for connection in self._connections:
             connection.renew()
 
-    def _hear(
+    def _receive(
         self, expect: type[Answer], memories: Sequence[Tensor | None]
     ) -> list[tuple[Answer, Tensor] | Refused] | None:
         """All answers; None if a server is gone that owes one."""
@@ -177,7 +177,7 @@ class _Again:
             return None
         try:
             pairs = zip(self._connections, memories, strict=True)
-            return [_heard(connection.receive_part, expect, memory) for connection, memory in pairs]
+            return [_received(connection.receive_part, expect, memory) for connection, memory in pairs]
         except ServerAway:
             return None
 
@@ -248,7 +248,7 @@ class ByAggregator(Data):
         self.shared = self._server.shared
 
 
-def _heard(
+def _received(
     receive: Callable[[type[Answer], Tensor | None], tuple[Answer, Tensor]], expect: type[Answer], memory: Tensor | None
 ) -> tuple[Answer, Tensor] | Refused:
     try:

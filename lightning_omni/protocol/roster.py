@@ -51,7 +51,7 @@ class Member:
     def __post_init__(self) -> None:
         self.since = self.got_on = self.last_seen
 
-    def hear(self, heartbeat: Heartbeat) -> None:
+    def update(self, heartbeat: Heartbeat) -> None:
         """A sign of life."""
         if heartbeat.progress == 0 or heartbeat.progress != self.timings.progress:
             self.got_on = self.last_seen
@@ -193,7 +193,7 @@ class Roster:
         if len(self.groups) > 1 or self.joining:
             self.formed.take_out(group)
 
-    def hear_hello(self, peer: bytes, hello: Hello, challenge: bytes) -> None:
+    def record_hello(self, peer: bytes, hello: Hello, challenge: bytes) -> None:
         """A rank says hello; it is to answer ``challenge``.
 
         Raises:

@@ -105,7 +105,7 @@ class Row:
 
 TABLE = (
     # admission
-    Row(m.Hello, CONTROL, Role.STRANGER, Admission, Admission.greet),
+    Row(m.Hello, CONTROL, Role.STRANGER, Admission, Admission.hello),
     Row(m.Proof, CONTROL, Role.STRANGER, Admission, Admission.admit),
     Row(m.Attach, DATA, Role.STRANGER, Admission, Admission.challenge),
     Row(m.AttachProof, DATA, Role.STRANGER, Admission, Admission.attach),
@@ -128,7 +128,7 @@ TABLE = (
     Row(m.AskShards, CONTROL, Role.RANK, Servers, Servers.ask),
     Row(m.AskAggregator, CONTROL, Role.RANK, Servers, Servers.ask_aggregator),
     # observation
-    Row(m.Observe, CONTROL, Role.STRANGER, RunObservation, RunObservation.greet),
+    Row(m.Observe, CONTROL, Role.STRANGER, RunObservation, RunObservation.hello),
     Row(m.ObserverProof, CONTROL, Role.STRANGER, RunObservation, RunObservation.admit),
     Row(m.AskOverview, CONTROL, Role.OBSERVER, RunObservation, RunObservation.ask),
     Row(m.AskServer, CONTROL, Role.OBSERVER, RunObservation, RunObservation.describe),
@@ -184,7 +184,7 @@ TABLE = (
 """Every message that a server may receive."""
 
 SHARD_TABLE = (
-    Row(sm.ShardHello, CONTROL, Role.STRANGER, Coordinator, Coordinator.greet),
+    Row(sm.ShardHello, CONTROL, Role.STRANGER, Coordinator, Coordinator.hello),
     Row(sm.ShardProof, CONTROL, Role.STRANGER, Coordinator, Coordinator.admit),
     Row(sm.ShardReady, CONTROL, Role.SHARD, Coordinator, Coordinator.ready),
     Row(sm.ShardHeard, CONTROL, Role.SHARD, Coordinator, Coordinator.heard),
@@ -193,7 +193,7 @@ SHARD_TABLE = (
 """What a server that coordinates others may receive besides."""
 
 AGGREGATORS_TABLE = (
-    Row(sm.ShardHello, CONTROL, Role.STRANGER, Aggregators, Aggregators.greet),
+    Row(sm.ShardHello, CONTROL, Role.STRANGER, Aggregators, Aggregators.hello),
     Row(sm.ShardProof, CONTROL, Role.STRANGER, Aggregators, Aggregators.admit),
     Row(sm.ShardHeard, CONTROL, Role.SHARD, Aggregators, Aggregators.heard),
     Row(sm.ShardFailed, CONTROL, Role.SHARD, Aggregators, Aggregators.fail),
@@ -202,8 +202,8 @@ AGGREGATORS_TABLE = (
 """What the one server may receive of aggregators besides."""
 
 AGGREGATOR_TABLE = (
-    Row(m.Hello, CONTROL, Role.STRANGER, Aggregator, Aggregator.greet),
-    Row(sm.ShardHello, CONTROL, Role.STRANGER, Aggregator, Aggregator.greet),
+    Row(m.Hello, CONTROL, Role.STRANGER, Aggregator, Aggregator.hello),
+    Row(sm.ShardHello, CONTROL, Role.STRANGER, Aggregator, Aggregator.hello),
     Row(m.Attach, DATA, Role.STRANGER, Admission, Admission.challenge),
     Row(m.AttachProof, DATA, Role.STRANGER, Admission, Admission.attach),
     Row(m.Long, DATA, Role.RANK, Synchronization, None, Synchronization.check_long, keeps=True),
@@ -411,7 +411,7 @@ class Router:
             raise ProtocolError(f"{type(message).__name__} does not belong on the {row.channel} channel")
         out = row.handle(self._services[row.service], sender, message, payload)
         if row.told and self._servers.count > 1:
-            self._servers.tell(sm.Relay(rank=sender.rank, said=m.encode(message)))
+            self._servers.send_to_all(sm.Relay(rank=sender.rank, said=m.encode(message)))
             out = self._servers.when_done(out)
         return out + self._membership.resolve_pending() if row.resolves else out
 

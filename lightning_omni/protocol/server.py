@@ -261,7 +261,7 @@ class ServerCore:
             servers.report()
         return self._sent(out)
 
-    def hear_answer(self, message: m.Message, payload: Tensor) -> list[Out]:
+    def receive_answer(self, message: m.Message, payload: Tensor) -> list[Out]:
         """The server for which this one adds up has said something on the data connection.
 
         Args:
@@ -400,7 +400,7 @@ class ServerCore:
         Args:
             number: of this save, another one each time.
         """
-        self.servers.tell(sm.Save(number=number))
+        self.servers.send_to_all(sm.Save(number=number))
 
     def share_ended(self, number: int, how: str) -> None:
         """The process of another server, which is to hold a share, has ended: it is not awaited if it has not come.
@@ -513,7 +513,7 @@ class ServerCore:
 
     def _pass_time(self, now: float) -> None:
         self._now = now
-        self._training.tell_time(now)
+        self._training.set_time(now)
 
     def _count(self, no: Refused) -> None:
         self.strangers += no.code in STRANGE

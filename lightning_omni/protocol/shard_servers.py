@@ -79,7 +79,7 @@ class Servers(Service, ABC):
             live: the ranks that take part.
         """
 
-    def tell(self, message: sm.Told) -> None:
+    def send_to_all(self, message: sm.Told) -> None:
         """The other servers must do this, too, and after all that they were told before."""
 
     def when_done(self, out: list[Out]) -> list[Out]:
@@ -154,17 +154,17 @@ class Servers(Service, ABC):
 
     def ask_aggregator(self, sender: Sender, message: m.AskAggregator, payload: Payload) -> list[Out]:
         """A rank asks which aggregator it is to push to."""
-        return self.tell_aggregator(sender)
+        return self.send_aggregator(sender)
 
-    def tell_aggregator(self, sender: Sender) -> list[Out]:
+    def send_aggregator(self, sender: Sender) -> list[Out]:
         """Which aggregator a rank is to push to, when that knows it."""
         return [Out(sender.peer, m.CONTROL, m.Aggregator(address=""))]
 
     def ask(self, sender: Sender, message: m.AskShards, payload: Payload) -> list[Out]:
         """A rank asks where the others are."""
-        return self.tell_addresses(sender.peer)
+        return self.send_addresses(sender.peer)
 
-    def tell_addresses(self, peer: Peer) -> list[Out]:
+    def send_addresses(self, peer: Peer) -> list[Out]:
         """Where the others are, when all of them are there."""
         return [Out(peer, m.CONTROL, m.Shards(addresses=()))]
 
@@ -353,7 +353,7 @@ class Coordinator(_InParts):
         self._waiting.clear()
         self._asked_at = None
         if self._told:
-            self.tell(sm.RunOver())
+            self.send_to_all(sm.RunOver())
 
     @property
     def gone(self) -> str:
@@ -371,7 +371,7 @@ class Coordinator(_InParts):
 
     # --- What the others are told ------------------------------------------------------------------------------------
 
-    def tell(self, message: sm.Told) -> None:
+    def send_to_all(self, message: sm.Told) -> None:
         self._told += 1
         message = msgspec.structs.replace(message, now=self._now())
         if not self._is_complete:
@@ -401,7 +401,7 @@ class Coordinator(_InParts):
 
     # --- Servers come and go -----------------------------------------------------------------------------------------
 
-    def greet(self, sender: Sender, message: sm.ShardHello, payload: Payload) -> list[Out]:
+    def hello(self, sender: Sender, message: sm.ShardHello, payload: Payload) -> list[Out]:
         """A server says hello."""
         return self._newcomers.challenge(sender.peer, message)
 
@@ -433,7 +433,7 @@ class Coordinator(_InParts):
             self._asked_at = None
         return out
 
-    def tell_addresses(self, peer: Peer) -> list[Out]:
+    def send_addresses(self, peer: Peer) -> list[Out]:
         return self._when_done(lambda: [Out(peer, m.CONTROL, self._addresses())] if self._is_complete else [])
 
     def _addresses(self) -> m.Shards:
@@ -536,12 +536,12 @@ class Coordinator(_InParts):
         if len(parts.here) < self.count:
             return []
         del self._parts[key]
-        self.tell(sm.Decide(rank=key[0], request=key[1], finite=parts.finite))
+        self.send_to_all(sm.Decide(rank=key[0], request=key[1], finite=parts.finite))
         return self._decided(key, parts.finite, None, tuple(parts.here[number] for number in range(1, self.count)))
 
     def _refuse(self, key: Key, refusal: m.RefusedMessage) -> list[Out]:
         self._parts.pop(key, None)
-        self.tell(sm.Decide(rank=key[0], request=key[1], refusal=refusal))
+        self.send_to_all(sm.Decide(rank=key[0], request=key[1], refusal=refusal))
         return self._decided(key, False, refusal)
 
 
@@ -579,7 +579,7 @@ class Follower(_InParts):
 
     def report(self) -> None:
         """Says what is done."""
-        self._say(sm.ShardHeard(count=self._count_heard))
+        self._send(sm.ShardHeard(count=self._count_heard))
 
     def tick(self, now: float) -> list[Out]:
         self.report()
@@ -590,17 +590,17 @@ class Follower(_InParts):
         return self._decided((message.rank, message.request), message.finite, message.refusal)
 
     def refuse(self, rank: int, request: int, refusal: m.RefusedMessage) -> None:
-        self._say(sm.ShardReady(rank=rank, request=request, refusal=refusal))
+        self._send(sm.ShardReady(rank=rank, request=request, refusal=refusal))
 
     def fail(self, reason: str) -> None:
         """This server cannot go on."""
-        self._say(sm.ShardFailed(reason=reason))
+        self._send(sm.ShardFailed(reason=reason))
 
     def _has(self, key: Key, finite: bool, present: tuple[bool, ...]) -> list[Out]:
-        self._say(sm.ShardReady(rank=key[0], request=key[1], finite=finite, present=present))
+        self._send(sm.ShardReady(rank=key[0], request=key[1], finite=finite, present=present))
         return []
 
-    def _say(self, message: m.Message) -> None:
+    def _send(self, message: m.Message) -> None:
         self._out.append(Out(COORDINATOR, m.CONTROL, message))
 
 

@@ -99,7 +99,7 @@ class Training(Service):
     def evict(self, group: int, lost: bool) -> list[Out]:
         self._deliveries.forget(group)
         self._idle.discard(group)
-        return self._tell_sides("evict", group, "retire" if lost else "leave")
+        return self._notify_sides("evict", group, "retire" if lost else "leave")
 
     @property
     def all_answered(self) -> bool:
@@ -111,7 +111,7 @@ class Training(Service):
         """When `expire` is to be called: the earliest moment that a method waits for."""
         return min((shard.method_side.due for _, shard in self._shards.pushed), default=math.inf)
 
-    def tell_time(self, now: float) -> None:
+    def set_time(self, now: float) -> None:
         """What happens next happens at this moment."""
         for _, shard in self._shards.pushed:
             shard.method_side.now = now
@@ -119,7 +119,7 @@ class Training(Service):
     def expire(self, now: float) -> list[Out]:
         """Methods that waited for a moment that has come go on."""
         if self.due <= now:
-            self._servers.tell(sm.Expire())
+            self._servers.send_to_all(sm.Expire())
         out: list[Out] = []
         for number, shard in self._shards.pushed:
             if shard.method_side.due <= now:
@@ -355,14 +355,14 @@ class Training(Service):
         """If this rank leads a group, it waits for others: no rank waits for a push of its group meanwhile."""
         if not self._roster.formed.is_leader(rank):
             return []
-        self._servers.tell(sm.Idle(rank=rank))
+        self._servers.send_to_all(sm.Idle(rank=rank))
         self._idle.add(group := self._roster.formed.group_of(rank))
-        return [*self._tell_sides("idle", group, "rest"), *self.resolve_pending()]
+        return [*self._notify_sides("idle", group, "rest"), *self.resolve_pending()]
 
     def resume(self, rank: int) -> None:
         """If this rank leads a group, it goes on."""
         if self._roster.formed.is_leader(rank):
-            self._servers.tell(sm.Resume(rank=rank))
+            self._servers.send_to_all(sm.Resume(rank=rank))
             self._idle.discard(group := self._roster.formed.group_of(rank))
             self._resume_group(group)
 
@@ -381,9 +381,9 @@ class Training(Service):
         if len(self._shards.pushed) == 1:
             return []
         self._idle_elsewhere.add(group)
-        return self._tell_sides("idle", group, "rest", but=number)
+        return self._notify_sides("idle", group, "rest", but=number)
 
-    def _tell_sides(self, what: Literal["idle", "evict"], group: int, note: Kind, but: int = -1) -> list[Out]:
+    def _notify_sides(self, what: Literal["idle", "evict"], group: int, note: Kind, but: int = -1) -> list[Out]:
         out: list[Out] = []
         for number, shard in self._shards.pushed:
             if number == but:

@@ -60,7 +60,7 @@ class Control(ABC):
     """A rank's control connection: it stands, and keeps itself alive, until it is closed.
 
     Requests come from one thread. What keeps the connection alive may be another one: it sends a `heartbeat` twice a
-    second and gives what it hears to `hear`.
+    second and gives what it receives to `handle`.
 
     Args:
         address: of the server.
@@ -300,8 +300,8 @@ class Control(ABC):
             progress=self.progress if self._is_judged else 0,
         )
 
-    def hear(self, message: m.Message) -> bool:
-        """Takes in what the server says. Returns whether it is the answer to a request."""
+    def handle(self, message: m.Message) -> bool:
+        """Handles a message of the server. Returns whether it is the answer to a request."""
         if isinstance(message, m.Status):
             self.status, self.lost = message, message.lost
             return not message.sent  # the others answer heartbeats, or nothing

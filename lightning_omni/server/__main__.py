@@ -72,12 +72,12 @@ def _serve(settings: ServerSettings, lifeline: Lifeline | None) -> int:
         if before:  # rank 0 knows where the first one was, and reads no more
             _log.error("the parameter server could not be started again: %s", error)
         else:
-            _say(Ready(address="", error=str(error)))
+            _report(Ready(address="", error=str(error)))
         return 2
     if not before:
-        _say(Ready(address=server.address))
+        _report(Ready(address=server.address))
     if lifeline is not None:
-        lifeline.say(server.address)
+        lifeline.send(server.address)
     if settings.shard:
         # It ends with the server that coordinates: a rank that dies costs its own group, not the share that is here.
         server.run(until=lambda: False)
@@ -87,7 +87,7 @@ def _serve(settings: ServerSettings, lifeline: Lifeline | None) -> int:
 
     def is_over() -> bool:
         if states is not None:
-            states.tend(core)
+            states.poll(core)
         return beginning.is_over
 
     server.run(until=is_over)
@@ -157,7 +157,7 @@ def _standard_input() -> io.FileIO:
     return io.FileIO(sys.stdin.fileno(), closefd=False)
 
 
-def _say(ready: Ready) -> None:
+def _report(ready: Ready) -> None:
     with contextlib.suppress(BrokenPipeError):  # the run has ended already; standard input says so, too
         sys.stdout.buffer.write(msgspec.json.encode(ready) + b"\n")
         sys.stdout.buffer.flush()

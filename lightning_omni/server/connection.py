@@ -335,11 +335,11 @@ class ControlConnection(Control):
                     self._send(frames)
             if self._wire in ready:
                 heard = now
-                self._hear()
+                self._receive_control()
             if self._monitor in ready:
                 recv_monitor_message(self._monitor)
                 while self._wire.poll(LAST_WORDS):  # what it said last may still lie here, and say why
-                    self._hear()
+                    self._receive_control()
                 return ConnectionLost(f"the parameter server at {self.address} is gone; the run cannot go on")
             if now - heard > self.heartbeat_timeout:
                 return ConnectionLost(f"the parameter server at {self.address} was silent for {now - heard:.0f} s")
@@ -354,7 +354,7 @@ class ControlConnection(Control):
         with contextlib.suppress(zmq.Again):  # the connection has ended, as the monitor says
             self._wire.send_multipart(frames, zmq.NOBLOCK)
 
-    def _hear(self) -> None:
+    def _receive_control(self) -> None:
         frames = self._wire.recv_multipart()
         if frames[0] == PROBE:
             return
@@ -363,7 +363,7 @@ class ControlConnection(Control):
         except MalformedMessage as error:
             self.end(error)
             return
-        if self.hear(message):
+        if self.handle(message):
             self._unanswered = None
             self._inside.send_multipart(frames)
         elif isinstance(message, m.Notice) and not message.over and self.rank not in message.lost:
@@ -478,7 +478,7 @@ class DataConnection(Data):
         if place is not None:
             self._offered.discard(place)
         if isinstance(answer, m.RefusedMessage) and self._has_broken:  # ZeroMQ has made another one: a stranger
-            self._hear_why_it_broke()
+            self._raise_why_it_broke()
         answer = answer_of(answer, expect)
         nbytes = getattr(answer, "nbytes", 0)
         self.moved += nbytes
@@ -506,7 +506,7 @@ class DataConnection(Data):
     def _has_broken(self) -> bool:
         return bool(self._dialed.monitor.poll(0))
 
-    def _hear_why_it_broke(self) -> NoReturn:
+    def _raise_why_it_broke(self) -> NoReturn:
         """Raises what the control connection knows, or hears soon: an ending server tells it there."""
         clock = AwakeClock()
         deadline = clock() + min(self._grace, TOLD_WHY)

@@ -173,7 +173,7 @@ class ConnectionGuard:
                 for listener in self._listeners:
                     self._end_excess(listener)
                     if listener.gate is not None:  # too many connections are left waiting for a while
-                        listener.gate.tend(time.monotonic())
+                        listener.gate.poll(time.monotonic())
             poller.poll(self._patience())
 
     def _patience(self) -> float | None:
@@ -193,7 +193,7 @@ class ConnectionGuard:
         for listener in self._listeners:
             for failed in listener.read_events():
                 self.refused += 1
-                self._refusals.say(f"refused a connection{failed.origin}", failed.reason)
+                self._refusals.write(f"refused a connection{failed.origin}", failed.reason)
 
     def _end_excess(self, listener: _Listener) -> None:
         now, excess = time.monotonic(), len(listener.strangers) - listener.most
@@ -220,7 +220,7 @@ class ConnectionGuard:
             _abort(wire)
             self.ended += 1
             self.refused += self._keys.encryption == "off"  # with encryption, it is a handshake that fails now
-            self._refusals.say("ended a connection that had not shown that it holds the key", str(name[0]))
+            self._refusals.write("ended a connection that had not shown that it holds the key", str(name[0]))
         listener.forget(descriptor)
 
 

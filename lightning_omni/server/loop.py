@@ -163,7 +163,7 @@ class Server:
                 if self._segment_socket is not None:
                     self._segment_socket.serve()
                 if self._coordinator is not None:
-                    self._hear(self._coordinator)
+                    self._receive_from(self._coordinator)
                 if self.core.due <= self._clock():
                     self._send(self.core.tick(self._clock()))
                 self._paced.send(self.core.attached)
@@ -178,12 +178,12 @@ class Server:
                 _log.exception("the parameter server failed")
                 self._send(self.core.fail(f"{type(error).__name__}: {error}"))
 
-    def _hear(self, coordinator: ShardLink) -> None:
-        for message in coordinator.hear():
+    def _receive_from(self, coordinator: ShardLink) -> None:
+        for message in coordinator.receive():
             self._send(self.core.follow(message))
             self.core.handed_over()
-        for message, payload in coordinator.hear_answers():
-            self._send(self.core.hear_answer(message, payload))
+        for message, payload in coordinator.receive_answers():
+            self._send(self.core.receive_answer(message, payload))
 
     def farewell(self, reason: str) -> None:
         """The rank that this server belongs to has ended: if the run has not, the others are told."""
@@ -347,7 +347,7 @@ class Server:
     def _send(self, out: list[Out]) -> None:
         for item in out:
             if self._coordinator is not None and item.peer == COORDINATOR:
-                self._coordinator.say(item.message, item.payload)
+                self._coordinator.send(item.message, item.payload)
                 continue
             if isinstance(item.message, m.RefusedMessage) and not self._worth_an_answer(item):
                 continue
@@ -391,7 +391,7 @@ class Server:
             return True
         self._refusals[item.peer] += 1
         if self._refusals[item.peer] == 1:
-            self._refusal_log.say(f"refused a {item.channel} message", item.message.reason)
+            self._refusal_log.write(f"refused a {item.channel} message", item.message.reason)
         if len(self._refusals) > 4096:
             self._refusals.clear()
         return self._refusals[item.peer] <= ANSWERED_STRANGERS or item.message.code not in ("malformed", "stranger")

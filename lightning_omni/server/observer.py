@@ -154,14 +154,14 @@ class Observer:
         """
         said = [m.encode(m.Echo(nbytes=back)), *([payload] if payload else [])]
         began = time.perf_counter()
-        waits = deque(self._say(said) for _ in range(under_way))
+        waits = deque(self._send(said) for _ in range(under_way))
         times, arrived = list[float](), list[float]()
         while waits:
-            self._hear(m.Echoed)
+            self._receive(m.Echoed)
             arrived.append(time.perf_counter())
             times.append(arrived[-1] - waits.popleft())
             if arrived[-1] - began < seconds:
-                waits.append(self._say(said))
+                waits.append(self._send(said))
         return EchoTimes(times, arrived)
 
     def close(self) -> None:
@@ -170,10 +170,10 @@ class Observer:
         self._context.term()
 
     def _ask(self, message: m.Message, expect: type[Answer]) -> Answer:
-        self._say([m.encode(message)])
-        return self._hear(expect)
+        self._send([m.encode(message)])
+        return self._receive(expect)
 
-    def _say(self, frames: Sequence[bytes]) -> float:
+    def _send(self, frames: Sequence[bytes]) -> float:
         """Says something; returns when: before, for while it is sent the answer may already come."""
         began = time.perf_counter()
         try:
@@ -182,7 +182,7 @@ class Observer:
             raise ConnectionLost(f"the parameter server at {self.address} is gone") from None
         return began
 
-    def _hear(self, expect: type[Answer]) -> Answer:
+    def _receive(self, expect: type[Answer]) -> Answer:
         wire, deadline = self._dialed.wire, time.monotonic() + PATIENCE
         poller = zmq.Poller()
         for each in (wire, self._dialed.monitor):

@@ -126,11 +126,11 @@ class PeerSocket:
                 self.strangers += 1
                 self._assemblies.pop(peer.bytes, None)
                 code = error.code if isinstance(error, Refused) else "malformed"
-                self._say(peer.bytes, m.RefusedMessage(code=code, reason=str(error)))
+                self._send(peer.bytes, m.RefusedMessage(code=code, reason=str(error)))
             except Exception as error:  # no memory, say; there may be some for the next one
                 self._assemblies.pop(peer.bytes, None)
                 _log.exception("a message of another group could not be dealt with")
-                self._say(peer.bytes, m.RefusedMessage(code="failed", reason=f"{type(error).__name__}: {error}"))
+                self._send(peer.bytes, m.RefusedMessage(code="failed", reason=f"{type(error).__name__}: {error}"))
 
     def _take(self, peer: bytes, frames: list[Any]) -> None:
         if len(frames) == 2 and len(frames[0]) == len(CHUNK_MARK):
@@ -156,14 +156,14 @@ class PeerSocket:
             raise MalformedMessage(f"{len(frames)} frames between peers")
         if peer in self._assemblies and self._assemblies[peer].is_complete:
             self._keep(self._assemblies.pop(peer))
-            self._say(peer, m.Taken())
+            self._send(peer, m.Taken())
 
     def _challenge(self, peer: bytes, attach: m.Attach) -> None:
         challenge = secrets.token_bytes(NONCE_BYTES)
         self._attaching[peer] = (attach, challenge)
         while len(self._attaching) > MOST_CHALLENGED:
             self._attaching.pop(next(iter(self._attaching)))
-        self._say(peer, m.AttachChallenge(nonce=challenge))
+        self._send(peer, m.AttachChallenge(nonce=challenge))
 
     def _admit(self, peer: bytes, proof: m.AttachProof, frame: zmq.Frame) -> None:
         with self._guard.deciding():
@@ -173,7 +173,7 @@ class PeerSocket:
             self._forget(self._connections.get(attach.rank, b""))
             self._connections[attach.rank] = peer
             self._guard.let_in(frame.get(zmq.SRCFD))
-        self._say(peer, m.Attached(mac=attach_mac(self._secret, "server", attach, challenge)))
+        self._send(peer, m.Attached(mac=attach_mac(self._secret, "server", attach, challenge)))
 
     def _forget(self, peer: bytes) -> None:
         """A rank has given this connection up: what was under way on it never comes to its end."""
@@ -213,11 +213,11 @@ class PeerSocket:
         else:
             published = self._held.pop((peer, asked.optimizer), published)
         payload, number = published if published is not None else (None, 0)
-        self._say(peer, m.Published(nbytes=payload.numel() if payload is not None else 0, number=number))
+        self._send(peer, m.Published(nbytes=payload.numel() if payload is not None else 0, number=number))
         for chunk in chunks(payload) if payload is not None and not asked.holds else ():
             self._wire.send_multipart([peer, CHUNK_MARK, chunk], copy=False)
 
-    def _say(self, peer: bytes, message: m.Message) -> None:
+    def _send(self, peer: bytes, message: m.Message) -> None:
         with contextlib.suppress(zmq.ZMQError):  # the peer that asked is gone
             self._wire.send_multipart([peer, m.encode(message)])
 
@@ -314,9 +314,9 @@ class PeerConnections:
         """Puts a part of a message into a group's inbox, or with number 0 a whole one; right after `takes`."""
         buffer = self._format.encode(tensors, self._layouts[optimizer], {}, Memory()).payload
         message = m.PeerMessage(optimizer=optimizer, nbytes=buffer.numel(), sender=sender, number=number)
-        self._say(group, [m.encode(message)])
+        self._send(group, [m.encode(message)])
         for chunk in chunks(buffer):
-            self._say(group, [CHUNK_MARK, chunk])
+            self._send(group, [CHUNK_MARK, chunk])
         self._unread[group] += 1
         self.moved += buffer.numel()
 
@@ -366,7 +366,7 @@ class PeerConnections:
         """Whether the connection to a group's leader has ended; ZeroMQ makes another one, which is not admitted."""
         return group in self._dialed and bool(self._dialed[group].monitor.poll(0))
 
-    def _say(self, group: int, frames: list[Any]) -> bool:
+    def _send(self, group: int, frames: list[Any]) -> bool:
         try:  # what is queued is bounded by what is asked and by UNREAD: it blocks only where there is no connection
             self._dialed[group].wire.send_multipart(frames, zmq.NOBLOCK, copy=False)
         except (zmq.Again, KeyError):
@@ -383,7 +383,7 @@ class PeerConnections:
         """What a group answers; None if there is no group."""
         if group not in self._addresses or self._is_lost(group):
             return None
-        if self._wire(group) is None or not self._say(group, [m.encode(question)]):
+        if self._wire(group) is None or not self._send(group, [m.encode(question)]):
             return None
         published = self._answer(group)
         return published if isinstance(published, m.Published) else None

@@ -101,9 +101,9 @@ class ServerProcess:
                 env=_environment(),
             )
         if settings is not None:
-            self.tell(settings)
+            self.configure(settings)
 
-    def tell(self, settings: ServerSettings) -> None:
+    def configure(self, settings: ServerSettings) -> None:
         """What it waits for; once."""
         assert self._process.stdin is not None
         self.is_told = True

@@ -62,7 +62,7 @@ class Gate:
         """A connection turned out to be that of a rank."""
         self._left = min(BURST, self._left + 1.0)
 
-    def tend(self, now: float) -> None:
+    def poll(self, now: float) -> None:
         """Shuts or opens, by how many have come until now."""
         self._left = min(BURST, self._left + RATE * (now - self._since))
         self._since = now
@@ -105,7 +105,7 @@ class RefusalLog:
         self._began = -SECONDS
         self._said = self._left_out = 0
 
-    def say(self, what: str, about: str) -> None:
+    def write(self, what: str, about: str) -> None:
         """One line.
 
         Args:

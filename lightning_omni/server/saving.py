@@ -178,15 +178,15 @@ class StateDirectory:
             os.utime(self._lock, ns=(started * _MILLISECOND, started * _MILLISECOND))
         return started
 
-    def tend(self, core: ServerCore) -> None:
+    def poll(self, core: ServerCore) -> None:
         """Saves the state if it is time. To be called between two messages, and often."""
         try:
             self._note_begun(core)
-            self._tend(core)
+            self._poll(core)
         except OSError as error:  # the directory cannot even be read
-            self._troubles.say(_NOT_SAVED, error)
+            self._troubles.write(_NOT_SAVED, error)
 
-    def _tend(self, core: ServerCore) -> None:
+    def _poll(self, core: ServerCore) -> None:
         now = time.monotonic()
         if now < min(self._due, self._asked + _PAUSE) and not core.journal.is_due:
             return
@@ -254,7 +254,7 @@ class StateDirectory:
         except (OSError, MemoryError, RuntimeError, OmniError) as error:  # an optimizer may remember anything
             if self._journal is None or core.journal.write is None:  # the journal of the last save is of use otherwise
                 self._lose(core, error)
-            self._troubles.say(_NOT_SAVED, error)
+            self._troubles.write(_NOT_SAVED, error)
             self._forget_begun()
             return
         if self._others:
@@ -272,7 +272,7 @@ class StateDirectory:
         error = _write_save(self._path, number, packed, buffer)
         self._forget_begun()
         if error:
-            self._troubles.say(_NOT_SAVED, error)
+            self._troubles.write(_NOT_SAVED, error)
         elif not self._others:
             with contextlib.suppress(OSError):
                 self._remove_before(number)
@@ -306,7 +306,7 @@ class StateDirectory:
                 for number in _numbers(self._path, kind):
                     if number < self._gap:
                         _file(self._path, kind, number).unlink()
-        self._troubles.say(_LOST, error)
+        self._troubles.write(_LOST, error)
 
     def _note_begun(self, core: ServerCore) -> None:
         """Groups come to a run that they join on their own: if this server is gone now, they begin it again."""
@@ -422,7 +422,7 @@ class ShareDirectory:
         try:
             packed, buffer = pack(core.state())
         except (MemoryError, RuntimeError, OmniError) as error:  # an optimizer may remember anything
-            self._troubles.say(_NOT_SAVED, error)
+            self._troubles.write(_NOT_SAVED, error)
             return
         self._writer = threading.Thread(
             target=self._write, args=(number, packed, buffer), name="omni-save", daemon=True
@@ -431,7 +431,7 @@ class ShareDirectory:
 
     def _write(self, number: int, packed: Packed, buffer: Tensor) -> None:
         if error := _write_save(self._path, number, packed, buffer):
-            self._troubles.say(_NOT_SAVED, error)
+            self._troubles.write(_NOT_SAVED, error)
         else:
             self._troubles.end()
 
@@ -443,7 +443,7 @@ class _Troubles:
         self._folder = folder
         self._said: set[str] = set()
 
-    def say(self, text: str, error: Exception) -> None:
+    def write(self, text: str, error: Exception) -> None:
         """Something could not be written; ``text`` has places for the directory and the error."""
         if text not in self._said:
             self._said.add(text)

@@ -82,20 +82,20 @@ class ShardLink:
             self._context.term()
             raise
         self._timeout, self._clock = self.welcome.heartbeat_timeout, AwakeClock()
-        self._heard = self._clock()
+        self._last_received = self._clock()
         self._ended = False
 
     @property
     def stands(self) -> bool:
         """Whether the server that coordinates is there, so that there is something to do."""
-        return not self._ended and self._clock() - self._heard < self._timeout
+        return not self._ended and self._clock() - self._last_received < self._timeout
 
     def watch(self, poller: zmq.Poller) -> None:
         """Wakes what polls when there is something to hear."""
         poller.register(self._dialed.wire, zmq.POLLIN)
         poller.register(self._dialed.monitor, zmq.POLLIN)
 
-    def hear(self) -> Iterator[m.Message]:
+    def receive(self) -> Iterator[m.Message]:
         """What is to be done, in order."""
         for _ in range(BURST):
             try:
@@ -103,15 +103,15 @@ class ShardLink:
             except zmq.Again:
                 self._ended = self._ended or bool(self._dialed.monitor.poll(0))
                 return
-            self._heard = self._clock()
+            self._last_received = self._clock()
             if frames[0] != PROBE:
                 yield sm.decode(frames[0])
 
-    def hear_answers(self) -> Iterator[tuple[m.Message, Tensor]]:
+    def receive_answers(self) -> Iterator[tuple[m.Message, Tensor]]:
         """What it answers with tensors: nothing, on this channel."""
         yield from ()
 
-    def say(self, message: m.Message, payload: Sequence[Payload] = ()) -> None:
+    def send(self, message: m.Message, payload: Sequence[Payload] = ()) -> None:
         """To the server that coordinates."""
         with contextlib.suppress(zmq.Again):  # the connection has ended, as the monitor says
             self._dialed.wire.send(m.encode(message), zmq.NOBLOCK)
@@ -159,7 +159,7 @@ class UpstreamLink(ShardLink):
         poller.register(self._sums.wire, zmq.POLLIN)
         poller.register(self._sums.monitor, zmq.POLLIN)
 
-    def hear_answers(self) -> Iterator[tuple[m.Message, Tensor]]:
+    def receive_answers(self) -> Iterator[tuple[m.Message, Tensor]]:
         """Answers to sums, each with its payload, which stands until the next one."""
         for _ in range(BURST):
             try:
@@ -171,9 +171,9 @@ class UpstreamLink(ShardLink):
                 self._assembly = None
                 yield assembly.message, assembly.buffer
 
-    def say(self, message: m.Message, payload: Sequence[Payload] = ()) -> None:
+    def send(self, message: m.Message, payload: Sequence[Payload] = ()) -> None:
         if not isinstance(message, sm.Sum):
-            super().say(message)
+            super().send(message)
             return
         with contextlib.suppress(zmq.Again):  # the connection has ended, as the monitor says
             for frames in message_frames(message):

@@ -69,7 +69,7 @@ class Lifeline:
         """Whether the server is to end, in good order."""
         return self._over.is_set()
 
-    def say(self, text: str) -> None:
+    def send(self, text: str) -> None:
         """What a server that continues in place of this one must know."""
         with contextlib.suppress(OSError):  # this process is about to end
             self._wire.sendall(text.encode())

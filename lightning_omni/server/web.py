@@ -85,7 +85,7 @@ class StatusServer:
         self._thread = threading.Thread(target=self._server.serve_forever, args=(_POLL,), name="omni-http", daemon=True)
         self._thread.start()
 
-    def tend(self, core: ServerCore) -> None:
+    def poll(self, core: ServerCore) -> None:
         """Publishes a snapshot if it is time; called by the server's loop, as often as it likes."""
         now = time.monotonic()
         if now >= self._due:

@@ -33,7 +33,7 @@ from lightning_omni.methods.replica import Replica, copies
 from lightning_omni.methods.totals import Total
 from lightning_omni.protocol import Batch, EpochPlan
 from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.group import Action, Ask, GroupCore, Heard
+from lightning_omni.protocol.group import Action, Ask, GroupCore, LastAnswer
 from lightning_omni.protocol.lessee import Lessee
 from lightning_omni.protocol.wire_format import RAW
 from lightning_omni.simulator.engine import Engine, Process, Timeline
@@ -219,7 +219,7 @@ class SimulatedGroup:
                 if around.server.away_until is not None:
                     yield from around.server.wait_while_away()
                 (out,) = around.server.control(self.leader, data.draw(data.drawn, self._told))
-                self.leased.tell(data.epoch, self._told)
+                self.leased.report(data.epoch, self._told)
                 data.drew(cast(m.Drawn, out.message).batches)
             if data.drawn > data.trained:
                 data.begin_batch()
@@ -237,7 +237,7 @@ class SimulatedGroup:
     def ask(self, question: m.Await) -> None:
         """Asks what comes next; perhaps once more, for the server has died."""
         out = self._around.server.control(self.leader, question)
-        self.leased.tell(question.epoch, question.trained)
+        self.leased.report(question.epoch, question.trained)
         self._around.network.deliver(out)
 
     @property
@@ -318,7 +318,7 @@ class SimulatedGroup:
             case Receive():
                 return (yield from self._receive())
             case Ask(need=Exchange()):
-                return (yield from self._hear(action, (yield from self._push(action))))
+                return (yield from self._receive_answer(action, (yield from self._push(action))))
             case Ask():
                 return (yield from self._fetch(action))
             case ReadPeer():
@@ -346,7 +346,7 @@ class SimulatedGroup:
         ask, self._under_way = self._under_way, None
         answer = yield self._exchange
         self._exchange = None
-        return (yield from self._hear(ask, answer))
+        return (yield from self._receive_answer(ask, answer))
 
     def stop(self) -> None:
         """The group has died, and what it has under way comes to no one."""
@@ -397,7 +397,7 @@ class SimulatedGroup:
         read = min(need.read_at, clock)  # a server that goes on from a save takes newer weights for those of the save
         staleness = shard.method_side.staleness_of(Push(self.number, read, ()))
         out = server.ask(self.leader, self.core, ask, said)
-        self.leased.tell(ask.epoch, ask.trained)
+        self.leased.report(ask.epoch, ask.trained)
         network.deliver(out)
         if monitor.may_go_back and any(isinstance(item.message, m.Weights) and item.message.repeated for item in out):
             pass  # it has counted before
@@ -411,28 +411,29 @@ class SimulatedGroup:
     def _check_divergence(self) -> None:
         """The run ends when the server refuses a push too many, and not when the group hears of it."""
         try:
-            self.core.hear_nonfinite(self._around.server.shard.counts.refused_in_row[self.number])
+            self.core.check_nonfinite(self._around.server.shard.counts.refused_in_row[self.number])
         except NonFiniteGradients:
             self._around.monitor.ended = (
                 f"diverged: {MOST_REFUSED} pushes of group {self.number} in a row were not finite"
             )
 
     def _fetch(self, ask: Ask) -> Timeline:
-        return (yield from self._hear(ask, (yield from self._until_answered(lambda: self._try_to_fetch(ask)))))
+        answer = yield from self._until_answered(lambda: self._try_to_fetch(ask))
+        return (yield from self._receive_answer(ask, answer))
 
     def _try_to_fetch(self, ask: Ask) -> Timeline:
         yield self._around.network.costs.ask(self.number)
         out = self._around.server.ask(self.leader, self.core, ask)
-        self.leased.tell(ask.epoch, ask.trained)
+        self.leased.report(ask.epoch, ask.trained)
         self._around.network.deliver(out)
         return (yield None)
 
-    def _hear(self, ask: Ask, answer: tuple[m.Weights, list[Tensor]]) -> Timeline:
+    def _receive_answer(self, ask: Ask, answer: tuple[m.Weights, list[Tensor]]) -> Timeline:
         """Returns what the server's answer is to the method, once all members have it."""
         message, tensors = answer
         if len(self.ranks) > 1 and (seconds := self._passed_on(self._bytes_of_answer(ask))):
             yield self._around.engine.now + seconds
-        return self.core.hear(Heard.of(message), tensors, message.clock, message.note, ask.fragment)
+        return self.core.receive(LastAnswer.of(message), tensors, message.clock, message.note, ask.fragment)
 
     def _bytes_of_answer(self, ask: Ask) -> int:
         """On its way to the other members: as it came, if it is smaller so, and if they know beforehand how large."""

@@ -38,7 +38,7 @@ class Leased:
         """The server's state is saved."""
         self.saved = self.told
 
-    def tell(self, epoch: int, trained: int) -> None:
+    def report(self, epoch: int, trained: int) -> None:
         """The server hears of so many batches."""
         self.told = max(self.told, (epoch, trained))
 

@@ -36,7 +36,7 @@ class SavedState:
         self._write(core, moment)
         self._on_save()
 
-    def tend(self, core: ServerCore, now: float) -> None:
+    def poll(self, core: ServerCore, now: float) -> None:
         """Saves what was due by now. To be called before each message, and before the server dies."""
         if core.has_state:
             due = self._changed if core.journal.is_due else self._due

@@ -21,7 +21,7 @@ from lightning_omni.methods.master import Resolve, class_path, describe, resolve
 from lightning_omni.protocol import Out, ServerCore, handshake
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import pack
-from lightning_omni.protocol.group import Ask, GroupCore, Said
+from lightning_omni.protocol.group import Ask, GroupCore, Outgoing
 from lightning_omni.protocol.handshake import NONCE_BYTES
 from lightning_omni.protocol.in_memory import InMemoryConnections
 from lightning_omni.protocol.layout import Layout
@@ -123,10 +123,10 @@ class SimulatedServer:
 
     def control(self, rank: int, message: m.Message) -> list[Out]:
         """A rank says something on its control connection."""
-        self._tend()
+        self._poll()
         return _accepted(self._link.control(rank, message))
 
-    def prepare(self, core: GroupCore, ask: Ask) -> tuple[int, Said | None]:
+    def prepare(self, core: GroupCore, ask: Ask) -> tuple[int, Outgoing | None]:
         """The bytes of a push that is sent now; and the push, if its size is only known when it is encoded.
 
         If it is known before, the push is encoded when it arrives: there is one memory then for all that are under way.
@@ -137,10 +137,10 @@ class SimulatedServer:
         smallest, largest = core.wire_format.pushes.sizes(layout.subset(present))
         if smallest == largest and ask.waits:
             return largest, None
-        said = core.say(ask, self.shard.layout, Memory())
+        said = core.send(ask, self.shard.layout, Memory())
         return cast(m.PushMessage, said.message).nbytes, said
 
-    def ask(self, leader: int, core: GroupCore, ask: Ask, said: Said | None = None) -> list[Out]:
+    def ask(self, leader: int, core: GroupCore, ask: Ask, said: Outgoing | None = None) -> list[Out]:
         """A push or a fetch arrives.
 
         Args:
@@ -149,7 +149,7 @@ class SimulatedServer:
             ask: what was asked.
             said: from `prepare`.
         """
-        said = said or core.say(ask, self.shard.layout, self._memory)
+        said = said or core.send(ask, self.shard.layout, self._memory)
         return self._data(leader, said.message, _NOTHING if said.payload is None else said.payload)
 
     def ask_head(
@@ -164,12 +164,12 @@ class SimulatedServer:
 
     def tick(self) -> list[Out]:
         """Time has passed. Returns what the server sends."""
-        self._tend()
+        self._poll()
         return self.core.tick(self._engine.now)
 
     def lose(self, rank: int, reason: str) -> list[Out]:
         """A rank is dead. Returns what the server sends."""
-        self._tend()
+        self._poll()
         return self.core.lose(rank, reason)
 
     # --- It dies, and another one goes on ----------------------------------------------------------------------------
@@ -181,7 +181,7 @@ class SimulatedServer:
 
     def die(self, until: float) -> None:
         """It dies: its state is that of the last save, and it hears nothing until a moment, in seconds."""
-        self._tend()
+        self._poll()
         assert self._saved_state is not None
         self.core, self.away_until = self._new_core(), until
         self._saved_state.restore(self.core, self._engine.now)
@@ -234,14 +234,14 @@ class SimulatedServer:
         handshake.attach(lambda message, _: self._data(rank, message)[0].message, secret, rank, _NONCE)
 
     def _data(self, rank: int, message: m.Message, payload: bytes | Tensor = _NOTHING) -> list[Out]:
-        self._tend()
+        self._poll()
         return _accepted(self._link.data(rank, message, payload))
 
-    def _tend(self) -> None:
+    def _poll(self) -> None:
         """Something is about to happen, now."""
         self._link.now = self._engine.now
         if self._saved_state is not None:
-            self._saved_state.tend(self.core, self._engine.now)
+            self._saved_state.poll(self.core, self._engine.now)
 
 
 class SimulatedNetwork:

@@ -513,14 +513,14 @@ _OF_SAVES = (
 """What ModelCheckpoint knows of the files that rank 0 has written, and decides by."""
 
 
-def share_saves(trainer: Trainer, hear_recorder: Callable[[Any], Any]) -> None:
+def share_saves(trainer: Trainer, broadcast_from_recorder: Callable[[Any], Any]) -> None:
     """What rank 0 has saved and is to save, all ranks know: they save and load together. On all of them.
 
     Inside an epoch a ModelCheckpoint of each group follows that group's own steps and metrics.
 
     Args:
         trainer: whose callbacks.
-        hear_recorder: returns what the recorder passes; plain values and tensors.
+        broadcast_from_recorder: returns what the recorder passes; plain values and tensors.
     """
     callbacks = [each for each in callbacks_of(trainer) if hasattr(each, "best_k_models")]
     if not callbacks:
@@ -528,7 +528,7 @@ def share_saves(trainer: Trainer, hear_recorder: Callable[[Any], Any]) -> None:
     mine = [{name: _plain(getattr(each, name)) for name in _OF_SAVES if hasattr(each, name)} for each in callbacks]
     theirs = tree_map(
         lambda leaf: leaf.to(trainer.strategy.root_device) if isinstance(leaf, torch.Tensor) else leaf,
-        hear_recorder(mine),
+        broadcast_from_recorder(mine),
     )
     for callback, values in zip(callbacks, theirs, strict=True):
         vars(callback).update(values)
@@ -552,10 +552,10 @@ class _Relay:
     def __call__(
         self, trainer: Trainer, hook_name: str, *args: Any, monitoring_callbacks: bool | None = None, **kwargs: Any
     ) -> None:
-        hear = getattr(self.listeners.get(trainer), hook_name, None)
-        if hear is not None and monitoring_callbacks is not True:  # those are called in a second round
+        hook = getattr(self.listeners.get(trainer), hook_name, None)
+        if hook is not None and monitoring_callbacks is not True:  # those are called in a second round
             with _inside_hook(trainer.lightning_module, hook_name):
-                hear(trainer, trainer.lightning_module, *args, **kwargs)
+                hook(trainer, trainer.lightning_module, *args, **kwargs)
         if hook_name in self.held_back.get(trainer, ()):
             return
         self.call_callbacks(trainer, hook_name, *args, monitoring_callbacks=monitoring_callbacks, **kwargs)
@@ -748,7 +748,7 @@ def _give_back_class(loop: Any) -> None:
         loop.__class__ = type(loop).__mro__[2]
 
 
-# --- A validation by one group, whose end all groups hear of ----------------------------------------------------------
+# --- A validation by one group, whose end all groups hook of ----------------------------------------------------------
 
 _ENDS = ("on_validation_epoch_end", "on_validation_end")
 _STARTS = ("on_validation_start", "on_validation_epoch_start")
@@ -797,7 +797,7 @@ def _deal_out(loader: DataLoader[Any], place: int, members: int) -> None:
 
 @contextmanager
 def metrics_held_back(trainer: Trainer) -> Iterator[dict[str, dict[str, Any]]]:
-    """A context in which a validation's metrics go nowhere, and callbacks do not hear that it ends.
+    """A context in which a validation's metrics go nowhere, and callbacks do not hook that it ends.
 
     Yields:
         Names and values as callbacks, progress bars and loggers would have had them, once the validation is over.

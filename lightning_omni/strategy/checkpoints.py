@@ -38,15 +38,15 @@ class Checkpoints:
     """The checkpoints of one strategy. A checkpoint is made of several calls, and all of it is of one moment.
 
     Args:
-        say: tells the user something, on rank 0.
+        info: logs a message for the user, on rank 0.
 
     Attributes:
         resumed: what the checkpoint that was loaded last says of its run.
         folder: that checkpoint, if it is one.
     """
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
+    def __init__(self, info: Callable[[str], None]) -> None:
+        self._info = info
         self.folder: Folder | None = None
         self._snapshot: ServerSnapshot | None = None
         self._has_said = False
@@ -86,7 +86,7 @@ class Checkpoints:
             world.states.gather_group_state()
         elif world.core.wire_format.pushes.is_stateful and not self._has_said:
             self._has_said = True
-            self._say(
+            self._info(
                 "OmniStrategy: a checkpoint is saved inside an epoch, where no group waits for the others: what they"
                 f" have not pushed yet in the wire format {type(world.core.wire_format).__name__} is not in it; save"
                 " at an epoch's end or after a validation to have it"
@@ -113,7 +113,7 @@ class Checkpoints:
         missing = [str(group) for group in groups if group not in snapshot.groups]
         if not missing:
             return snapshot
-        self._say(
+        self._info(
             "OmniStrategy: the parameter server was restarted while a checkpoint was saved, and does not have what the"
             f" groups {', '.join(missing)} alone know (such as the state of optimizers that step there). The checkpoint"
             " therefore has this of no group, like one that is saved inside an epoch; the next one will be complete"

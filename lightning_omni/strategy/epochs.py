@@ -102,7 +102,7 @@ class EpochDriver:
 
     Args:
         data: ``"dynamic"`` or ``"static"``.
-        say: tells the user something, on rank 0.
+        info: logs a message for the user, on rank 0.
         validation: ``"wait"`` or ``"published"``.
 
     Attributes:
@@ -123,13 +123,13 @@ class EpochDriver:
     def __init__(
         self,
         data: Literal["dynamic", "static"],
-        say: Callable[[str], None],
+        info: Callable[[str], None],
         validation: Literal["wait", "published"] = "wait",
     ) -> None:
-        self._say = say
-        self.published = PublishedValidation(validation == "published", say)
+        self._info = info
+        self.published = PublishedValidation(validation == "published", info)
         # A loader that was made in the epoch's first hook says another epoch.
-        self.data = LeasedData(data, say, lambda epoch: self.begin(self.trainer.current_epoch))
+        self.data = LeasedData(data, info, lambda epoch: self.begin(self.trainer.current_epoch))
         self.run = RunProgress(self.data)
         self.is_open = False
         self.is_open_ended = self.is_cut_short = False
@@ -259,7 +259,7 @@ class EpochDriver:
         if self.leases is not None:
             self._begin_leased(self.leases, self.run.begin(epoch))
         else:
-            self.progress = None  # the last epoch's, if a reload has brought several loaders, say
+            self.progress = None  # the last epoch's, if a reload has brought several loaders, info
             self.published.begin(None)
         self._have_parted()
 
@@ -273,7 +273,7 @@ class EpochDriver:
             self.run.advance(entered.samples)
             self.published.enter(entered.validations)
         self._epoch.plan = plan
-        self.world.core.heard.progress, self.world.core.heard.stop = self.run.now().samples, ""
+        self.world.core.last_answer.progress, self.world.core.last_answer.stop = self.run.now().samples, ""
         self._follow_schedulers()
         if self.data.is_dynamic:
             if entered is not None:
@@ -388,7 +388,7 @@ class EpochDriver:
         trained = self._trained
         if self.world.executor.exchanges:
             mine = int(stops or self._stopping), int(_private.stops_now(trainer)), is_cut_short, trained
-            ends, was_asked, is_cut_short, trained = self.world.agree(mine)
+            ends, was_asked, is_cut_short, trained = self.world.all_reduce_max(mine)
             # Whichever rank said so, and however late. A group that was told to stop has a limit, but was not asked to.
             trainer.should_stop |= bool(ends) and (bool(was_asked) or not is_limit_reached)
         self.is_open = False
@@ -402,7 +402,7 @@ class EpochDriver:
     def after_hooks_of_end(self) -> None:
         """All hooks of the epoch's end are over: if one of them has said stop on any rank, all ranks do."""
         if self.world.executor.exchanges:
-            self.trainer.should_stop |= any(self.world.agree([int(_private.stops_now(self.trainer))]))
+            self.trainer.should_stop |= any(self.world.all_reduce_max([int(_private.stops_now(self.trainer))]))
 
     @property
     def _trained(self) -> int:
@@ -492,10 +492,10 @@ class EpochDriver:
         self.world.enter_world(module)
         trainer, mine = self.trainer, self.trainer.global_step
         counts = _private.step_counters(trainer)
-        counts = self.world.agree(counts if self.world.is_recorder else [0] * len(counts))
+        counts = self.world.all_reduce_max(counts if self.world.is_recorder else [0] * len(counts))
         _private.set_step_counters(trainer, self.published.not_before(counts))
         _private.average_no_later(trainer)
-        _private.share_saves(trainer, self.world.hear_recorder)
+        _private.share_saves(trainer, self.world.broadcast_from_recorder)
         if self.run.step_limit == mine:
             self.run.stop_here()
 
@@ -507,8 +507,8 @@ class EpochDriver:
 
     def _what_next(self) -> str:
         leases = self.leases
-        if self.world.core.heard.stop:
-            return f"stop:{self.world.core.heard.stop}"
+        if self.world.core.last_answer.stop:
+            return f"stop:{self.world.core.last_answer.stop}"
         if not self.is_open_ended or leases is None:
             return ""
         coming = leases.peek()
@@ -530,7 +530,7 @@ class EpochDriver:
         progress, trainer = self.run.now(), self.trainer
         if self.run.limits.steps_left(progress.steps_before(plan.epoch + 1)) == 0:
             self.run.stop_here()
-            self._say(
+            self._info(
                 f"OmniStrategy: max_steps={self.max_steps} reached: the groups have trained as many samples as"
                 f" {self.max_steps} steps of all {self.world.size} ranks; this group made {trainer.global_step} steps"
             )
@@ -550,7 +550,7 @@ class EpochDriver:
             self._check()
             return False
         if _private.validates_by_time(trainer):
-            return any(self.world.agree([int(is_due())]))  # no two clocks are alike
+            return any(self.world.all_reduce_max([int(is_due())]))  # no two clocks are alike
         if self.published.is_on and not self._stopping and not _private.stops_now(trainer):
             if not epoch.is_over:
                 self.published.end_known()
@@ -656,6 +656,6 @@ class EpochDriver:
                 self.leases.begin(self._dealt(rest))
             else:
                 self.leases.restart(rest.epoch)  # with the book that the server kept
-        self.run.align(self.world.agree)
-        self.schedulers.align(self.world.agree)
+        self.run.align(self.world.all_reduce_max)
+        self.schedulers.align(self.world.all_reduce_max)
         self._pace()

@@ -276,8 +276,8 @@ class GroupedStrategy(_Base):
         world = self.world
         if world.enlistment is not None and world.is_leader and not self.is_global_zero:
             # Nothing else is said where it was started: no progress, and no word of `rank_zero_info`.
-            say = _private.undecorated(self.rank_zero_info)
-            say(f"{said} | joined the run as group {world.group}; another group logs and saves")
+            info = _private.undecorated(self.rank_zero_info)
+            info(f"{said} | joined the run as group {world.group}; another group logs and saves")
         else:
             self.rank_zero_info(said)
 
@@ -329,7 +329,7 @@ class Grouping:
     def begin_batch(self) -> None:
         """A batch begins."""
 
-    def agree(self, decision: bool, every: bool) -> bool | None:
+    def reduce_boolean_decision(self, decision: bool, every: bool) -> bool | None:
         """Whether all ranks of the default process group decide so, or any; None leaves it to Lightning."""
         return None
 
@@ -406,7 +406,7 @@ class SeveralGroups(Grouping):
         merged.step_done()  # what callbacks did with it since the last step
 
     @override
-    def agree(self, decision: bool, every: bool) -> bool | None:
+    def reduce_boolean_decision(self, decision: bool, every: bool) -> bool | None:
         votes = torch.tensor(int(decision), device=self._strategy.world.device)
         dist.all_reduce(votes)
         return bool(votes == dist.get_world_size()) if every else bool(votes)

@@ -646,7 +646,7 @@ class OmniStrategyHooks(SavingStrategy):
         if world.control is None or world.enlistment is not None or not self.proxies:
             return
         status = world.control.status
-        [wanted] = world.agree([status.wanted_groups if status is not None else 0])
+        [wanted] = world.all_reduce_max([status.wanted_groups if status is not None else 0])
         if wanted in (0, len(world.live_groups)):
             return
         if self.arrangement.is_stashed:
@@ -724,7 +724,7 @@ class OmniStrategyHooks(SavingStrategy):
         if self.has_failed:
             return decision
         with self.waiting():
-            agreed = self.grouping.agree(decision, every=all) if self._world is not None else None
+            agreed = self.grouping.reduce_boolean_decision(decision, every=all) if self._world is not None else None
         return super().reduce_boolean_decision(decision, all=all) if agreed is None else agreed  # by `reduce`
 
     # --- Shorthand ---------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ class LeasedData:
 
     Args:
         data: ``"dynamic"`` or ``"static"``.
-        say: tells the user something, on rank 0.
+        info: logs a message for the user, on rank 0.
         before_epoch: called with an epoch's number before samples of it are drawn from the server.
 
     Attributes:
@@ -38,10 +38,10 @@ class LeasedData:
     """
 
     def __init__(
-        self, data: Literal["dynamic", "static"], say: Callable[[str], None], before_epoch: Callable[[int], None]
+        self, data: Literal["dynamic", "static"], info: Callable[[str], None], before_epoch: Callable[[int], None]
     ) -> None:
         self.kind = data
-        self._say, self._before_epoch = say, before_epoch
+        self._info, self._before_epoch = info, before_epoch
         self._world: World | None = None
         self.leases: Leases | None = None
         self.split = 0
@@ -119,7 +119,7 @@ class LeasedData:
         if not isinstance(loader, DataLoader) or not can_lease(loader) or not is_ours(loader):
             self._refuse_to_join()
             if world.executor.exchanges:
-                self._say(
+                self._info(
                     'OmniStrategy: the training data is dealt out beforehand (as with data="static"), because it has a'
                     " sampler of its own, is iterable, is no plain DataLoader, or is drawn by training_step"
                     " (dataloader_iter); so a slow group delays the end of an epoch"

@@ -173,7 +173,7 @@ class Listener:
             if world.control is not None:
                 self._watch_staleness()
                 values |= live_metrics(world.control.status, self._staleness, strategy.step_times)
-                self._display.tell(values)
+                self._display.update(values)
             for name, value in values.items():
                 pl_module.log(name, value, batch_size=1)  # as Lightning asks where training_step draws its batches
 

@@ -233,7 +233,7 @@ class ProgressDisplay:
             with contextlib.suppress(AttributeError, TypeError, AssertionError, IndexError):
                 bar.train_progress_bar.total = expected
 
-    def tell(self, metrics: Mapping[str, float]) -> None:
+    def update(self, metrics: Mapping[str, float]) -> None:
         """What the entry says from now on.
 
         Args:

@@ -48,7 +48,7 @@ class PublishedValidation:
 
     Args:
         is_wanted: whether the user wants them so.
-        say: tells the user something, on rank 0.
+        info: logs a message for the user, on rank 0.
 
     Attributes:
         is_on: whether several groups validate so in this epoch.
@@ -58,8 +58,8 @@ class PublishedValidation:
         on_ended: called on all of the recorder's group when callbacks have heard of a validation while groups compute.
     """
 
-    def __init__(self, is_wanted: bool, say: Callable[[str], None]) -> None:
-        self.is_wanted, self._say = is_wanted, say
+    def __init__(self, is_wanted: bool, info: Callable[[str], None]) -> None:
+        self.is_wanted, self._info = is_wanted, info
         self._has_said = False
         self._trainer: Trainer | None = None
         self._world: World | None = None
@@ -124,7 +124,7 @@ class PublishedValidation:
         if reason:
             if not self._has_said:
                 self._has_said = True
-                self._say(f'OmniStrategy: validation="published" is validation="wait" here: {reason}')
+                self._info(f'OmniStrategy: validation="published" is validation="wait" here: {reason}')
             return
         assert plan is not None
         self.is_on = plan.validate_every > 0
@@ -209,7 +209,7 @@ class PublishedValidation:
         join are given what came of it, the others hear.
         """
         is_first = False
-        while self._ended < self._joined[1].core.heard.validations:
+        while self._ended < self._joined[1].core.last_answer.validations:
             is_first = self._end_next()
         if is_first and self._joined[1].enlistment is not None:
             self.on_ended()
@@ -238,7 +238,7 @@ class PublishedValidation:
             return False
         self._have_all_ended = True
         world = self._joined[1]
-        world.agree([0])
+        world.all_reduce_max([0])
         complete = 0
         while True:
             is_first, known = self._is_first(), world.versions.ask()
@@ -247,7 +247,7 @@ class PublishedValidation:
                 self._end_next()
             # The recorder knows how many are complete. If it is gone by now, the next one does.
             numbers = [complete, -self._ended, int(is_first), int(known.is_missed)]
-            complete, behind, is_heard, is_missed = world.agree(numbers)
+            complete, behind, is_heard, is_missed = world.all_reduce_max(numbers)
             if is_heard and complete + behind <= 0:
                 return bool(is_missed)
 

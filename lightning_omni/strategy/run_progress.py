@@ -171,20 +171,20 @@ class RunProgress:
         if not self._data.is_dynamic:
             return size_of(self._data.leases.trained_spans)
         # Groups that exchange weights now and then, or never, hear too seldom of the others.
-        return self._data.leases.position if self._world.steps_at_worker else self._world.core.heard.progress
+        return self._data.leases.position if self._world.steps_at_worker else self._world.core.last_answer.progress
 
     def keep_up(self) -> None:
         """What is `seen` is trained."""
         self.advance(self.seen)
 
-    def align(self, agree: Callable[[list[int]], list[int]]) -> None:
+    def align(self, all_reduce_max: Callable[[list[int]], list[int]]) -> None:
         """Ranks that come from different groups must count alike, or they would validate at different batches.
 
         Args:
-            agree: the largest of each number over all ranks.
+            all_reduce_max: the largest of each number over all ranks.
         """
         mine, by_hand = _private.progress_counters(self.trainer), self.by_hand
-        *theirs, batches, steps = agree([*mine, *(by_hand.counts if by_hand is not None else (0, 0))])
+        *theirs, batches, steps = all_reduce_max([*mine, *(by_hand.counts if by_hand is not None else (0, 0))])
         if mine != theirs:
             _private.set_progress_counters(self.trainer, theirs)
         if by_hand is not None:

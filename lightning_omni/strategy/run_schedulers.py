@@ -99,17 +99,17 @@ class RunSchedulers:
         if self._pacer is not None:
             self._pacer.catch_up()
 
-    def align(self, agree: Callable[[list[int]], list[int]]) -> None:
+    def align(self, all_reduce_max: Callable[[list[int]], list[int]]) -> None:
         """Ranks of different groups are one group from here on: they count alike, or each would have another rate.
 
         They keep pace no longer.
 
         Args:
-            agree: the largest of each number over all ranks.
+            all_reduce_max: the largest of each number over all ranks.
         """
         self.release()
         if counts := counts_of(self._configs, self._counts):
-            reach_all(self._configs, agree(counts), self._counts)
+            reach_all(self._configs, all_reduce_max(counts), self._counts)
 
     def counts_at(self, progress: Progress | None) -> list[tuple[int, ...]]:
         """For a checkpoint of that moment: see `Pacer.counts_at`."""

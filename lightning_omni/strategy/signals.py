@@ -152,7 +152,7 @@ class Signals:
         if self._trainer is None:
             return
         self.progress()
-        said = torch.tensor(self._say(), device=self._trainer.strategy.root_device)
+        said = torch.tensor(self._code_to_broadcast(), device=self._trainer.strategy.root_device)
         with self._waiting():
             dist.broadcast(said, src=0)
             if said == _ASK:
@@ -194,7 +194,7 @@ class Signals:
         self.pause()
         raise self._terminated(128 + signal.SIGTERM)
 
-    def _say(self) -> int:
+    def _code_to_broadcast(self) -> int:
         """What rank 0 of a process group says to the others."""
         wanted = self._wanted()
         now = time.monotonic()

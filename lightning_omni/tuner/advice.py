@@ -39,7 +39,7 @@ class Advice:
             search: by which it is.
         """
         for name in search.unseen_heads:
-            self._say(
+            self._info(
                 name,
                 f'space={{"merged": {name!r}}}: it is not merged, because it was not called exactly once in each step'
                 " with tensors whose first dimension is the batch",
@@ -50,13 +50,13 @@ class Advice:
         """A batch was trained, and nothing is timed."""
         self._begin()
         if self._sought is not None and self._sought.done():
-            self._tell(self._sought)
+            self._report(self._sought)
 
     def ended(self) -> None:
         """The run has ended well: what is not known yet is waited for."""
         self._begin()
         if self._sought is not None:
-            self._tell(self._sought)
+            self._report(self._sought)
 
     def _begin(self) -> None:
         """Something was asked, perhaps, and nothing is sought."""
@@ -71,7 +71,7 @@ class Advice:
 
         self._sought = beside(find)
 
-    def _tell(self, sought: Future[list[tuple[str, str]]]) -> None:
+    def _report(self, sought: Future[list[tuple[str, str]]]) -> None:
         self._sought = None
         try:
             found = sought.result()
@@ -79,12 +79,12 @@ class Advice:
             _log.warning("what would make a run like this faster could not be found out", exc_info=True)
             return
         for what, sentence in found:
-            self._say(what, sentence)
+            self._info(what, sentence)
 
-    def _say(self, what: str, sentence: str) -> None:
+    def _info(self, what: str, sentence: str) -> None:
         if what not in self._said:
             self._said.add(what)
-            self._run.say(f"OmniTuner: {sentence}")
+            self._run.info(f"OmniTuner: {sentence}")
 
     def _ways(self, search: Search) -> list[Callable[[Search], tuple[str, str] | None]]:
         """What to ask: each gives what it is about, which is said once, and a sentence; or None."""

@@ -97,7 +97,7 @@ class AppliedSetting:
         if strategy.epochs.leases is None:
             return False
         if not strategy.balance.is_on:
-            strategy.balance = Balance("auto", self._run.say)
+            strategy.balance = Balance("auto", self._run.info)
             strategy.balance.begin(strategy.world, strategy.pl_module, lambda: strategy.epochs.leases)
         return True
 
@@ -150,7 +150,7 @@ class AppliedSetting:
             return
         world = self._run.world
         before, self._exchanged = self._exchanged, world.channel.traffic.seconds
-        applied = world.core.heard.applied if world.channel.traffic.seconds != before else None
+        applied = world.core.last_answer.applied if world.channel.traffic.seconds != before else None
         self._guard.batch_done(loss, world.executor.exchanges, applied)
 
     @property
@@ -165,7 +165,8 @@ class AppliedSetting:
         """An epoch has ended well: if the run diverges in the next one, it is rolled back to here. On all ranks."""
         if self._guard is None or self._before is None:
             return
-        if not any(self._run.world.agree([int(self._before.is_spoilt)])):  # or ranks would go on from different weights
+        # All ranks, or they would go on from different weights.
+        if not any(self._run.world.all_reduce_max([int(self._before.is_spoilt)])):
             self._before.keep_weights()
 
     def roll_back(self) -> None:
@@ -181,7 +182,7 @@ class AppliedSetting:
         else:
             self._train_in_one_group(run.own, 1 / state.scaled)
         self.watch(state.divergence_threshold)
-        run.say(
+        run.info(
             f"OmniTuner: the run has diverged with {was}: it is rolled back to the weights that it had after the last"
             f" good epoch or search, and goes on with {state.setting}"
         )

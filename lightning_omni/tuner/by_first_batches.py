@@ -107,7 +107,7 @@ class ByFirstBatches:
         ones, or is new, may show in few of them.
         """
         run = self._run
-        run.say(f"OmniTuner: timing the run in one group again, because {reason}")
+        run.info(f"OmniTuner: timing the run in one group again, because {reason}")
         self.close()
         self._applied.take_back()
         run.state.unfinished = True
@@ -157,7 +157,7 @@ class ByFirstBatches:
             return
         if self._decision is not None:
             if self._decision.trained():
-                self._hear(self._decision)
+                self._poll_decision(self._decision)
         elif batches.is_due:
             self._begin_to_decide(batches)
 
@@ -183,13 +183,13 @@ class ByFirstBatches:
             # What comes so early is found in no time.
             decision.found = (at_once if decision.is_early else beside)(self._finding(decision, batches.spec))
         self._leave_out(time.perf_counter() - began)
-        self._hear(decision)
+        self._poll_decision(decision)
 
-    def _hear(self, decision: _Decision) -> None:
+    def _poll_decision(self, decision: _Decision) -> None:
         """Asks rank 0 whether it has decided, on every rank."""
         began, run = time.perf_counter(), self._run
         is_over = False
-        if run.hear(int(decision.found is not None and decision.found.done())):
+        if run.broadcast(int(decision.found is not None and decision.found.done())):
             self._decision = None
             is_over = self._conclude(decision)
         self._leave_out(time.perf_counter() - began)
@@ -206,13 +206,13 @@ class ByFirstBatches:
         """Does what was decided, on every rank, or goes on timing; says whether anything was."""
         run, batches = self._run, self._batches
         assert batches is not None
-        command = run.hear_command(self._command(decision, batches.spec))
+        command = run.broadcast_command(self._command(decision, batches.spec))
         if command is not None and command.setting.groups > 1 and not self._space.has_server():
             batches.spec = self._space.reachable(batches.spec)
             if run.speaks:
                 run.rounds.pop()
                 decision.found = at_once(self._finding(decision, batches.spec))
-            command = run.hear_command(self._command(decision, batches.spec))
+            command = run.broadcast_command(self._command(decision, batches.spec))
         if command is not None and command.error:
             raise ConfigurationError(command.error)
         if command is not None or decision.is_last:

@@ -63,7 +63,7 @@ class ByProbes:
             spec = replace(spec, seconds=share * run.seconds_left)
         if not spec.batches:
             run.problem = Search(spec, run.sampler).choice().why
-            run.say(f"OmniTuner: {run.problem}")
+            run.info(f"OmniTuner: {run.problem}")
             return
         interrupted = run.state.unfinished and run.rounds
         observations = run.rounds.pop().search.observations if interrupted else []
@@ -87,9 +87,9 @@ class ByProbes:
         spec = replace(spec, share=share, seconds=seconds, current=True)
         if reason != SPEED:
             spec = self._retuning.specification_for_step(spec)
-        if not run.hear(spec.batches):
+        if not run.broadcast(spec.batches):
             return
-        run.say(f"OmniTuner: retuning, because {reason}; the budget is {seconds:.1f} s")
+        run.info(f"OmniTuner: retuning, because {reason}; the budget is {seconds:.1f} s")
         self._find(hyperparameters, spec, hyperparameters.lr_now, ())
 
     def _find(
@@ -107,7 +107,7 @@ class ByProbes:
         before = search.spent if search is not None else 0.0
         try:
             self._check_monitor(prober, spec)
-            with SearchProgress(run.trainer, run.say) as progress:
+            with SearchProgress(run.trainer, run.info) as progress:
                 command = self._go_through(prober, search, progress)
         finally:
             prober.close()
@@ -155,9 +155,9 @@ class ByProbes:
     def _check_monitor(self, prober: Prober, spec: SearchSpec) -> None:
         """Before time goes into probes: the metric that they are for exists. What rank 0 finds counts."""
         run, problem = self._run, ""
-        if run.hear(self._monitor.needs_a_step(run.trainer, run.module)):
+        if run.broadcast(self._monitor.needs_a_step(run.trainer, run.module)):
             problem = self._monitor.stepped(prober.names_of(spec.start, spec.batch))
-        if problem := run.world.tell(problem):
+        if problem := run.world.broadcast_text(problem):
             raise ConfigurationError(problem)
 
     def _go_through(self, prober: Prober, search: Search | None, progress: SearchProgress) -> Command:
@@ -167,7 +167,7 @@ class ByProbes:
         while True:
             self._run.strategy.signals.agree()
             said = json.dumps(self._next_command(search, progress).to_dict()) if search is not None else ""
-            command = Command.from_dict(json.loads(world.tell(said)))
+            command = Command.from_dict(json.loads(world.broadcast_text(said)))
             if command.probe is None:
                 return command
             if search is not None:

@@ -35,7 +35,7 @@ from lightning_omni.strategy.hooks import OmniStrategyHooks
 from lightning_omni.strategy.namespaces import refuse_other_namespace
 from lightning_omni.tuner import _private
 from lightning_omni.tuner.loggers import log
-from lightning_omni.tuner.step import arguments_of, loss_of, say_nothing
+from lightning_omni.tuner.step import arguments_of, log_nothing, loss_of
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
@@ -396,7 +396,7 @@ def _mute(module: LightningModule) -> None:
     each: Any  # a LightningModule, though not always the outermost
     for each in module.modules():
         if hasattr(type(each), "training_step") and "log" not in vars(each):
-            each.log = each.log_dict = say_nothing
+            each.log = each.log_dict = log_nothing
             each.all_gather = _stand_alone
 
 

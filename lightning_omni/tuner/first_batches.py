@@ -27,7 +27,7 @@ from lightning_omni.strategy.hooks import OmniStrategyHooks
 from lightning_omni.tuner.microbenchmarks import Microbenchmarks
 from lightning_omni.tuner.observed_heads import ObservedHead
 from lightning_omni.tuner.probing import batch_size_of
-from lightning_omni.tuner.step import say_nothing
+from lightning_omni.tuner.step import log_nothing
 
 DECISION_STEPS = tuple(c.FIRST_DECISION << number for number in range(c.DECISIONS))
 
@@ -79,7 +79,7 @@ class FirstBatches:
         self.spec = spec
         self._alone: Microbenchmarks = before._alone if before else Microbenchmarks(strategy)
         self._strategy, self._world = strategy, strategy.world
-        self._balance = Balance("auto", say_nothing, only_measures=True)
+        self._balance = Balance("auto", log_nothing, only_measures=True)
         self._kept = strategy.balance
         self._timer = StepTimer()
         self._steps: list[TimedStep] = []

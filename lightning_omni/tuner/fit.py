@@ -150,7 +150,7 @@ class TunedFit(Fit):
         self.monitor.check_validated(run.trainer)
         monitor = run.options.monitor
         if run.options.target is None and monitor != MONITORED:
-            run.say(f"OmniTuner: monitor={monitor!r} is not used: it is compared with target=, and there is none")
+            run.info(f"OmniTuner: monitor={monitor!r} is not used: it is compared with target=, and there is none")
         if may_form_groups(run.options, run.trainer) and not self.space.why_not(2):
             run.world.connection.start_server()
         else:
@@ -161,7 +161,7 @@ class TunedFit(Fit):
         run = self.run
         run.strategy.arrangement.stash()
         run.begin()
-        if run.hear(stops_now(run.trainer)):
+        if run.broadcast(stops_now(run.trainer)):
             self._tune_nothing("training was stopped before the first batch")
             return
         try:
@@ -193,7 +193,7 @@ class TunedFit(Fit):
         run.world.dismiss_server()
         splits = may_split and self.applied.split_by_speed()
         but = ", but batches are split in proportion to the ranks' speeds where that pays" if splits else ""
-        run.say(f"OmniTuner: nothing is tuned{but}: {problem}")
+        run.info(f"OmniTuner: nothing is tuned{but}: {problem}")
 
     @property
     def _tuning(self) -> ByFirstBatches | ByProbes:
@@ -209,7 +209,7 @@ class TunedFit(Fit):
     def _search_once_more(self, hyperparameters: Hyperparameters) -> None:
         """A run is resumed with another number of ranks."""
         run = self.run
-        run.say(
+        run.info(
             f"OmniTuner: the run is resumed with {run.world.size} ranks instead of {run.state.ranks}: searching again"
         )
         if run.state.own is not None:
@@ -296,7 +296,7 @@ class TunedFit(Fit):
         if self.monitor.is_open:
             problem, world = self.monitor.validated(run.trainer, run.module, metrics), run.world
             # Groups that train have the same metrics, at different times.
-            if bool(problem) if world.is_computing else run.hear(bool(problem)):
+            if bool(problem) if world.is_computing else run.broadcast(bool(problem)):
                 raise ConfigurationError(problem or f"monitor={options.monitor!r}: no metric of that name is logged")
         if (value := metrics.get(options.monitor)) is not None:
             self._validated = float(value)
@@ -310,7 +310,7 @@ class TunedFit(Fit):
         if not is_inside or run.problem or not run.learns_from_run:  # which others cannot do in mid-epoch
             return
         # Not where a rank has summed up gradients that it has not stepped with, or has a callback that stops the run.
-        if not any(run.world.agree([int(not will_step(trainer) or stops_now(trainer))])):
+        if not any(run.world.all_reduce_max([int(not will_step(trainer) or stops_now(trainer))])):
             may_change = run.options.retune_every is not None and not self.by_first_batches.is_timing
             self._react(self.check.validated, may_change, ends_epoch=False)
 

@@ -193,7 +193,7 @@ class FitSpace:
         """Whether there may be that many groups."""
         reason = self.why_not(groups)
         if reason and not self._run.problem:
-            self._run.say(f"OmniTuner: {groups} groups are not tried: {reason}")
+            self._run.info(f"OmniTuner: {groups} groups are not tried: {reason}")
         return not reason
 
     def _all_reduces(self) -> tuple[str, ...]:

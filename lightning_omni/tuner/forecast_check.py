@@ -63,7 +63,7 @@ class ForecastCheck:
             return ""
         self._next = math.ceil(self._steps * (1 + c.CHANGED))
         speed = self._retuning.speed_so_far()
-        return run.world.tell(self._why_slower(speed) if speed is not None else "")
+        return run.world.broadcast_text(self._why_slower(speed) if speed is not None else "")
 
     def _why_slower(self, speed: Speed) -> str:
         """That one group is clearly slower than forecast, if it is; rank 0 knows."""
@@ -103,7 +103,7 @@ class ForecastCheck:
         run, state = self._run, self._run.state
         state.checked = state.rounds
         is_known = run.speaks and run.searches
-        command = run.hear_command(self._refutes(run.searches[-1], run.setting, speed) if is_known else None)
+        command = run.broadcast_command(self._refutes(run.searches[-1], run.setting, speed) if is_known else None)
         if command is None:
             return ""
         if state.group_speed is None:

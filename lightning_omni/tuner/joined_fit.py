@@ -92,7 +92,7 @@ class JoinedFit(Fit):
             hyperparameters = self._hyperparameters = self._followed()
         except ConfigurationError as error:
             run.problem = str(error)
-            run.say(f"OmniTuner: momentum and learning rate stay as they are: {run.problem}")
+            run.info(f"OmniTuner: momentum and learning rate stay as they are: {run.problem}")
             return
         if run.state.own is None:  # a group that joins later is given that of the first one
             run.state.own = Setting(groups=1, momentum=hyperparameters.momentum, lr=hyperparameters.lr)
@@ -116,7 +116,7 @@ class JoinedFit(Fit):
 
     @override
     def batch_done(self, outputs: Any, batch_idx: int) -> None:
-        groups = self.run.world.core.heard.groups
+        groups = self.run.world.core.last_answer.groups
         if self._hyperparameters is None or not groups:
             return
         if groups != self.run.setting.groups:
@@ -130,7 +130,7 @@ class JoinedFit(Fit):
         hyperparameters.make_default()
         hyperparameters.scale(setting.lr / run.own.lr / state.scaled)
         state.scaled, state.setting = setting.lr / run.own.lr, setting
-        run.say(f"OmniTuner: trains with {setting}, as suits the number of groups in the run")
+        run.info(f"OmniTuner: trains with {setting}, as suits the number of groups in the run")
         metrics = {"omni/groups": float(groups), "omni/momentum": setting.momentum, "omni/lr": setting.lr}
         for logger in run.trainer.loggers:
             logger.log_metrics(metrics, step=run.trainer.global_step)

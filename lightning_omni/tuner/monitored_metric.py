@@ -65,7 +65,7 @@ class MonitoredMetric:
     def sanity_checked(self, names: Iterable[str]) -> None:
         """What one validation logs is known before training begins."""
         self._is_checked = True
-        self._hear(names)
+        self._add(names)
 
     @property
     def is_open(self) -> bool:
@@ -78,18 +78,18 @@ class MonitoredMetric:
 
     def stepped(self, names: Iterable[str]) -> str:
         """What a training step logs. Returns what is wrong, if the metric is nowhere."""
-        self._hear(names)
+        self._add(names)
         return "" if self._is_decided else self._problem
 
     def validated(self, trainer: Trainer, module: LightningModule, names: Iterable[str]) -> str:
         """What was logged by the end of a validation. Returns what is wrong, if the metric is nowhere."""
-        self._hear(names)
+        self._add(names)
         self._validations += 1
         if self._is_decided or (self._validations == 1 and _may_log(trainer, module, _HOOKS[:1])):
             return ""  # what is logged at an epoch's end is there in the next validation
         return self._problem
 
-    def _hear(self, names: Iterable[str]) -> None:
+    def _add(self, names: Iterable[str]) -> None:
         self._known |= set(names)
         self._is_decided = self._is_decided or self.name in self._known
 

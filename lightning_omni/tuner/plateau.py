@@ -108,7 +108,7 @@ class PlateauWatch:
         curve = run.state.losses
         pays = 2 * self._applied.seconds_to_form <= run.options.budget * run.seconds  # to form groups, once and back
         is_flat = curve.is_flat and len(curve.windows) >= curve.next_trial
-        return bool(run.hear(int(is_flat and pays and self._length < self._steps_left)))
+        return bool(run.broadcast(int(is_flat and pays and self._length < self._steps_left)))
 
     @property
     def has_learnt(self) -> bool:
@@ -183,7 +183,7 @@ class PlateauWatch:
         steps = self._length
         starts_over = not self.has_learnt and self._applied.may_start_over
         learnt = "is no lower than it was before" if starts_over else "hardly falls any more"
-        run.say(
+        run.info(
             f"OmniTuner: the training loss {learnt} ({curve.now:.4g}) with {run.state.setting}: your own setting is"
             f" tried for {steps} steps{', from the weights of before' if starts_over else ''}"
         )
@@ -197,7 +197,7 @@ class PlateauWatch:
         if trial is None:
             return
         outcome = TrialOutcome.of(self._losses(trial), self._run.state.losses)
-        if self._run.hear(outcome) == TrialOutcome.WORSE:
+        if self._run.broadcast(outcome) == TrialOutcome.WORSE:
             self._applied.return_to(trial.before)
             put_averages(self._run.trainer)
 
@@ -215,10 +215,10 @@ class PlateauWatch:
         outcome = TrialOutcome.of(losses, state.losses)
         fits = trial.taken < c.LONGEST_TRIAL * trial.length and trial.length < self._steps_left
         may_go_on = outcome is not TrialOutcome.BETTER and fits
-        if run.hear(int(may_go_on and is_falling(losses))):
+        if run.broadcast(int(may_go_on and is_falling(losses))):
             trial.end = trial.taken + trial.length
             return
-        self._trial, outcome = None, TrialOutcome(run.hear(outcome))
+        self._trial, outcome = None, TrialOutcome(run.broadcast(outcome))
         if outcome is TrialOutcome.BETTER:
             state.is_final, state.before_trial = True, None
             why = "it lowers the training loss further"

@@ -40,7 +40,7 @@ from lightning_omni.strategy.hooks import strategy_of
 from lightning_omni.tuner import _private
 from lightning_omni.tuner.communicating import communicate, communication_of
 from lightning_omni.tuner.hyperparameters import Hyperparameters
-from lightning_omni.tuner.step import arguments_of, loss_of, say_nothing, silence
+from lightning_omni.tuner.step import arguments_of, log_nothing, loss_of, silence
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
@@ -148,7 +148,7 @@ class Prober:
                 groups = self._strategy.world.topology.groups
                 self._strategy.form_one()
                 communicate(self._strategy, self._communication)
-            table = self._tell_all(replace(noted, lost=tuple(set(self._strategy.world.lost) - self._lost)))
+            table = self._gather(replace(noted, lost=tuple(set(self._strategy.world.lost) - self._lost)))
         except BaseException as error:
             self._give_up(error)
             raise
@@ -157,7 +157,7 @@ class Prober:
         problem = f"diverged: gradients or weights are not finite on rank {diverged[0]}" if diverged else ""
         if lost:
             problem = f"rank {', '.join(map(str, lost))} was lost"
-        seconds = float(self._strategy.world.tell(repr(time.perf_counter() - began)))
+        seconds = float(self._strategy.world.broadcast_text(repr(time.perf_counter() - began)))
         tried = replace(_tried(probe.setting, table, seconds, problem), gathers=self._gathers)
         measured = None if lost else _measured(groups, table, probe.setting.period, self._nbytes, self._servers)
         if measured is not None:
@@ -188,7 +188,7 @@ class Prober:
         if probe.setting.groups > 1:
             strategy.form(probe.setting.groups, speeds if by_speed else None)
         leases = self._leases(probe, speeds)
-        balance = Balance("auto", say_nothing, only_measures=True)
+        balance = Balance("auto", log_nothing, only_measures=True)
         with self._in_place_of_the_run(leases, balance):
             balance.begin(world, self._module, lambda: leases)
             try:
@@ -230,7 +230,7 @@ class Prober:
             if not is_settling and (overflows or not world.executor.is_finite(self._module.parameters())):
                 leases.leave("skip")
                 return batches, True
-            if world.core.heard.stop:  # another group has diverged, and says so
+            if world.core.last_answer.stop:  # another group has diverged, and says so
                 break
         return batches, False
 
@@ -318,7 +318,7 @@ class Prober:
 
     # --- All ranks together -------------------------------------------------------------------------------------------
 
-    def _tell_all(self, noted: ProbedRank) -> dict[int, ProbedRank]:
+    def _gather(self, noted: ProbedRank) -> dict[int, ProbedRank]:
         """What every live rank noted, on every rank."""
         world = self._strategy.world
         return dict(zip(world.members, gather_values(world, noted, ProbedRank), strict=True))
@@ -353,7 +353,7 @@ class Prober:
         set_callbacks(trainer, [])
         trainer.loggers = [self._mute_logger() for _ in trainer.loggers]
         world = strategy.world
-        world.core.heard.stop, world.core.heard.applied = "", True
+        world.core.last_answer.stop, world.core.last_answer.applied = "", True
         try:
             with silence(self._module, self._names), torch.enable_grad():
                 if self._is_first:  # what it makes here is taken back, and made once more when the epoch begins

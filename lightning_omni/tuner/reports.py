@@ -28,7 +28,7 @@ class TunerReports:
     def chosen(self, command: Command) -> None:
         """The run goes on with that. On all ranks."""
         run, setting = self._run, command.setting
-        run.say(f"OmniTuner: trains with {setting}: {command.why}")
+        run.info(f"OmniTuner: trains with {setting}: {command.why}")
         metrics = {
             "omni/groups": float(setting.groups),
             "omni/momentum": setting.momentum,
@@ -46,7 +46,7 @@ class TunerReports:
         run.state.reached.append((run.seconds, value))
         if options.is_reached(value) and run.state.at_target is None:
             run.state.at_target = run.times.total, run.spent
-            run.say(f"OmniTuner: {options.monitor}={value:.4g}: {run.times.sentence}")
+            run.info(f"OmniTuner: {options.monitor}={value:.4g}: {run.times.sentence}")
             for logger in run.trainer.loggers:
                 logger.log_metrics(run.times.metrics, step=run.trainer.global_step)
 
@@ -60,7 +60,7 @@ class TunerReports:
             return
         best = (min(values) if options.is_lower_better else max(values)) if values else None
         told = f"the best was {best:.4g}" if best is not None else "it was never logged in a validation"
-        run.say(f"OmniTuner: {options.monitor} has not reached {options.target:.4g}: {told}")
+        run.info(f"OmniTuner: {options.monitor} has not reached {options.target:.4g}: {told}")
 
     def _report(self, folder: Path) -> None:
         """Files and pictures; whatever is wrong with them, the run goes on."""

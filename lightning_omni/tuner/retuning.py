@@ -121,7 +121,7 @@ class Retuning:
             found = SPEED
         elif self._has_stalled(epoch):
             found = _STALLED
-        return _REASONS[run.hear(_REASONS.index(found))]
+        return _REASONS[run.broadcast(_REASONS.index(found))]
 
     def _has_stalled(self, epoch: int) -> bool:
         """Whether at the rate of the last epoch the target would not be reached in time."""

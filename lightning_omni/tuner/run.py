@@ -73,7 +73,7 @@ class TunedRun:
         trainer: whose strategy is an OmniStrategy.
         module: what is trained.
         options: of the tuner.
-        say: tells the user something, on rank 0.
+        info: logs a message for the user, on rank 0.
 
     Attributes:
         state: what checkpoints keep.
@@ -83,9 +83,9 @@ class TunedRun:
     """
 
     def __init__(
-        self, trainer: Trainer, module: LightningModule, options: TunerOptions, say: Callable[[str], None]
+        self, trainer: Trainer, module: LightningModule, options: TunerOptions, info: Callable[[str], None]
     ) -> None:
-        self.trainer, self.module, self.options, self.say = trainer, module, options, say
+        self.trainer, self.module, self.options, self.info = trainer, module, options, info
         assert isinstance(trainer.strategy, OmniStrategyHooks)
         self.strategy: OmniStrategyHooks = trainer.strategy
         self.state = TunerState()
@@ -116,17 +116,17 @@ class TunedRun:
         """Whether this rank decides."""
         return bool(self.trainer.is_global_zero)
 
-    def hear(self, number: int) -> int:
+    def broadcast(self, number: int) -> int:
         """What rank 0 has found: a number, 0 or more. All ranks ask."""
-        return self.world.agree([number if self.speaks else 0])[0]
+        return self.world.all_reduce_max([number if self.speaks else 0])[0]
 
-    def hear_command(self, command: Command | None) -> Command | None:
+    def broadcast_command(self, command: Command | None) -> Command | None:
         """What rank 0 says is to be done, if anything. All ranks ask.
 
         Args:
             command: of rank 0; of others it does not matter.
         """
-        said = self.world.tell(json.dumps(command.to_dict()) if command is not None else "")
+        said = self.world.broadcast_text(json.dumps(command.to_dict()) if command is not None else "")
         return Command.from_dict(json.loads(said)) if said else None
 
     def hyperparameters(self) -> Hyperparameters:

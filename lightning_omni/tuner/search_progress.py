@@ -22,11 +22,11 @@ class SearchProgress:
 
     Args:
         trainer: whose progress bar is enabled or not.
-        say: writes a line.
+        info: logs a message.
     """
 
-    def __init__(self, trainer: Trainer, say: Callable[[str], None]) -> None:
-        self._say = say
+    def __init__(self, trainer: Trainer, info: Callable[[str], None]) -> None:
+        self._info = info
         visible = trainer.is_global_zero and trainer.progress_bar_callback is not None and sys.stderr.isatty()
         self._bar = Progress(
             TextColumn("OmniTuner"),
@@ -59,7 +59,7 @@ class SearchProgress:
         number = f"OmniTuner: probe {probe.number + 1}: {probe.setting} ({probe.why}): "
         left = f"; {search.spent:.1f} of {search.budget:.1f} s spent" if math.isfinite(search.budget) else ""
         if tried.has_failed:
-            self._say(f"{number}{tried.problem or 'diverged'}{left}")
+            self._info(f"{number}{tried.problem or 'diverged'}{left}")
             return
         costs = [cost for cost, _ in log_costs(search.tried)]
         efficiency = (
@@ -68,4 +68,4 @@ class SearchProgress:
             else "no progress"
         )
         rate = f", {search.throughput(probe.setting):.4g} samples/s" if search.profile is not None else ""
-        self._say(f"{number}loss {tried.last_loss:.4g} after {tried.end:.0f} samples, {efficiency}{rate}{left}")
+        self._info(f"{number}loss {tried.last_loss:.4g} after {tried.end:.0f} samples, {efficiency}{rate}{left}")

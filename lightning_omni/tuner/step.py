@@ -61,5 +61,5 @@ def silence(module: nn.Module, names: set[str] | None = None) -> Iterator[None]:
             del each.log, each.log_dict
 
 
-def say_nothing(*_: Any, **__: Any) -> None:
+def log_nothing(*_: Any, **__: Any) -> None:
     """In the place of ``log``."""

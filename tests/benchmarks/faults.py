@@ -290,7 +290,7 @@ class Fleet:
                 os.kill(pid, signal.SIGKILL)
         return whole or bool(serving)
 
-    def tend(self, restart: bool = True) -> bool:
+    def poll(self, restart: bool = True) -> bool:
         """What has ended before the run is counted, and started again. Returns whether the run goes on."""
         if self.server.poll() not in (None, 0):
             self.server = self._start(self._serve, "server.log")
@@ -377,7 +377,7 @@ class Restarted(Fleet):
         """The command starts all ranks."""
         self.server = self._start(self._serve, "group-0.log")
 
-    def tend(self, restart: bool = True) -> bool:
+    def poll(self, restart: bool = True) -> bool:
         """A device is a rank's until another process takes its place. Returns whether the run goes on: it does."""
         if self.server.poll() is not None:
             self.server = self._start(self._serve, "group-0.log")
@@ -441,7 +441,7 @@ def _disturbed(folder: Path, args: argparse.Namespace, fleet: Fleet, possible: S
     log = (folder / "faults.log").open("a", buffering=1)
     try:
         fleet.begin(args.groups)
-        while fleet.tend():
+        while fleet.poll():
             now = time.monotonic() - began
             if now > 60 * args.minutes + args.patience:
                 break
@@ -470,7 +470,7 @@ def _disturbed(folder: Path, args: argparse.Namespace, fleet: Fleet, possible: S
             fleet.bring_back(place)
         deadline = time.monotonic() + min(30, args.patience)
         while fleet.members and time.monotonic() < deadline:
-            fleet.tend(restart=False)
+            fleet.poll(restart=False)
             time.sleep(0.1)
         server = fleet.server.poll()
         left, files = fleet.leavings()

@@ -145,7 +145,7 @@ class Compare(pl.Callback):
         if profile is not None and prediction is not None:
             by_speed = prediction.topology.groups != Topology.of(range(WORKERS), groups).groups
             said = json.dumps([profile.speeds, by_speed])
-        speeds, by_speed = json.loads(self._world.tell(said))
+        speeds, by_speed = json.loads(self._world.broadcast_text(said))
         return dict(enumerate(speeds)), by_speed
 
     def _measure(

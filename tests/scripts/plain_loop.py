@@ -88,7 +88,7 @@ def train(groups: int, merges: bool, method: str = "async_sgd") -> dict[str, Any
             loss.backward()
             optimizer.step()
             schedule.step()
-            staleness = world.core.heard.staleness
+            staleness = world.core.last_answer.staleness
             first, last = (loss.item() if step == 0 else first), loss.item()
         copies.append(copied(optimizer))
         if world.rank == 0:

@@ -62,7 +62,7 @@ def train(
             if poisons and step == 3 and world.rank == 1:
                 list(model.parameters())[-1].grad[0] = torch.nan
             stepped.step()
-            refused += not world.core.heard.applied
+            refused += not world.core.last_answer.applied
             losses.append(loss.item())
         if world.control is not None:
             shares, snapshot = world.control.shards, world.channel.store.snapshot() if world.is_recorder else None

@@ -87,7 +87,7 @@ class Follows(pl.Callback):
     def wait_for_others(self, world: Any) -> None:
         """Until the server has trained two steps more than rank 0 has heard of, or all of the epoch."""
         if RANK == 0 and world.executor.exchanges:
-            enough = min(512, world.core.heard.progress + 2 * BATCH)
+            enough = min(512, world.core.last_answer.progress + 2 * BATCH)
             while (
                 sum(stop - start for start, stop in world.channel.store.snapshot(with_state=False).cut.trained) < enough
             ):
