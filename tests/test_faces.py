@@ -110,6 +110,7 @@ INTERRUPTED = {
 }
 MISTAKES = {f"mistakes, {each}": {"mistake in": each} for each in ("async_sgd", "local_sgd:period=4")}
 BESIDE = {f"beside, {each}": {"beside": each} for each in ("async_sgd", "local_sgd:period=4")}
+REGROUPED = {f"regrouped, {groups} groups before": {"regrouped": groups} for groups in (1, 2)}
 REFUSED = {
     "not wrapped": {"groups": 1, "wraps": ""},
     "not wrapped, a closure": {"groups": 1, "wraps": "closure"},
@@ -134,6 +135,7 @@ def plain_loops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]
                         **MISTAKES,
                         **REFUSED,
                         **BESIDE,
+                        **REGROUPED,
                         "page": {"page": str(QUICKSTART)},
                         "last": {"rank": 1},
                     }
@@ -271,6 +273,18 @@ def test_what_no_optimizer_moves_is_rank_zeros_where_groups_synchronize_and_aver
         for before in (0, 2):
             means = [(mine + theirs) / 2 for mine, theirs in zip(one[before], other[before], strict=True)]
             assert one[before + 1] == (pytest.approx(means, abs=1e-6) if which == "an average" else one[before])
+
+
+@pytest.mark.parametrize("name", REGROUPED)
+def test_after_regroup_a_module_that_is_not_wrapped_again_is_refused_and_one_that_is_trains(
+    plain_loops: list[dict[str, Any]], name: str
+) -> None:
+    one, other = (each[name] for each in plain_loops)
+    assert one["weights"] == other["weights"]
+    for each in (one, other):
+        kind = "ConfigurationError" if "2 groups" in name else "UnsupportedError"
+        assert each["refused"].startswith(f"{kind} in step 3: ")
+        assert "model = world.wrap(model)" in each["refused"]
 
 
 def test_staleness_that_no_logger_asks_for_takes_no_more_memory_with_each_step(

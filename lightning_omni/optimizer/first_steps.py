@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from lightning_omni.errors import ConfigurationError, UnsupportedError
 
@@ -30,7 +31,7 @@ def ranks_elsewhere(module: Module, members: Collection[int]) -> set[int]:
 
 
 class FirstSteps:
-    """Looks at each optimizer's first step.
+    """Looks at each optimizer's first step, and at the first one of other groups.
 
     Args:
         members: ranks of this rank's group.
@@ -40,23 +41,42 @@ class FirstSteps:
     def __init__(self, members: Collection[int], group: Any) -> None:
         self._members, self._group = members, group
         self._seen: set[int] = set()
+        self._handles: list[RemovableHandle] = []
 
     @contextmanager
     def watch(self) -> Iterator[None]:
         """Modules that DDP has wrapped over ranks of other groups, too, are refused when they are called."""
+        try:
+            self._find_wrapped()
+            yield
+        finally:
+            self._forget_wrapped()
+
+    def renew(self, members: Collection[int], group: Any) -> None:
+        """Other groups were formed, and modules that are wrapped over the earlier ones average among these still.
+
+        Args:
+            members: ranks of this rank's group now.
+            group: its process group.
+        """
+        self._members, self._group = members, group
+        self._seen.clear()
+        self._forget_wrapped()
+        self._find_wrapped()
+
+    def _find_wrapped(self) -> None:
         # Hooks on those alone: one on all modules would have torch.compile warn.
         wrapped = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
-        handles = [
+        self._handles = [
             each.register_forward_pre_hook(partial(_refuse, others))
             for each in wrapped
             if (others := ranks_elsewhere(each, self._members))
         ]
-        del wrapped
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+
+    def _forget_wrapped(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
 
     def checked(
         self, index: int, parameters: Iterable[Parameter], closure: Callable[[], Any] | None
@@ -103,8 +123,8 @@ class FirstSteps:
         if scale.isfinite() and bool((both - both[0]).abs().max() > _TOLERANCE * scale):
             raise ConfigurationError(
                 "OmniOptimizer.step(): the members of this compute group have different gradients, and a group trains"
-                " with their mean: use model = world.wrap(model) for what you call, or average the gradients over"
-                " world.compute_group before each step"
+                " with their mean: use model = world.wrap(model) for what you call, again after world.regroup(), or"
+                " average the gradients over world.compute_group before each step"
             )
 
 

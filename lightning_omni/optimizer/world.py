@@ -483,6 +483,9 @@ class World(Place):
     ) -> tuple[tuple[int, int], ...]:
         """Changes the number of groups, and keeps weights and optimizer state. For all live ranks, at the same step.
 
+        In a loop without Lightning, then `wrap` the module again: ``model = world.wrap(net)``. What was wrapped before
+        averages gradients in the earlier groups, and a step with these is refused.
+
         Args:
             groups: the new number of groups.
             module: as in `enter_world`.
@@ -517,6 +520,8 @@ class World(Place):
             self.process_groups.use(self.compute_group)
         elif computing or not before.exchanges:
             self.enter_compute()
+        if self.first_steps is not None:
+            self.first_steps.renew(self.members, self.compute_group)
         return spans
 
     def _form(

@@ -267,6 +267,29 @@ def accompany(method: str) -> dict[str, Any]:
     return found
 
 
+def regroup(groups: int) -> dict[str, Any]:
+    """Other groups than the module was wrapped for: why a step is refused, and the weights if it is wrapped again."""
+    found: dict[str, Any] = {}
+    for wraps_again in (False, True):
+        world = World(groups)
+        net = torch.nn.Linear(4, 1)
+        model = world.wrap(net)
+        optimizer = OmniOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), world)
+        try:
+            with world.training():
+                for step in range(6):
+                    if step == 3:
+                        world.regroup(3 - groups, net)
+                        model = world.wrap(net) if wraps_again else model
+                    optimizer.zero_grad()
+                    model(torch.randn(8, 4) + world.rank).square().mean().backward()
+                    optimizer.step()
+            found["weights"] = net.weight.tolist()
+        except (ConfigurationError, UnsupportedError) as error:
+            found["refused"] = f"{type(error).__name__} in step {step}: {error}"
+    return found
+
+
 def follow(page: str) -> dict[str, Any]:
     """The loop that a page has; process groups stay those of this script."""
     code = Path(page).read_text().partition("## Loops without Lightning")[2].partition("```python\n")[2]
@@ -294,6 +317,7 @@ def main() -> None:
         "interrupted": interrupt,
         "mistake in": lambda **options: mistake(options["mistake in"]),
         "beside": lambda **options: accompany(options["beside"]),
+        "regrouped": lambda **options: regroup(options["regrouped"]),
         "page": follow,
     }
     results = {
