@@ -98,7 +98,7 @@ def test_every_public_name_is_there_and_an_unknown_one_is_not() -> None:
 
 
 QUICKSTART = Path(__file__).parents[1] / "docs" / "quickstart.md"
-LOOPS = {
+LOOPS: dict[str, dict[str, Any]] = {
     "one group": {"groups": 1, "merges": False},
     "two groups": {"groups": 2, "merges": False},
     "a merged head": {"groups": 2, "merges": True},
@@ -111,36 +111,19 @@ INTERRUPTED = {
 MISTAKES = {f"mistakes, {each}": {"mistake in": each} for each in ("async_sgd", "local_sgd:period=4")}
 BESIDE = {f"beside, {each}": {"beside": each} for each in ("async_sgd", "local_sgd:period=4")}
 REGROUPED = {f"regrouped, {groups} groups before": {"regrouped": groups} for groups in (1, 2)}
-REFUSED = {
+REFUSED: dict[str, dict[str, Any]] = {
     "not wrapped": {"groups": 1, "wraps": ""},
     "not wrapped, a closure": {"groups": 1, "wraps": "closure"},
     "DDP of all ranks": {"groups": 2, "wraps": "ddp"},
 }
 
 
-@pytest.fixture(scope="module")
-def plain_loops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def run_loops(folder: Path, loops: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """What each rank of torchrun's found, by the name of the loop."""
-    folder = tmp_path_factory.mktemp("loops")
     done = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"),
-            *(
-                sys.executable,
-                str(SCRIPTS / "plain_loop.py"),
-                json.dumps(
-                    {
-                        **INTERRUPTED,
-                        **LOOPS,
-                        **MISTAKES,
-                        **REFUSED,
-                        **BESIDE,
-                        **REGROUPED,
-                        "page": {"page": str(QUICKSTART)},
-                        "last": {"rank": 1},
-                    }
-                ),
-            ),
+            *(sys.executable, str(SCRIPTS / "plain_loop.py"), json.dumps(loops)),
         ],
         capture_output=True,
         text=True,
@@ -149,6 +132,20 @@ def plain_loops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def plain_loops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank found in loops that train, fail or are refused."""
+    loops: dict[str, dict[str, Any]] = {**INTERRUPTED, **LOOPS, **MISTAKES, **REFUSED}
+    loops |= {"page": {"page": str(QUICKSTART)}, "last": {"rank": 1}}
+    return run_loops(tmp_path_factory.mktemp("loops"), loops)
+
+
+@pytest.fixture(scope="module")
+def changing_loops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank found in loops with more than weights, or with other groups in the middle."""
+    return run_loops(tmp_path_factory.mktemp("changing"), {**BESIDE, **REGROUPED})
 
 
 def test_the_loop_of_the_quickstart_trains_and_saves_what_all_groups_have_trained(
@@ -263,11 +260,11 @@ def test_a_loop_that_was_interrupted_on_all_ranks_can_be_followed_by_another(
 
 @pytest.mark.parametrize("name", BESIDE)
 def test_what_no_optimizer_moves_is_rank_zeros_where_groups_synchronize_and_averages_are_one(
-    plain_loops: list[dict[str, Any]], name: str
+    changing_loops: list[dict[str, Any]], name: str
 ) -> None:
     """In a loop without Lightning: before groups synchronize and after, twice, and when they have parted again."""
     for which in ("in the optimizer", "in none", "an average"):
-        one, other = (each[name][which] for each in plain_loops)
+        one, other = (each[name][which] for each in changing_loops)
         assert [mine == theirs for mine, theirs in zip(one, other, strict=True)] == [False, True, False, True, True]
         assert one[4] == one[3]
         for before in (0, 2):
@@ -277,9 +274,9 @@ def test_what_no_optimizer_moves_is_rank_zeros_where_groups_synchronize_and_aver
 
 @pytest.mark.parametrize("name", REGROUPED)
 def test_after_regroup_a_module_that_is_not_wrapped_again_is_refused_and_one_that_is_trains(
-    plain_loops: list[dict[str, Any]], name: str
+    changing_loops: list[dict[str, Any]], name: str
 ) -> None:
-    one, other = (each[name] for each in plain_loops)
+    one, other = (each[name] for each in changing_loops)
     assert one["weights"] == other["weights"]
     for each in (one, other):
         kind = "ConfigurationError" if "2 groups" in name else "UnsupportedError"
