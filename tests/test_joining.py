@@ -177,6 +177,16 @@ def test_a_run_that_was_lost_before_anything_was_saved_is_begun_again_by_the_sam
         name = again.run
 
 
+@pytest.mark.parametrize("name", ["joins-../../elsewhere", "joins-/tmp", "joins-\0", "joins-a b", "joins-ü\n"])
+def test_a_name_of_a_run_that_is_none_of_a_file_leaves_no_file_and_hinders_no_save(tmp_path: Path, name: str) -> None:
+    states, link = restarted(tmp_path / "state")
+    link.come(0, name, 1)
+    states.poll(link.core)
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["lock"]
+    states.poll(link.core)
+    states.close()
+
+
 def test_the_group_that_was_to_begin_begins_again_if_another_was_first_at_the_next_server(tmp_path: Path) -> None:
     states, link = restarted(tmp_path)
     first = link.enlist(1, b"first")

@@ -22,6 +22,7 @@ import fcntl
 import io
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -70,6 +71,8 @@ _LOST = (
     "what ranks are told could not be written in %s: until the server's state is saved again, its loss would end the"
     " run: %s"
 )
+_NAME = re.compile(r"[\w+-]{1,200}", re.ASCII)
+"""Names of runs that can be names of files."""
 _MILLISECOND = 1_000_000
 """Nanoseconds."""
 _LENGTH = 4
@@ -311,9 +314,11 @@ class StateDirectory:
     def _note_begun(self, core: ServerCore) -> None:
         """Groups come to a run that they join on their own: if this server is gone now, they begin it again."""
         begun = _as_begun(core)
-        if begun and begun != self._begun:
-            self._forget_begun()
-            self._begun = begun
+        if begun == self._begun or not _NAME.fullmatch(begun):  # a rank may say any name
+            return
+        self._forget_begun()
+        self._begun = begun
+        with contextlib.suppress(OSError):  # then it is not begun again, and what is saved is more
             (self._path / f"{_BEGUN}{begun}").touch(mode=0o600)
 
     def _forget_begun(self) -> None:

@@ -748,7 +748,7 @@ def _give_back_class(loop: Any) -> None:
         loop.__class__ = type(loop).__mro__[2]
 
 
-# --- A validation by one group, whose end all groups hook of ----------------------------------------------------------
+# --- A validation by one group, whose end all groups hear of ----------------------------------------------------------
 
 _ENDS = ("on_validation_epoch_end", "on_validation_end")
 _STARTS = ("on_validation_start", "on_validation_epoch_start")
@@ -797,7 +797,7 @@ def _deal_out(loader: DataLoader[Any], place: int, members: int) -> None:
 
 @contextmanager
 def metrics_held_back(trainer: Trainer) -> Iterator[dict[str, dict[str, Any]]]:
-    """A context in which a validation's metrics go nowhere, and callbacks do not hook that it ends.
+    """A context in which a validation's metrics go nowhere, and callbacks do not hear that it ends.
 
     Yields:
         Names and values as callbacks, progress bars and loggers would have had them, once the validation is over.
