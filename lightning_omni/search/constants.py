@@ -74,8 +74,9 @@ EARLY = 0.25
 UNLIMITED = 10
 """Epochs that a run without limits is taken to train, or twice as many as it has begun if that is more."""
 CHANGED, FALSE_ALARM = 0.2, 0.05
-"""Speed that has changed by more than the first part is a reason to search again; and how likely noise alone may make a
-run that never changes look as if it had, however many epochs it has."""
+"""Speed that has changed by more than the first part is a reason to search again, and after so many more steps the run
+is compared with its forecast again; and how likely noise alone may make a run that never changes look as if it
+had, however many epochs it has."""
 NON_FINITE_TOLERATED = 8
 """Non-finite pushes of a group that are tolerated in a row before it gives the epoch up. If so many losses in a row are
 not finite the epoch was lost: groups with weights of their own may push finite ones in between."""
