@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from runs import Run, run
 
 from lightning_omni.strategy.loop_states import end_whole_epoch, go_on_after
@@ -130,6 +131,20 @@ def test_what_groups_had_trained_and_not_exchanged_when_they_saved_is_trained_ag
     # Lightning goes on after one batch: with none it would take the epoch for one that has yet to begin.
     left_out = 16 * max(1, trained // 16) if name == "ddp" else trained
     assert len(seen) == len(set(seen)) == 768 - left_out
+    # One step more where DDP has left a batch out that a schedule of its own has not counted.
+    assert {rank["scheduled"] for rank in ranks} <= {48, 48 - (left_out - trained) // 16}
+
+
+def test_a_checkpoint_has_the_schedule_of_its_weights_where_the_group_that_saves_was_ahead_of_them(saved: Run) -> None:
+    early = rank0(saved, "before an exchange")
+    done = sum(stop - start for start, stop in early["trained"]) // 16
+    assert early["scheduled"] == done
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-2)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 48)
+    optimizer.step()
+    for _ in range(done):
+        schedule.step()
+    assert early["rates"] == [optimizer.param_groups[0]["lr"]] * 2
 
 
 def test_after_fit_rank_zero_has_the_servers_state_for_a_last_save(saved: Run) -> None:

@@ -7,7 +7,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from copy import deepcopy
 from pathlib import Path
@@ -23,21 +23,17 @@ from test_resilience import Mortal, saved, workers
 from test_server_restart import Saving
 from torch import Tensor
 from torch.nn import BatchNorm1d, Linear, ReLU, Sequential
-from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader
 
 from lightning_omni.cli import main
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import method_named
-from lightning_omni.protocol.codec import pack, unpack
 from lightning_omni.protocol.persistence import STATE
 from lightning_omni.protocol.saved_run import SavedRun
 from lightning_omni.server.saving import StateDirectory, saved_states, saved_weights
-from lightning_omni.strategy import scheduler_states
 from lightning_omni.strategy.exported import checkpoint_of
 from lightning_omni.strategy.loop_states import loops_at
-from lightning_omni.strategy.schedulers import count_of
 
 SAMPLES, BATCH = 1024, 8
 BATCHES = SAMPLES // BATCH
@@ -368,84 +364,7 @@ def test_a_state_of_another_release_is_refused() -> None:
         SavedRun.of([{"name": STATE, "version": 1, "protocol": 1}])
 
 
-# --- Schedulers and loops ---------------------------------------------------------------------------------------------
-
-SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
-    "step": lambda optimizer: lr_scheduler.StepLR(optimizer, 3, 0.5),
-    "several steps": lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [2, 5, 5], 0.5),
-    "exponential": lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.9),
-    "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 20),
-    "restarts": lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 4),
-    "one cycle": lambda optimizer: OneCycleLR(optimizer, 0.5, total_steps=20),
-    "cyclic": lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.1, 0.5, 3),
-    "one after another": lambda optimizer: lr_scheduler.SequentialLR(
-        optimizer,
-        [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4), lr_scheduler.MultiStepLR(optimizer, [2, 4], 0.5)],
-        [4],
-    ),
-    "at once": lambda optimizer: lr_scheduler.ChainedScheduler(
-        [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4), lr_scheduler.ExponentialLR(optimizer, 0.9)]
-    ),
-}
-
-
-@pytest.mark.parametrize("name", SCHEDULERS)
-@pytest.mark.filterwarnings("ignore")
-def test_a_scheduler_of_torch_is_taken_to_where_it_would_have_been_stepped_to(name: str) -> None:
-    weight = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([weight], lr=0.4, momentum=0.9)
-    scheduler = SCHEDULERS[name](optimizer)
-    optimizer.step()
-    scheduler.step()
-    kinds, groups = scheduler_states.described(scheduler), deepcopy(optimizer.state_dict()["param_groups"])
-    sent = unpack(*pack(scheduler.state_dict()))  # as the server has it
-    whole = scheduler_states.whole(kinds, sent)
-    assert alike(whole, scheduler.state_dict())
-    then = scheduler_states.advanced(kinds, whole, groups, count=9)
-    for _ in range(8):
-        scheduler.step()
-    assert then is not None
-    assert alike(then.state, scheduler.state_dict())
-    assert [each["lr"] for each in then.groups] == [each["lr"] for each in optimizer.param_groups]
-    assert scheduler_states.count_in(then.state) == 9
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_scheduler_of_functions_that_are_at_hand_is_taken_further_and_stays_as_it_is() -> None:
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.4)
-    warm_up = lr_scheduler.LambdaLR(optimizer, lambda count: (1 + count) / 8)
-    later = lr_scheduler.MultiplicativeLR(optimizer, lambda count: 0.5)
-    own = lr_scheduler.SequentialLR(optimizer, [warm_up, later], [4])
-    optimizer.step()
-    own.step()
-    before = deepcopy((optimizer.param_groups[0]["lr"], count_of(own), count_of(warm_up), count_of(later)))
-    kinds, state, groups = scheduler_states.described(own), own.state_dict(), optimizer.state_dict()["param_groups"]
-    then = scheduler_states.advanced(kinds, state, groups, 9, own)
-    assert (optimizer.param_groups[0]["lr"], count_of(own), count_of(warm_up), count_of(later)) == before
-    for _ in range(8):
-        own.step()
-    assert then is not None
-    assert then.groups[0]["lr"] == optimizer.param_groups[0]["lr"]
-    assert scheduler_states.count_in(then.state) == 9
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_scheduler_of_functions_is_counted_on_and_what_is_not_torchs_stays() -> None:
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.4)
-    own = lr_scheduler.LambdaLR(optimizer, lambda count: 1 / (1 + count))
-    kinds, state = scheduler_states.described(own), own.state_dict()
-    assert scheduler_states.advanced(kinds, state, optimizer.param_groups, 9) is None
-    counted = scheduler_states.by_count(kinds, state, 9)
-    assert counted is not None
-    own.load_state_dict(counted)
-    own.step()
-    assert optimizer.param_groups[0]["lr"] == 0.4 / 11
-
-    class Mine(lr_scheduler.StepLR):
-        pass
-
-    assert scheduler_states.described(Mine(optimizer, 3)) == ["", []]
-    assert scheduler_states.by_count(["", []], {}, 9) is None
+# --- Loops ------------------------------------------------------------------------------------------------------------
 
 
 class _Saves(pl.Callback):

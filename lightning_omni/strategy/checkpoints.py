@@ -25,7 +25,6 @@ from lightning_omni.protocol.progress import Progress
 from lightning_omni.strategy.epochs import EpochDriver
 from lightning_omni.strategy.loop_states import batches_in, go_on_after
 from lightning_omni.strategy.published import Version
-from lightning_omni.strategy.scheduler_states import Counts, caught_up
 from lightning_omni.strategy.whole_files import write_whole
 
 if TYPE_CHECKING:
@@ -158,7 +157,7 @@ class Checkpoints:
             if progress is not None:
                 if cut.epoch != -1:
                     _count_as_ddp(checkpoint, progress)
-                schedules = _caught_up(checkpoint, epochs, progress)
+                schedules = epochs.schedulers.catch_up_in(checkpoint, progress)
                 checkpoint[ENTRY] = Saved(cut, groups, progress, schedules=schedules).to_plain()
             return
         progress = None if epochs.progress is None else snapshot.cut.progress(epochs.progress)
@@ -174,7 +173,7 @@ class Checkpoints:
                 "server": server,
                 "states": states,
             }
-        schedules = _caught_up(checkpoint, epochs, progress)
+        schedules = epochs.schedulers.catch_up_in(checkpoint, progress)
         checkpoint[ENTRY] = Saved(snapshot.cut, groups, progress, schedules=schedules, **more).to_plain()
 
     def save_folder(
@@ -257,15 +256,6 @@ def _count_as_ddp(checkpoint: dict[str, Any], progress: Progress | None) -> None
     has_begun = progress.samples > 0 or batches_in(checkpoint["loops"]) > batches
     if has_begun and batches < progress.batches:
         go_on_after(checkpoint["loops"], batches)
-
-
-def _caught_up(checkpoint: dict[str, Any], epochs: EpochDriver, progress: Progress | None) -> list[Counts]:
-    """What schedulers count at a moment which the rank that saves has not heard of; the checkpoint is changed."""
-    counts = epochs.schedulers.counts_at(progress)
-    if not counts:
-        return []
-    schedulers = [config.scheduler for config in epochs.trainer.lr_scheduler_configs]
-    return caught_up(checkpoint, schedulers, epochs.trainer.optimizers, counts)
 
 
 def _without_tensors(world: World, trees: Sequence[Any], tensors: dict[str, Any]) -> list[Any]:

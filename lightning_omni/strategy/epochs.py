@@ -275,6 +275,7 @@ class EpochDriver:
         self._epoch.plan = plan
         self.world.core.last_answer.progress, self.world.core.last_answer.stop = self.run.now().samples, ""
         self._follow_schedulers()
+        self.schedulers.note_synchronized()
         if self.data.is_dynamic:
             if entered is not None:
                 leases.restart(plan.epoch)  # with the book that the server keeps

@@ -9,6 +9,7 @@ from lightning_omni.optimizer.run_state import Schedule
 from lightning_omni.protocol.progress import Progress
 from lightning_omni.strategy import _private
 from lightning_omni.strategy.run_progress import RunProgress
+from lightning_omni.strategy.scheduler_states import Counts, Standing, caught_up, standing
 from lightning_omni.strategy.schedulers import Pacer, StepCounts, arrive, counts_of, reach_all
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ class RunSchedulers:
 
     Attributes:
         bases: where schedulers that keep pace count from.
+        synchronized: where they stood when all groups had last exchanged all that they had trained.
     """
 
     def __init__(self, run: RunProgress, steps: Callable[[], int]) -> None:
@@ -33,6 +35,7 @@ class RunSchedulers:
         self._counts = StepCounts()
         self._resumed: Sequence[Sequence[int]] = ()
         self.bases: Schedule = {}
+        self.synchronized: dict[Any, Standing | None] = {}
 
     def connect(self, trainer: Trainer) -> None:
         """A fit is being set up."""
@@ -73,6 +76,11 @@ class RunSchedulers:
         if is_paced:
             pacer.pace()
             self._pacer = pacer
+        self.note_synchronized()
+
+    def note_synchronized(self) -> None:
+        """All that groups have trained is exchanged."""
+        self.synchronized = {each: standing(each) for each in self._pacer.schedulers} if self._pacer else {}
 
     @property
     def counting(self) -> Schedule:
@@ -111,11 +119,23 @@ class RunSchedulers:
         if counts := counts_of(self._configs, self._counts):
             reach_all(self._configs, all_reduce_max(counts), self._counts)
 
-    def counts_at(self, progress: Progress | None) -> list[tuple[int, ...]]:
-        """For a checkpoint of that moment: see `Pacer.counts_at`."""
-        if self._pacer is None or progress is None:
+    def catch_up_in(self, checkpoint: dict[str, Any], progress: Progress | None) -> list[Counts]:
+        """A checkpoint has schedulers where they are to be at its moment; it is changed in place.
+
+        Ranks that save may not have heard of all that its weights have taken in, or have trained what those have not.
+
+        Args:
+            checkpoint: Lightning's.
+            progress: of the run at that moment.
+
+        Returns:
+            What they count there, and what they are to count: see `Pacer.counts_at`.
+        """
+        if self._pacer is None or progress is None or self._trainer is None:
             return []
-        return self._pacer.counts_at(self._configs, self._run.steps_at(progress))
+        counts = self._pacer.counts_at(self._configs, self._run.steps_at(progress))
+        schedulers = [config.scheduler for config in self._configs]
+        return caught_up(checkpoint, schedulers, self._trainer.optimizers, counts, self.synchronized)
 
     def release(self) -> None:
         """They keep pace no longer, and are as they were."""
@@ -126,7 +146,7 @@ class RunSchedulers:
     def finish(self) -> None:
         """The fit has ended, well or badly."""
         self.release()
-        self.bases = {}
+        self.bases, self.synchronized = {}, {}
 
     def forget(self) -> None:
         """The run is torn down."""

@@ -1,4 +1,4 @@
-"""States of learning-rate schedulers, taken further than the schedulers themselves: where a run is by now.
+"""States of learning-rate schedulers at another moment than their own: where a run is by now, or its weights are.
 
 The recorder says how the schedulers stood when the groups parted, and what the run has trained since, the server knows.
 Schedulers of torch are made again from their states, and stepped. What is the user's own is left as it stood; functions
@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -21,16 +22,33 @@ Counts = tuple[int, ...]
 """What a scheduler counts, and what it would count if it had kept pace; or nothing."""
 
 
-class Advanced(NamedTuple):
-    """A scheduler that was taken further.
+class Standing(NamedTuple):
+    """A scheduler at some moment of a run.
 
     Attributes:
         state: as its ``state_dict``.
-        groups: of its optimizer, as it has set them.
+        groups: of its optimizer, without the parameters, as it has set them.
     """
 
     state: dict[str, Any]
     groups: list[dict[str, Any]]
+
+
+def standing(scheduler: Any) -> Standing | None:
+    """A scheduler as it is now; None if it is not torch's."""
+    if not described(scheduler)[0]:
+        return None
+    return Standing(_copied(scheduler.state_dict()), _bare(scheduler.optimizer.param_groups))
+
+
+def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of a scheduler, without what functions of the user's hold, which may be anything."""
+    copied = {name: copy(value) for name, value in state.items() if name not in ("lr_lambdas", "_schedulers")}
+    if "lr_lambdas" in state:
+        copied["lr_lambdas"] = [None] * len(state["lr_lambdas"])
+    if "_schedulers" in state:
+        copied["_schedulers"] = [_copied(each) for each in state["_schedulers"]]
+    return copied
 
 
 def described(scheduler: Any) -> list[Any]:
@@ -55,7 +73,7 @@ def advanced(
     groups: Sequence[Mapping[str, Any]],
     count: int,
     own: Any = None,
-) -> Advanced | None:
+) -> Standing | None:
     """A scheduler's state when it has counted so far, and what it has made of its optimizer's parameter groups.
 
     Args:
@@ -75,8 +93,7 @@ def advanced(
         >>> then.state["last_epoch"], then.groups[0]["lr"]
         (4, 0.2)
     """
-    bare = [{name: value for name, value in group.items() if name != "params"} for group in groups]
-    optimizer = Optimizer([{**group, "params": [torch.zeros(1)]} for group in bare], {})
+    optimizer = Optimizer([{**group, "params": [torch.zeros(1)]} for group in _bare(groups)], {})
     try:
         scheduler = _made(description, state, optimizer, own)
         if scheduler is None:
@@ -86,8 +103,16 @@ def advanced(
             StepCounts().reach(scheduler, count, scheduler.step)
     except Exception:  # states of other releases of torch may lack anything
         return None
-    after = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-    return Advanced(scheduler.state_dict(), [dict(group) for group in after])
+    return Standing(scheduler.state_dict(), _bare(optimizer.param_groups))
+
+
+def _bare(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Parameter groups without the parameters. A rate that is a tensor, which schedulers change in place, is copied."""
+    return [{name: _own(value) for name, value in group.items() if name != "params"} for group in groups]
+
+
+def _own(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
 def by_count(description: Sequence[Any], state: Mapping[str, Any], count: int) -> dict[str, Any] | None:
@@ -121,7 +146,11 @@ def whole(description: Sequence[Any], state: Mapping[str, Any]) -> dict[str, Any
 
 
 def caught_up(
-    checkpoint: dict[str, Any], schedulers: Sequence[Any], optimizers: Sequence[Optimizer], counts: Sequence[Counts]
+    checkpoint: dict[str, Any],
+    schedulers: Sequence[Any],
+    optimizers: Sequence[Optimizer],
+    counts: Sequence[Counts],
+    earlier: Mapping[Any, Standing | None],
 ) -> list[Counts]:
     """A checkpoint has its schedulers where they would be if they had kept pace until its moment; changed in place.
 
@@ -130,6 +159,7 @@ def caught_up(
         schedulers: of the Trainer.
         optimizers: likewise.
         counts: of each scheduler, what it counts and what it would count; nothing of one that counts no steps.
+        earlier: schedulers at a moment before that of the checkpoint, from which those that are past it start again.
 
     Returns:
         The same for the checkpoint. A scheduler that only the user's module can step is where it was.
@@ -138,12 +168,15 @@ def caught_up(
     if len(states) != len(counts) or len(saved) != len(optimizers):
         return list(counts)
     found = []
+    of_each = Counter(id(scheduler.optimizer) for scheduler in schedulers)
     for number, (scheduler, count) in enumerate(zip(schedulers, counts, strict=True)):
         groups = [each for own, each in zip(optimizers, saved, strict=True) if own is scheduler.optimizer]
         then = None
         if groups and count and count[0] < count[1]:
             before = groups[0]["param_groups"]
             then = advanced(described(scheduler), states[number], before, count[1], scheduler)
+        elif groups and count and count[0] > count[1] and of_each[id(scheduler.optimizer)] == 1:
+            then = _returned(scheduler, earlier.get(scheduler), groups[0]["param_groups"], *count)
         if then is not None:
             states[number] = then.state
             groups[0]["param_groups"] = [
@@ -151,6 +184,27 @@ def caught_up(
             ]
         found.append(count if then is None else (count[1], count[1]))
     return found
+
+
+def _returned(
+    scheduler: Any, earlier: Standing | None, groups: Sequence[Mapping[str, Any]], now: int, then: int
+) -> Standing | None:
+    """A scheduler at a moment between an earlier one and now; None if more than its own steps has set its groups.
+
+    Args:
+        scheduler: is at hand, and stays as it is.
+        earlier: where it stood, if that is known.
+        groups: of its optimizer now.
+        now: what it counts now ...
+        then: ... and at the moment that is wanted.
+    """
+    if earlier is None or count_in(earlier.state) > then:
+        return None
+    kinds = described(scheduler)
+    again = advanced(kinds, *earlier, now, scheduler)
+    if again is None or again.groups != _bare(groups):
+        return None
+    return advanced(kinds, *earlier, then, scheduler)
 
 
 def _made(description: Sequence[Any], state: Mapping[str, Any], optimizer: Optimizer, own: Any) -> Any:

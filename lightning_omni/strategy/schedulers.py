@@ -169,6 +169,9 @@ class Pacer:
         batches: if the user steps the schedulers: batches that this rank has trained, the current one counted.
         scheduled: how often a scheduler of a frequency, in batches, is stepped in so many optimizer steps.
         counts: how often they were stepped before; None for what they count themselves.
+
+    Attributes:
+        schedulers: of the run, that can keep pace.
     """
 
     def __init__(
@@ -181,7 +184,7 @@ class Pacer:
         counts: StepCounts | None = None,
     ) -> None:
         self._configs, self._counts = _that_keep_pace(configs), counts or StepCounts()
-        self._schedulers = [config.scheduler for config in self._configs]
+        self.schedulers = [config.scheduler for config in self._configs]
         self._steps, self._epochs, self._batches, self._scheduled = steps, epochs, batches, scheduled
         self._bases: Schedule = {}
         self._paced: list[tuple[LRScheduler, type[LRScheduler], str | Calls]] = []
@@ -189,7 +192,7 @@ class Pacer:
     def has(self, configs: list[Any]) -> bool:
         """Whether these are the schedulers that it was made for, and no others."""
         theirs = [config.scheduler for config in _that_keep_pace(configs)]
-        return len(theirs) == len(self._schedulers) and all(map(operator.is_, theirs, self._schedulers))
+        return len(theirs) == len(self.schedulers) and all(map(operator.is_, theirs, self.schedulers))
 
     def count_from(self, schedule: Schedule) -> Schedule:
         """Schedulers count from where they did; those that are new, from now on. Returns where all of them do.

@@ -103,8 +103,16 @@ def before_an_exchange() -> dict[str, Any]:
     saving = pl.callbacks.ModelCheckpoint(FOLDER, "early-{step}", every_n_train_steps=3, save_top_k=-1)
     strategy = omni.OmniStrategy(groups=2, method="diloco:period=8")
     run = trainer(strategy, 2, callbacks=[InTime(), saving], enable_checkpointing=True)
-    run.fit(AdamNet(norm=False), *loaders(MANY))
-    return torch.load(FOLDER / "early-step=3.ckpt", weights_only=True)["omni"]["run"]["cut"] if RANK == 0 else {}
+    run.fit(CycleNet(norm=False), *loaders(MANY))
+    if RANK:
+        return {}
+    checkpoint = torch.load(FOLDER / "early-step=3.ckpt", weights_only=True)
+    scheduled, group = checkpoint["lr_schedulers"][0], checkpoint["optimizer_states"][0]["param_groups"][0]
+    return {
+        **checkpoint["omni"]["run"]["cut"],
+        "scheduled": scheduled["last_epoch"],
+        "rates": [*scheduled["_last_lr"], group["lr"]],
+    }
 
 
 def from_inside(strategy: Any, name: str = "groups-step=6", samples: int = 256) -> dict[str, Any]:
@@ -112,9 +120,12 @@ def from_inside(strategy: Any, name: str = "groups-step=6", samples: int = 256) 
     pl.seed_everything(1, verbose=False)
     noted = Samples()
     run = trainer(strategy, 2, callbacks=[noted])
-    module = CycleNet(norm=False) if samples == 256 else AdamNet(norm=False)
-    run.fit(module, *loaders(samples), ckpt_path=f"{FOLDER}/{name}.ckpt")
-    return {"seen": noted.seen[0], "epochs": run.current_epoch}
+    run.fit(CycleNet(norm=False), *loaders(samples), ckpt_path=f"{FOLDER}/{name}.ckpt")
+    return {
+        "seen": noted.seen[0],
+        "epochs": run.current_epoch,
+        "scheduled": run.lr_scheduler_configs[0].scheduler.last_epoch,
+    }
 
 
 def in_fragments(servers: int) -> Any:
