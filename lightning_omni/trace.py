@@ -267,8 +267,8 @@ def figure_of(trace: Trace, title: str = "") -> Any:
     _draw_pushes(timeline, trace, figure)
     name, lr = trace.meta.get("name", ""), trace.meta.get("lr")
     rate = "" if lr is None else f", lr {lr:.3g}"
-    said = f"{trace.updates} updates in {trace.seconds:.4g} s{' of virtual time' * ('cluster' in trace.meta)}"
-    figure.suptitle("\n".join(filter(None, (f"{name}{rate}: {said}" if name else said, title))), fontsize="medium")
+    text = f"{trace.updates} updates in {trace.seconds:.4g} s{' of virtual time' * ('cluster' in trace.meta)}"
+    figure.suptitle("\n".join(filter(None, (f"{name}{rate}: {text}" if name else text, title))), fontsize="medium")
     return figure
 
 

@@ -175,7 +175,7 @@ outcome = supervisor.supervise(lambda: False, lambda text: print(text, flush=Tru
 if isinstance(outcome, int):
     print("waited", time.monotonic() - began >= 1.0)
     sys.exit(outcome)
-print("begins after", repr(outcome.said), flush=True)
+print("begins after", repr(outcome.report), flush=True)
 outcome.send("there")
 {end}
 """

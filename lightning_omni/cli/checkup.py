@@ -216,7 +216,7 @@ def _observer(checkup: Checkup, address: str, key: bytes, encryption: str) -> Ob
 def _versions(checkup: Checkup, server: m.ServerDescription) -> None:
     here, there = versions(), server.about.versions
     names = ("lightning-omni", "torch", "pytorch-lightning", "lightning", "python")
-    said = "; ".join(
+    text = "; ".join(
         f"{name} {here.get(name, '-')}"
         + f" (server {there[name]})" * (there.get(name, here.get(name)) != here.get(name))
         for name in names
@@ -228,9 +228,9 @@ def _versions(checkup: Checkup, server: m.ServerDescription) -> None:
         if name in there and here.get(name, "").split(".")[:parts] != there[name].split(".")[:parts]
     ]
     if other:
-        checkup.warn("versions", said, f"install the same {' and '.join(other)} on both sides")
+        checkup.warn("versions", text, f"install the same {' and '.join(other)} on both sides")
     else:
-        checkup.found("versions", said)
+        checkup.found("versions", text)
 
 
 def _clock(checkup: Checkup, observer: Observer) -> None:
@@ -242,11 +242,11 @@ def _clock(checkup: Checkup, observer: Observer) -> None:
         ended = time.time()
         asked.append((ended - began, there - (began + ended) / 2))
     took, ahead = min(asked)
-    said = f"the server's is {abs(ahead):.3f} s {'ahead' if ahead > 0 else 'behind'}, to {took / 2:.3f} s"
+    text = f"the server's is {abs(ahead):.3f} s {'ahead' if ahead > 0 else 'behind'}, to {took / 2:.3f} s"
     if abs(ahead) - took / 2 > MOST_SKEW:
-        checkup.warn("clock", said, "set both by NTP: the times in logs cannot be compared; training does not use them")
+        checkup.warn("clock", text, "set both by NTP: the times in logs cannot be compared; training does not use them")
     else:
-        checkup.found("clock", said)
+        checkup.found("clock", text)
 
 
 def _run(checkup: Checkup, observer: Observer) -> None:
@@ -282,9 +282,9 @@ def _expect(checkup: Checkup, server: m.ServerDescription, latency: float, to: f
     layout = Layout((TensorSpec("parameters", (max(1, int(mb * 1e6 / 4)),), "float32"),))
     whole = layout.nbytes
     seconds = {name: latency + wire_named(name).sizes(layout)[1] / to + whole / back for name in WIRES}
-    said = ", ".join(f"{name} {taken:.2g} s" for name, taken in seconds.items())
+    text = ", ".join(f"{name} {taken:.2g} s" for name, taken in seconds.items())
     checkup.expect(
-        f"A model of {mb:g} MB: an exchange (push and answer) takes {said}, by wire=. With local steps"
+        f"A model of {mb:g} MB: an exchange (push and answer) takes {text}, by wire=. With local steps"
         ' (method="local_sgd:period=16") there is one in so many steps; overlap=True hides it if a step takes longer.'
     )
     checkup.expect(

@@ -37,8 +37,8 @@ class _HelpFormatter(DefaultHelpFormatter):
         if given is argparse.SUPPRESS:
             return super()._get_help_string(action)
         says_more = action.option_strings and given is not False and given not in (None, "", ())
-        told = " (on by default)" if given is True else " (default: %(default)s)"
-        return (action.help or "") + (told if says_more else "")
+        default = " (on by default)" if given is True else " (default: %(default)s)"
+        return (action.help or "") + (default if says_more else "")
 
 
 class _Parser(ArgumentParser):

@@ -55,7 +55,7 @@ def device(
     if not hasattr(module, "training_step"):
         raise ConfigurationError(f"model {model!r} is no LightningModule: it has no training_step; name one that has")
     given, batches = subject.data_of(module, data, input, classes, batch_size)
-    with progress_bar() as told:
+    with progress_bar() as progress:
         report = subject.measure(
             module,
             given,
@@ -64,7 +64,7 @@ def device(
             propose=proposed,
             budget=seconds,
             tolerance=tolerance,
-            progress=told,
+            progress=progress,
         )
     show(report.table(), report.tall_table())
     for line in subject.lines_of(report).splitlines():

@@ -179,8 +179,8 @@ def _head(overview: Overview, rates: Rates) -> list[RenderableType]:
 
 
 def _sentences(overview: Overview) -> list[Text]:
-    said = [Text(sentence, "yellow") for sentence in [straggler_sentence(overview.status)] if sentence]
-    return [*said, *([Text(f"over: {quoted(overview.over)}", "bold red")] if overview.over else [])]
+    sentences = [Text(sentence, "yellow") for sentence in [straggler_sentence(overview.status)] if sentence]
+    return [*sentences, *([Text(f"over: {quoted(overview.over)}", "bold red")] if overview.over else [])]
 
 
 def _line(entry: LogEntry) -> Text:

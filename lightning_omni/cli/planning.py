@@ -479,12 +479,12 @@ def sentences(plan: Plan, samples: float | None) -> list[str]:
     """What to use, what to buy next, and what is assumed."""
     best, known = plan.best, plan.known
     alone = plan.relative(plan.rows[0])
-    said = f"use {plan.describe(best.setting)}: {best.prediction.samples_per_second.value:.4g} samples/s"
+    text = f"use {plan.describe(best.setting)}: {best.prediction.samples_per_second.value:.4g} samples/s"
     if best.setting.groups > 1:
-        said += f", {alone:.2f} times faster to the target than one group"
+        text += f", {alone:.2f} times faster to the target than one group"
     if samples is not None:
-        said += f", {duration(plan.seconds(best, samples))} for {samples:.4g} samples"
-    lines = [said, f"buy next: {_advice(plan)}"]
+        text += f", {duration(plan.seconds(best, samples))} for {samples:.4g} samples"
+    lines = [text, f"buy next: {_advice(plan)}"]
     profile, measured = plan.cluster.profile, known.profile
     growth = profile.ranks * profile.batch_size / (measured.ranks * measured.batch_size)
     if abs(growth - 1) > 0.01:
@@ -503,12 +503,12 @@ def _advice(plan: Plan) -> str:
     cluster = plan.cluster
     if bottleneck == "compute":
         count = 2 * cluster.profile.ranks
-        said, other = f"{count} ranks", plan.with_cluster(ranks=count)
+        change, other = f"{count} ranks", plan.with_cluster(ranks=count)
     elif bottleneck in ("allreduce", "exchange", "link") and cluster.bandwidth is not None:
-        said, other = "twice the bandwidth", plan.with_cluster(bandwidth=2 * cluster.bandwidth)
+        change, other = "twice the bandwidth", plan.with_cluster(bandwidth=2 * cluster.bandwidth)
     elif bottleneck in ("server", "link") and not cluster.profile.per_node:
         count = 2 * cluster.profile.servers
-        said, other = f"{count} servers", plan.with_cluster(servers=count)
+        change, other = f"{count} servers", plan.with_cluster(servers=count)
     else:
         what = "servers twice as fast" if bottleneck == "server" else "a network twice as fast"
         what = "a merged head twice as fast" if bottleneck == "head" else what
@@ -516,7 +516,7 @@ def _advice(plan: Plan) -> str:
         return f"{_BOTTLENECKS[bottleneck]} is the bottleneck; {faster}"
     gain = math.exp(plan.best.log_seconds - other.best.log_seconds)
     best = plan.describe(other.best.setting)
-    faster = f"{said} would be {gain:.2f} times faster to the target, with {best}"
+    faster = f"{change} would be {gain:.2f} times faster to the target, with {best}"
     return f"{_BOTTLENECKS[bottleneck]} is the bottleneck; {faster}"
 
 

@@ -30,7 +30,7 @@ from lightning_omni.trace import Trace, plot_comparison
 
 _PICTURES = (".png", ".svg", ".pdf")
 
-Told = Callable[[float, str], None]
+OnProgress = Callable[[float, str], None]
 
 
 @dataclass(frozen=True)
@@ -161,37 +161,37 @@ def _runs(entrants: Sequence[Entrant], task: Task, finds_rates: bool) -> tuple[l
     return runs, 0
 
 
-def _run_method(entrant: Entrant, task: Task, finds_rates: bool, told: Told) -> Run:
+def _run_method(entrant: Entrant, task: Task, finds_rates: bool, progress: OnProgress) -> Run:
     """The run of a method with the rate that suits it, or with the best of those that the user named."""
     own = task.own_rate
     if finds_rates and own is not None:
         began = time.perf_counter()
-        lr, tried = best_rate(own, lambda rate, part: _run_part(entrant, rate, part, task, told), task.target)
-        found = _run_whole(entrant, lr, task, told)
+        lr, tried = best_rate(own, lambda rate, part: _run_part(entrant, rate, part, task, progress), task.target)
+        found = _run_whole(entrant, lr, task, progress)
         return replace(found, tried=tuple(tried), real_seconds=time.perf_counter() - began)
     runs: list[Run] = []
     for rate in task.rates or (None,):
-        runs.append(_run_whole(entrant, rate, task, told))
+        runs.append(_run_whole(entrant, rate, task, progress))
         if runs[-1].trace.ended == "interrupted":
             break
     return replace(min(runs, key=lambda each: merit(each.trace, task.target)), tried=task.rates)
 
 
-def _run_whole(entrant: Entrant, rate: float | None, task: Task, told: Told) -> Run:
+def _run_whole(entrant: Entrant, rate: float | None, task: Task, progress: OnProgress) -> Run:
     lr = task.own_rate if rate is None else rate
     began = time.perf_counter()
-    trace = _simulated(entrant, rate, task, lambda done, text: told(done, f"{_at(lr)}{text}"))
-    told(1.0, "done")
+    trace = _simulated(entrant, rate, task, lambda done, text: progress(done, f"{_at(lr)}{text}"))
+    progress(1.0, "done")
     return Run(
         entrant, replace(trace, meta={**trace.meta, "name": entrant.name, "lr": lr}), lr, time.perf_counter() - began
     )
 
 
-def _run_part(entrant: Entrant, rate: float, part: float, task: Task, told: Told) -> Trace:
+def _run_part(entrant: Entrant, rate: float, part: float, task: Task, progress: OnProgress) -> Trace:
     """The beginning of a run."""
 
     def until(done: float, text: str) -> None:
-        told(0.0, f"{_at(rate)}for {part:.0%} of the run")
+        progress(0.0, f"{_at(rate)}for {part:.0%} of the run")
         if done >= part:
             raise Enough
 
@@ -201,7 +201,7 @@ def _run_part(entrant: Entrant, rate: float, part: float, task: Task, told: Told
     return trace
 
 
-def _simulated(entrant: Entrant, rate: float | None, task: Task, progress: Told) -> Trace:
+def _simulated(entrant: Entrant, rate: float | None, task: Task, progress: OnProgress) -> Trace:
     return simulator.simulate(
         entrant.method,
         entrant.topology,

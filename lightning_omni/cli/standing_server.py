@@ -63,25 +63,25 @@ class StopSignals:
 
     def __init__(self) -> None:
         self._numbers: list[int] = []
-        self._heard: list[Callable[[], None]] = []
+        self._on_stop: list[Callable[[], None]] = []
 
-    def listen(self, heard: Callable[[], None] | None = None) -> None:
+    def listen(self, on_stop: Callable[[], None] | None = None) -> None:
         """Takes them from now on.
 
         Args:
-            heard: called when one comes, and now if one has come before.
+            on_stop: called when one comes, and now if one has come before.
         """
-        if heard is not None:
-            self._heard.append(heard)
+        if on_stop is not None:
+            self._on_stop.append(on_stop)
             if self._numbers:
-                heard()
+                on_stop()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._numbers.append(number)
-        for heard in self._heard:
-            heard()
+        for on_stop in self._on_stop:
+            on_stop()
 
     def __bool__(self) -> bool:
         """Whether one has come."""
@@ -202,8 +202,8 @@ class StandingServer:
         name = f"{options.role} for {options.upstream}" if options.upstream else options.role
         log(self._console, f"{name} on {self._server.address}, key from {options.key_file or 'the environment'}")
         if options.key_file is not None and is_open_to_others(options.key_file):
-            told = "other users of this machine can read or write the key file: chmod 600"
-            log(self._console, f"{told} {options.key_file}", style="yellow")
+            warning = "other users of this machine can read or write the key file: chmod 600"
+            log(self._console, f"{warning} {options.key_file}", style="yellow")
         if self._web is not None:
             log(self._console, f"status on {self._web.url}")
         if self._continued:

@@ -43,8 +43,8 @@ def made_from(text: str, what: str, arguments: dict[str, Any] | None = None) -> 
     try:
         make = workload._function(text)
     except ConfigurationError as error:  # which speaks of workloads
-        said = str(error).replace("workload", what).replace("'synthetic', ", "").replace("function", "class")
-        raise ConfigurationError(said) from error
+        message = str(error).replace("workload", what).replace("'synthetic', ", "").replace("function", "class")
+        raise ConfigurationError(message) from error
     try:
         inspect.signature(make).bind(**(arguments or {}))
     except TypeError as error:

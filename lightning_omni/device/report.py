@@ -176,9 +176,9 @@ class DeviceReport(Serializable):
         tried = Column("tried", overflow="fold")
         table = Table(tried, *columns, title=self._title, caption=self._caption, show_lines=True)
         for each in self.findings:
-            told = Text(f"{each.step}: {each.tried}\n").append(_verdict(each), style=_STYLES[each.verdict])
+            cell = Text(f"{each.step}: {each.tried}\n").append(_verdict(each), style=_STYLES[each.verdict])
             gain = f"{each.gain:.2f}" if each.gain is not None else "-"
-            table.add_row(told, _number(each.after), gain, _interval(each.spread))
+            table.add_row(cell, _number(each.after), gain, _interval(each.spread))
         return table
 
     def plot(self, path: str | Path) -> None:

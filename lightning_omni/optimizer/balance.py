@@ -223,8 +223,8 @@ class Balance:
         Returns:
             Whether all of them have been measured.
         """
-        said = gather(world, (self.speed, self._throughput.variance, leases.handed))
-        speeds, variances, handed = zip(*said, strict=True)
+        gathered = gather(world, (self.speed, self._throughput.variance, leases.handed))
+        speeds, variances, handed = zip(*gathered, strict=True)
         if (split := self._balancer.decide(leases.split, speeds, variances)) is not None:
             leases.share_out(split.shares, from_number=int(max(handed)))
             self._info(

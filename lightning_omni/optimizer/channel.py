@@ -270,14 +270,14 @@ class Channel:
                 self.members.broadcast_to_replicas(memory[PREFIX:])
             if coded is not None:
                 coded.decode(letter[PREFIX:], memory[PREFIX:], part)
-        clock, heard, note = _read(letter[:PREFIX])
+        clock, received, note = _read(letter[:PREFIX])
         if by_member and answer is not None and answer.clock != clock:
             raise ProtocolError(f"servers have applied {answer.clock} and {clock} updates to the shares of a group")
-        if heard.staleness >= 0:
-            part.staleness[heard.staleness] += 1
+        if received.staleness >= 0:
+            part.staleness[received.staleness] += 1
         tensors = layout.views(memory[PREFIX:]) if ask.pulls else ()
-        pulled = self._place.core.receive(heard, tensors, clock, note, ask.fragment)
-        self.warn_of_refusal(heard.applied, heard.refused_in_row)
+        pulled = self._place.core.receive(received, tensors, clock, note, ask.fragment)
+        self.warn_of_refusal(received.applied, received.refused_in_row)
         return pulled
 
     def _coded(self, ask: Ask, layout: Layout) -> CodedAnswer | None:
@@ -311,12 +311,12 @@ class Channel:
         requests, part = self._servers(), self._place.parts[ask.optimizer]
         split = self._divided(ask, layout, requests.count)
         if ask.optimizer in self._arrived:
-            heard = self._arrived.pop(ask.optimizer)
+            received = self._arrived.pop(ask.optimizer)
         else:
             self._travels = None
-            heard = requests.receive(m.Weights, split.memories(into) if is_flat and ask.pulls else None)
-        check_alike(heard if part.head is None else heard[:1])  # of a merged head the others hold nothing
-        payloads = [payload for _, payload in heard]
+            received = requests.receive(m.Weights, split.memories(into) if is_flat and ask.pulls else None)
+        check_alike(received if part.head is None else received[:1])  # of a merged head the others hold nothing
+        payloads = [payload for _, payload in received]
         if not is_flat:
             for payload, share in zip(payloads, split.shares, strict=True):
                 check_size(answers, payload.numel(), share)
@@ -327,7 +327,7 @@ class Channel:
             if not is_flat:
                 payloads = decoded(answers, payloads, split, part)
             split.write(into, payloads)
-        return heard[0][0]
+        return received[0][0]
 
     # --- Connections --------------------------------------------------------------------------------------------------
 
@@ -381,9 +381,9 @@ class Channel:
 def _write(answer: m.Weights, prefix: Tensor) -> None:
     """Puts what an answer says beside its tensors in front of these, where `_read` finds it."""
     applied, stop, repeated = int(answer.applied), STOPS.index(answer.stop), int(answer.repeated)
-    said = [answer.clock, answer.staleness, applied, answer.progress, stop, repeated, answer.refused_in_row]
-    said += [answer.validations, answer.groups]
-    prefix[: 8 * len(said)].view(torch.int64).copy_(torch.tensor(said))
+    numbers = [answer.clock, answer.staleness, applied, answer.progress, stop, repeated, answer.refused_in_row]
+    numbers += [answer.validations, answer.groups]
+    prefix[: 8 * len(numbers)].view(torch.int64).copy_(torch.tensor(numbers))
     prefix[_NUMBERS:].view(torch.float64)[0] = answer.note
 
 

@@ -259,7 +259,7 @@ class RunServer:
         Raises:
             ConfigurationError: there is no server, and none could be started.
         """
-        said: dict[str, str] = {}
+        found: dict[str, str] = {}
         failure: Exception | None = None
         if self._rank == 0:
             try:
@@ -273,23 +273,23 @@ class RunServer:
                     if self._states is not None and self._taught is not None and self._keeper is None:
                         again = msgspec.structs.replace(self._settings(*self._taught), again=address)
                         self._keeper = Keeper(self.process, again)
-                    said = {"address": self.published(address), "key": key}
+                    found = {"address": self.published(address), "key": key}
                 else:
-                    said = {"address": self._options.server, "key": ""}
+                    found = {"address": self._options.server, "key": ""}
             except Exception as error:
-                failure, said = error, {"error": str(error)}
-            said["run"] = secrets.token_hex(8)
-        said = json.loads(broadcast_text(json.dumps(said)))
+                failure, found = error, {"error": str(error)}
+            found["run"] = secrets.token_hex(8)
+        found = json.loads(broadcast_text(json.dumps(found)))
         if failure is not None:
             raise failure
-        if "error" in said:
-            raise ConfigurationError(f"rank 0 could not start the parameter server: {said['error']}")
-        return said["address"], self._key_of(said["key"]), said["run"]
+        if "error" in found:
+            raise ConfigurationError(f"rank 0 could not start the parameter server: {found['error']}")
+        return found["address"], self._key_of(found["key"]), found["run"]
 
     @staticmethod
-    def _key_of(said: str) -> bytes:
-        if said != ENVIRONMENT:
-            return bytes.fromhex(said) if said else load_key()
+    def _key_of(text: str) -> bytes:
+        if text != ENVIRONMENT:
+            return bytes.fromhex(text) if text else load_key()
         key = key_of_environment()
         if key is None:
             raise ConfigurationError(

@@ -53,8 +53,8 @@ class Enlistment:
 
     def __init__(self, options: WorldOptions, rank: int, size: int, broadcast_text: Callable[[str], str]) -> None:
         self._observer: Observer | None = None
-        heard = ask_for_all(broadcast_text, rank == 0, lambda: self._ask(options, size))
-        self.run, self.first, announced, self.silence = heard
+        answer = ask_for_all(broadcast_text, rank == 0, lambda: self._ask(options, size))
+        self.run, self.first, announced, self.silence = answer
         self.begins = announced == 0
         self.announced = announced or size
 
@@ -114,16 +114,16 @@ def ask_for_all(broadcast_text: Callable[[str], str], asks: bool, ask: Callable[
         OmniError: it was refused, or failed.
     """
     failure: OmniError | None = None
-    said: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     if asks:
         try:
-            said = {"answer": ask()}
+            result = {"answer": ask()}
         except OmniError as error:
-            failure, said = error, {"error": str(error)}
-    said = json.loads(broadcast_text(json.dumps(said)))
-    if "error" in said:
-        raise failure or ConnectionLost(f"rank 0 of this group could not join: {said['error']}")
-    return said["answer"]
+            failure, result = error, {"error": str(error)}
+    result = json.loads(broadcast_text(json.dumps(result)))
+    if "error" in result:
+        raise failure or ConnectionLost(f"rank 0 of this group could not join: {result['error']}")
+    return result["answer"]
 
 
 def _check_same(run: str, options: WorldOptions) -> None:

@@ -47,10 +47,10 @@ class Forming:
         if place.is_recorder:
             topology, incarnation = self._form_until_accepted(groups, speeds, keeps_epoch)
             mine = json.dumps([topology.groups, incarnation]).encode()
-        said = dict(self._channel.synchronize("topology", mine)).get(RECORDER)
-        if said is None:  # the rank that forms the groups has failed meanwhile, and the run ends with it
+        text = dict(self._channel.synchronize("topology", mine)).get(RECORDER)
+        if text is None:  # the rank that forms the groups has failed meanwhile, and the run ends with it
             raise place.control.wait_for_end(LEARN) or RankLost(f"rank {RECORDER} is gone before it has formed groups")
-        formed, incarnation = json.loads(said)
+        formed, incarnation = json.loads(text)
         place.topology = Topology(tuple(tuple(members) for members in formed))
         place.generation += 1
         if place.rank not in place.topology.ranks:

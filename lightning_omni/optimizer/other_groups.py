@@ -56,9 +56,9 @@ class OtherGroups:
             self._peers = self._listen(self._place.control)
             address = self._place.server.published(self._peers.address)
             mine = msgspec.json.encode((self._share_number, Address(self._place.group, address)))
-        said = self._synchronize("peers", mine)
+        addresses = self._synchronize("peers", mine)
         if self._peers is not None:
-            others = [msgspec.json.decode(payload, type=tuple[int, Address]) for _, payload in said if payload]
+            others = [msgspec.json.decode(payload, type=tuple[int, Address]) for _, payload in addresses if payload]
             alike = [other for share, other in others if share == self._share_number]
             self._peers.connect({other.group: other for other in alike if other.group != self._place.group})
 

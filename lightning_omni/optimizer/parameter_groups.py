@@ -237,12 +237,12 @@ class ParameterGroups:
 
     # --- To the server ---------------------------------------------------------------------------------------------
 
-    def _check_same_in_group(self, said: str) -> None:
+    def _check_same_in_group(self, text: str) -> None:
         """All members of the group must have come to the same change, or their collectives would pair with others."""
         place = self._place
         if len(place.members) == 1:
             return
-        mine = torch.tensor([_digest(said)], device=place.device)
+        mine = torch.tensor([_digest(text)], device=place.device)
         patience = min(place.options.timeout, PATIENCE)
         alike, theirs = torch.ones_like(mine), torch.zeros_like(mine)
         others = range(1, len(place.members)) if place.is_leader else (0,)

@@ -160,9 +160,9 @@ class RemoteHead:
         autocast = str(torch.get_autocast_dtype(kind)).removeprefix("torch.") if mixed else ""
         return self.side.forward(tree, autocast, exclusive)
 
-    def _ask(self, said: ToHead, expect: type[_Answer]) -> tuple[_Answer, Tensor]:
+    def _ask(self, request: ToHead, expect: type[_Answer]) -> tuple[_Answer, Tensor]:
         try:
-            return self._channel.ask(said.message, expect, said.payload)
+            return self._channel.ask(request.message, expect, request.payload)
         except Refused as no:
             raise ConfigurationError(f'merged="{self._name}": {no}') from no
 
@@ -178,9 +178,9 @@ class RemoteHead:
         place = self._place
         self.side.end()
         with self._channel.timed():
-            told = self._share_presence(gradients)
-            gathered = iter(self._gather([gradient for gradient in told if gradient is not None]))
-            whole = [None if gradient is None else next(gathered) for gradient in told]
+            presence = self._share_presence(gradients)
+            gathered = iter(self._gather([gradient for gradient in presence if gradient is not None]))
+            whole = [None if gradient is None else next(gathered) for gradient in presence]
             there, payload = b"", torch.empty(0)
             back: list[Any] = []
             if place.is_leader:

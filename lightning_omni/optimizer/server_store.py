@@ -52,11 +52,11 @@ class ServerStore:
             version: number of a validation: the moment at which this was first asked for that one. 0 is now.
         """
         requests, take = self._connections(), m.TakeSnapshot(with_state=with_state, version=version)
-        heard = requests.exchange([Outgoing(take)] * requests.count, m.Snapshot)
-        first, *others = (unpack(answer.packed, payload, copy=True) for answer, payload in heard)
-        cut, parts = heard[0][0].cut, first["parts"]
+        answers = requests.exchange([Outgoing(take)] * requests.count, m.Snapshot)
+        first, *others = (unpack(answer.packed, payload, copy=True) for answer, payload in answers)
+        cut, parts = answers[0][0].cut, first["parts"]
         if others:
-            if any(answer.cut.pushes != cut.pushes for answer, _ in heard):
+            if any(answer.cut.pushes != cut.pushes for answer, _ in answers):
                 raise ProtocolError("servers that hold a share each have given snapshots of different moments")
             parts = [
                 self._whole(part, [tree["parts"][index] for tree in (first, *others)])
@@ -87,15 +87,15 @@ class ServerStore:
         """
         requests = self._connections()
         parts = [self._cut_again(self._place.parts[index], part, requests.count) for index, part in enumerate(parts)]
-        said = []
+        seeds = []
         for server in range(requests.count):
             tree = [
                 part if requests.count == 1 else self._share_of(self._place.parts[index], part, server, requests.count)
                 for index, part in enumerate(parts)
             ]
             packed, buffer = pack({"parts": tree})
-            said.append(Outgoing(m.Seed(packed=packed, nbytes=buffer.numel()), buffer))
-        requests.exchange(said, m.Seeded)
+            seeds.append(Outgoing(m.Seed(packed=packed, nbytes=buffer.numel()), buffer))
+        requests.exchange(seeds, m.Seeded)
 
     def _cut_again(self, part: Part, seed: dict[str, Any], servers: int) -> dict[str, Any]:
         """What an optimizer's servers are handed; a checkpoint may have fragments as other servers have cut them."""

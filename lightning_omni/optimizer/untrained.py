@@ -142,11 +142,11 @@ def _average(place: Place, tensors: Sequence[Tensor]) -> None:
     if not tensors:
         return
     flat = [each.double().cpu().flatten() for each in tensors]
-    is_heard = _counts(place) and place.is_leader
-    sound = [is_heard and bool(each.isfinite().all()) for each in flat]
+    is_counted = _counts(place) and place.is_leader
+    sound = [is_counted and bool(each.isfinite().all()) for each in flat]
     # Not multiplied: infinities would become NaN. The last numbers count those that spoke: all divide by the same.
-    heard = [each if speaks else torch.zeros_like(each) for each, speaks in zip(flat, sound, strict=True)]
-    summed = torch.cat([*heard, torch.tensor(sound).double()])
+    counted = [each if is_sound else torch.zeros_like(each) for each, is_sound in zip(flat, sound, strict=True)]
+    summed = torch.cat([*counted, torch.tensor(sound).double()])
     dist.all_reduce(summed)
     *sums, counts = summed.split([*(each.numel() for each in tensors), len(tensors)])
     for tensor, total, count in zip(tensors, sums, counts.tolist(), strict=True):

@@ -107,8 +107,8 @@ def fit_exchange(
     largest = max(each.measured.nbytes for each in drawn)
     segments = []
     for each in several:
-        told, part = each.measured, each.measured.nbytes / largest if largest else 1.0
-        handed = placement.handed_on(told.groups, hop + ring * part, told.nbytes) * told.hands_on
+        segment, part = each.measured, each.measured.nbytes / largest if largest else 1.0
+        handed = placement.handed_on(segment.groups, hop + ring * part, segment.nbytes) * segment.hands_on
         segments.append(_Exchanges.of(each, handed))
     known = [each.measured.serve for each in several if each.measured.serve]
     serve, nbytes = sum(known) / max(len(known), 1), max(each.nbytes for each in segments)

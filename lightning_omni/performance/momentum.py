@@ -61,14 +61,14 @@ class Implicit:
     @property
     def statement(self) -> str:
         """All this in a sentence."""
-        told = f"mean staleness {self.mean:.3g} with a spread of {self.spread:.2f} of a geometric one"
+        text = f"mean staleness {self.mean:.3g} with a spread of {self.spread:.2f} of a geometric one"
         if self.mean == 0:
             return "no staleness: no implicit momentum"
         if self.holds:
-            return f"{told}: implicit momentum {self.momentum:.3g}"
+            return f"{text}: implicit momentum {self.momentum:.3g}"
         if self.spread < c.LEAST_SPREAD:
-            return f"{told}: nearly constant, a delay and not a momentum; the theorem does not hold, so search instead"
-        return f"{told}: a few pushes are very late; the theorem does not hold, so search instead"
+            return f"{text}: nearly constant, a delay and not a momentum; the theorem does not hold, so search instead"
+        return f"{text}: a few pushes are very late; the theorem does not hold, so search instead"
 
 
 def implicit_momentum(histogram: Sequence[int] | Array) -> Implicit:

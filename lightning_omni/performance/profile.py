@@ -409,16 +409,16 @@ class Profile(Serializable):
         self, model: CostModel, topology: Topology, seconds: Estimate, samples: Estimate, reason: str, batch: float
     ) -> str:
         count = len(topology.alive)
-        said = (
+        text = (
             f"{counted(count, 'group')}: an update every {_milliseconds(seconds)},"
             f" {samples.value:.4g} samples/s; {reason}"
         )
         if count > 1 and not model.knows_exchange:
-            said += "; the exchange was not measured"
-            said += " and counts as nothing" if model is self._model else ": forecast from the all-reduce"
+            text += "; the exchange was not measured"
+            text += " and counts as nothing" if model is self._model else ": forecast from the all-reduce"
         if batch != self.batch_size and not self.knows_overhead:
-            said += f"; batches of {batch:g} were not measured"
-        return said
+            text += f"; batches of {batch:g} were not measured"
+        return text
 
     def scaled(
         self,

@@ -46,8 +46,8 @@ class _AggregatorLink:
         secret: opens its data connection.
         last_seen: when it last said something.
         data: where its sums come from; empty before it is open.
-        told: things that it was told, of which it has ...
-        done: ... done so many.
+        sent: messages that it was sent, of which it has ...
+        done: ... done as many as this says.
         asked: ranks that are to hear of it, by their connections, and how much it must have done before.
     """
 
@@ -57,7 +57,7 @@ class _AggregatorLink:
     secret: bytes
     last_seen: float
     data: Peer = b""
-    told: int = 0
+    sent: int = 0
     done: int = 0
     asked: list[tuple[Peer, int]] = field(default_factory=list)
 
@@ -168,7 +168,7 @@ class Aggregators(OneServer):
         )
 
     def _send(self, link: _AggregatorLink, message: sm.Told) -> None:
-        link.told += 1
+        link.sent += 1
         self._out.append(Out(link.control, m.CONTROL, message))
 
     def drain(self) -> list[Out]:
@@ -185,7 +185,7 @@ class Aggregators(OneServer):
         link = min(ready, key=lambda link: (-_nearness(host, link.address), shared.count(link.number), -link.number))
         self._of[sender.rank] = link.number
         self._send(link, self._admitted[sender.rank])
-        link.asked.append((sender.peer, link.told))
+        link.asked.append((sender.peer, link.sent))
         return []
 
     # --- Aggregators come and go -------------------------------------------------------------------------------------
@@ -248,7 +248,7 @@ class Aggregators(OneServer):
         """An aggregator lives, and has done what it was told."""
         link = self._link_of(sender.peer)
         link.last_seen, link.done = self._now(), max(link.done, message.count)
-        due = [peer for peer, told in link.asked if told <= link.done]
+        due = [peer for peer, sent in link.asked if sent <= link.done]
         link.asked = [each for each in link.asked if each[1] > link.done]
         answer = m.Aggregator(address=link.address)
         return [Out(link.control, m.CONTROL, m.Acknowledged()), *(Out(peer, m.CONTROL, answer) for peer in due)]

@@ -182,7 +182,7 @@ class _Half:
     """The same if the push that is to be answered is applied, too."""
     under_way: Ask | None = None
     """What was said and not waited for."""
-    said: list[Outgoing] | None = None
+    outgoing: list[Outgoing] | None = None
     """How it was said, to each server: its tensors have moved on."""
     sequence: int = 0
     """Pushes answered in this incarnation of the group; the next one is that number and one more."""
@@ -259,7 +259,7 @@ class GroupCore:
             identity: which group this is now, if it is another one: its pushes are counted from the first.
         """
         for half in self._halves:
-            half.side = half.under_way = half.said = None
+            half.side = half.under_way = half.outgoing = None
             if identity is not None:
                 half.sequence = 0
         self.identity = identity or self.identity
@@ -296,7 +296,7 @@ class GroupCore:
         last = self.last_answer
         if half.sending is not None and (not answer.refused or (last.repeated and last.applied)):
             half.sent = half.sending  # else the state stands as it was before
-        half.sending = half.under_way = half.said = None
+        half.sending = half.under_way = half.outgoing = None
         if self.wire_format.answers == RAW or (self.method.answers_changes and not answer.refused):
             return answer
         return half.replica.exactly(answer, self.method.fragments)
@@ -382,15 +382,15 @@ class GroupCore:
             memory: may be used for the payload, and must not be for another one before this is answered.
         """
         half = self._halves[ask.optimizer]
-        if ask is half.under_way and half.said is not None:
-            return half.said[0]
+        if ask is half.under_way and half.outgoing is not None:
+            return half.outgoing[0]
         if isinstance(ask.need, Fetch):
             return Outgoing(m.FetchMessage(optimizer=ask.optimizer, epoch=ask.epoch, trained=ask.trained))
         if isinstance(ask.need, Average):
             return _mean_of(ask, ask.need.tensors, layout, memory)
-        said = self._push(ask, ask.need, self.encode(ask.optimizer, ask.need, layout, memory), layout)
-        half.said = None if ask.waits else [said]
-        return said
+        outgoing = self._push(ask, ask.need, self.encode(ask.optimizer, ask.need, layout, memory), layout)
+        half.outgoing = None if ask.waits else [outgoing]
+        return outgoing
 
     def send_parts(self, ask: Ask, split: Split, memories: Sequence[Memory]) -> list[Outgoing]:
         """What is sent to each of several servers that hold a share, as in `send`. The first one coordinates.
@@ -401,8 +401,8 @@ class GroupCore:
             memories: may be used for the payloads, one for each server, as in `send`.
         """
         half = self._halves[ask.optimizer]
-        if ask is half.under_way and half.said is not None:
-            return half.said
+        if ask is half.under_way and half.outgoing is not None:
+            return half.outgoing
         apart = ask._replace(epoch=-1, trained=0)  # of the data the server that coordinates knows alone
         asks = [ask] + [apart] * (len(split.shares) - 1)
         if isinstance(ask.need, Fetch):
@@ -419,9 +419,9 @@ class GroupCore:
         state = split.merged_sender([each.state for each in encoded]) if pushes.is_stateful else {}
         self._will_have_sent(half, ask.need, whole.layout, state)
         each_ask = zip(asks, encoded, split.shares, strict=True)
-        said = [self._push(each, ask.need, part, share) for each, part, share in each_ask]
-        half.said = None if ask.waits else said
-        return said
+        outgoing = [self._push(each, ask.need, part, share) for each, part, share in each_ask]
+        half.outgoing = None if ask.waits else outgoing
+        return outgoing
 
     def _push(self, ask: Ask, need: Exchange, encoded: Encoded, layout: Layout) -> Outgoing:
         nbytes = encoded.payload.numel()

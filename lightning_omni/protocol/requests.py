@@ -67,19 +67,21 @@ class Requests:
         """Bytes of these that lay in memory that both sides have."""
         return sum(connection.shared for connection in self._all)
 
-    def send(self, said: Sequence[Outgoing], into: Sequence[Tensor | None] | None = None) -> None:
+    def send(self, outgoing: Sequence[Outgoing], into: Sequence[Tensor | None] | None = None) -> None:
         """Says its part to each server.
 
         Args:
-            said: one for each, the payloads as in `lightning_omni.protocol.transport.Data.send`.
+            outgoing: one for each, the payloads as in `lightning_omni.protocol.transport.Data.send`.
             into: memory for the answers' payloads, as there.
         """
         self._number += 1
         rooms = into or [None] * self.count
         if self._in_parts:
             number = self._number
-            said = [Outgoing(msgspec.structs.replace(message, request=number), payload) for message, payload in said]
-        parts = [(message, payload, room) for (message, payload), room in zip(said, rooms, strict=True)]
+            outgoing = [
+                Outgoing(msgspec.structs.replace(message, request=number), payload) for message, payload in outgoing
+            ]
+        parts = [(message, payload, room) for (message, payload), room in zip(outgoing, rooms, strict=True)]
         if self._again is not None:
             self._again.send(parts)
             return
@@ -110,9 +112,9 @@ class Requests:
             answers.append(each)
         return answers
 
-    def exchange(self, said: Sequence[Outgoing], expect: type[Answer]) -> list[tuple[Answer, Tensor]]:
+    def exchange(self, outgoing: Sequence[Outgoing], expect: type[Answer]) -> list[tuple[Answer, Tensor]]:
         """`send` and `receive`, with fresh memory."""
-        self.send(said)
+        self.send(outgoing)
         return self.receive(expect)
 
     def close(self) -> None:

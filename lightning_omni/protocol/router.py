@@ -83,7 +83,7 @@ class Row:
             none that must be.
         check: the method that raises what all servers are to refuse such a part for, called with the service, a
             `Sender` and the message; None for nothing.
-        told: whether the other servers must do it, too, before it is answered.
+        on_all_servers: whether the other servers must do it, too, before it is answered.
     """
 
     message: type[m.Message]
@@ -100,7 +100,7 @@ class Row:
     in_parts: bool = False
     is_finite: Callable[..., bool] | None = None
     check: Callable[..., None] | None = None
-    told: bool = False
+    on_all_servers: bool = False
 
 
 TABLE = (
@@ -110,7 +110,7 @@ TABLE = (
     Row(m.Attach, DATA, Role.STRANGER, Admission, Admission.challenge),
     Row(m.AttachProof, DATA, Role.STRANGER, Admission, Admission.attach),
     # membership
-    Row(m.Form, CONTROL, Role.RECORDER, Membership, Membership.form, does="forms groups", told=True),
+    Row(m.Form, CONTROL, Role.RECORDER, Membership, Membership.form, does="forms groups", on_all_servers=True),
     Row(m.Join, CONTROL, Role.RANK, Joining, Joining.ask),
     Row(m.Lost, CONTROL, Role.RANK, Membership, Membership.report_lost),
     Row(m.Goodbye, CONTROL, Role.RANK, Membership, Membership.goodbye, resolves=True, when_lost=True, when_over=True),
@@ -174,7 +174,7 @@ TABLE = (
     Row(m.TakeSnapshot, DATA, Role.RANK, Snapshots, Snapshots.take, in_parts=True, check=Snapshots.check_version),
     Row(
         m.ReleaseVersion, CONTROL, Role.RECORDER, Snapshots, Snapshots.release,
-        does="saves the weights of validations", told=True,
+        does="saves the weights of validations", on_all_servers=True,
     ),
     # merged head
     Row(m.HeadForward, DATA, Role.MEMBER, MergedHeads, MergedHeads.forward, MergedHeads.check_forward),
@@ -410,7 +410,7 @@ class Router:
         if row.handle is None:
             raise ProtocolError(f"{type(message).__name__} does not belong on the {row.channel} channel")
         out = row.handle(self._services[row.service], sender, message, payload)
-        if row.told and self._servers.count > 1:
+        if row.on_all_servers and self._servers.count > 1:
             self._servers.send_to_all(sm.Relay(rank=sender.rank, said=m.encode(message)))
             out = self._servers.when_done(out)
         return out + self._membership.resolve_pending() if row.resolves else out

@@ -342,7 +342,7 @@ class Coordinator(_InParts):
         self._gone: dict[int, str] = {}
         self._ended: dict[int, str] = {}
         self._history: list[sm.Told] = []  # for those that have not come yet
-        self._told = 0
+        self._sent = 0
         self._waiting: list[tuple[int, Callable[[], list[Out]]]] = []
         self._asked_at: float | None = None
         self._parts: dict[Key, _Parts] = {}
@@ -352,7 +352,7 @@ class Coordinator(_InParts):
         self._parts.clear()
         self._waiting.clear()
         self._asked_at = None
-        if self._told:
+        if self._sent:
             self.send_to_all(sm.RunOver())
 
     @property
@@ -372,7 +372,7 @@ class Coordinator(_InParts):
     # --- What the others are told ------------------------------------------------------------------------------------
 
     def send_to_all(self, message: sm.Told) -> None:
-        self._told += 1
+        self._sent += 1
         message = msgspec.structs.replace(message, now=self._now())
         if not self._is_complete:
             self._history.append(message)
@@ -384,14 +384,14 @@ class Coordinator(_InParts):
     def _when_done(self, answer: Callable[[], list[Out]]) -> list[Out]:
         if not self._is_complete and self._asked_at is None:
             self._asked_at = self._now()
-        self._waiting.append((self._told, answer))
+        self._waiting.append((self._sent, answer))
         return self._answers_due()
 
     def _answers_due(self) -> list[Out]:
         done = min((link.done for link in self._links.values()), default=0) if self._is_complete else -1
         if self._gone and not self._goes_on():  # a run that is over keeps no rank waiting
-            done = self._told
-        due = [answer for told, answer in self._waiting if told <= done]
+            done = self._sent
+        due = [answer for sent, answer in self._waiting if sent <= done]
         self._waiting = [each for each in self._waiting if each[0] > done]
         return [out for answer in due for out in answer()]
 
@@ -427,7 +427,7 @@ class Coordinator(_InParts):
             mac=shard_mac(self._key, "coordinator", hello, challenge), heartbeat_timeout=self._heartbeat_timeout
         )
         out = [Out(link.peer, m.CONTROL, each) for each in (welcome, *self._history)]
-        link.done = self._told - len(self._history)
+        link.done = self._sent - len(self._history)
         if self._is_complete:
             self._history.clear()
             self._asked_at = None

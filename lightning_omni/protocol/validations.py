@@ -119,8 +119,8 @@ class ValidationBook:
 
         What no rank has heard of is void, for its weights could not be saved any more.
         """
-        heard = max(self._read.values(), default=0)
-        for number in range(max(heard, self.saved) + 1, self._last + 1):
+        read = max(self._read.values(), default=0)
+        for number in range(max(read, self.saved) + 1, self._last + 1):
             self.is_missed = True
             if number in self._under_way:
                 self._lost.add(number)

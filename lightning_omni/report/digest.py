@@ -281,15 +281,15 @@ class Digest:
             return f"your own setting stays: {self.choice.setting}"
         if self.search.spec.current and self.choice.setting == self.search.spec.start:
             return f"what was chosen before stays: {self.choice.setting}"
-        said = f"{self.choice.setting}: expected speed-up {span(self.speed_up)} over your own setting, {self.start}"
-        return said if self.seconds is None else f"{said}; target expected after {interval(self.seconds)} of training"
+        text = f"{self.choice.setting}: expected speed-up {span(self.speed_up)} over your own setting, {self.start}"
+        return text if self.seconds is None else f"{text}; target expected after {interval(self.seconds)} of training"
 
     @property
     def expense(self) -> str:
         """How many probes there were, and what they took."""
         budget = self.search.budget
-        said = f"{counted(len(self.search.tried), 'probe')} in {duration(self.search.spent)}"
-        return said if math.isinf(budget) else f"{said} of a budget of {duration(budget)}"
+        text = f"{counted(len(self.search.tried), 'probe')} in {duration(self.search.spent)}"
+        return text if math.isinf(budget) else f"{text} of a budget of {duration(budget)}"
 
 
 _QUANTILE = 1.2816

@@ -166,13 +166,14 @@ class Section:
         if digest.profile is None:
             return None
         rows = []
-        for (groups, rebalance), said in digest.predictions.items():
+        for (groups, rebalance), prediction in digest.predictions.items():
             has_trained = groups != setting.groups or rebalance == setting.rebalance
             measured = self.round.measured_after.get(groups, math.nan) if has_trained else math.nan
             batches = "proportional" if rebalance else "equal"
-            rate = [str(said.samples_per_second), number(measured), number(1000 * said.seconds_per_update.value)]
-            costs = [number(1000 * said.parts[name]) for name in _COSTS]
-            rows.append([str(groups), batches, *rate, *costs, digest.bottleneck(said)])
+            seconds = prediction.seconds_per_update.value
+            rate = [str(prediction.samples_per_second), number(measured), number(1000 * seconds)]
+            costs = [number(1000 * prediction.parts[name]) for name in _COSTS]
+            rows.append([str(groups), batches, *rate, *costs, digest.bottleneck(prediction)])
         key = setting.groups, setting.rebalance
         heads = ["groups", "batches", "samples/s", "in training", "ms per update", *_COSTS.values(), "bottleneck"]
         return TextTable(heads, rows, list(digest.predictions).index(key) if key in digest.predictions else None)

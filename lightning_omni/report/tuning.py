@@ -65,8 +65,8 @@ class TuningReport:
     @property
     def statement(self) -> str:
         """What the last search came to, in a sentence."""
-        said = self.digests[-1].statement
-        return said if len(self.rounds) == 1 else f"since epoch {self.rounds[-1].epoch} {said}"
+        text = self.digests[-1].statement
+        return text if len(self.rounds) == 1 else f"since epoch {self.rounds[-1].epoch} {text}"
 
     # --- Files -------------------------------------------------------------------------------------------------------
 

@@ -183,8 +183,8 @@ class Evidence:
         if seen is None:
             return []
         rate, predicted = seen.samples_per_second, self._modelled(seen.setting)
-        said = f"{seen.setting.groups} groups have trained at most {rate:.3g} samples per second"
-        return [f"{said}, and {predicted:.3g} were predicted"] if is_faster(predicted, rate) else []
+        text = f"{seen.setting.groups} groups have trained at most {rate:.3g} samples per second"
+        return [f"{text}, and {predicted:.3g} were predicted"] if is_faster(predicted, rate) else []
 
     def most(self, setting: Setting) -> float:
         """Samples per second that no way of exchanging can exceed, with as many groups that average gradients so."""

@@ -61,7 +61,7 @@ def _serve(settings: ServerSettings, lifeline: Lifeline | None) -> int:
     """
     raise_limit_of_files()
     torch.set_num_threads(settings.threads)
-    before = lifeline.said if lifeline is not None else ""
+    before = lifeline.report if lifeline is not None else ""
     try:
         with contextlib.redirect_stdout(sys.stderr):  # the first line on standard output is ours
             load_plugins(settings)
@@ -107,8 +107,8 @@ def _restore(settings: ServerSettings, core: ServerCore) -> StateDirectory | Non
         ShareDirectory(settings.state).restore(core, settings.restore)
         return None
     states = StateDirectory(settings.state, settings.save_every, EMBEDDED_PATIENCE)
-    if said := states.restore(core):
-        _log.warning("%s", said)
+    if text := states.restore(core):
+        _log.warning("%s", text)
     return states
 
 

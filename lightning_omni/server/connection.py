@@ -324,7 +324,7 @@ class ControlConnection(Control):
         for wire in (self._inside, self._wire, self._monitor):
             poller.register(wire, zmq.POLLIN)
         clock = AwakeClock()
-        heard = beat = clock()
+        last_seen = beat = clock()
         while not self._closing:
             ready = dict(poller.poll(int(max(0.0, beat - clock()) * 1000) + 1))
             now = clock()
@@ -334,15 +334,15 @@ class ControlConnection(Control):
                     self._unanswered = frames
                     self._send(frames)
             if self._wire in ready:
-                heard = now
+                last_seen = now
                 self._receive_control()
             if self._monitor in ready:
                 recv_monitor_message(self._monitor)
                 while self._wire.poll(LAST_WORDS):  # what it said last may still lie here, and say why
                     self._receive_control()
                 return ConnectionLost(f"the parameter server at {self.address} is gone; the run cannot go on")
-            if now - heard > self.heartbeat_timeout:
-                return ConnectionLost(f"the parameter server at {self.address} was silent for {now - heard:.0f} s")
+            if now - last_seen > self.heartbeat_timeout:
+                return ConnectionLost(f"the parameter server at {self.address} was silent for {now - last_seen:.0f} s")
             while self._posted:
                 self._send([m.encode(self._posted.popleft())])
             if now >= beat:

@@ -353,11 +353,11 @@ class Server:
                 continue
             if item.channel == m.CONTROL:
                 parts = [part if isinstance(part, bytes) else part.numpy().tobytes() for part in item.payload]
-                said: list[Any] = [m.encode(item.message), *parts]
+                multipart: list[Any] = [m.encode(item.message), *parts]
                 if self.core.is_watching(item.peer):
-                    said = self._untaken.add(item.peer, said)
-                if said:
-                    self._reach([item.peer, *said])
+                    multipart = self._untaken.add(item.peer, multipart)
+                if multipart:
+                    self._reach([item.peer, *multipart])
                 continue
             socket = self._sockets[m.DATA]
             place = self._put(item)

@@ -152,16 +152,16 @@ class Observer:
         Raises:
             ConnectionLost: the server is gone, or does not answer.
         """
-        said = [m.encode(m.Echo(nbytes=back)), *([payload] if payload else [])]
+        frames = [m.encode(m.Echo(nbytes=back)), *([payload] if payload else [])]
         began = time.perf_counter()
-        waits = deque(self._send(said) for _ in range(under_way))
+        waits = deque(self._send(frames) for _ in range(under_way))
         times, arrived = list[float](), list[float]()
         while waits:
             self._receive(m.Echoed)
             arrived.append(time.perf_counter())
             times.append(arrived[-1] - waits.popleft())
             if arrived[-1] - began < seconds:
-                waits.append(self._send(said))
+                waits.append(self._send(frames))
         return EchoTimes(times, arrived)
 
     def close(self) -> None:

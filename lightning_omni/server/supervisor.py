@@ -56,11 +56,11 @@ class Lifeline:
 
     Args:
         wire: to that process.
-        said: what the server before this one has said last; empty if this is the first.
+        report: what the server before this one has sent last; empty if this is the first.
     """
 
-    def __init__(self, wire: socket.socket, said: str) -> None:
-        self._wire, self.said = wire, said
+    def __init__(self, wire: socket.socket, report: str) -> None:
+        self._wire, self.report = wire, report
         self._over = threading.Event()
         threading.Thread(target=self._listen, name="omni-lifeline", daemon=True).start()
 
@@ -75,10 +75,10 @@ class Lifeline:
             self._wire.sendall(text.encode())
 
     def _listen(self) -> None:
-        told = b""
+        data = b""
         with contextlib.suppress(OSError):
-            told = self._wire.recv(len(_END))
-        if not told:
+            data = self._wire.recv(len(_END))
+        if not data:
             os._exit(ORPHANED)
         self._over.set()
 
@@ -97,7 +97,7 @@ def supervise(is_over: Callable[[], bool], tell: Callable[[str], None], wake_on:
         In the forked process its `Lifeline`: the caller is to serve. In this one, when the server has ended in good
         order or was started in vain too often, the exit status for this process.
     """
-    said, fallen = "", 0
+    report, fallen = "", 0
     gc.freeze()  # the collector writes to whatever it looks at, and what is written to is no longer shared
     while True:
         ours, theirs = socket.socketpair()
@@ -106,10 +106,10 @@ def supervise(is_over: Callable[[], bool], tell: Callable[[str], None], wake_on:
         began, pid = time.monotonic(), os.fork()
         if pid == 0:
             ours.close()
-            return Lifeline(theirs, said)
+            return Lifeline(theirs, report)
         theirs.close()
         with ours:
-            said, was_told = _watch(ours, said, is_over, wake_on)
+            report, was_told = _watch(ours, report, is_over, wake_on)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])  # not before are its files and ports free
         if was_told or is_over():
             return code if code >= 0 else _FAILED
@@ -129,11 +129,11 @@ def supervise(is_over: Callable[[], bool], tell: Callable[[str], None], wake_on:
             pause -= _PAUSE
 
 
-def _watch(wire: socket.socket, said: str, is_over: Callable[[], bool], wake_on: Sequence[int]) -> tuple[str, bool]:
+def _watch(wire: socket.socket, report: str, is_over: Callable[[], bool], wake_on: Sequence[int]) -> tuple[str, bool]:
     """Waits until a server is gone, and tells it to end in the meantime if it is to.
 
     Returns:
-        What it has said last, and whether it was told to end.
+        What it has sent last, and whether it was told to end.
     """
     was_told = False
     while True:
@@ -144,8 +144,8 @@ def _watch(wire: socket.socket, said: str, is_over: Callable[[], bool], wake_on:
             with contextlib.suppress(ConnectionError):
                 data = wire.recv(1 << 12)
             if not data:
-                return said, was_told
-            said = data.decode()
+                return report, was_told
+            report = data.decode()
         if not was_told and is_over():
             was_told = True
             with contextlib.suppress(OSError):  # it is gone already

@@ -249,8 +249,8 @@ class SimulatedHead:
         return self._ask(with_tensors(tree, tensors), exclusive=True)
 
     def _ask(self, tree: Any, exclusive: bool) -> list[Tensor]:
-        said = self._side.forward(tree, exclusive=exclusive)
-        answer, payload = self._server.ask_head(self._group_place[0], said.message, said.payload, m.HeadOutput)
+        request = self._side.forward(tree, exclusive=exclusive)
+        answer, payload = self._server.ask_head(self._group_place[0], request.message, request.payload, m.HeadOutput)
         self._output = unpack(answer.packed, self._side.flat_of(answer.packed, payload))
         return tensors_of(self._output)
 
@@ -259,8 +259,8 @@ class SimulatedHead:
     ) -> list[Any]:
         """The output's gradients to the server, which steps the head; back come those of the inputs."""
         leader, epoch, trained = self._group_place
-        said = self._side.backward(gradients, (epoch, trained))
-        answer, payload = self._server.ask_head(leader, said.message, said.payload, m.HeadGradients)
+        request = self._side.backward(gradients, (epoch, trained))
+        answer, payload = self._server.ask_head(leader, request.message, request.payload, m.HeadGradients)
         found: list[Any] = unpack(answer.packed, self._side.flat_of(answer.packed, payload))
         return found
 

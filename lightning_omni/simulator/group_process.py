@@ -218,8 +218,8 @@ class SimulatedGroup:
             if data.drawn == data.trained:
                 if around.server.away_until is not None:
                     yield from around.server.wait_while_away()
-                (out,) = around.server.control(self.leader, data.draw(data.drawn, self._told))
-                self.leased.report(data.epoch, self._told)
+                (out,) = around.server.control(self.leader, data.draw(data.drawn, self._finished))
+                self.leased.report(data.epoch, self._finished)
                 data.drew(cast(m.Drawn, out.message).batches)
             if data.drawn > data.trained:
                 data.begin_batch()
@@ -241,7 +241,7 @@ class SimulatedGroup:
         self._around.network.deliver(out)
 
     @property
-    def _told(self) -> int:
+    def _finished(self) -> int:
         """Batches of the epoch whose training is over: those of a push that is under way are not."""
         if self._under_way is None:
             return self._data.trained
@@ -389,14 +389,14 @@ class SimulatedGroup:
         """Returns what the server answers."""
         server, network, monitor, need = self._around.server, self._around.network, self._around.monitor, ask.need
         assert isinstance(need, Exchange)
-        nbytes, said = server.prepare(self.core, ask)
+        nbytes, outgoing = server.prepare(self.core, ask)
         # A process of its own: what is on its way is served even if this group dies meanwhile.
         yield self._around.engine.start(network.costs.push(self.number, nbytes))
         shard = server.shard
         clock, refused = shard.master.clock, shard.counts.refused
         read = min(need.read_at, clock)  # a server that goes on from a save takes newer weights for those of the save
         staleness = shard.method_side.staleness_of(Push(self.number, read, ()))
-        out = server.ask(self.leader, self.core, ask, said)
+        out = server.ask(self.leader, self.core, ask, outgoing)
         self.leased.report(ask.epoch, ask.trained)
         network.deliver(out)
         if monitor.may_go_back and any(isinstance(item.message, m.Weights) and item.message.repeated for item in out):
@@ -467,8 +467,8 @@ class SimulatedGroup:
 
     def _told_of_peers(self, is_there: bool) -> float:
         """Seconds in which members are told whether another group's weights are there, and then get them."""
-        told = self._passed_on(0)
-        return told + self._passed_on(self._around.server.shard.layout.nbytes) if is_there else told
+        seconds = self._passed_on(0)
+        return seconds + self._passed_on(self._around.server.shard.layout.nbytes) if is_there else seconds
 
     def _send(self, need: SendPeer) -> Timeline:
         """A process: weights travel to a group's inbox."""

@@ -27,26 +27,26 @@ class Leased:
     """How far a group has trained, as the server knows it, now and as of its last save.
 
     Attributes:
-        told: epoch, and batches of it that the server knows to be trained.
+        known: epoch, and batches of it that the server knows to be trained.
         saved: the same as of the last save.
     """
 
     def __init__(self) -> None:
-        self.told = self.saved = -1, 0
+        self.known = self.saved = -1, 0
 
     def save(self) -> None:
         """The server's state is saved."""
-        self.saved = self.told
+        self.saved = self.known
 
     def report(self, epoch: int, trained: int) -> None:
         """The server hears of so many batches."""
-        self.told = max(self.told, (epoch, trained))
+        self.known = max(self.known, (epoch, trained))
 
     def goes_out_again(self, epoch: int, number: int) -> bool:
         """Whether a batch that was trained is dealt out again, by a server that goes on from its last save."""
-        told_of, told = self.told
-        saved = self.saved[1] if self.saved[0] == told_of else 0
-        return epoch == told_of and saved < number <= told
+        known_epoch, known = self.known
+        saved = self.saved[1] if self.saved[0] == known_epoch else 0
+        return epoch == known_epoch and saved < number <= known
 
 
 class Monitor:

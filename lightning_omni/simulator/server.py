@@ -137,20 +137,20 @@ class SimulatedServer:
         smallest, largest = core.wire_format.pushes.sizes(layout.subset(present))
         if smallest == largest and ask.waits:
             return largest, None
-        said = core.send(ask, self.shard.layout, Memory())
-        return cast(m.PushMessage, said.message).nbytes, said
+        outgoing = core.send(ask, self.shard.layout, Memory())
+        return cast(m.PushMessage, outgoing.message).nbytes, outgoing
 
-    def ask(self, leader: int, core: GroupCore, ask: Ask, said: Outgoing | None = None) -> list[Out]:
+    def ask(self, leader: int, core: GroupCore, ask: Ask, outgoing: Outgoing | None = None) -> list[Out]:
         """A push or a fetch arrives.
 
         Args:
             leader: the rank that sent it.
             core: of its group.
             ask: what was asked.
-            said: from `prepare`.
+            outgoing: from `prepare`.
         """
-        said = said or core.send(ask, self.shard.layout, self._memory)
-        return self._data(leader, said.message, _NOTHING if said.payload is None else said.payload)
+        outgoing = outgoing or core.send(ask, self.shard.layout, self._memory)
+        return self._data(leader, outgoing.message, _NOTHING if outgoing.payload is None else outgoing.payload)
 
     def ask_head(
         self, leader: int, message: m.HeadForward | m.HeadBackward, payload: Tensor, expect: type[_Answer]

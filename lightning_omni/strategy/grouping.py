@@ -272,14 +272,14 @@ class GroupedStrategy(_Base):
         """The groups stand, and the user is told which they are."""
         # By a tuner, which is what prepares for the launch.
         is_chosen = any(hasattr(callback, "on_omni_launch") for callback in callbacks_of(self._trainer))
-        said = f"OmniStrategy: {self.grouping.sentence}{'' if is_chosen else self.grouping.advice}"
+        text = f"OmniStrategy: {self.grouping.sentence}{'' if is_chosen else self.grouping.advice}"
         world = self.world
         if world.enlistment is not None and world.is_leader and not self.is_global_zero:
             # Nothing else is said where it was started: no progress, and no word of `rank_zero_info`.
             info = _private.undecorated(self.rank_zero_info)
-            info(f"{said} | joined the run as group {world.group}; another group logs and saves")
+            info(f"{text} | joined the run as group {world.group}; another group logs and saves")
         else:
-            self.rank_zero_info(said)
+            self.rank_zero_info(text)
 
     @property
     def last_report(self) -> RunReport | None:

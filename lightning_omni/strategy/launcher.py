@@ -182,8 +182,8 @@ class ChildObserver(threading.Thread):
         # By Ctrl-C, as all are; but this one hears no signal while it waits for the others to start.
         is_interrupted = code == -signal.SIGINT
         if not is_interrupted:
-            said = say_exit(code)
-            _log.error("the process of local rank %d ended with %s; the run cannot go on without it", rank, said)
+            text = say_exit(code)
+            _log.error("the process of local rank %d ended with %s; the run cannot go on without it", rank, text)
         self._give_grace()
         if self._is_dismissed:
             return

@@ -45,9 +45,9 @@ class StepCounts:
             if missing := before + 1 - self.of(scheduler):
                 self._uncounted[scheduler] = self._uncounted.get(scheduler, 0) + missing
 
-    def note(self, scheduler: Any, told: Sequence[Any]) -> None:
+    def note(self, scheduler: Any, arguments: Sequence[Any]) -> None:
         """A user has stepped the scheduler: to an epoch, or on by one."""
-        if any(each is not None for each in told):
+        if any(each is not None for each in arguments):
             self._told.add(scheduler)
         else:
             self._told.discard(scheduler)

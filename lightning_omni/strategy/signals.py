@@ -152,15 +152,15 @@ class Signals:
         if self._trainer is None:
             return
         self.progress()
-        said = torch.tensor(self._code_to_broadcast(), device=self._trainer.strategy.root_device)
+        code = torch.tensor(self._code_to_broadcast(), device=self._trainer.strategy.root_device)
         with self._waiting():
-            dist.broadcast(said, src=0)
-            if said == _ASK:
-                said.fill_(self._wanted())
-                dist.all_reduce(said, op=dist.ReduceOp.MAX)
-        if said == _REQUEUE:
+            dist.broadcast(code, src=0)
+            if code == _ASK:
+                code.fill_(self._wanted())
+                dist.all_reduce(code, op=dist.ReduceOp.MAX)
+        if code == _REQUEUE:
             self._requeue()
-        elif said == _TERMINATE:
+        elif code == _TERMINATE:
             assert self._world is not None
             self._world.wants_stop = True
             self._leave()
@@ -211,11 +211,11 @@ class Signals:
         world = self._world
         assert world is not None
         status = world.control.status if world.control is not None and world.enlistment is None else None
-        heard = status.signal if status is not None else _NOTHING
+        signal = status.signal if status is not None else _NOTHING
         saves = RECORDER in world.members or world.enlistment is not None
-        if saves and not self._requeued and (self._requeues or heard == _REQUEUE):
+        if saves and not self._requeued and (self._requeues or signal == _REQUEUE):
             return _REQUEUE
-        return _TERMINATE if self._terminates or heard == _TERMINATE else _NOTHING
+        return _TERMINATE if self._terminates or signal == _TERMINATE else _NOTHING
 
     # --- While the rank is elsewhere ----------------------------------------------------------------------------------
 
@@ -232,14 +232,14 @@ class Signals:
 
     def _watch(self) -> None:
         """Tells others of this rank's signals, says what it waits in for long, and ends it if it is blocked."""
-        trainer, world, told, has_said = self._trainer, self._world, math.inf, False
+        trainer, world, since, has_said = self._trainer, self._world, math.inf, False
         while self._watcher is threading.current_thread() and world is not None and trainer is not None:
             time.sleep(_POLL_SECONDS)
             if world.control is not None and world.enlistment is None:
                 world.control.signal = _TERMINATE if self._terminates else _REQUEUE if self._requeues else _NOTHING
             now = time.monotonic()
-            if self._terminates and now < told:
-                told = now
+            if self._terminates and now < since:
+                since = now
                 ends = "the run ends" if world.enlistment is None else "its group leaves the run"
                 _log.warning("rank %d was told to end by SIGTERM; %s at the start of a batch", world.rank, ends)
                 if trainer.strategy.launcher is not None:
@@ -250,7 +250,7 @@ class Signals:
                 has_said = bool(where)
                 if has_said:
                     _log.warning(waiting_sentence(world.rank, silent, where))
-            is_blocked = min(silent, now - told) > max(GRACE, 2 * self._longest)
+            is_blocked = min(silent, now - since) > max(GRACE, 2 * self._longest)
             if self._terminates and not self.is_stopping and is_blocked:
                 _log.critical("rank %d ends: SIGTERM, and for %.0f s no batch has begun or ended", world.rank, silent)
                 os._exit(128 + signal.SIGTERM)
@@ -265,5 +265,5 @@ def _requeue_job() -> None:
     except OSError as error:
         _log.error("the job of this group, %s, is not requeued: scontrol cannot be run: %s", job, error)
     else:
-        said = "is requeued" if status == 0 else f"is not requeued: scontrol requeue ended with status {status}"
-        _log.log(logging.WARNING if status else logging.INFO, "the job of this group, %s, %s", job, said)
+        outcome = "is requeued" if status == 0 else f"is not requeued: scontrol requeue ended with status {status}"
+        _log.log(logging.WARNING if status else logging.INFO, "the job of this group, %s, %s", job, outcome)

@@ -67,7 +67,7 @@ class Advice:
 
         def find() -> list[tuple[str, str]]:
             copy = Search.from_dict(plain)  # this rank's goes on being used
-            return [told for way in ways if (told := way(copy))]
+            return [advice for way in ways if (advice := way(copy))]
 
         self._sought = beside(find)
 

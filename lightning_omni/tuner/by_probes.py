@@ -166,8 +166,8 @@ class ByProbes:
         lost, began = set(world.lost), time.perf_counter()
         while True:
             self._run.strategy.signals.agree()
-            said = json.dumps(self._next_command(search, progress).to_dict()) if search is not None else ""
-            command = Command.from_dict(json.loads(world.broadcast_text(said)))
+            text = json.dumps(self._next_command(search, progress).to_dict()) if search is not None else ""
+            command = Command.from_dict(json.loads(world.broadcast_text(text)))
             if command.probe is None:
                 return command
             if search is not None:

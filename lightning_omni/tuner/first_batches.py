@@ -203,8 +203,8 @@ class FirstBatches:
                 if (measured := head.measured(self._count, is_flat=not self._is_asked)) is not None:
                     found[name] = measured
         self._observed = {}
-        told: list[dict[str, HeadMeasured]] = gather_values(self._world, found, dict[str, HeadMeasured])
-        return told[0]
+        all_found: list[dict[str, HeadMeasured]] = gather_values(self._world, found, dict[str, HeadMeasured])
+        return all_found[0]
 
     def _unobserve(self) -> None:
         for each in self._observed.values():

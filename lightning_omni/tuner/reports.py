@@ -59,8 +59,8 @@ class TunerReports:
         if options.target is None or any(map(options.is_reached, values)):
             return
         best = (min(values) if options.is_lower_better else max(values)) if values else None
-        told = f"the best was {best:.4g}" if best is not None else "it was never logged in a validation"
-        run.info(f"OmniTuner: {options.monitor} has not reached {options.target:.4g}: {told}")
+        best_value = f"the best was {best:.4g}" if best is not None else "it was never logged in a validation"
+        run.info(f"OmniTuner: {options.monitor} has not reached {options.target:.4g}: {best_value}")
 
     def _report(self, folder: Path) -> None:
         """Files and pictures; whatever is wrong with them, the run goes on."""
