@@ -46,18 +46,23 @@ class Network:
 
     Args:
         sites: number of hosts at each site.
-        host_mbit: what each host's link carries, in megabits a second in each direction; None limits nothing.
+        host_mbit: what each host's link carries, in megabits a second in each direction; None limits nothing. Several
+            are of the hosts in their order.
         site_mbit: likewise for each site's link to the others.
     """
 
     sites: tuple[int, ...] = (4,)
-    host_mbit: float | None = None
+    host_mbit: float | tuple[float | None, ...] | None = None
     site_mbit: float | None = None
 
     @property
     def size(self) -> int:
         """Number of hosts."""
         return sum(self.sites)
+
+    def mbit_of(self, host: int) -> float | None:
+        """What one host's link carries."""
+        return self.host_mbit[host] if isinstance(self.host_mbit, tuple) else self.host_mbit
 
 
 @dataclass(frozen=True)
@@ -174,8 +179,8 @@ class Hosts:
         _in(holder, "ip", "link", "set", "lo", "up")
         _in(holder, "ip", "address", "add", f"{self.addresses[number]}/24", "dev", there)
         _in(holder, "ip", "link", "set", there, "up")
-        _limit(self._hub, here, self.network.host_mbit)
-        _limit(holder, there, self.network.host_mbit)
+        _limit(self._hub, here, self.network.mbit_of(number))
+        _limit(holder, there, self.network.mbit_of(number))
 
     def _join(self, end: str, bridge: str) -> None:
         _in(self._hub, "ip", "link", "set", end, "master", bridge, "up")

@@ -9,12 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from runs import run_nodes
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.performance import constants
 from lightning_omni.performance.exchanging import ExchangePattern
 from lightning_omni.performance.measured import Measured
+from lightning_omni.performance.placement import sites_of
 from lightning_omni.performance.profile import Profile
 from lightning_omni.performance.queueing import residence_on_links
 
@@ -307,3 +310,48 @@ def test_a_run_on_two_nodes_of_two_ranks_tells_where_ranks_are_and_what_messages
     measured = [Measured.from_dict(each["measured"]) for each in ended[0].results[0][0]["dump"]]
     assert {(each.nodes, each.server_node) for each in measured} == {((0, 0, 1, 1), 0)}
     assert all(0 < each.node_per_byte < 1e-6 and 0 < each.node_round_trip < 1 for each in measured)
+
+
+# --- Sites ------------------------------------------------------------------------------------------------------------
+
+
+@given(
+    ranks=st.lists(st.integers(1, 3), min_size=2, max_size=8),
+    slow=st.sets(st.integers(0, 6)),
+    factor=st.floats(3.1, 1000.0),
+)
+def test_nodes_that_follow_each_other_are_at_one_site_unless_the_link_between_them_is_slow(
+    ranks: list[int], slow: set[int], factor: float
+) -> None:
+    nodes = tuple(2 * node for node, count in enumerate(ranks) for _ in range(count))  # of others no rank is alive
+    links = [1e-9 * (factor if number in slow else 1.0 + number / 4) for number in range(len(ranks) - 1)]
+    sites, inside = sites_of(nodes, links, apart=3.0)
+    if len(inside) in (0, len(links)):
+        assert (sites, inside) == (nodes, [])
+        return
+    site = dict(zip(nodes, sites, strict=True))
+    assert site[0] == 0
+    steps = [site[2 * number + 2] - site[2 * number] for number in range(len(links))]
+    assert steps == [0 if number in inside else 1 for number in range(len(links))]
+    fastest = min(links)
+    assert inside == [number for number, seconds in enumerate(links) if seconds <= 3 * fastest]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+def test_a_run_whose_nodes_are_at_two_sites_is_forecast_with_groups_within_sites() -> None:
+    fit: dict[str, Any] = {
+        "devices": 1,
+        "data": {"samples": 4096},
+        "seconds": {"0": 2e-3},
+        "per_byte": 1e-6,
+        "slow_link": [1, 1e-6],  # between the second node and the third
+        "trainer": {"max_epochs": 1, "num_nodes": 3, "num_sanity_val_steps": 0},
+        "tuner": {"search": "forecast", "retune_every": None},
+        "dump": True,
+    }
+    ended = run_nodes("omni_tuner.py", {"fits": [fit]}, nodes=3)
+    measured = [Measured.from_dict(each["measured"]) for each in ended[0].results[0][0]["dump"]]
+    assert {(each.nodes, each.server_node) for each in measured} == {((0, 0, 1), 0)}
+    assert all(0 < each.node_per_byte < 1e-7 and 0 < each.node_round_trip < 1 for each in measured)

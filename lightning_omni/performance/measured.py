@@ -68,11 +68,11 @@ class Measured(Serializable):
             no exchange was measured.
         hands_on: whether a group's leader hands what it is answered on to the other members, over the links of their
             all-reduce. With several groups it is in what was measured of exchanges.
-        nodes: of each rank, in ascending order: the node that it is on; none if each has links of its own, if all are
-            on one, or if it is unknown.
+        nodes: of each rank, in ascending order: the node that it is on, or the site, where nodes are joined by links
+            much faster than those to others; none if each has links of its own, if all are on one, or if it is unknown.
         server_node: the node that a single server is on, or would be; None if it is on none of these, or unknown.
-        node_round_trip: seconds until a message of hardly any bytes between two ranks on one node is answered; 0 if
-            unknown.
+        node_round_trip: seconds until a message of hardly any bytes between two ranks on one node, or at one site, is
+            answered; 0 if unknown.
         node_per_byte: seconds of each byte of such a message, one way; 0 if unknown.
         shapes: of the parameters whose gradients a group averages; none if unknown.
         averaging: seconds that a rank computes to average them in an all-reduce format, where that is known.

@@ -1,7 +1,8 @@
-"""Which ranks are on one node, and what messages between them take: they cross no link."""
+"""Which ranks are on one node, or at one site, and what messages between them take: they cross no slow link."""
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,7 +19,7 @@ class Placement:
     """Where ranks are. Empty if each is on a node of its own, and the server on none of these.
 
     Args:
-        of: the node of each rank.
+        of: the node of each rank, or its site: see `sites_of`.
         server: the node that all servers are on; None if they are on none of them, or on each, or it is unknown.
         per_byte: seconds of each byte between two ranks on one node; None if unknown.
         round_trip: seconds until a message of hardly any bytes is answered there.
@@ -78,6 +79,33 @@ class Placement:
             return self
         known, more = list(self.of.values()), 1 + max(self.of.values())
         return replace(self, of={r: known[r % len(known)] + more * (r // len(known)) for r in range(ranks)})
+
+
+def sites_of(nodes: Sequence[int], seconds: Sequence[float], apart: float) -> tuple[tuple[int, ...], list[int]]:
+    """Nodes that follow each other are at one site where the links between them are much faster than those to others.
+
+    Args:
+        nodes: of each rank, in ascending order.
+        seconds: of one message from each node to the next; at least one.
+        apart: how many times as long as over the fastest of these links it takes to another site.
+
+    Returns:
+        The site of each rank, numbered from 0, and which of the links are inside one. If all links are alike, the nodes
+        themselves, and none.
+
+    Example:
+        >>> sites_of((0, 0, 1, 2, 3), [0.001, 0.008, 0.001], apart=3.0)
+        ((0, 0, 0, 1, 1), [0, 2])
+        >>> sites_of((0, 0, 1, 2), [0.008, 0.009], apart=3.0)
+        ((0, 0, 1, 2), [])
+    """
+    longest = apart * min(seconds)
+    starts = [number for number, each in enumerate(seconds, 1) if each > longest]
+    if not starts:
+        return tuple(nodes), []
+    numbers = {node: number for number, node in enumerate(sorted(set(nodes)))}
+    inside = [number for number, each in enumerate(seconds) if each <= longest]
+    return tuple(bisect(starts, numbers[node]) for node in nodes), inside
 
 
 def over_links(measured: Measured) -> list[int]:

@@ -85,6 +85,9 @@ NEWEST_LOSS = 0.05
 MESSAGES, CLEARLY_LONGER = 5, 10.0
 """Messages of which the shortest counts, for one may have waited for a rank that was late; and how many times as long
 as an empty one a message takes that says what bytes take."""
+OTHER_LINK = 3.0
+"""How many times as long as over the fastest link between two nodes that follow each other a message takes to another
+site."""
 TIMED_PASSES, MOST_MERGEABLE = 3, 3
 """Passes of a submodule of which the shortest counts, for in the first one memory is allocated; and submodules of which
 it is looked what merging them would gain, unless the user names some."""

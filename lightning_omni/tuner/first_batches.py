@@ -155,11 +155,13 @@ class FirstBatches:
         samples = [sum(row[step].samples for row in rows) for step in range(count)]
         if self._observed:
             self._heads = self._measured_heads(sum(seconds) / count)
-        if is_faster(1 + self._seconds_of_bytes / _quickest(rows), 1.0):
+        take_long = is_faster(1 + self._seconds_of_bytes / _quickest(rows), 1.0)
+        if take_long:
             self._alone.time_averaging(self.spec.space.all_reduce)
         losses = [math.fsum(row[step].loss for row in rows) / len(rows) for step in range(count)]
         ends = [float(sum(samples[: step + 1])) for step in range(count)]
         alone, server = self._alone, self._world.server
+        places = alone.sites if take_long else alone.nodes
         measured = Measured(
             groups=(self._world.members,),
             samples=tuple(tuple(each.samples for each in row) for row in rows),
@@ -177,10 +179,10 @@ class FirstBatches:
             nbytes=alone.nbytes,
             servers=server.count,
             per_node=server.per_node,
-            nodes=server.nodes_of(self._world.members),
+            nodes=places.of,
             server_node=server.node,
-            node_round_trip=alone.within_node[0],
-            node_per_byte=alone.within_node[1],
+            node_round_trip=places.round_trip,
+            node_per_byte=places.per_byte,
         )
         return Observation(TrialResult(self.spec.start, tuple(ends), tuple(losses), gathers=False), measured)
 

@@ -6,8 +6,10 @@ Rule: all ranks of the group ask for the same in the same order, and hear the sa
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from lightning_omni.optimizer.balance import gather
 from lightning_omni.optimizer.reduction import seconds_of_arithmetic
 from lightning_omni.optimizer.serve_time import seconds_of_push
+from lightning_omni.performance.placement import sites_of
 from lightning_omni.protocol.all_reduce import all_reduce_of
 from lightning_omni.search import constants as c
 from lightning_omni.strategy.hooks import OmniStrategyHooks
@@ -47,6 +50,20 @@ def seconds_per_byte(timed: Callable[[int], float], nbytes: int) -> float:
             break
         count, seconds = more, longer
     return per_byte
+
+
+class Sites(NamedTuple):
+    """Where ranks are that reach each other over no slow link, and what messages between these take.
+
+    Attributes:
+        of: the node, or the site, of each member; none if all are on one node.
+        round_trip: seconds until a message of hardly any bytes is answered at one of them; 0 if unknown.
+        per_byte: seconds of each byte of such a message, one way; 0 if unknown.
+    """
+
+    of: tuple[int, ...]
+    round_trip: float = 0.0
+    per_byte: float = 0.0
 
 
 class Microbenchmarks:
@@ -86,20 +103,35 @@ class Microbenchmarks:
         return seconds_per_byte(self._seconds_of_all_reduce, self.nbytes)
 
     @cached_property
-    def within_node(self) -> tuple[float, float]:
-        """What a message of hardly any bytes takes to a rank on the same node and back, and each byte one way.
-
-        Zeros if no link is between any two nodes, or none has two ranks. The first node that has is timed.
-        """
+    def nodes(self) -> Sites:
+        """The nodes, and what messages take within the first that has two ranks."""
         places = dict[int, list[int]]()
-        for place, node in enumerate(self._world.server.nodes_of(self._world.members)):
+        nodes = self._world.server.nodes_of(self._world.members)
+        for place, node in enumerate(nodes):
             places.setdefault(node, []).append(place)
         pair = next((each[:2] for each in places.values() if len(each) > 1), None)
-        if pair is None:
-            return 0.0, 0.0
-        first, second = pair
-        there = partial(self._seconds_between, first, second)
-        return 2 * there(1), seconds_per_byte(there, self.nbytes)
+        return Sites(nodes) if pair is None else Sites(nodes, *self._timed(*pair))
+
+    @cached_property
+    def sites(self) -> Sites:
+        """Nodes that are joined by links much faster than those to others, and what messages take within the slowest.
+
+        The nodes, where all links are alike. Two nodes have one link, so that there is nothing to compare it with.
+        """
+        nodes = self._world.server.nodes_of(self._world.members)
+        firsts = [nodes.index(node) for node in sorted(set(nodes))]
+        if len(firsts) < 3:
+            return self.nodes
+        pairs = list(pairwise(firsts))
+        empty = max(self._seconds_of_links(pairs, 1))
+        for size in MESSAGE_BYTES:
+            seconds = self._seconds_of_links(pairs, size // 4)
+            if max(seconds) > c.CLEARLY_LONGER * empty:
+                break
+        of, inside = sites_of(nodes, seconds, c.OTHER_LINK)
+        if not inside:
+            return self.nodes
+        return Sites(of, *self._timed(*pairs[max(inside, key=seconds.__getitem__)]))
 
     @cached_property
     def push(self) -> float:
@@ -137,22 +169,44 @@ class Microbenchmarks:
         found = self._shortest(partial(dist.all_reduce, numbers, group=self._world.compute_group))
         return gather(self._world, [found])[0][0]
 
-    def _seconds_between(self, first: int, second: int, count: int) -> float:
-        """Seconds of so many numbers from one member to another, there and back halved."""
+    def _timed(self, first: int, second: int) -> tuple[float, float]:
+        """Between two members: seconds of a short message and its answer, and of each byte one way."""
+
+        def there(count: int) -> float:
+            return self._seconds_between([(first, second)], count)[0]
+
+        return 2 * there(1), seconds_per_byte(there, self.nbytes)
+
+    def _seconds_of_links(self, pairs: Sequence[tuple[int, int]], count: int) -> list[float]:
+        """Of so many numbers from each member to the next; those that have no end in common are timed together."""
+        seconds = [0.0] * len(pairs)
+        for start in range(2):
+            seconds[start::2] = self._seconds_between(pairs[start::2], count)
+        return seconds
+
+    def _seconds_between(self, pairs: Sequence[tuple[int, int]], count: int) -> list[float]:
+        """Seconds of so many numbers from the first to the second member of each pair, there and back halved.
+
+        Args:
+            pairs: members by their places, each in one pair at most; all pairs send at once.
+            count: of numbers.
+        """
         numbers, group = torch.zeros(count, device=self._world.device), self._world.compute_group
-
-        def there_and_back() -> None:
-            dist.send(numbers, group=group, group_dst=second)
-            dist.recv(numbers, group=group, group_src=second)
-
-        def back_and_there() -> None:
-            dist.recv(numbers, group=group, group_src=first)
-            dist.send(numbers, group=group, group_dst=first)
-
         own, found = self._world.members.index(self._world.rank), 0.0
-        if own in (first, second):
-            found = self._shortest(there_and_back if own == first else back_and_there)
-        return gather(self._world, [found])[first][0] / 2
+        for first, second in pairs:
+
+            def there_and_back(other: int = second) -> None:
+                dist.send(numbers, group=group, group_dst=other)
+                dist.recv(numbers, group=group, group_src=other)
+
+            def back_and_there(other: int = first) -> None:
+                dist.recv(numbers, group=group, group_src=other)
+                dist.send(numbers, group=group, group_dst=other)
+
+            if own in (first, second):
+                found = self._shortest(there_and_back if own == first else back_and_there)
+        seconds = gather(self._world, [found])
+        return [seconds[first][0] / 2 for first, _ in pairs]
 
     def _shortest(self, send: Callable[[], object]) -> float:
         """Seconds of the shortest of a few messages of one kind."""

@@ -68,6 +68,13 @@ class Scene:
     """Hosts, their links and their devices."""
 
     mbit: float | None = None
+    """Of each host's link."""
+    site_mbit: float | None = None
+    """Of the link between two sites, of two hosts each; theirs are fast."""
+    last_mbit: float | None = None
+    """Of the link of the last host alone."""
+    per_host: int = 1
+    """Ranks."""
     slow: float = 1.0
     times: str = "steady"
     """Of steps: a pattern of `step_times.py`."""
@@ -86,6 +93,10 @@ SCENES = {
     "random": Scene(times="exponential", wanted="1.5 times faster"),
     "link": Scene(mbit=100, wanted="1.25 of DDP's time on fast links"),
     "slow, link": Scene(mbit=100, slow=4.0, wanted="3.3 times faster than the best tuned peer"),
+    "pairs": Scene(mbit=100, per_host=2, wanted="not below 0.95 of the best peer"),
+    "slow, pairs": Scene(mbit=100, per_host=2, slow=4.0, wanted="not below 0.95 of the best peer"),
+    "sites": Scene(site_mbit=100, wanted="not below 0.95 of the best peer"),
+    "one link": Scene(last_mbit=100, wanted="not below 0.95 of the best peer"),
     **{
         name: Scene(times=name, wanted="not below 0.95 of DDP's speed")
         for name in ("lognormal", "common", "stalls", "neighbours", "grades", "overhead", "fades", "drifts")
@@ -179,8 +190,8 @@ def train(told: dict[str, Any]) -> dict[str, Any]:
     watching = Copies()
     trainer = pl.Trainer(
         accelerator="cpu",
-        devices=1,
-        num_nodes=RANKS,
+        devices=told["per_host"],
+        num_nodes=RANKS // told["per_host"],
         strategy=HookedDDP(**hook.options)
         if tuner is None
         else omni.OmniStrategy(encryption="off", heartbeat_timeout=30, servers=told["servers"]),
@@ -349,37 +360,55 @@ class HostsError(RuntimeError):
     """A host's process failed, or took too long."""
 
 
-def on_hosts(network: Network, script: str, told: dict[str, Any], seconds: float) -> tuple[list[dict[str, Any]], str]:
-    """Runs ``script --host TOLD FILE`` on each host.
+def linked(scene: Scene, slower: float) -> Network:
+    """The hosts of a scene, whose links are so many times slower."""
+    hosts = RANKS // scene.per_host
+    if scene.site_mbit is not None:
+        return Network((hosts // 2, hosts // 2), site_mbit=scene.site_mbit * slower)
+    if scene.last_mbit is not None:
+        return Network((hosts,), host_mbit=(*[None] * (hosts - 1), scene.last_mbit * slower))
+    return Network((hosts,), host_mbit=None if scene.mbit is None else scene.mbit * slower)
+
+
+def on_hosts(
+    network: Network, script: str, told: dict[str, Any], seconds: float, per_host: int = 1
+) -> tuple[list[dict[str, Any]], str]:
+    """Runs ``script --host TOLD FILE`` for each rank.
 
     Args:
         network: of the hosts.
         script: a path.
         told: to all of them.
         seconds: that they may take.
+        per_host: ranks of each host.
 
     Returns:
         What each has written into its file, and what the first has said.
     """
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         hosts = stack.enter_context(Hosts(network))
-        files = [Path(folder, f"{host}.json") for host in range(network.size)]
-        # Not pipes: a host that says much would wait until the hosts before it are done, and these for it.
-        logs = [Path(folder, f"{host}.log") for host in range(network.size)]
+        ranks = range(network.size * per_host)
+        files = [Path(folder, f"{rank}.json") for rank in ranks]
+        # Not pipes: a rank that says much would wait until the ranks before it are done, and these for it.
+        logs = [Path(folder, f"{rank}.log") for rank in ranks]
         processes = [
             hosts.start(
-                host,
+                rank // per_host,
                 [sys.executable, script, "--host", json.dumps(told), str(file)],
                 {
-                    **host_environment(hosts, host),
-                    "GROUP_RANK": str(host),
+                    **host_environment(hosts, rank // per_host),
+                    "RANK": str(rank),
+                    "WORLD_SIZE": str(len(ranks)),
+                    "LOCAL_RANK": str(rank % per_host),
+                    "LOCAL_WORLD_SIZE": str(per_host),
+                    "GROUP_RANK": str(rank // per_host),
                     "TORCHELASTIC_RUN_ID": "hosts",
-                    "HOST_ADDRESS": hosts.addresses[host],
+                    "HOST_ADDRESS": hosts.addresses[rank // per_host],
                 },
                 stdout=stack.enter_context(log.open("w")),
                 stderr=subprocess.STDOUT,
             )
-            for host, (file, log) in enumerate(zip(files, logs, strict=True))
+            for rank, (file, log) in enumerate(zip(files, logs, strict=True))
         ]
         deadline = time.monotonic() + seconds
         try:
@@ -411,6 +440,7 @@ def run(way: str, scene: Scene, data: Path, seed: int, arguments: argparse.Names
         "seed": seed,
         "step": arguments.step,
         "slow": scene.slow,
+        "per_host": scene.per_host,
         "times": scene.times,
         "lr": arguments.lr,
         "momentum": arguments.momentum,
@@ -423,10 +453,10 @@ def run(way: str, scene: Scene, data: Path, seed: int, arguments: argparse.Names
         "period": arguments.period,
         "warmup": arguments.warmup,
     }
-    network = Network((RANKS,), host_mbit=None if scene.mbit is None else scene.mbit * slower(arguments))
+    network, longest = linked(scene, slower(arguments)), arguments.limit * 1.5 + START
     with tempfile.NamedTemporaryFile() as own:
         try:
-            results, said = on_hosts(network, __file__, {**told, "own": own.name}, arguments.limit * 1.5 + START)
+            results, said = on_hosts(network, __file__, {**told, "own": own.name}, longest, scene.per_host)
         except HostsError as error:
             return Row(failed=str(error))
     if arguments.verbose:

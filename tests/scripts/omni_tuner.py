@@ -270,6 +270,21 @@ def pretend_link(per_byte: float | None) -> None:
     Microbenchmarks.reduce_per_byte = REDUCE_PER_BYTE if per_byte is None else property(lambda _: per_byte)
 
 
+def slow_down_link(after: int, per_byte: float) -> None:
+    """What this rank sends to another one takes so long for each byte, if one of both is on a node after that one.
+
+    Each node has one rank.
+    """
+    send = torch.distributed.send
+
+    def slowly(numbers: Tensor, *args: Any, group_dst: int, **options: Any) -> None:
+        if (after < NODE) != (group_dst > after):
+            time.sleep(per_byte * numbers.nbytes)
+        send(numbers, *args, group_dst=group_dst, **options)
+
+    torch.distributed.send = slowly
+
+
 def main() -> None:
     results: list[Any] = []
     tuner = None
@@ -298,6 +313,8 @@ def main() -> None:
         if "hooks" in fit or "logger" in fit:
             options["logger"] = pl.loggers.CSVLogger(FOLDER)
         pretend_link(fit.get("per_byte"))
+        if "slow_link" in fit:
+            slow_down_link(*fit["slow_link"])
         run = trainer(strategy, fit.get("devices", 2), callbacks=callbacks, **options)
         began = time.perf_counter()
         loaders, refused = data(**fit.get("data", {})), ""
