@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from fractions import Fraction
 from itertools import chain, permutations, product
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -597,8 +598,25 @@ class Resumable(DataLoader[int]):
     def load_state_dict(self, state: dict[str, int]) -> None: ...
 
 
-@pytest.mark.parametrize(("kind", "expected"), [(DataLoader, True), (Resumable, False)])
-def test_a_loader_that_goes_on_where_a_checkpoint_says_is_not_leased(
+class Repeated(DataLoader[int]):
+    """Gives out each batch twice: a batch that is trained is not one that was drawn."""
+
+    def __iter__(self) -> Any:
+        for batch in super().__iter__():
+            yield from (batch, batch)
+
+
+class Collated(DataLoader[int]):
+    """Changes nothing in how batches are drawn."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, collate_fn=list, **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"), [(DataLoader, True), (Collated, True), (Resumable, False), (Repeated, False)]
+)
+def test_a_loader_that_decides_which_batches_it_gives_out_and_when_is_not_leased(
     kind: type[DataLoader[int]], expected: bool
 ) -> None:
     data = range(12)

@@ -284,6 +284,7 @@ def can_lease(loader: object) -> bool:
         and loader.batch_size is not None
         and getattr(loader, "in_order", True)
         and not hasattr(loader, "load_state_dict")  # with a checkpoint it would find its place, and so do leases
+        and type(loader).__iter__ is DataLoader.__iter__  # one of its own may give out others than were drawn, or ahead
     )
 
 
