@@ -610,7 +610,7 @@ class Collated(DataLoader[int]):
     """Changes nothing in how batches are drawn."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, collate_fn=list, **options)
+        super().__init__(*args, **{**options, "collate_fn": list})
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +31,7 @@ from lightning_omni.optimizer.executor import Exchanging, Executor, evaluating
 from lightning_omni.optimizer.live_world import LiveWorld, register
 from lightning_omni.optimizer.untrained import buffers_of, merge
 from lightning_omni.protocol.progress import Progress, ReferenceBatch
+from lightning_omni.strategy.epochs import EpochDriver
 from lightning_omni.strategy.leased import LeasedData
 from lightning_omni.strategy.proxies import Merged, Proxies
 from lightning_omni.strategy.schedulers import Pacer, StepCounts, arrive, reach_all
@@ -546,9 +547,11 @@ def made(data: LeasedData, *kinds: str) -> list[Any]:
     return [data.process(loader, 0, lambda _: True) for loader in loaders]
 
 
-def leased_data(exchanges: bool) -> LeasedData:
+def leased_data(
+    exchanges: bool, before_epoch: Callable[[int], None] = lambda _: None, is_for_user: Callable[[], bool] = bool
+) -> LeasedData:
     """For a world of one group, or of several that have not parted yet."""
-    data = LeasedData("dynamic", lambda _: None, lambda _: None)
+    data = LeasedData("dynamic", lambda _: None, before_epoch, is_for_user)
     executor = SimpleNamespace(exchanges=exchanges, control=None)
     core = SimpleNamespace(data=None)
     world: Any = SimpleNamespace(
@@ -571,6 +574,39 @@ def test_loaders_that_advance_together_deal_out_like_distributed_sampler_before_
     data.adopt()
     assert data.leases is None
     assert [batch.tolist() for batch in loader] == [[0, 2], [4, 6]]
+
+
+@pytest.mark.parametrize("exchanges", [False, True])
+def test_a_hook_that_goes_through_the_training_data_gets_this_ranks_share_and_draws_nothing(exchanges: bool) -> None:
+    drawn: list[int] = []
+    by = SimpleNamespace(user=True)
+    data = leased_data(exchanges, drawn.append, lambda: by.user)
+    [loader] = made(data, "ours")
+    loader.worker_init_fn = print  # as Lightning does, once a loader is leased
+    assert [batch.tolist() for batch in loader] == [[0, 2], [4, 6]]
+    assert loader.unleased.worker_init_fn is print
+    assert (drawn, loader.leases.handed) == ([], 0)
+    by.user = False
+    loader.leases.is_local = True
+    training = iter(loader)
+    assert next(training).tolist() == [0, 2]
+    by.user = True
+    assert [batch.tolist() for batch in loader] == [[0, 2], [4, 6]]
+    assert [batch.tolist() for batch in training] == [[4, 6]], "the epoch goes on where it was"
+
+
+def test_training_data_that_are_iterated_in_a_hook_or_after_the_fit_are_not_for_the_loops() -> None:
+    epochs = EpochDriver("dynamic", lambda _: None)
+    module = pl.LightningModule()
+    trainer: Any = SimpleNamespace(lightning_module=module, fit_loop=SimpleNamespace())
+    after = epochs._is_for_user
+    epochs._trainer = trainer
+    in_loops = epochs._is_for_user
+    module._current_fx_name = "on_train_epoch_start"
+    in_hook = epochs._is_for_user
+    trainer.fit_loop._iterates = True  # a learning-rate finder's run makes loaders again, inside the hook
+    in_finder = epochs._is_for_user
+    assert (after, in_hook, in_loops, in_finder) == (True, True, False, False)
 
 
 @pytest.mark.parametrize("kinds", [("iterable",), ("ours", "ours"), ("ours", "iterable")])

@@ -211,12 +211,16 @@ class _LeasedLoader:
 
     leases: Leases
     unleased: DataLoader[Any]
+    is_for_user: Callable[[], bool]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Leases are of one run: a copy, here or in another process, is the loader that it was made of."""
         return _itself, (self.unleased,)
 
     def __iter__(self) -> Iterator[Any]:
+        if self.is_for_user():
+            self.unleased.worker_init_fn = self.worker_init_fn  # type: ignore[attr-defined]  # set after it was leased
+            return iter(self.unleased)
         # As eager as the loader itself with one group, so that random numbers are drawn as under DDP; with several
         # groups nothing may be drawn before the epoch is open.
         iterator = super().__iter__() if self.leases.is_local else None  # type: ignore[misc]
@@ -250,11 +254,13 @@ def _itself(loader: DataLoader[Any]) -> DataLoader[Any]:
     return loader
 
 
-def lease(loader: DataLoader[Any], **options: Any) -> DataLoader[Any]:
+def lease(loader: DataLoader[Any], is_for_user: Callable[[], bool] = lambda: False, **options: Any) -> DataLoader[Any]:
     """The same DataLoader, with leased batches.
 
     Args:
         loader: a DataLoader whose sampler is Lightning's DistributedSampler.
+        is_for_user: tells, where it begins to be iterated, whether that is for code of the user, and not for training:
+            then it gives out what DistributedSampler deals to this rank, and nothing is drawn.
         options: the arguments of `Leases` that the loader does not know.
     """
     sampler = loader.sampler
@@ -270,6 +276,7 @@ def lease(loader: DataLoader[Any], **options: Any) -> DataLoader[Any]:
         batch_sampler=LeasedBatchSampler(sampler, leases, bool(loader.drop_last)),
         leases=leases,
         unleased=loader,
+        is_for_user=is_for_user,
         _iterator=None,
     )
     return leased

@@ -648,6 +648,11 @@ class _ControlledFitLoop(_FitLoop):
         self._control.run(super().run)
 
     @override
+    def setup_data(self) -> None:
+        with _iterating(self):
+            super().setup_data()
+
+    @override
     def on_advance_end(self) -> None:
         super().on_advance_end()
         self._control.epoch_has_ended()
@@ -666,7 +671,7 @@ class _ControlledEpochLoop(_TrainingEpochLoop):
 
     @override
     def on_run_start(self, data_fetcher: Any) -> None:
-        self._control.begin_epoch(partial(super().on_run_start, data_fetcher))
+        self._control.begin_epoch(_iterating(self.trainer.fit_loop)(partial(super().on_run_start, data_fetcher)))
 
     @override
     def _on_before_fetch(self) -> None:
@@ -708,6 +713,21 @@ class _ControlledValidationLoop(_EvaluationLoop):
     @override
     def run(self) -> Any:
         return self._control.validate(super().run)
+
+
+@contextmanager
+def _iterating(fit_loop: Any) -> Iterator[None]:
+    """While the loops themselves begin to iterate the training data, as `loops_iterate` says."""
+    fit_loop._iterates = True
+    try:
+        yield
+    finally:
+        vars(fit_loop).pop("_iterates", None)
+
+
+def loops_iterate(trainer: Trainer) -> bool:
+    """Whether the loops begin to iterate the training data; learning-rate finders have them do so inside a hook."""
+    return hasattr(trainer.fit_loop, "_iterates")
 
 
 @contextmanager

@@ -129,7 +129,9 @@ class EpochDriver:
         self._info = info
         self.published = PublishedValidation(validation == "published", info)
         # A loader that was made in the epoch's first hook says another epoch.
-        self.data = LeasedData(data, info, lambda epoch: self.begin(self.trainer.current_epoch))
+        self.data = LeasedData(
+            data, info, lambda epoch: self.begin(self.trainer.current_epoch), lambda: self._is_for_user
+        )
         self.run = RunProgress(self.data)
         self.is_open = False
         self.is_open_ended = self.is_cut_short = False
@@ -204,6 +206,12 @@ class EpochDriver:
         """The fit's."""
         assert self._trainer is not None
         return self._trainer
+
+    @property
+    def _is_for_user(self) -> bool:
+        """Whether a training loader begins to be iterated in a hook, or after the fit: not by the loops."""
+        trainer = self._trainer
+        return trainer is None or (_private.is_inside_a_hook(trainer) and not _private.loops_iterate(trainer))
 
     @property
     def world(self) -> World:

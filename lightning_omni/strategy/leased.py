@@ -31,6 +31,7 @@ class LeasedData:
         data: ``"dynamic"`` or ``"static"``.
         info: logs a message for the user, on rank 0.
         before_epoch: called with an epoch's number before samples of it are drawn from the server.
+        is_for_user: tells, where a training loader begins to be iterated, whether that is for code of the user.
 
     Attributes:
         leases: this rank's view of the data, if it is leased.
@@ -38,10 +39,14 @@ class LeasedData:
     """
 
     def __init__(
-        self, data: Literal["dynamic", "static"], info: Callable[[str], None], before_epoch: Callable[[int], None]
+        self,
+        data: Literal["dynamic", "static"],
+        info: Callable[[str], None],
+        before_epoch: Callable[[int], None],
+        is_for_user: Callable[[], bool] = lambda: False,
     ) -> None:
         self.kind = data
-        self._info, self._before_epoch = info, before_epoch
+        self._info, self._before_epoch, self._is_for_user = info, before_epoch, is_for_user
         self._world: World | None = None
         self.leases: Leases | None = None
         self.split = 0
@@ -128,6 +133,7 @@ class LeasedData:
             return loader
         leased = lease(
             loader,
+            self._is_for_user,
             rank=rank // world.tensor_parallel,
             before_epoch=self._before_epoch,
             is_local=not world.executor.exchanges,

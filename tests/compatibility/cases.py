@@ -394,6 +394,43 @@ class EpochAverage(cb.WeightAveraging):
         return epoch_idx is not None
 
 
+class LookAtData(cb.Callback):
+    """Goes through the training data in its hooks, as for statistics or prototypes, and counts what it sees."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, list[int]] = {}
+
+    def look(self, trainer: Any, place: str) -> None:
+        self.seen.setdefault(place, []).append(sum(len(batch[0]) for batch in trainer.train_dataloader))
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.look(trainer, "start")
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self.look(trainer, "epoch start")
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self.look(trainer, "batch end")
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        self.look(trainer, "validation end")
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.look(trainer, "epoch end")
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.look(trainer, "end")
+
+
+def read_looks(fit: Fit) -> dict[str, Any]:
+    """How many samples were seen in each hook, and after the fit."""
+    trainer = fit.fit()
+    looks = next(each for each in fit.callbacks if isinstance(each, LookAtData))
+    looks.look(trainer, "after")
+    return {"looked": looks.seen}
+
+
 class StopAt(cb.Callback):
     """Sets should_stop."""
 
@@ -1015,6 +1052,11 @@ CASES: tuple[Case, ...] = (
     Case("custom batch sampler", data=own_batch_sampler),
     Case("weighted sampler", data=weighted),
     Case("workers", data=lambda: (modules.train_loader(num_workers=1, persistent_workers=True), modules.val_loader())),
+    Case("goes through the training data in hooks", callbacks=lambda _: [LookAtData()], act=read_looks),
+    Case(
+        "DataLoader with an `__iter__` of its own",
+        data=lambda: (modules.Twice(modules.training_data(), batch_size=8, shuffle=True), modules.val_loader()),
+    ),
     Case("training_step draws its batches", module=modules.Drawing),
     Case("drop_last", data=lambda: (modules.train_loader(7, drop_last=True), modules.val_loader())),
     Case("partial last batch", data=lambda: (modules.train_loader(7), modules.val_loader())),
@@ -1104,6 +1146,8 @@ QUICK = (
     "StochasticWeightAveraging with BatchNorm",
     "EMAWeightAveraging",
     "fit twice, by steps",
+    "goes through the training data in hooks",
+    "DataLoader with an `__iter__` of its own",
     "training_step draws its batches",
     "two optimizers, frozen by hand",
     "switches optimizers through the strategy",

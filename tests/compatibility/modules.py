@@ -39,6 +39,17 @@ def val_loader(**options: Any) -> DataLoader[Any]:
     return DataLoader(held_out_data(), batch_size=8, **options)
 
 
+class Twice(DataLoader[Any]):
+    """Gives out each batch twice."""
+
+    def __len__(self) -> int:
+        return 2 * super().__len__()
+
+    def __iter__(self) -> Any:
+        for batch in super().__iter__():
+            yield from (batch, batch)
+
+
 class Stream(IterableDataset):  # type: ignore[type-arg]
     """Every rank's share of the samples, as users of IterableDataset write it."""
 
