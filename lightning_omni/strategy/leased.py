@@ -126,8 +126,8 @@ class LeasedData:
             if world.executor.exchanges:
                 self._info(
                     'OmniStrategy: the training data is dealt out beforehand (as with data="static"), because it has a'
-                    " sampler of its own, is iterable, is no plain DataLoader, or is drawn by training_step"
-                    " (dataloader_iter); so a slow group delays the end of an epoch"
+                    " sampler of its own, is iterable, is no plain DataLoader (has an __iter__ of its own, say), or is"
+                    " drawn by training_step (dataloader_iter); so a slow group delays the end of an epoch"
                 )
             self._take_in(None)
             return loader
