@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 
@@ -18,6 +19,7 @@ from lightning_omni.protocol import ServerCore
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.server import ControlConnection, Server
+from lightning_omni.server.observer import Observer
 
 KEY = bytes(32)
 SILENCE = 600.0
@@ -36,8 +38,16 @@ def server() -> Iterator[Server]:
     server.close()
 
 
-def join(server: Server, rank: int, size: int) -> ControlConnection:
-    return ControlConnection(server.address, KEY, "run", rank, size, Layout.of({"w": torch.zeros(1)}))
+def join(server: Server, rank: int, size: int, run: str = "run") -> ControlConnection:
+    return ControlConnection(server.address, KEY, run, rank, size, Layout.of({"w": torch.zeros(1)}))
+
+
+def heard(observer: Observer) -> str:
+    """Why the run is over, as soon as it has come."""
+    deadline = time.monotonic() + 120
+    while not (reason := observer.why_over()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return reason
 
 
 def form(control: ControlConnection, *groups: tuple[int, ...]) -> None:
@@ -60,6 +70,28 @@ def test_a_broken_connection_in_the_group_of_rank_0_ends_the_run(server: Server)
         second.close()
         with pytest.raises(RankLost, match="rank 1 is gone without a goodbye"):
             first.request(m.Contribute(number=0, what="barrier"), m.Gathered, timeout=120)
+
+
+def test_groups_that_are_about_to_join_look_for_no_server_that_has_ended_with_its_run() -> None:
+    server = Server(ServerCore(KEY, secrets.token_bytes, heartbeat_timeout=SILENCE))
+    server.core.patience = SILENCE  # ranks would look for another one
+    thread = threading.Thread(target=server.run, args=(lambda: server.core.is_over,))
+    thread.start()
+    with ExitStack() as stack:
+        first, second, third = (stack.enter_context(closing(Observer(server.address, KEY))) for _ in range(3))
+        run = first.enlist(1).run
+        begins = stack.enter_context(closing(join(server, 0, 1, run)))
+        form(begins, (0,))
+        late = stack.enter_context(closing(join(server, second.enlist(1).first, 0, run)))
+        third.enlist(1)
+        assert third.why_over() == ""
+        begins.has_finished = True
+        begins.close(reason="")
+        thread.join(120)
+        server.close()
+        assert isinstance(late.wait_for_end(120), RankLost)
+        late.close(reason="it says goodbye to nobody")
+        assert heard(third) == "it has been trained to its end"
 
 
 def test_a_question_for_the_status_is_answered(server: Server) -> None:

@@ -105,11 +105,15 @@ class Connection:
         size = 0 if place.goes_on else place.size  # ranks that are not announced
         silence = enlistment.silence if enlistment is not None else 0.0
         try:
+            if enlistment is not None:
+                enlistment.check_goes_on()
             place.control = place.server.transport.join(
                 address, key, run, place.rank, size, layout, self._on_end, silence
             )
-        except Refused as no:
-            if enlistment is None or no.code != "gone":
+        except (ConnectionLost, Refused) as no:
+            if enlistment is not None:
+                enlistment.check_goes_on()
+            if enlistment is None or isinstance(no, ConnectionLost) or no.code != "gone":
                 raise
             raise ConnectionLost(f"the parameter server that this group came to is gone: {no}") from no
         place.server.check(place.control.shards, address)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from lightning_omni.errors import ConnectionLost, OmniError, Refused
+from lightning_omni.errors import ConnectionLost, OmniError, RankLost, Refused
 from lightning_omni.optimizer.options import WorldOptions
 from lightning_omni.protocol.messages import Enlisted
 from lightning_omni.protocol.rank_numbers import origin
@@ -94,6 +94,11 @@ class Enlistment:
                 raise
         self._connect(options)
         return self._observer.enlist(size)
+
+    def check_goes_on(self) -> None:
+        """Raises `RankLost` if the server has said since that the run is over; it may have ended with it."""
+        if self._observer is not None and (reason := self._observer.why_over()):
+            raise RankLost(f"the run is over: {reason}")
 
     def close(self) -> None:
         """The group takes part, or never will: its place is no longer held for it."""

@@ -19,6 +19,7 @@ from lightning_omni.errors import ProtocolError, Refused
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import Packed, check_specs
 from lightning_omni.protocol.journal import NumberedEntry
+from lightning_omni.protocol.roster import TRAINED_TO_ITS_END
 from lightning_omni.protocol.run_context import RunContext
 from lightning_omni.protocol.service import Out, Payload, Sender, Service, as_tensor
 from lightning_omni.protocol.synchronization import Synchronization
@@ -120,7 +121,7 @@ class Joining(Service):
     def _over(self) -> str:
         """Why no group can join any more, or an empty string."""
         if self._roster.finished:
-            return "it has been trained to its end"
+            return TRAINED_TO_ITS_END
         if not self._roster.live and not self._roster.can_go_on:
             return "the group that was to begin it is gone; start this one again, and it begins another"
         return ""

@@ -18,7 +18,7 @@ from lightning_omni.protocol import shard_messages as sm
 from lightning_omni.protocol import wire_format
 from lightning_omni.protocol.journal import FormedEntry, JoinedEntry, LeftEntry, LostEntry
 from lightning_omni.protocol.monitoring import Monitoring
-from lightning_omni.protocol.roster import Member
+from lightning_omni.protocol.roster import TRAINED_TO_ITS_END, Member
 from lightning_omni.protocol.run_context import RunContext
 from lightning_omni.protocol.service import Out, Payload, Peer, Sender, Service
 from lightning_omni.protocol.synchronization import Synchronization
@@ -249,7 +249,15 @@ class Membership:
         self._roster.finished |= finished
         self._roster.leave(rank)
         self._journal.note(LeftEntry(rank, finished))
-        return out
+        return out + self._say_that_it_is_over()
+
+    def _say_that_it_is_over(self) -> list[Out]:
+        """If the last rank of a finished run is gone: to groups that are about to join, for the server may end now."""
+        roster = self._roster
+        if not (roster.finished and roster.is_over):
+            return []
+        notice = m.Notice(lost=roster.lost_ranks, reason=TRAINED_TO_ITS_END, over=True)
+        return [Out(peer, m.CONTROL, notice) for peer in (*self.peers, *roster.numbers.peers)]
 
     # --- Losses ------------------------------------------------------------------------------------------------------
 
@@ -290,7 +298,7 @@ class Membership:
         assert group is not None
         self._journal.note(LostEntry(rank, reason, barred))
         out = self._send_to_everyone(m.Notice(lost=self._roster.lost_ranks, reason=reason, barred=barred))
-        return out + self._evict(group, lost=True) + self.resolve_pending()
+        return out + self._evict(group, lost=True) + self.resolve_pending() + self._say_that_it_is_over()
 
     def resolve_pending(self) -> list[Out]:
         """Answers every rank that waited for something that has come true."""

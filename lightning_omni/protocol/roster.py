@@ -25,6 +25,8 @@ from lightning_omni.topology import RECORDER, Topology
 
 MOST_CHALLENGED = 1024
 """Connections that may be about to prove something; a further one displaces the first. Each holds at most 1 kB."""
+TRAINED_TO_ITS_END = "it has been trained to its end"
+"""Why no group joins a finished run."""
 
 
 @dataclass
@@ -155,7 +157,7 @@ class Roster:
             Refused: the run is over, its ranks were announced, or there are too few numbers left.
         """
         if self.finished:
-            raise Refused("over", "it has been trained to its end")
+            raise Refused("over", TRAINED_TO_ITS_END)
         if self._first is not None and not self.joining:
             raise Refused(
                 "busy",

@@ -132,6 +132,16 @@ class Observer:
         """
         return self._ask(m.Enlist(ranks=ranks), m.Enlisted)
 
+    def why_over(self) -> str:
+        """Why the run is over in which this process has asked for a place, if the server has said so since."""
+        while self._dialed.wire.poll(0):
+            if (frame := self._dialed.wire.recv_multipart()[0]) == PROBE:
+                continue
+            message = m.decode(frame, at="rank", channel=m.CONTROL)
+            if isinstance(message, m.Notice) and message.over:
+                return message.reason
+        return ""
+
     def describe(self) -> m.ServerDescription:
         """What the server is, and what time it is there.
 
