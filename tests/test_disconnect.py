@@ -6,7 +6,7 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from lightning_omni.protocol import ServerCore
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.server import ControlConnection, Server
+from lightning_omni.server.connection import DataConnection
 from lightning_omni.server.observer import Observer
 
 KEY = bytes(32)
@@ -29,13 +30,21 @@ SILENCE = 600.0
 @pytest.fixture
 def server() -> Iterator[Server]:
     server = Server(ServerCore(KEY, secrets.token_bytes, heartbeat_timeout=SILENCE))
+    with serving(server):
+        yield server
+
+
+@contextmanager
+def serving(server: Server) -> Iterator[None]:
     stopping = threading.Event()
     thread = threading.Thread(target=server.run, args=(stopping.is_set,))
     thread.start()
-    yield server
-    stopping.set()
-    thread.join(120)
-    server.close()
+    try:
+        yield
+    finally:
+        stopping.set()
+        thread.join(120)
+        server.close()
 
 
 def join(server: Server, rank: int, size: int, run: str = "run") -> ControlConnection:
@@ -92,6 +101,29 @@ def test_groups_that_are_about_to_join_look_for_no_server_that_has_ended_with_it
         assert isinstance(late.wait_for_end(120), RankLost)
         late.close(reason="it says goodbye to nobody")
         assert heard(third) == "it has been trained to its end"
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_what_a_rank_has_sent_to_the_server_before_is_in_no_log_of_one_that_goes_on(
+    goes_on: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    cores = [ServerCore(KEY, secrets.token_bytes, heartbeat_timeout=SILENCE) for _ in range(2)]
+    cores[0].patience = SILENCE
+    server = Server(cores[0])
+    ports = [int(server.address.rpartition(":")[2]), cores[0].data_port]
+    with ExitStack() as stack:
+        with serving(server):
+            only = stack.enter_context(closing(join(server, 0, 1)))
+            form(only, (0,))
+            data = stack.enter_context(closing(DataConnection(only.session, lambda: None)))
+        if goes_on:
+            cores[1].load(cores[0].state(), [], 0.0)
+        data.send(m.FetchMessage(optimizer=0))
+        with serving(Server(cores[1], port=ports[0], data_port=ports[1])):
+            answer = m.decode(data._receive()[0].buffer, at="rank", channel=m.DATA)
+    assert isinstance(answer, m.RefusedMessage)
+    assert answer.code == "stranger"
+    assert ("attach first" in caplog.text) == (not goes_on)
 
 
 def test_a_question_for_the_status_is_answered(server: Server) -> None:

@@ -75,6 +75,7 @@ class ServerCore:
         journal: what has happened since the state was saved; what saves it (`state`) says where that is written.
         patience: seconds for which ranks look for this server again when it is gone, for another one will go on; what
             saves its state sets it. 0 if none will.
+        goes_on: whether it has gone on with the run of a server before it.
         on_save: where this server holds a share, called when the one that coordinates says that all save their state
             now, with the number of this save.
         on_run_over: called when the one that coordinates says that the run is over, before it is forgotten here.
@@ -149,7 +150,7 @@ class ServerCore:
 
     def reset(self) -> None:
         """Forgets the run; the next one may come."""
-        self._now, self.roster = 0.0, Roster(self.key)
+        self._now, self.roster, self.goes_on = 0.0, Roster(self.key), False
         self._shards, self._epochs, servers = HeldShards(), Epochs(self.journal), self.servers
         self.notes = Notes(self._record, self._shards, self._epochs, self._last_now, servers.count)
         run = RunContext(
@@ -425,7 +426,7 @@ class ServerCore:
         """
         check_state(state, "server", "start the server in an empty directory")
         self.reset()
-        self._now = now
+        self._now, self.goes_on = now, True
         self._persistence.load(state, journal, now)
         self._pass_time(now)
 

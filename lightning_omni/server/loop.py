@@ -390,7 +390,9 @@ class Server:
         if item.message.code == DIRECTLY:  # an aggregator's, which is nothing to be warned of
             return True
         self._refusals[item.peer] += 1
-        if self._refusals[item.peer] == 1:
+        # Where a server goes on, ZeroMQ may bring what was under way, before the rank itself has connected again.
+        is_usual = item.message.code == "stranger" and self.core.goes_on
+        if self._refusals[item.peer] == 1 and not is_usual:
             self._refusal_log.write(f"refused a {item.channel} message", item.message.reason)
         if len(self._refusals) > 4096:
             self._refusals.clear()
