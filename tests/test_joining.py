@@ -11,6 +11,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from torch import nn
 from lightning_omni.errors import ConfigurationError, ConnectionLost, Evicted, RankLost, Refused
 from lightning_omni.optimizer import WorldOptions
 from lightning_omni.optimizer.embedded import RunServer
-from lightning_omni.optimizer.enlistment import COMES_BACK, ask_for_all, comes_back_to
+from lightning_omni.optimizer.enlistment import COMES_BACK, Enlistment, ask_for_all, comes_back_to
 from lightning_omni.optimizer.folders import Folder
 from lightning_omni.optimizer.meshes import ModelParallel, sizes_in
 from lightning_omni.protocol import EpochPlan
@@ -47,6 +48,7 @@ from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.observation import MOST_OBSERVERS
 from lightning_omni.protocol.rank_numbers import origin
 from lightning_omni.protocol.transport import answer_of
+from lightning_omni.server.observer import Observer
 from lightning_omni.server.saving import StateDirectory
 from lightning_omni.strategy.pytorch_lightning import OmniStrategy
 from lightning_omni.strategy.rejoining import Rejoining
@@ -618,6 +620,18 @@ def test_an_eviction_after_a_minute_in_the_run_is_not_one_more_in_a_row(monkeypa
             then.setattr(time, "monotonic", lambda: began - seconds)  # noqa: B023 - called in this iteration
             rejoining.took_part("a-run")
         assert rejoining.arm(error, error, most=3, ranks=1) is joins
+
+
+def test_a_group_that_comes_back_to_a_server_that_is_gone_hears_that_the_run_may_be_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LIGHTNING_OMNI_KEY", "ab" * 32)
+    monkeypatch.setattr("lightning_omni.optimizer.enlistment.Observer", partial(Observer, timeout=0.1))
+    options = WorldOptions(join=True, server="tcp://127.0.0.1:9")
+    for came, says in (("", "no parameter server answers at"), ("a-run 1", "the run a-run: either that is over")):
+        monkeypatch.setenv(COMES_BACK, came)
+        with pytest.raises(ConnectionLost, match=says):
+            Enlistment(options, 0, 1, lambda text: text)
 
 
 def test_what_rank_0_of_a_group_is_refused_is_refused_to_all_of_its_ranks() -> None:

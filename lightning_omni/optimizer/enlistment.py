@@ -81,7 +81,16 @@ class Enlistment:
     def _connect(self, options: WorldOptions) -> None:
         assert options.server is not None
         self.close()
-        self._observer = Observer(options.server, load_key(), options.encryption)
+        try:
+            self._observer = Observer(options.server, load_key(), options.encryption)
+        except ConnectionLost as error:
+            name, _ = comes_back_to()
+            if not name:
+                raise
+            raise ConnectionLost(
+                f"no parameter server answers at {options.server}, where this group was in the run {name}: either that"
+                " is over (with --once its server ends with it), or its server is not back yet"
+            ) from error
 
     def _enlist(self, options: WorldOptions, size: int) -> Enlisted:
         assert self._observer is not None
