@@ -118,11 +118,18 @@ REFUSED: dict[str, dict[str, Any]] = {
 }
 
 
-def run_loops(folder: Path, loops: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+def run_loops(folder: Path, loops: dict[str, dict[str, Any]], ranks: int = 2) -> list[dict[str, Any]]:
     """What each rank of torchrun's found, by the name of the loop."""
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"),
+            *(
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                f"--nproc-per-node={ranks}",
+                "--no-python",
+            ),
             *(sys.executable, str(SCRIPTS / "plain_loop.py"), json.dumps(loops)),
         ],
         capture_output=True,
@@ -131,7 +138,7 @@ def run_loops(folder: Path, loops: dict[str, dict[str, Any]]) -> list[dict[str, 
         env={**os.environ, "OMNI_TEST_FOLDER": str(folder), "OMP_NUM_THREADS": "1", "PYTHONPATH": search_path()},
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
 
 
 @pytest.fixture(scope="module")
@@ -303,3 +310,13 @@ def test_a_module_that_is_not_wrapped_over_its_group_is_refused_in_the_first_ste
         else:
             assert "the members of this compute group have different gradients" in each[name]
         assert "model = world.wrap(model)" in each[name]
+
+
+def test_a_loop_that_is_interrupted_in_one_member_of_a_group_and_catches_it_keeps_no_rank_waiting(
+    tmp_path: Path,
+) -> None:
+    alike, alone = {"caught": [0, 1, 2]}, {"caught": [1]}
+    for each in run_loops(tmp_path, {"alike": alike, "alike again": alike, "alone": alone}, ranks=3):
+        assert (each["alike"], each["alike again"]) == ("", "")
+        assert "rank 1 was interrupted (Ctrl-C) after 6 steps and has left its loop" in each["alone"]
+        assert "catch KeyboardInterrupt outside" in each["alone"]

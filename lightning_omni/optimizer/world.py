@@ -36,6 +36,7 @@ from lightning_omni.optimizer.executor import Exchanging, Executor
 from lightning_omni.optimizer.first_steps import FirstSteps
 from lightning_omni.optimizer.forming import Forming
 from lightning_omni.optimizer.held_model import HeldModel, take_from_rank_zero
+from lightning_omni.optimizer.interruption import Interruption
 from lightning_omni.optimizer.late_group import LateGroup
 from lightning_omni.optimizer.model_replica import ModelReplica, Part
 from lightning_omni.optimizer.options import WorldOptions
@@ -117,6 +118,7 @@ class World(Place):
         self.wants_stop = self.is_finished = self.is_begun = self._is_in_loop = False
         self.on_stop: Callable[[], None] | None = None
         self.first_steps: FirstSteps | None = None
+        self._interruption: Interruption | None = None
 
     @property
     def executor(self) -> Executor:
@@ -311,14 +313,21 @@ class World(Place):
         if not self.options.is_sharded:
             self.first_steps = FirstSteps(self.members, self.compute_group)
         self._is_in_loop = True
+        self._interruption = Interruption()
         try:
-            with nullcontext() if self.first_steps is None else self.first_steps.watch():
+            with nullcontext() if self.first_steps is None else self.first_steps.watch(), self._interruption.watch():
                 yield
+            self._check_interrupted()
         finally:
             guard.remove()
-            self.first_steps = None
+            self.first_steps = self._interruption = None
             self._is_in_loop = False
             self.edits.watch(None)
+
+    def _check_interrupted(self) -> None:
+        """Raises `RankLost` if this rank was interrupted, has left its loop, and its group has not."""
+        if self._interruption is not None and self.is_computing and self.executor.exchanges:
+            self._interruption.check(self.process_groups.original, self.rank, self.members)
 
     def _share_weights(self) -> None:
         """Groups begin with rank 0's weights: the module was not wrapped, perhaps, or loaded on some ranks since."""
@@ -330,6 +339,8 @@ class World(Place):
 
         They are until they part: later calls of `enter_world` would do nothing, and ranks would evaluate other weights.
         """
+        if self._interruption is not None:
+            self._interruption.steps += 1
         if self._is_in_loop and self.executor.exchanges and not self.is_computing:
             raise ConfigurationError(
                 "OmniOptimizer.step() after world.enter_world(), where all groups are synchronized: call"
@@ -430,6 +441,7 @@ class World(Place):
         """
         reshard(self.held.sharded)
         if self._is_in_loop and self.is_computing:
+            self._check_interrupted()
             self.edits.watch(module)
         stops = self.executor.enter_world(module, self.wants_stop)
         if stops and self.on_stop is not None:
