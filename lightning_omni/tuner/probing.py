@@ -471,9 +471,13 @@ def probed_loader(trainer: Trainer, learns_from_run: bool = False) -> DataLoader
         raise ConfigurationError("the training data are a stream, or come from several loaders")
     if loader.batch_size is None and getattr(loader.batch_sampler, "batch_size", None) is None:
         raise ConfigurationError("the DataLoader does not say how large its batches are")
-    is_usual = type(loader.sampler) in _SAMPLERS and type(loader.batch_sampler) in _BATCHES
-    if not hasattr(loader, "leases") and not is_usual:
-        raise ConfigurationError("a sampler of your own decides what is trained on, and probes would not ask it")
+    if not hasattr(loader, "leases"):
+        for sampler, usual in ((loader.sampler, _SAMPLERS), (loader.batch_sampler, _BATCHES)):
+            if type(sampler) not in usual:
+                raise ConfigurationError(
+                    f"a sampler of your own or of your loader ({type(sampler).__name__}) decides what is trained on,"
+                    " and probes would not ask it"
+                )
     return loader
 
 
