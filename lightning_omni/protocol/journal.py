@@ -62,7 +62,7 @@ class LeftEpochEntry(Entry, frozen=True):
     """A group left the epoch early."""
 
     group: int
-    said: Leave
+    message: Leave
 
 
 class GatheredEntry(Entry, frozen=True):
@@ -128,7 +128,7 @@ class JoinedEntry(Entry, frozen=True):
     """Ranks that came late are a group."""
 
     rank: int
-    said: Join
+    message: Join
 
 
 class RestructuredEntry(Entry, frozen=True):

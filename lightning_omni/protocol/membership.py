@@ -82,8 +82,8 @@ class Membership:
             case LeftEntry():
                 self._leave(entry.rank, entry.finished)
             case JoinedEntry():
-                self._roster.expect(entry.said.ranks, self._now())
-                self._join(entry.rank, entry.said)
+                self._roster.expect(entry.message.ranks, self._now())
+                self._join(entry.rank, entry.message)
 
     def notice_for(self, member: Member, even_lost: bool, even_over: bool) -> m.Notice | None:
         """What a rank hears instead of an answer, if it or the run is lost.
@@ -159,7 +159,7 @@ class Membership:
         )
         out = [*self._send_to_everyone(self._monitoring.status(-1.0)), Out(sender.peer, m.CONTROL, joined)]
         if self._servers.count > 1:  # as late as this: it may have waited
-            self._servers.send_to_all(sm.Relay(rank=sender.rank, said=m.encode(message)))
+            self._servers.send_to_all(sm.Relay(rank=sender.rank, message=m.encode(message)))
             out = self._servers.when_done(out)
         return out
 
@@ -235,7 +235,7 @@ class Membership:
     def goodbye(self, sender: Sender, message: m.Goodbye, payload: Payload) -> list[Out]:
         """A rank leaves on its own."""
         out = [Out(sender.peer, m.CONTROL, m.Acknowledged())]
-        self._servers.send_to_all(sm.Relay(rank=sender.rank, said=m.encode(message)))
+        self._servers.send_to_all(sm.Relay(rank=sender.rank, message=m.encode(message)))
         if message.reason:
             out += self.lose(sender.rank, message.reason, barred=True)
             self._roster.finished |= message.finished

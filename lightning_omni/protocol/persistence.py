@@ -120,7 +120,7 @@ class Persistence:
             case ResolvedEntry():
                 epochs.resolve_pending(entry.all_answered)
             case LeftEpochEntry():
-                epochs.leave(entry.group, entry.said)
+                epochs.leave(entry.group, entry.message)
             case GatheredEntry():
                 self._synchronization.redo(entry)
             case ClaimedEntry() | EvaluatedEntry() | ReadEntry() | SavedEntry():

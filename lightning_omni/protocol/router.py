@@ -411,7 +411,7 @@ class Router:
             raise ProtocolError(f"{type(message).__name__} does not belong on the {row.channel} channel")
         out = row.handle(self._services[row.service], sender, message, payload)
         if row.on_all_servers and self._servers.count > 1:
-            self._servers.send_to_all(sm.Relay(rank=sender.rank, said=m.encode(message)))
+            self._servers.send_to_all(sm.Relay(rank=sender.rank, message=m.encode(message)))
             out = self._servers.when_done(out)
         return out + self._membership.resolve_pending() if row.resolves else out
 

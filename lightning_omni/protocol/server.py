@@ -301,7 +301,7 @@ class ServerCore:
                 self.roster.take_in(_peer_of(message.hello.rank), message.hello, message.challenge, self._now)
                 self.roster.joining = self.roster.can_go_on = message.joins  # the coordinator says when it is over
             case sm.Relay():
-                return self._router.relay(_peer_of(message.rank), message.rank, message.said)
+                return self._router.relay(_peer_of(message.rank), message.rank, message.message)
             case sm.Lose():
                 return self._membership.lose(message.rank, message.reason)
             case sm.Save():

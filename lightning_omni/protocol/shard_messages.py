@@ -111,10 +111,10 @@ class Admit(Told, frozen=True, kw_only=True):
 
 
 class Relay(Told, frozen=True, kw_only=True):
-    """A rank has said this on its control connection, and it was done: do it, too."""
+    """A message of a rank on its control connection was handled: handle it, too."""
 
     rank: int
-    said: bytes
+    message: bytes
 
 
 class Lose(Told, frozen=True, kw_only=True):

@@ -126,8 +126,8 @@ class TunedRun:
         Args:
             command: of rank 0; of others it does not matter.
         """
-        said = self.world.broadcast_text(json.dumps(command.to_dict()) if command is not None else "")
-        return Command.from_dict(json.loads(said)) if said else None
+        text = self.world.broadcast_text(json.dumps(command.to_dict()) if command is not None else "")
+        return Command.from_dict(json.loads(text)) if text else None
 
     def hyperparameters(self) -> Hyperparameters:
         """The optimizer, if this fit can be probed at all.
