@@ -67,6 +67,14 @@ def test_a_run_that_was_saved_with_its_last_step_goes_on_inside_the_epoch_that_m
     assert all(list(each["samples"]) == ["1"] and each["epochs"] == [] for each in of(fits, name))
 
 
+@pytest.mark.parametrize("name", MORE)
+def test_a_checkpoint_counts_as_many_batches_of_an_epoch_that_max_steps_cut_short_as_one_of_ddp(
+    fits: Run, name: str
+) -> None:
+    """Four, and not those of the group that saves: or a run that goes on would end its epoch after so many more."""
+    assert [each["saved"] for each in of(fits, name)] == [4, 4]
+
+
 @pytest.mark.parametrize("name", [*MORE, *INSIDE_STILL, *AT_ONCE, "no more"])
 def test_an_epoch_that_max_steps_cuts_short_does_not_count_for_schedules_by_epoch(fits: Run, name: str) -> None:
     """The first epoch, of 16 steps, is whole, and no other; a further fit at once has a schedule of its own."""

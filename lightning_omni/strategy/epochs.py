@@ -114,6 +114,7 @@ class EpochDriver:
         is_open_ended: whether the epoch ends when the samples do, and not after a number of batches.
         is_cut_short: whether the epoch has come to its end because max_steps are taken, with samples left: then it does
             not count for schedules by epoch, as under DDP.
+        batches_cut_short: of such an epoch, that each rank of DDP would have trained.
         on_parted: called on every rank when the groups have parted, and train.
         check_every: samples between two synchronization points inside an epoch of several groups that has no
             validation for which all of them wait; 0 for none.
@@ -135,6 +136,7 @@ class EpochDriver:
         self.run = RunProgress(self.data)
         self.is_open = False
         self.is_open_ended = self.is_cut_short = False
+        self.batches_cut_short = 0
         self._trainer: Trainer | None = None
         self._world: World | None = None
         self.schedulers = RunSchedulers(self.run, self._steps)
@@ -531,6 +533,8 @@ class EpochDriver:
         _private.set_last_batch(self.trainer, is_last)
         plan = self._epoch.plan
         self.is_cut_short = is_last and plan is not None and self.run.limits.cut_short(plan, self.run.now())
+        if self.is_cut_short and plan is not None:
+            self.batches_cut_short = plan.budget // self.run.now().reference.batch
 
     def _ends_in_validation(self) -> bool:
         """All samples of the epoch are trained: whether that is where to validate, and perhaps the end of the run."""

@@ -65,15 +65,17 @@ def end_whole_epoch(loops: Mapping[str, Any], batches: int) -> None:
         _count(progress["current"], batches)
 
 
-def cut_short(loops: Mapping[str, Any]) -> None:
+def cut_short(loops: Mapping[str, Any], batches: int) -> None:
     """Where max_steps ended a run inside an epoch, as DDP: its last batch was none of the epoch's; changed in place.
 
     Lightning would take the epoch for a whole one, and a run that is resumed with more steps for the next one.
 
     Args:
         loops: an entry of a checkpoint.
+        batches: of the epoch that each rank of DDP would have trained, whatever the loops have counted.
     """
     loops["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"] = False
+    go_on_after(loops, batches)
 
 
 def batches_in(loops: Mapping[str, Any]) -> int:

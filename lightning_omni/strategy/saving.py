@@ -169,7 +169,7 @@ class SavingStrategy(GroupedStrategy):
             if math.isfinite(batches):
                 end_whole_epoch(checkpoint["loops"], int(batches))
         if self.epochs.is_cut_short and "loops" in checkpoint:
-            cut_short(checkpoint["loops"])
+            cut_short(checkpoint["loops"], self.epochs.batches_cut_short)
         if self.saves_folders:
             self._save_folder(checkpoint, filepath, storage_options)
             return

@@ -127,6 +127,7 @@ def longer(make: Any, groups: int, then: int, how: str, limit: int = 30) -> dict
     run.fit(module, *loaders(256))
     if how != "last batch":
         run.save_checkpoint(FOLDER / "end.ckpt")
+    saved = torch.load(FOLDER / "end.ckpt", weights_only=True)["loops"]["fit_loop"]["epoch_loop.batch_progress"]
     if how in ("checkpoint", "last batch"):
         run = run_of(then, follows, max_steps=limit)
         run.fit(make(), *loaders(256), ckpt_path=FOLDER / "end.ckpt")
@@ -136,7 +137,7 @@ def longer(make: Any, groups: int, then: int, how: str, limit: int = 30) -> dict
         run.callbacks.append(follows)
         run.fit_loop.epoch_loop.max_steps = limit
         run.fit(module, *loaders(256))
-    return facts(run, follows)
+    return {**facts(run, follows), "saved": saved["current"]["ready"]}
 
 
 def inside(groups: int, then: int | None, regroup: tuple[int, int, int] | None = None) -> dict[str, Any]:
