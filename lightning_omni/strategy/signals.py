@@ -211,11 +211,11 @@ class Signals:
         world = self._world
         assert world is not None
         status = world.control.status if world.control is not None and world.enlistment is None else None
-        signal = status.signal if status is not None else _NOTHING
+        others = status.signal if status is not None else _NOTHING
         saves = RECORDER in world.members or world.enlistment is not None
-        if saves and not self._requeued and (self._requeues or signal == _REQUEUE):
+        if saves and not self._requeued and (self._requeues or others == _REQUEUE):
             return _REQUEUE
-        return _TERMINATE if self._terminates or signal == _TERMINATE else _NOTHING
+        return _TERMINATE if self._terminates or others == _TERMINATE else _NOTHING
 
     # --- While the rank is elsewhere ----------------------------------------------------------------------------------
 
