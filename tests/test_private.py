@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader
 
 from lightning_omni.optimizer._private import _states_of_gloo, forget_meshes, new_named_group, root_mesh, store_of
 from lightning_omni.optimizer.failing import forget, have_failed_alike
+from lightning_omni.optimizer.process_groups import ProcessGroups
 from lightning_omni.strategy import _private
 
 
@@ -298,6 +299,17 @@ def test_torch_lets_a_process_group_be_named() -> None:
     source = inspect.getsource(dist.distributed_c10d._new_group_with_tag)
     assert "_process_group_name(ranks, use_hashed_name=use_local_synchronization)" in source
     assert "default_pg.bound_device_id" in source, "what decides whether a communicator is split off the default's"
+
+
+@pytest.mark.usefixtures("default_group")
+def test_groups_form_beside_a_default_process_group_that_is_bound_to_a_gpu_as_lightnings_is() -> None:
+    default: Any = dist.group.WORLD
+    default.bound_device_id = device = torch.device("cuda", 0)
+    groups = ProcessGroups(0, 1, timedelta(seconds=5), torch.device("cpu"))
+    groups.make_live_world()
+    assert groups.live.size() == 1
+    assert new_named_group("of one rank", [0], timedelta(seconds=5)) is not None
+    assert default.bound_device_id == device, "what it is bound to is as it was"
 
 
 @pytest.mark.usefixtures("default_group")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -40,8 +40,7 @@ def new_named_group(name: str, ranks: Sequence[int], timeout: timedelta) -> Any:
     Left alone, torch names such a group by its ranks and by how many groups the rank has at the moment. Ranks with
     unequal histories then wait for each other under different names.
 
-    The communicator is not split off that of the default group: all ranks would have to take part in that, and some may
-    be dead.
+    The communicator is not split off that of the default group, see `unbound`.
 
     Args:
         name: the same on all members, and never used before with this default process group.
@@ -53,11 +52,25 @@ def new_named_group(name: str, ranks: Sequence[int], timeout: timedelta) -> Any:
             f"torch {torch.__version__} names process groups in a way that this release of lightning-omni does not"
             " know; use groups=1, or torch 2.7 to 2.13"
         )
-    default: Any = dist.group.WORLD
-    bound, default.bound_device_id = default.bound_device_id, None
-    try:
+    with unbound(dist.group.WORLD):
         with patch.object(distributed_c10d, "_process_group_name", lambda ranks, use_hashed_name: name):
             return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+
+
+@contextmanager
+def unbound(default: Any) -> Iterator[None]:
+    """Make process groups as if the default process group were not bound to a device.
+
+    Lightning binds it to the device of every rank but those on the CPU. torch then splits the communicator of each
+    further group off that of the default group, in which all ranks would have to take part, and some may be dead; and
+    of a group without a backend for that device, as `LiveWorld`, torch asks for one and raises.
+
+    Args:
+        default: the default process group.
+    """
+    bound, default.bound_device_id = default.bound_device_id, None
+    try:
+        yield
     finally:
         default.bound_device_id = bound
 

@@ -17,7 +17,7 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
-from lightning_omni.optimizer._private import new_named_group, wait_for_gloo_at_exit
+from lightning_omni.optimizer._private import new_named_group, unbound, wait_for_gloo_at_exit
 from lightning_omni.optimizer.live_world import BACKEND, LiveWorld, Synchronize, register
 from lightning_omni.topology import Topology
 
@@ -150,14 +150,19 @@ class ProcessGroups:
 
     def join(self, synchronize: Synchronize, rank: int) -> None:
         """From now on live ranks synchronize this way, in which this one has that number. All ranks call it."""
+        self.make_live_world()
+        self.live.connect(synchronize, rank)
+        dist.barrier()
+
+    def make_live_world(self) -> None:
+        """Make the group of all ranks that live, unless there is one; the default process group is as it was found."""
         register()
         self.use(self.original)
         if self._cache.live is None:
-            made = dist.new_group(range(self._size), timeout=self._timeout, backend=BACKEND)
+            with unbound(self.original):
+                made = dist.new_group(range(self._size), timeout=self._timeout, backend=BACKEND)
             assert isinstance(made, LiveWorld)
             self._cache.live = ref(made)
-        self.live.connect(synchronize, rank)
-        dist.barrier()
 
     def abandon(self, topology: Topology) -> None:
         """This rank fails: ranks that wait for it inside its compute group fail at once."""
