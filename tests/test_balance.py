@@ -339,6 +339,27 @@ def test_what_a_slow_rank_is_named_by_has_its_loading_in_it_and_no_waiting(clock
     assert times.means[1] == pytest.approx(SMOOTHING * step + (1 - SMOOTHING) * 2)
 
 
+def test_a_batch_counts_once_the_device_has_reached_its_end(clock: Hands) -> None:
+    times = StepTimes(clock)  # type: ignore[arg-type]
+    clock.known = 0.0
+    times.begin(0.0, 0)
+    clock.now += 2
+    times.forward_done(0.0)
+    clock.now += 3
+    times.end(1.0, 8)
+    assert times.means == (0.0, 0.0, 0.0)
+    clock.now += 1
+    times.begin(1.0, 8)
+    times.forward_done(1.0)
+    times.end(1.0, 8)
+    assert times.means == (0.0, 0.0, 0.0)
+    assert times.bytes_per_step == 4.0
+    clock.known = 5.0
+    clock.now += 1
+    times.end(1.0, 8)
+    assert times.means == (2.0, 5.0, 1.0), "of the first batch alone"
+
+
 # --- What is said ----------------------------------------------------------------------------------------------------
 
 

@@ -1276,6 +1276,13 @@ def test_a_group_joins_whatever_the_method(run: Run, method: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.processes
+def test_a_group_that_joins_scales_its_losses_as_the_run_does(run: Run) -> None:
+    one, other = run.train_together({"epochs": 2, "hold": [1], "scale": 1024.0}, {"scale": 65536.0})
+    assert one["scale"] == other["scale"] == 1024.0
+
+
+@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("trainer", "steps"),
     [
