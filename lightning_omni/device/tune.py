@@ -229,7 +229,7 @@ class _DeviceSearch:
     def _cudnn(self) -> Iterator[Candidate]:
         if self._setup.device.type != "cuda" or torch.backends.cudnn.benchmark:
             return
-        if must_repeat():  # which algorithm is the fastest is decided anew by each process
+        if must_repeat():  # each process chooses by its own measurement
             raise _Skipped("results are to repeat bit for bit")
         yield "benchmark", {"cudnn_benchmark": True}
 
