@@ -386,7 +386,7 @@ def test_where_results_must_repeat_neither_cudnn_s_benchmark_nor_tf32_is_tried_o
     search._wanted, search._lack_of_bf16 = lambda name: True, lambda: "this is a test"
 
     def tried() -> list[str]:
-        found = []
+        found: list[str] = []
         for step in (_DeviceSearch._cudnn, _DeviceSearch._precision):
             with suppress(_Skipped):
                 found.extend(words for words, _ in step(search))

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from processes import interpret
 from runs import Run, Running, free_port, search_path
+from torch._C._distributed_c10d import HashStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_omni.strategy.signals import Signals
@@ -65,7 +66,9 @@ def test_a_rank_that_waits_long_in_a_collective_of_a_callback_says_where() -> No
 class Looks(TorchDispatchMode):
     """Counts how often Python asks for the value of a tensor, for which it waits where that is on a GPU."""
 
-    count = 0
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
+        self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += func is torch.ops.aten._local_scalar_dense.default
@@ -79,7 +82,7 @@ def test_ranks_look_once_before_a_batch_at_what_they_agree_on_and_twice_if_they_
     )
     world: Any = SimpleNamespace(size=2, rank=0, members=[0], enlistment=None, control=None)
     signals = Signals(SystemExit)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         signals.install(trainer, world, lambda: None, nullcontext)
         seen = []

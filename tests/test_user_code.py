@@ -721,6 +721,7 @@ def test_a_tensor_of_all_ranks_is_gathered_among_all_groups_by_torchs_own_call()
 def test_a_collective_that_is_not_offered_among_all_groups_says_which_are() -> None:
     register()
     group, one = dist.new_group([0], backend="omni"), torch.ones(1)
+    assert isinstance(group, LiveWorld)
     scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # its name since torch 2.13
     with pytest.raises(UnsupportedError, match=r"^torch\.distributed\.reduce_scatter_tensor is not.*use all_reduce"):
         scatter(one.clone(), one, group=group)

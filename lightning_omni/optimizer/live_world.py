@@ -77,7 +77,7 @@ class LiveWorld(dist.ProcessGroup):
     """
 
     def __init__(self, rank: int, size: int) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]
+        super().__init__(rank, size)  # type: ignore[call-arg, unused-ignore]
         self._global_rank = rank  # or what `connect` says
         self._live: list[int] = list(range(size))
         self._synchronize: Synchronize | None = None
