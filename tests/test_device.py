@@ -348,6 +348,7 @@ def test_without_a_compiler_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler, of torch's scripts
+@pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0:RuntimeWarning")  # to users of it
 def test_a_submodule_is_compiled_and_the_compilation_is_not_counted() -> None:
     world = VirtualTime(lambda model, batch: 0.5 if model[0]._compiled_call_impl is not None else 1.0)
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 3))
