@@ -152,12 +152,14 @@ class Signals:
         if self._trainer is None:
             return
         self.progress()
-        code = torch.tensor(self._code_to_broadcast(), device=self._trainer.strategy.root_device)
+        sent = torch.tensor(self._code_to_broadcast(), device=self._trainer.strategy.root_device)
         with self._waiting():
-            dist.broadcast(code, src=0)
+            dist.broadcast(sent, src=0)
+            code = int(sent)  # each look at a tensor on a GPU waits for all that the GPU still computes
             if code == _ASK:
-                code.fill_(self._wanted())
-                dist.all_reduce(code, op=dist.ReduceOp.MAX)
+                sent.fill_(self._wanted())
+                dist.all_reduce(sent, op=dist.ReduceOp.MAX)
+                code = int(sent)
         if code == _REQUEUE:
             self._requeue()
         elif code == _TERMINATE:
