@@ -467,7 +467,8 @@ class OmniStrategyHooks(SavingStrategy):
         self.follow_edits()
         world.begin()
         if world.enlistment is not None:
-            self.rejoining.took_part(world.enlistment.run)
+            control = world.executor.control
+            self.rejoining.took_part(world.enlistment.run, is_saved=control is None or control.patience > 0)
         self.epochs.start()
         self.balance.begin(world, self.pl_module, lambda: self.epochs.leases)
         self.step_times.clock = clock_of(world.device)
