@@ -52,9 +52,9 @@ def new_named_group(name: str, ranks: Sequence[int], timeout: timedelta) -> Any:
             f"torch {torch.__version__} names process groups in a way that this release of lightning-omni does not"
             " know; use groups=1, or torch 2.7 to 2.13"
         )
-    with unbound(dist.group.WORLD):
-        with patch.object(distributed_c10d, "_process_group_name", lambda ranks, use_hashed_name: name):
-            return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+    named = patch.object(distributed_c10d, "_process_group_name", lambda ranks, use_hashed_name: name)
+    with unbound(dist.group.WORLD), named:
+        return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
 
 
 @contextmanager

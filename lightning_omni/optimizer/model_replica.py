@@ -82,6 +82,11 @@ class ModelReplica(Replica):
 
         return over_parameters(tree, self.layout_with({}).specs, part)
 
+    def on_device(self, tree: Any) -> Any:
+        """Return a tree with its tensors, which a checkpoint has on the CPU, on the device of the parameters."""
+        device = self.ordered[0].device
+        return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, tree)
+
     def sharded(self, tree: Any) -> Any:
         """A tree of what this rank has, with tensors that are sharded as their parameters are. By the whole group."""
 
@@ -297,8 +302,7 @@ class ModelReplica(Replica):
 
     def resume(self, state: Mapping[str, Any]) -> None:
         """Goes on from an `own_state` when training begins."""
-        device = self.ordered[0].device
-        self.memory = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, state["memory"])
+        self.memory = self.on_device(state["memory"])
         if "weights" in state and len(state["weights"]) == len(self.ordered):
             self._stashed, self._stashed_drift = Pulled(copies(state["weights"]), int(state["clock"])), None
             load_state(self.optimizer, state["optimizer"])

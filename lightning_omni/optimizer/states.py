@@ -283,7 +283,8 @@ class Residuals:
         if sender is None or not self._place.speaks:
             return
         if sender["format"] == to_wire(self._place.core.wire_format):
-            self._place.core.load_sender_state(index, sender["state"])
+            replica = self._place.parts[index].replica
+            self._place.core.load_sender_state(index, replica.on_device(sender["state"]))
         elif _largest(sender["state"]):
             _log.warning(
                 "the checkpoint holds a residual that group %d had not pushed yet in the wire format %s; it is not"

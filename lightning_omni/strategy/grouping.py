@@ -56,6 +56,7 @@ class GroupedStrategy(_Base):
         merged: the submodule that stays at the server.
         proxies: what steps in the place of the user's optimizers.
         reporting: the run in numbers.
+        has_had_groups: whether this process has trained in one of several groups, in this fit or an earlier one.
         ddp_options: DDPStrategy's own arguments, as the user gave them.
     """
 
@@ -77,6 +78,7 @@ class GroupedStrategy(_Base):
         self.step_times = StepTimes()
         self._one, self._several = Grouping(self), SeveralGroups(self)
         self._is_told_to_record = self._took_over = False
+        self.has_had_groups = False
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -144,6 +146,12 @@ class GroupedStrategy(_Base):
     def real_optimizers(self) -> list[Optimizer]:
         """The optimizers without the one that Lightning puts in place of none, which holds nothing."""
         return [optimizer for optimizer in self.optimizers if optimizer.param_groups]
+
+    @property
+    def loss_scaler(self) -> torch.amp.GradScaler | None:
+        """What scales the loss with precision="16-mixed"; None with any other precision."""
+        scaler: torch.amp.GradScaler | None = getattr(self.precision_plugin, "scaler", None)
+        return scaler if scaler is not None and scaler.is_enabled() else None
 
     def attach_optimizers(self) -> None:
         """The world takes the optimizers in, as they are now."""
@@ -249,9 +257,26 @@ class GroupedStrategy(_Base):
         spans = world.regroup(groups, self.pl_module, speeds) or spans
         self.grouping.guard()
         self.wrap_for_group()
+        self.share_loss_scale()
         self.epochs.after_regroup(spans, before)
         self.balance.regrouped()
         self.step_times.interrupt()
+
+    def share_loss_scale(self) -> None:
+        """Give the members of this rank's group one loss scale, the smallest that any of them has.
+
+        Ranks in different groups met infinite gradients at different steps, so their scales differ. In one group
+        DistributedDataParallel averages gradients that are scaled alike, and each rank divides the mean by its own
+        scale: members with different scales would train different models. The steps since the last change of the scale
+        are counted from zero, so that it also grows on all members at once. All members call it.
+        """
+        scaler = self.loss_scaler
+        if scaler is None:
+            return
+        scale = torch.tensor(scaler.get_scale(), device=self.world.device)
+        if len(self.world.members) > 1:
+            dist.all_reduce(scale, op=dist.ReduceOp.MIN, group=self.world.compute_group)
+        scaler.load_state_dict({**scaler.state_dict(), "scale": float(scale), "_growth_tracker": 0})
 
     def share_out(self, speeds: Sequence[float]) -> None:
         """The members of this rank's group get parts of its batches in proportion to their speeds, from here on.
@@ -385,6 +410,7 @@ class SeveralGroups(Grouping):
 
     @override
     def guard(self) -> None:
+        self._strategy.has_had_groups = True
         self._strategy.proxies.guard(self._strategy.real_optimizers)
 
     @override

@@ -368,6 +368,8 @@ class OmniStrategyHooks(SavingStrategy):
         super().setup(trainer)
         if self._is_fitting(trainer):
             self.attach_optimizers()
+            if self.has_had_groups:  # in an earlier fit of the same Trainer
+                self.share_loss_scale()
             if self.world.executor.exchanges:
                 self.world.connection.start_server()
             if self.world.goes_on:
@@ -385,7 +387,7 @@ class OmniStrategyHooks(SavingStrategy):
 
     def _check_precision(self) -> None:
         """Raises `UnsupportedError` for a precision that ModelParallelStrategy refuses, too."""
-        if getattr(self.precision_plugin, "scaler", None) is not None:
+        if self.loss_scaler is not None:
             raise UnsupportedError(
                 f"{shown(self._world_options.inside)} and precision='16-mixed': the loss scaler of one rank would not"
                 " know what is infinite in the part of another; use precision='bf16-mixed' or 'bf16-true'"
@@ -659,8 +661,7 @@ class OmniStrategyHooks(SavingStrategy):
 
     def run_state(self) -> RunState:
         """A copy of all that the run must remember, as it is on this rank, where there is one group."""
-        world, scaler = self.world, getattr(self.precision_plugin, "scaler", None)
-        scalers = [] if scaler is None else [scaler]
+        world, scalers = self.world, [] if self.loss_scaler is None else [self.loss_scaler]
         return RunState.of(Live(world, world.channel, self.epochs, self.pl_module, self.optimizers, scalers))
 
     # --- Data --------------------------------------------------------------------------------------------------------

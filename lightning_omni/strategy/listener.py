@@ -284,6 +284,7 @@ class NestedRuns:
             topology, world.topology = world.topology, Topology.even(world.size, 1)
             try:
                 strategy.wrap_for_group()
+                strategy.share_loss_scale()
                 yield
             finally:
                 world.topology = topology

@@ -120,7 +120,7 @@ class Prober:
         self._names: set[str] = set()
         self._lost = set(self._strategy.world.lost)
         self._strategy.form_one()
-        self._scaler = getattr(trainer.precision_plugin, "scaler", None)
+        self._scaler = self._strategy.loss_scaler
         if several:
             self._strategy.world.connection.join()
         optimizer = trainer.optimizers[0]
