@@ -87,16 +87,23 @@ void finish_late_locked() {
   late.clear();
 }
 
-void wait_for(int device) {
+std::optional<Clock::time_point> first_wait;  // the end of the first wait since `forget_wait`
+
+void wait_until(Clock::time_point until) {
   waited++;
+  std::this_thread::sleep_until(until);
+  std::lock_guard<std::mutex> guard(lock);
+  if (!first_wait) first_wait = Clock::now();
+  finish_late_locked();
+}
+
+void wait_for(int device) {
   Clock::time_point until;
   {
     std::lock_guard<std::mutex> guard(lock);
     until = busy_until[device];
   }
-  std::this_thread::sleep_until(until);
-  std::lock_guard<std::mutex> guard(lock);
-  finish_late_locked();
+  wait_until(until);
 }
 
 // --- Memory ----------------------------------------------------------------------------------------------------------
@@ -214,9 +221,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeStream(const c10::Stream& stream) const override { wait_for(stream.device().index()); }
   void synchronizeEvent(void* event) const override {
-    if (event) std::this_thread::sleep_until(*static_cast<Clock::time_point*>(event));
-    std::lock_guard<std::mutex> guard(lock);
-    finish_late_locked();
+    wait_until(event ? *static_cast<Clock::time_point*>(event) : Clock::now());
   }
   void synchronizeDevice(const c10::DeviceIndex device) const override { wait_for(device < 0 ? current : device); }
   double elapsedTime(void* first, void* second, const c10::DeviceIndex) const override {
@@ -470,6 +475,16 @@ struct Collectives final : c10d::Backend {
   Collectives(c10::intrusive_ptr<c10d::Backend> gloo, int rank, int size)
       : c10d::Backend(rank, size), inner(std::move(gloo)) {}
   const std::string getBackendName() const override { return "emulated_nccl"; }
+  c10::intrusive_ptr<Options> getBackendOptions() override { return inner->getBackendOptions(); }
+  void setSequenceNumberForGroup() override {}
+  uint64_t getSequenceNumberForGroup() override { return 0; }
+  bool supportsSplitting() const override { return true; }
+  c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+                                          const c10::intrusive_ptr<Options>& options) override {
+    auto part = inner->split(store, ranks, options);
+    if (!part) return nullptr;
+    return c10::make_intrusive<Collectives>(part, part->getRank(), part->getSize());
+  }
   static at::Tensor own(const at::Tensor& tensor) {
     TORCH_CHECK(tensor.is_cuda(), "emulated_nccl: Tensors must be CUDA and dense (as for NCCL)");
     TORCH_CHECK(tensor.is_non_overlapping_and_dense(), "emulated_nccl: Tensors must be contiguous");
@@ -648,6 +663,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   m.def("resize_storage", [](at::Storage storage, int64_t nbytes) {
     at::native::resize_bytes_cpu(storage.unsafeGetStorageImpl(), nbytes);
+  });
+  m.def("forget_wait", [] {
+    std::lock_guard<std::mutex> guard(lock);
+    first_wait.reset();
+  });
+  m.def("first_wait", []() -> std::optional<double> {
+    std::lock_guard<std::mutex> guard(lock);
+    if (!first_wait) return std::nullopt;
+    return std::chrono::duration<double>(first_wait->time_since_epoch()).count();
   });
   m.def("now", [] { return std::chrono::duration<double>(Clock::now().time_since_epoch()).count(); });
   m.def("pin", [](int64_t pointer, int64_t nbytes) {

@@ -239,6 +239,14 @@ def _register_collectives() -> None:
         inner = dist.ProcessGroupGloo(dist.PrefixStore("inner", store), rank, size, timeout=timeout)
         return device.make_backend(inner, rank, size)
 
+    def options(_: Any) -> Any:
+        """Return options for a part of a process group, which torch asks for and copies before it splits one."""
+        made = dist.ProcessGroupGloo._Options()
+        made._devices = [dist.ProcessGroupGloo.create_default_device()]
+        return made
+
+    torch._C._distributed_c10d.Backend.options = property(options)
+    dist.ProcessGroupGloo._Options.__deepcopy__ = lambda given, _: given
     dist.Backend.register_backend("emulated_nccl", create, devices=["cuda"])
     dist.Backend.default_device_backend_map["cuda"] = "emulated_nccl"
 

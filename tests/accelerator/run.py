@@ -27,7 +27,7 @@ def main(arguments: list[str]) -> int:
     chosen = [
         each for each in arguments if not each.startswith("-") and (TESTS.parent / each.partition("::")[0]).exists()
     ]
-    files = [] if chosen else [str(TESTS / "accelerator"), *(str(TESTS / name) for name in selection.files())]
+    files = [] if chosen else [str(TESTS / "accelerator"), *(str(TESTS / name) for name in selection.selected())]
     left_out = [part for test in selection.TESTS_LEFT_OUT for part in ("--deselect", f"tests/{test}")]
     command = [sys.executable, "-m", "pytest", "-n", str(WORKERS), "--dist", "loadfile", "--no-loadscope-reorder"]
     environment = {**os.environ, "OMNI_TEST_ACCELERATOR": "gpu", "OMP_NUM_THREADS": "1"}

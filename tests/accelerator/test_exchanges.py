@@ -21,7 +21,7 @@ COSTS: dict[tuple[str, int], tuple[float, int, float, int, float]] = {
 """By run and rank, what a step costs at most: copies to the host, as a multiple of the model and as a number, copies
 from the host likewise, and how often the host waits for the device. The model has 60 parameters and 7.5 MB; a batch and
 what the ranks agree on are in the numbers."""
-TOGETHER = {"d2h_calls": 2.0, "waited": 2.5, "launched": 3.5}
+TOGETHER = {"d2h_calls": 2.0, "waited": 2.5, "launched": 3.5, "allocations": 3.0}
 """What one group adds to a step of DDPStrategy: all ranks agree on whether a signal has come."""
 
 

@@ -9,22 +9,21 @@ import selection
 
 TESTS = Path(__file__).parents[1]
 STARTING = {
-    path.name for path in TESTS.glob("test_*.py") if re.search(r"^(from|import) runs\b", path.read_text(), re.MULTILINE)
+    path.stem.removeprefix("test_")
+    for path in TESTS.glob("test_*.py")
+    if re.search(r"^(from|import) runs\b", path.read_text(), re.MULTILINE)
 }
 
 
 def test_each_file_that_starts_ranks_is_selected_or_left_out() -> None:
+    chosen = [*selection.FILES.split(), *selection.TESTS, *selection.FILES_LEFT_OUT]
+    assert len(chosen) == len(set(chosen))
     assert len(STARTING) > 40
-    assert {*selection.files(), *selection.FILES_LEFT_OUT} >= STARTING
-    assert not {*selection.files()} & {*selection.FILES_LEFT_OUT}
+    assert STARTING - {*chosen} == set()
 
 
-def test_each_file_that_is_named_exists() -> None:
-    assert all((TESTS / name).exists() for name in [*selection.files(), *selection.FILES_LEFT_OUT])
-
-
-def test_each_test_that_is_left_out_exists() -> None:
-    for test in selection.TESTS_LEFT_OUT:
-        file, _, function = test.partition("::")
-        assert file in selection.files()
-        assert f"def {function.partition('[')[0]}(" in (TESTS / file).read_text()
+def test_each_file_and_test_that_is_named_exists() -> None:
+    for name in [*selection.selected(), *selection.TESTS_LEFT_OUT]:
+        file, _, test = name.partition("::")
+        assert f"def {test.partition('[')[0]}" in (TESTS / file).read_text(), name
+    assert all((TESTS / f"test_{name}.py").exists() for name in selection.FILES_LEFT_OUT)

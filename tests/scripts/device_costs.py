@@ -67,9 +67,11 @@ class Measures(pl.Callback):
         @contextmanager
         def noted() -> Iterator[None]:
             began, before = device.moment(-1), channel.traffic.seconds
+            device.forget_wait()
             with timed():
                 yield
-            self.exchanges.append((channel.traffic.seconds - before, device.now() - began))
+            ended = device.now()  # a process may be woken up late: the exchange goes on when its first wait is over
+            self.exchanges.append((channel.traffic.seconds - before, ended - max(began, device.first_wait() or began)))
 
         channel.timed = noted
 
