@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import os
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -251,6 +252,16 @@ def _register_collectives() -> None:
     dist.Backend.default_device_backend_map["cuda"] = "emulated_nccl"
 
 
+def _restore_thread_pool() -> None:
+    """Make torch's pool of threads anew in a copy of this process, while it has one thread.
+
+    Otherwise the first of several that ask for it does so. Backward passes start one for each device, and if another of
+    them asks meanwhile, it finds no pool, and the process aborts.
+    """
+    torch.set_num_threads(torch.get_num_threads())
+
+
+os.register_at_fork(after_in_child=_restore_thread_pool)
 _patch_cuda()
 _patch_storages()
 _register_collectives()
