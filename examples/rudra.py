@@ -252,7 +252,7 @@ def staleness_law(results: Results) -> Finding:
     learners, holds, texts = results.plan.learners, [], []
     for n in results.plan.softsync:
         staleness, law = results.staleness(n), (learners - 1) / (learners // n)
-        holds.append(abs(staleness.mean() / law - 1) <= 0.03)
+        holds.append(bool(abs(staleness.mean() / law - 1) <= 0.03))
         texts.append(f"n = {n}: {staleness.mean():.2f} (law: {law:.2f})")
     return Finding(
         "mean staleness of equal learners",

@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.optimizer.balance import Balance, EventClock, OwnTime
+from lightning_omni.optimizer.balance import Balance, OwnTime
+from lightning_omni.optimizer.timing import EventClock
 from lightning_omni.performance import constants as c
 from lightning_omni.performance.batch_split import Balancer, BatchSplit, Throughput, seconds, shrunk
 from lightning_omni.performance.step_parts import straggler_sentence
@@ -311,16 +312,18 @@ def test_a_device_is_asked_only_when_it_is_done(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_a_slow_rank_is_named_by_has_its_loading_in_it_and_no_waiting(clock: Hands) -> None:
-    times = StepTimes(clock.mark)
+    times = StepTimes(clock)  # type: ignore[arg-type]
     for _ in range(2):
         times.begin(0.0, 0)
-        clock.now += 2  # forward
-        times.waited(0.5)
+        clock.now += 1.5  # forward
+        with times.waiting():
+            clock.now += 0.5
         times.forward_done(0.25)
         clock.now += 100  # backward, with its wait for the group
         times.end(0.25, 0)
-        clock.now += 1  # loading
-        times.waited(0.75)
+        clock.now += 0.25  # loading
+        with times.waiting():
+            clock.now += 0.75
     first, second = 2 - 0.5 - 0.25, 1 + 2 - 0.75 - 0.5 - 0.25
     assert times.means[0] == pytest.approx(SMOOTHING * first + (1 - SMOOTHING) * second)
     step = times.means[1]
@@ -334,6 +337,27 @@ def test_what_a_slow_rank_is_named_by_has_its_loading_in_it_and_no_waiting(clock
         SMOOTHING * (SMOOTHING * first + (1 - SMOOTHING) * second) + (1 - SMOOTHING) * 2
     )
     assert times.means[1] == pytest.approx(SMOOTHING * step + (1 - SMOOTHING) * 2)
+
+
+def test_a_batch_counts_once_the_device_has_reached_its_end(clock: Hands) -> None:
+    times = StepTimes(clock)  # type: ignore[arg-type]
+    clock.known = 0.0
+    times.begin(0.0, 0)
+    clock.now += 2
+    times.forward_done(0.0)
+    clock.now += 3
+    times.end(1.0, 8)
+    assert times.means == (0.0, 0.0, 0.0)
+    clock.now += 1
+    times.begin(1.0, 8)
+    times.forward_done(1.0)
+    times.end(1.0, 8)
+    assert times.means == (0.0, 0.0, 0.0)
+    assert times.bytes_per_step == 4.0
+    clock.known = 5.0
+    clock.now += 1
+    times.end(1.0, 8)
+    assert times.means == (2.0, 5.0, 1.0), "of the first batch alone"
 
 
 # --- What is said ----------------------------------------------------------------------------------------------------

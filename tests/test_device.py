@@ -9,7 +9,9 @@ import os
 import random
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ from lightning_omni.device.allocator import can_keep_memory, keep_memory
 from lightning_omni.device.setting import align_layouts, contiguous
 from lightning_omni.device.timing import Comparison, compare
 from lightning_omni.device.trial import TrainingSetup
+from lightning_omni.device.tune import _DeviceSearch, _Skipped, must_repeat
 from lightning_omni.errors import ConfigurationError
 
 NO_COMPILE = {"compile": "a test"}
@@ -345,6 +348,7 @@ def test_without_a_compiler_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler, of torch's scripts
+@pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0:RuntimeWarning")  # to users of it
 def test_a_submodule_is_compiled_and_the_compilation_is_not_counted() -> None:
     world = VirtualTime(lambda model, batch: 0.5 if model[0]._compiled_call_impl is not None else 1.0)
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 3))
@@ -374,6 +378,31 @@ def test_precision_is_proposed_and_applied_only_if_allowed() -> None:
     assert allowed.gain == 2.0
     assert "losses differ by" in finding(allowed, "precision").reason
     assert len(allowed.curves["loss bf16-mixed"]) == 20
+
+
+def test_where_results_must_repeat_neither_cudnn_s_benchmark_nor_tf32_is_tried_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    search: Any = SimpleNamespace(_setup=SimpleNamespace(device=torch.device("cuda")))
+    search._wanted, search._lack_of_bf16 = lambda name: True, lambda: "this is a test"
+
+    def tried() -> list[str]:
+        found: list[str] = []
+        for step in (_DeviceSearch._cudnn, _DeviceSearch._precision):
+            with suppress(_Skipped):
+                found.extend(words for words, _ in step(search))
+        return found
+
+    assert tried() == ["benchmark", "tf32"]
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    assert must_repeat()
+    assert tried() == []
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert tried() == []
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_a_model_that_bfloat16_visibly_changes_is_refused_whatever_the_gain() -> None:

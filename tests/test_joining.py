@@ -7,6 +7,7 @@ import os
 import re
 import secrets
 import signal
+import socket
 import sys
 import time
 from collections import Counter
@@ -34,10 +35,10 @@ from test_server_core import (
 )
 from torch import nn
 
-from lightning_omni.errors import ConfigurationError, ConnectionLost, Evicted, RankLost, Refused
+from lightning_omni.errors import ConfigurationError, ConnectionLost, Evicted, OmniError, RankLost, Refused
 from lightning_omni.optimizer import WorldOptions
 from lightning_omni.optimizer.embedded import RunServer
-from lightning_omni.optimizer.enlistment import COMES_BACK, Enlistment, ask_for_all, comes_back_to
+from lightning_omni.optimizer.enlistment import COMES_BACK, Enlistment, ask_for_all, comes_back_to, return_to
 from lightning_omni.optimizer.folders import Folder
 from lightning_omni.optimizer.meshes import ModelParallel, sizes_in
 from lightning_omni.protocol import EpochPlan
@@ -602,7 +603,7 @@ def test_no_group_joins_again_a_run_that_is_finished_and_its_process_may_train_i
 ) -> None:
     monkeypatch.setenv(COMES_BACK, "a-run 1")
     rejoining = Rejoining()
-    rejoining.took_part("a-run")
+    rejoining.took_part("a-run", is_saved=True)
     rejoining.finished()
     error = ConnectionLost("gone")
     assert not rejoining.arm(error, error, most=10, ranks=1)
@@ -618,7 +619,7 @@ def test_an_eviction_after_a_minute_in_the_run_is_not_one_more_in_a_row(monkeypa
         with monkeypatch.context() as then:
             began = time.monotonic()
             then.setattr(time, "monotonic", lambda: began - seconds)  # noqa: B023 - called in this iteration
-            rejoining.took_part("a-run")
+            rejoining.took_part("a-run", is_saved=True)
         assert rejoining.arm(error, error, most=3, ranks=1) is joins
 
 
@@ -632,6 +633,28 @@ def test_a_group_that_comes_back_to_a_server_that_is_gone_hears_that_the_run_may
         monkeypatch.setenv(COMES_BACK, came)
         with pytest.raises(ConnectionLost, match=says):
             Enlistment(options, 0, 1, lambda text: text)
+
+
+@pytest.mark.parametrize(
+    ("is_saved", "listens", "kind"),
+    [(False, False, RankLost), (False, True, ConnectionLost), (True, False, ConnectionLost)],
+)
+def test_no_group_comes_back_to_a_run_that_was_not_saved_and_whose_server_has_ended(
+    is_saved: bool, listens: bool, kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless it is the network that does not bring it there: a machine that answers says that nobody listens."""
+    monkeypatch.setenv("LIGHTNING_OMNI_KEY", "ab" * 32)
+    monkeypatch.setattr("lightning_omni.optimizer.enlistment.Observer", partial(Observer, timeout=0.1))
+    monkeypatch.setenv(COMES_BACK, return_to("a-run", 1, is_saved))
+    assert comes_back_to() == ("a-run", 1)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        if listens:
+            other.listen()
+        options = WorldOptions(join=True, server=f"tcp://127.0.0.1:{other.getsockname()[1]}")
+        with pytest.raises(OmniError) as caught:
+            Enlistment(options, 0, 1, lambda text: text)
+    assert type(caught.value) is kind
 
 
 def test_what_rank_0_of_a_group_is_refused_is_refused_to_all_of_its_ranks() -> None:
@@ -1274,6 +1297,13 @@ def test_a_group_joins_whatever_the_method(run: Run, method: str) -> None:
     assert one["val"] == other["val"]
     assert one["finite"]
     assert set(run.trained) == {(epoch, sample) for epoch in range(3) for sample in range(128)}
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_group_that_joins_scales_its_losses_as_the_run_does(run: Run) -> None:
+    one, other = run.train_together({"epochs": 2, "hold": [1], "scale": 1024.0}, {"scale": 65536.0})
+    assert one["scale"] == other["scale"] == 1024.0
 
 
 @pytest.mark.slow

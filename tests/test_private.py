@@ -294,7 +294,7 @@ def test_torch_lets_a_process_group_be_named() -> None:
     assert [dist.distributed_c10d._world.pg_names[group] for group in groups] == ["one", "other"]
     dist.destroy_process_group(groups[0])
     dist.all_reduce(torch.ones(1), group=new_named_group("one", [0], timedelta(seconds=5)))
-    ours = dist.new_group([0], use_local_synchronization=True)
+    ours: Any = dist.new_group([0], use_local_synchronization=True)
     assert ours.group_name not in ("one", "other")
     source = inspect.getsource(dist.distributed_c10d._new_group_with_tag)
     assert "_process_group_name(ranks, use_hashed_name=use_local_synchronization)" in source

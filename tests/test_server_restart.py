@@ -207,6 +207,29 @@ def test_a_server_that_dies_again_and_again_is_started_ever_later_and_then_no_mo
     ]
 
 
+FREEZES = """
+import atexit, gc, sys
+atexit.register(lambda: print("frozen at the end:", gc.get_freeze_count(), flush=True))
+from lightning_omni.server import supervisor
+outcome = supervisor.supervise(lambda: False, print)
+if isinstance(outcome, int):
+    sys.exit(outcome)
+print("frozen while it serves:", gc.get_freeze_count() > 0, flush=True)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there a server is forked")
+def test_what_is_frozen_for_a_forked_server_is_freed_at_the_end_of_both_processes() -> None:
+    """Where it is not, libraries bound by nanobind, as Triton's is, print a page about leaks."""
+    process = Process([sys.executable, "-c", FREEZES])
+    try:
+        assert process.end(PATIENCE) == 0, process.output
+    finally:
+        process.kill()
+    said = [line for line in process.output.splitlines() if line.startswith("frozen")]
+    assert said == ["frozen while it serves: True", "frozen at the end: 0", "frozen at the end: 0"]
+
+
 def test_a_watched_server_that_cannot_listen_is_one_line_and_is_not_started_again(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -9,15 +9,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from processes import interpret
 from runs import Run, Running, free_port, search_path
+from torch._C._distributed_c10d import HashStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_omni.strategy.signals import Signals
 
 TERMINATED = 128 + signal.SIGTERM
 
@@ -55,6 +61,36 @@ def test_a_rank_that_waits_long_in_a_collective_of_a_callback_says_where() -> No
     where = r"in barrier\(\), called in .*on_train_batch_end \(signals.py, line \d+\)"
     assert re.match(rf"rank 0 has waited for \d+ s {where}: not all ranks have called it", said)
     assert "count by batch_idx or trainer.global_step" in said
+
+
+class Looks(TorchDispatchMode):
+    """Counts how often Python asks for the value of a tensor, for which it waits where that is on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_ranks_look_once_before_a_batch_at_what_they_agree_on() -> None:
+    trainer: Any = SimpleNamespace(
+        strategy=SimpleNamespace(root_device=torch.device("cpu"), launcher=None),
+        fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace()),
+    )
+    world: Any = SimpleNamespace(size=2, rank=0, members=[0], enlistment=None, control=None)
+    signals = Signals(SystemExit)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        signals.install(trainer, world, lambda: None, nullcontext)
+        with Looks() as looks:
+            signals.agree()
+        assert looks.count == 1
+    finally:
+        signals.restore()
+        dist.destroy_process_group()
 
 
 PUBLISHED = {

@@ -498,6 +498,15 @@ def test_generators_repeat_themselves() -> None:
         assert draws() == drawn
 
 
+def test_generators_of_gpus_that_this_process_does_not_use_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start_cuda() -> list[Tensor]:
+        return [torch.zeros(16, dtype=torch.uint8)]
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", start_cuda)
+    assert Generators.now().cuda == ()
+
+
 def test_generators_of_a_modules_own_repeat_themselves() -> None:
     module: Any = nn.Linear(1, 1)
     module.own = [np.random.default_rng(1), torch.Generator().manual_seed(2), random.Random(3)]

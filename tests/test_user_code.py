@@ -28,7 +28,8 @@ from lightning_omni.methods.master import Master, check_servable, hyperparameter
 from lightning_omni.methods.replica import Replica
 from lightning_omni.optimizer import OmniOptimizer, World, WorldOptions, names_of
 from lightning_omni.optimizer.executor import Exchanging, Executor, evaluating
-from lightning_omni.optimizer.live_world import LiveWorld, register
+from lightning_omni.optimizer.live_world import LiveWorld, device_types, register
+from lightning_omni.optimizer.place import default_device
 from lightning_omni.optimizer.untrained import buffers_of, merge
 from lightning_omni.protocol.progress import Progress, ReferenceBatch
 from lightning_omni.strategy.epochs import EpochDriver
@@ -720,6 +721,7 @@ def test_a_tensor_of_all_ranks_is_gathered_among_all_groups_by_torchs_own_call()
 def test_a_collective_that_is_not_offered_among_all_groups_says_which_are() -> None:
     register()
     group, one = dist.new_group([0], backend="omni"), torch.ones(1)
+    assert isinstance(group, LiveWorld)
     scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # its name since torch 2.13
     with pytest.raises(UnsupportedError, match=r"^torch\.distributed\.reduce_scatter_tensor is not.*use all_reduce"):
         scatter(one.clone(), one, group=group)
@@ -733,6 +735,23 @@ def test_the_options_of_a_world_say_the_groups_that_it_was_given() -> None:
     assert World(options=WorldOptions(groups=1)).options.groups == 1
     with pytest.raises(ConfigurationError, match=r"^groups=2 and join=True: .* leave groups= out"):
         World(2, options=WorldOptions(server="tcp://192.0.2.1:5555", join=True))
+
+
+@pytest.mark.parametrize(("backend", "device"), [("nccl", "cuda:3"), ("gloo", "cpu"), ("cpu:gloo,cuda:nccl", "cpu")])
+def test_without_a_device_weights_are_where_the_default_process_group_takes_them(backend: str, device: str) -> None:
+    assert default_device(backend, lambda: 3) == torch.device(device)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_world_is_on_the_cpu_under_gloo_unless_it_is_told_otherwise() -> None:
+    assert World(1).device == torch.device("cpu")
+    assert World(1, "meta").device == torch.device("meta")
+
+
+def test_a_live_world_takes_tensors_of_the_machines_accelerator_unless_torch_would_make_it_their_default() -> None:
+    assert device_types(None) == device_types(torch.device("cuda", 1)) == ["cpu", "cuda"]
+    assert device_types(torch.device("xpu")) == ["cpu", "cuda", "xpu"]
+    assert device_types(torch.device("privateuseone")) == ["cpu", "cuda"]
 
 
 @pytest.mark.usefixtures("alone")

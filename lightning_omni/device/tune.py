@@ -128,6 +128,11 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def must_repeat() -> bool:
+    """Return whether torch was asked for results that repeat bit for bit, as ``Trainer(deterministic=True)`` does."""
+    return torch.are_deterministic_algorithms_enabled() or torch.backends.cudnn.deterministic
+
+
 Candidate = tuple[str, dict[str, Any]]
 """What is tried, in words, and the fields of the setting that it changes."""
 
@@ -222,8 +227,11 @@ class _DeviceSearch:
         yield "keep freed memory", {"keep_memory": True}
 
     def _cudnn(self) -> Iterator[Candidate]:
-        if self._setup.device.type == "cuda" and not torch.backends.cudnn.benchmark:
-            yield "benchmark", {"cudnn_benchmark": True}
+        if self._setup.device.type != "cuda" or torch.backends.cudnn.benchmark:
+            return
+        if must_repeat():  # each process chooses by its own measurement
+            raise _Skipped("results are to repeat bit for bit")
+        yield "benchmark", {"cudnn_benchmark": True}
 
     def _memory_format(self) -> Iterator[Candidate]:
         if not any(parameter.dim() in (4, 5) for parameter in self._setup.model.parameters()):
@@ -256,7 +264,7 @@ class _DeviceSearch:
     def _precision(self) -> Iterator[Candidate]:
         if not self._wanted("precision") or self._setup.device.type not in ("cpu", "cuda"):
             return
-        if self._setup.device.type == "cuda":
+        if self._setup.device.type == "cuda" and not must_repeat():
             yield "tf32", {"precision": "tf32"}
         if lack := self._lack_of_bf16():
             raise _Skipped(lack)

@@ -180,7 +180,9 @@ def pass_through(passage: Passage, tree: Any) -> tuple[Tensor, ...]:
     """
     # The anchor sees to it that a backward pass always comes this way, though nothing before may want a gradient.
     anchor = torch.zeros((), requires_grad=True)
-    outputs: tuple[Tensor, ...] = _Pass.apply(passage, tree, anchor, *tensors_of(tree))  # type: ignore[no-untyped-call]
+    outputs: tuple[Tensor, ...] = _Pass.apply(  # type: ignore[no-untyped-call, unused-ignore]  # until torch 2.14
+        passage, tree, anchor, *tensors_of(tree)
+    )
     return outputs
 
 

@@ -1,4 +1,4 @@
-"""What touches names of torch.distributed that it does not promise to keep. Checked on torch 2.7 and 2.13.
+"""What touches names of torch.distributed that it does not promise to keep. Checked on torch 2.7, 2.13 and 2.15.
 
 One small place, so that a new release of torch can be checked against one small file; a test notices when one of these
 names is gone or behaves otherwise.
@@ -50,7 +50,7 @@ def new_named_group(name: str, ranks: Sequence[int], timeout: timedelta) -> Any:
     if not hasattr(distributed_c10d, "_process_group_name"):
         raise UnsupportedError(
             f"torch {torch.__version__} names process groups in a way that this release of lightning-omni does not"
-            " know; use groups=1, or torch 2.7 to 2.13"
+            " know; use groups=1, or torch 2.7 to 2.15"
         )
     named = patch.object(distributed_c10d, "_process_group_name", lambda ranks, use_hashed_name: name)
     with unbound(dist.group.WORLD), named:

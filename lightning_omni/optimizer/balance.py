@@ -22,6 +22,7 @@ from torch.nn import Module
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.optimizer.loaders import Leases
+from lightning_omni.optimizer.timing import Clock, HostClock, clock_of, wait_for
 from lightning_omni.optimizer.world import World
 from lightning_omni.performance import constants as c
 from lightning_omni.performance.batch_split import Balancer, Throughput
@@ -55,7 +56,7 @@ class Balance:
         rebalance: Literal["off", "auto"],
         info: Callable[[str], None],
         only_measures: bool = False,
-        clock: HostClock | EventClock | None = None,
+        clock: Clock | None = None,
     ) -> None:
         if rebalance not in ("off", "auto"):
             raise ConfigurationError(
@@ -102,7 +103,7 @@ class Balance:
             )
             return
         self._world, self._module, self._leases = world, module, leases
-        self._own = OwnTime(self._clock or (EventClock() if world.device.type == "cuda" else HostClock()))
+        self._own = OwnTime(self._clock or clock_of(world.device))
         self._throughput = Throughput()
         self.regrouped()
         self._until_agreement = FIRST
@@ -174,8 +175,8 @@ class Balance:
         if self._world is None or leases is None:
             return
         if not self._world.executor.exchanges:  # the optimizer waits for no other rank
-            if self._only_measures and self._world.device.type == "cuda":
-                torch.cuda.synchronize(self._world.device)  # what the batch took is to be known now
+            if self._only_measures:
+                wait_for(self._world.device)  # what the batch took is to be known now
             self._own.pause()
         for samples, seconds in self._own.finish(leases.samples, self._elsewhere):
             self._throughput.note(samples, seconds)
@@ -287,32 +288,6 @@ def gather_values(world: World, value: Any, kind: Any) -> list[Any]:
 # --- Time ------------------------------------------------------------------------------------------------------------
 
 
-class HostClock:
-    """The processor's time, for devices that the host waits for."""
-
-    def mark(self, instead_of: Any = None) -> Any:
-        """This moment, which may take the place of one that is not needed any more."""
-        return time.perf_counter()
-
-    def seconds(self, since: Any, until: Any) -> float | None:
-        """Time between two moments, in seconds; None if it is not known yet."""
-        return float(until - since)
-
-
-class EventClock:
-    """A CUDA stream's time: the host runs ahead of the device, so moments are read when the device has come to them."""
-
-    def mark(self, instead_of: Any = None) -> Any:
-        """The moment at which the device will have done what it was told so far."""
-        event = instead_of or torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def seconds(self, since: Any, until: Any) -> float | None:
-        """Time between two moments, in seconds; None if the device has not come to the later one."""
-        return float(since.elapsed_time(until)) / 1e3 if until.query() else None
-
-
 class OwnTime:
     """A timer that runs while this rank works by itself, and stops while it waits for others.
 
@@ -320,7 +295,7 @@ class OwnTime:
         clock: where moments come from.
     """
 
-    def __init__(self, clock: HostClock | EventClock) -> None:
+    def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._intervals: list[tuple[Any, Any]] = []
         self._since: Any = None

@@ -26,6 +26,7 @@ from lightning_omni.optimizer.model_replica import Part
 from lightning_omni.optimizer.other_groups import OtherGroups
 from lightning_omni.optimizer.place import Place
 from lightning_omni.optimizer.server_store import ServerStore
+from lightning_omni.optimizer.timing import wait_for
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.epochs import STOPS
 from lightning_omni.protocol.group import Action, Ask, LastAnswer, Outgoing
@@ -231,7 +232,12 @@ class Channel:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Counts time and bytes as those of exchanges."""
+        """Counts time and bytes as those of exchanges.
+
+        What follows copies to the host or to the device, and waits for the device in any case: it waits before the
+        clock is read, so that the rest of the backward pass does not count as exchange.
+        """
+        wait_for(self._place.device)
         began, requests, between = time.perf_counter(), self._requests, self.peers.moved
         moved, shared = (requests.moved, requests.shared) if requests is not None else (0, 0)
         yield

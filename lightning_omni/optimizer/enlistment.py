@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 from lightning_omni.errors import ConnectionLost, OmniError, RankLost, Refused
 from lightning_omni.optimizer.options import WorldOptions
@@ -20,14 +22,33 @@ _log = logging.getLogger(__name__)
 
 _ASK_AGAIN = 0.5
 """Seconds between two questions, while another group is about to begin the run."""
+_CONNECT_TIME = 5.0
+"""Seconds in which a machine must accept or reject a connection."""
 COMES_BACK = "OMNI_COMES_BACK_TO"
 """Where a process that starts its command again for an evicted group says so, in the environment."""
+_UNSAVED = "unsaved"
 
 
 def comes_back_to() -> tuple[str, int]:
     """Name of the run that this group was evicted from, and how often in a row it has come back; or "" and 0."""
-    name, _, count = os.environ.get(COMES_BACK, "").partition(" ")
+    name, count, *_ = [*os.environ.get(COMES_BACK, "").split(" "), ""]
     return name, int(count or 0)
+
+
+def return_to(run: str, count: int, is_saved: bool) -> str:
+    """Return the value of `COMES_BACK` for a group that joins a run again.
+
+    Args:
+        run: its name.
+        count: how often in a row the group has joined it again.
+        is_saved: whether another server could continue the run.
+    """
+    return f"{run} {count}" if is_saved else f"{run} {count} {_UNSAVED}"
+
+
+def run_is_saved() -> bool:
+    """Return whether another server could continue the run that this group was evicted from."""
+    return _UNSAVED not in os.environ.get(COMES_BACK, "").split(" ")[2:]
 
 
 class Enlistment:
@@ -87,6 +108,11 @@ class Enlistment:
             name, _ = comes_back_to()
             if not name:
                 raise
+            if not run_is_saved() and _rejects_connections(options.server):
+                raise RankLost(
+                    f"the run {name}, which this group was evicted from, is over: no process listens at"
+                    f" {options.server} any more, and its server has saved no state for another one (serve --state)"
+                ) from error
             raise ConnectionLost(
                 f"no parameter server answers at {options.server}, where this group was in the run {name}: either that"
                 " is over (with --once its server ends with it), or its server is not back yet"
@@ -149,3 +175,17 @@ def _check_same(run: str, options: WorldOptions) -> None:
             f"this group was evicted from the run {name}, which is over: the server at {options.server} knows nothing"
             " of it; start the group again by hand if it is to train in another one",
         )
+
+
+def _rejects_connections(address: str) -> bool:
+    """Return whether the machine of a server answers, and no process listens there on the server's port."""
+    parts = urlsplit(address)
+    if parts.scheme != "tcp":
+        return False
+    try:
+        socket.create_connection((parts.hostname or "", parts.port or 0), _CONNECT_TIME).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False

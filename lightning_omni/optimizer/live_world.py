@@ -77,7 +77,7 @@ class LiveWorld(dist.ProcessGroup):
     """
 
     def __init__(self, rank: int, size: int) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]
+        super().__init__(rank, size)  # type: ignore[call-arg, unused-ignore]
         self._global_rank = rank  # or what `connect` says
         self._live: list[int] = list(range(size))
         self._synchronize: Synchronize | None = None
@@ -222,7 +222,21 @@ class LiveWorld(dist.ProcessGroup):
 def register() -> None:
     """Makes ``torch.distributed.new_group(backend="omni")`` give a `LiveWorld`."""
     if not hasattr(dist.Backend, BACKEND.upper()):
-        dist.Backend.register_backend(BACKEND, _create, devices=["cpu", "cuda"])
+        dist.Backend.register_backend(BACKEND, _create, devices=device_types(torch.accelerator.current_accelerator()))
+
+
+def device_types(accelerator: torch.device | None) -> list[str]:
+    """Return the types of the devices whose tensors a `LiveWorld` takes.
+
+    The type of an accelerator for which torch has no default backend is left out: torch would take this one for it.
+
+    Args:
+        accelerator: this machine's, if it has one.
+    """
+    types = ["cpu", "cuda"]
+    if accelerator is not None and accelerator.type in dist.Backend.default_device_backend_map:
+        types.append(accelerator.type)
+    return list(dict.fromkeys(types))
 
 
 def _create(store: Any, rank: int, size: int, timeout: timedelta) -> LiveWorld:

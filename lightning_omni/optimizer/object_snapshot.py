@@ -136,7 +136,7 @@ class Generators:
         python: of `random`.
         numpy: of ``numpy.random``.
         cpu: of torch, on the CPU.
-        cuda: of torch, on each GPU.
+        cuda: of torch, on each GPU; none where this process has not used one, and so draws nothing there.
     """
 
     python: Any
@@ -147,7 +147,7 @@ class Generators:
     @classmethod
     def now(cls) -> Generators:
         """As they are."""
-        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), tuple(cuda))  # noqa: NPY002
 
     def put_back(self) -> None:

@@ -53,12 +53,24 @@ class Communication(NamedTuple):
     all_reduce: AllReduce
 
 
+def default_device(backend: str, current_gpu: Callable[[], int] = torch.cuda.current_device) -> torch.device:
+    """Return the device of the weights of a caller that names none.
+
+    The default process group decides: NCCL refuses tensors on the CPU, so a collective of flags would fail there.
+
+    Args:
+        backend: of the default process group, as ``torch.distributed.get_backend`` returns it.
+        current_gpu: returns the index of the GPU that this process computes on.
+    """
+    return torch.device("cuda", current_gpu()) if backend == dist.Backend.NCCL else torch.device("cpu")
+
+
 class Place:
     """This rank's place among all ranks.
 
     Args:
         groups: number of compute groups, or None for one group for each node.
-        device: where the model's weights live.
+        device: where the model's weights live; by default `default_device`.
         options: the rest; ``groups`` overrides its ``groups``.
         ranks_per_node: number of ranks on each node, in rank order; by default what torchrun says.
 
@@ -94,7 +106,7 @@ class Place:
     def __init__(
         self,
         groups: int | None = None,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = None,
         options: WorldOptions | None = None,
         ranks_per_node: Sequence[int] | None = None,
     ) -> None:
@@ -105,7 +117,7 @@ class Place:
         self.core = GroupCore(
             options.resolved_method(), options.resolved_wire(), options.max_nonfinite_pushes, options.overlap
         )
-        self.device = torch.device(device)
+        self.device = default_device(dist.get_backend()) if device is None else torch.device(device)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.torch_rank = self.rank
         ranks_per_node = list(ranks_per_node or _count_ranks_per_node(self.size))

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_omni.optimizer.timing import wait_for
 from lightning_omni.protocol.all_reduce import AllReduce, Exact, Memory, run_through
 
 T = TypeVar("T")
@@ -159,17 +160,12 @@ def seconds_of_arithmetic(format_: AllReduce, shapes: Iterable[Sequence[int]], d
         return 0.0
     memory: Memory = {}
     for _ in range(2):  # the first time there is nothing to begin with
-        began = _now(device)
+        wait_for(device)
+        began = time.perf_counter()
         run_through(format_.average(timed, range(len(timed)), memory), lambda message: message)
-        seconds = _now(device) - began
+        wait_for(device)
+        seconds = time.perf_counter() - began
     return seconds * sum(map(math.prod, shapes)) / numbers
-
-
-def _now(device: torch.device) -> float:
-    """Seconds, when the device has done what it was told so far."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def _done(flat: Tensor) -> torch.futures.Future[Tensor]:

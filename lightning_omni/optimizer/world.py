@@ -64,7 +64,8 @@ class World(Place):
 
     Args:
         groups: number of compute groups, or None for one group per node.
-        device: device of the model's weights.
+        device: device of the model's weights. By default it is the CPU, and with NCCL the process's current GPU, that
+            of ``torch.cuda.set_device``.
         options: all other settings; ``groups`` overrides their ``groups``.
         ranks_per_node: number of ranks on each node, in rank order; by default that of torchrun.
 
@@ -97,7 +98,7 @@ class World(Place):
     def __init__(
         self,
         groups: int | None = None,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = None,
         options: WorldOptions | None = None,
         ranks_per_node: Sequence[int] | None = None,
     ) -> None:

@@ -10,6 +10,7 @@ Only where the server saves its state: without, another one would have nothing t
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import os
@@ -99,6 +100,7 @@ def supervise(is_over: Callable[[], bool], tell: Callable[[str], None], wake_on:
     """
     report, fallen = "", 0
     gc.freeze()  # the collector writes to whatever it looks at, and what is written to is no longer shared
+    atexit.register(gc.unfreeze)  # frozen objects outlive the interpreter, which libraries in C++ report as leaks
     while True:
         ours, theirs = socket.socketpair()
         sys.stdout.flush()

@@ -284,7 +284,7 @@ class RoundedHead:
 
 
 def _rounded(tree: Any, there: WireFormat, back: WireFormat) -> Any:
-    outputs = _Rounded.apply(there, back, *tensors_of(tree))  # type: ignore[no-untyped-call]
+    outputs = _Rounded.apply(there, back, *tensors_of(tree))  # type: ignore[no-untyped-call, unused-ignore]
     return with_tensors(tree, outputs)
 
 

@@ -7,7 +7,6 @@ not. The strategy asks its `grouping` for what differs; the same seam runs throu
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -83,10 +82,8 @@ class GroupedStrategy(_Base):
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Within it this rank waits for others, which is no compute time of its own."""
-        began = time.perf_counter()
-        with self.balance.waiting():
+        with self.balance.waiting(), self.step_times.waiting():
             yield
-        self.step_times.waited(time.perf_counter() - began)
 
     @property
     def world(self) -> World:

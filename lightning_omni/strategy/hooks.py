@@ -24,6 +24,7 @@ from lightning_omni.optimizer.failing import forget
 from lightning_omni.optimizer.meshes import evenly, shown, sizes_in
 from lightning_omni.optimizer.run_state import Live, RunState
 from lightning_omni.optimizer.sharding import check_clipping, reshard
+from lightning_omni.optimizer.timing import clock_of
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.all_reduce import AllReduce
 from lightning_omni.protocol.wire_formats import Wire
@@ -466,9 +467,11 @@ class OmniStrategyHooks(SavingStrategy):
         self.follow_edits()
         world.begin()
         if world.enlistment is not None:
-            self.rejoining.took_part(world.enlistment.run)
+            control = world.executor.control
+            self.rejoining.took_part(world.enlistment.run, is_saved=control is None or control.patience > 0)
         self.epochs.start()
         self.balance.begin(world, self.pl_module, lambda: self.epochs.leases)
+        self.step_times.clock = clock_of(world.device)
         self.grouping.guard()
         self.say_hello()
         for call in self.on_ready:

@@ -333,7 +333,9 @@ class RunStates:
             if held != _names_in(optimizer, module):
                 _hold(optimizer, held, module)
             for group, theirs in zip(optimizer.param_groups, state["param_groups"], strict=True):
-                group.update((name, value) for name, value in theirs.items() if name != "params")
+                group.update(
+                    (name, _as_here(group.get(name), value)) for name, value in theirs.items() if name != "params"
+                )
 
 
 def _in_words(config: Any) -> str:
@@ -380,6 +382,11 @@ def _problem(tree: Any) -> str:
     except MalformedMessage as error:
         return str(error)
     return ""
+
+
+def _as_here(own: Any, value: Any) -> Any:
+    """Return a hyperparameter of the run; a tensor, which was sent from the CPU, on the device of this group's own."""
+    return value.to(own.device) if isinstance(value, Tensor) and isinstance(own, Tensor) else value
 
 
 def _like(own: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:

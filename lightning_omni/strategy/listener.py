@@ -145,7 +145,8 @@ class Listener:
         self._signals.agree_alone()
         strategy.follow_recorder()
         strategy.grouping.begin_batch()
-        strategy.step_times.begin(traffic.seconds, traffic.moved)
+        if strategy.world.control is not None:
+            strategy.step_times.begin(traffic.seconds, traffic.moved)
         strategy.balance.begin_batch()
         strategy.epochs.begin_batch()
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_omni.errors import OmniError
 from lightning_omni.metrics import RunReport, Staleness
 from lightning_omni.optimizer import World
-from lightning_omni.performance.step_timer import StepTimer
+from lightning_omni.optimizer.timing import Clock, HostClock
 from lightning_omni.protocol.messages import AskStatus, Status
 
 if TYPE_CHECKING:
@@ -23,18 +25,37 @@ SMOOTHING = 0.9
 """Weight of the past in the running means."""
 
 
+@dataclass
+class _TimedBatch:
+    """A batch whose times are read when the device has reached its end."""
+
+    since: Any
+    """The moment at which the rank began to work on it: when the batch before it had ended."""
+    waits: list[tuple[Any, Any]] = field(default_factory=list)
+    """Moments between which the rank waited for others, up to the end of its forward pass."""
+    forward: Any = None
+    """The moment at which its forward pass was done."""
+    until: Any = None
+    in_forward: float = 0.0
+    """Seconds of exchanges in the forward pass: of exclusive access to a merged head."""
+    exchange: float = 0.0
+    """Seconds of exchanges since the end of the batch before it."""
+
+
 class StepTimes:
     """Running means of this rank's times, in seconds, and the bytes that it moved.
 
-    Args:
-        clock: gives the time in seconds; None for that of `time.perf_counter`.
+    Moments are those of the device, which the host may run ahead of: the means are of the batches that the device has
+    done. `begin` and `end` stand around each batch; what comes between two batches is part of the second.
+
+    Attributes:
+        clock: gives the moments.
     """
 
-    def __init__(self, clock: Callable[[], float] | None = None) -> None:
-        self._clock = clock or time.perf_counter
-        self._timer = StepTimer(clock)
-        self._began: float | None = None  # that this rank works for itself
-        self._compute = self._waited = 0.0
+    def __init__(self, clock: Clock | None = None) -> None:
+        self.clock = clock or HostClock()
+        self._batch: _TimedBatch | None = None
+        self._unread: deque[_TimedBatch] = deque()
         self._exchanged = self._exchanged_before = 0.0
         self._moved = self._moved_before = self._batches = 0
         self._means: tuple[float, float, float] | None = None
@@ -46,40 +67,61 @@ class StepTimes:
             exchanged: seconds spent in exchanges so far, in the whole run.
             moved: bytes exchanged so far.
         """
-        if self._began is None:
-            self._began = self._clock()
-        self._timer.start()
-        self._compute = 0.0
+        if self._batch is None:
+            self._batch = _TimedBatch(self.clock.mark())
         self._exchanged_before, self._moved_before = exchanged, moved
 
     def interrupt(self) -> None:
         """Something else comes before the next batch, which begins with `begin`."""
-        self._timer.interrupt()
-        self._began, self._waited = None, 0.0
+        self._batch = None
 
-    def waited(self, seconds: float) -> None:
-        """So long this rank has waited for others."""
-        self._waited += seconds
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Within it this rank waits for others."""
+        batch = self._batch
+        if batch is None or batch.forward is not None:
+            yield
+            return
+        began = self.clock.mark()
+        yield
+        batch.waits.append((began, self.clock.mark()))
 
     def forward_done(self, exchanged: float) -> None:
         """The rank's forward pass is done; from here on it may have to wait for its group.
 
         Args:
-            exchanged: as in `begin`; exclusive access to a merged head is none of this rank's compute time.
+            exchanged: as in `begin`.
         """
-        if not self._compute and self._began is not None:
-            elsewhere = self._waited + exchanged - self._exchanged_before
-            self._compute = max(0.0, self._clock() - self._began - elsewhere)
+        batch = self._batch
+        if batch is not None and batch.forward is None:
+            batch.forward, batch.in_forward = self.clock.mark(), exchanged - self._exchanged_before
 
     def end(self, exchanged: float, moved: int) -> None:
         """A batch has ended; the arguments are those of `begin`."""
         self._moved += moved - self._moved_before
         self._batches += 1
-        sample = (self._compute, self._timer.done() or 0.0, exchanged - self._exchanged)
-        self._exchanged = exchanged
-        self._began, self._waited = self._clock(), 0.0
-        old = self._means or sample
-        self._means = tuple(SMOOTHING * was + (1 - SMOOTHING) * new for was, new in zip(old, sample, strict=True))  # type: ignore[assignment]
+        now, batch = self.clock.mark(), self._batch
+        if batch is not None:
+            batch.until, batch.exchange = now, exchanged - self._exchanged
+            self._unread.append(batch)
+        self._exchanged, self._batch = exchanged, _TimedBatch(now)
+        self._read()
+
+    def _read(self) -> None:
+        """Take the batches that the device has done into the means, in order."""
+        while self._unread:
+            batch, seconds = self._unread[0], self.clock.seconds
+            step = seconds(batch.since, batch.until)
+            if step is None:
+                return
+            compute = 0.0
+            if batch.forward is not None:
+                waited = sum(seconds(*each) or 0.0 for each in batch.waits)
+                compute = max(0.0, (seconds(batch.since, batch.forward) or 0.0) - waited - batch.in_forward)
+            new = (compute, step, batch.exchange)
+            old = self._means or new
+            self._means = tuple(SMOOTHING * was + (1 - SMOOTHING) * now for was, now in zip(old, new, strict=True))  # type: ignore[assignment]
+            self._unread.popleft()
 
     @property
     def means(self) -> tuple[float, float, float]:

@@ -22,7 +22,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from lightning_omni.optimizer.enlistment import COMES_BACK, comes_back_to
+from lightning_omni.optimizer.enlistment import COMES_BACK, comes_back_to, return_to, run_is_saved
 from lightning_omni.strategy import launcher
 
 _log = logging.getLogger(__name__)
@@ -43,6 +43,7 @@ class Rejoining:
 
     def __init__(self) -> None:
         self._run, self._count = comes_back_to()
+        self._is_saved = run_is_saved()
         self._began = math.inf
         self._error: BaseException | None = None
         self._reason = ""
@@ -50,11 +51,17 @@ class Rejoining:
 
     def enlisted(self, run: str) -> None:
         """The group is to take part in the run of that name."""
-        self._run = run
+        if run != self._run:
+            self._run, self._is_saved = run, True  # as far as is known
 
-    def took_part(self, run: str) -> None:
-        """The group takes part in the run of that name."""
-        self._run, self._began = run, time.monotonic()
+    def took_part(self, run: str, is_saved: bool) -> None:
+        """Note that the group takes part in a run.
+
+        Args:
+            run: its name.
+            is_saved: whether another server could continue it.
+        """
+        self._run, self._is_saved, self._began = run, is_saved, time.monotonic()
 
     def finished(self) -> None:
         """The run has been trained to its end: there is none to join again, and a further fit is of another one."""
@@ -103,7 +110,7 @@ class Rejoining:
             child.kill()
             child.join()
         time.sleep(wait)
-        environment = {**launcher.environment(), COMES_BACK: f"{self._run} {self._count + 1}"}
+        environment = {**launcher.environment(), COMES_BACK: return_to(self._run, self._count + 1, self._is_saved)}
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or there is none
                 stream.flush()

@@ -1,8 +1,9 @@
 """SIGTERM and SLURM's requeue signal: a handler sets a flag, and all ranks act on it at the same batch.
 
 Lightning's own handlers make collectives inside the handler, wherever that interrupts the rank: ranks then wait for
-each other in different ones. Here nothing but a flag is set, and it travels with what is exchanged anyway: with the
-broadcast that Lightning makes before every batch, and with the heartbeats where there is a server.
+each other in different ones. Here nothing but a flag is set, and it travels with what is exchanged anyway: with an
+all-reduce in the place of the broadcast that Lightning makes before every batch, and with the heartbeats where there is
+a server.
 """
 
 from __future__ import annotations
@@ -37,13 +38,11 @@ GRACE = 30.0
 """Seconds without progress after which a rank that is to end is taken to be blocked, by the dead, say, and ends."""
 LONG_WAIT = 60.0
 """Seconds without progress after which a rank that waits in a collective of the user's says so."""
-POLL = 1.0
-"""Seconds between two questions to all ranks whether one of them was signalled, if there is no server to tell."""
 _POLL_SECONDS = 0.25
 """Seconds between two polls of the flags."""
 
-# What rank 0 of a process group says before a batch, and what heartbeats tell; of those of several ranks the largest.
-_NOTHING, _ASK, _REQUEUE, _TERMINATE = range(4)
+# What ranks tell each other before a batch, and servers by heartbeats; of those of several ranks the largest counts.
+_NOTHING, _REQUEUE, _TERMINATE = range(3)
 
 _Handler = Callable[[int, FrameType | None], Any] | int | None
 
@@ -67,7 +66,7 @@ class Signals:
         self._leave: Callable[[], None] = lambda: None
         self._waiting: Callable[[], AbstractContextManager[None]] = nullcontext
         self._terminates = self._requeues = self._requeued = False
-        self._asked = self._progress = self._longest = 0.0
+        self._progress = self._longest = 0.0
         self._watcher: threading.Thread | None = None
         self.is_stopping = False
 
@@ -152,12 +151,10 @@ class Signals:
         if self._trainer is None:
             return
         self.progress()
-        code = torch.tensor(self._code_to_broadcast(), device=self._trainer.strategy.root_device)
+        wanted = torch.tensor(self._wanted(), device=self._trainer.strategy.root_device)
         with self._waiting():
-            dist.broadcast(code, src=0)
-            if code == _ASK:
-                code.fill_(self._wanted())
-                dist.all_reduce(code, op=dist.ReduceOp.MAX)
+            dist.all_reduce(wanted, op=dist.ReduceOp.MAX)
+            code = int(wanted)  # each look at a tensor on a GPU waits for all that the GPU still computes
         if code == _REQUEUE:
             self._requeue()
         elif code == _TERMINATE:
@@ -193,18 +190,6 @@ class Signals:
         self.is_stopping = True
         self.pause()
         raise self._terminated(128 + signal.SIGTERM)
-
-    def _code_to_broadcast(self) -> int:
-        """What rank 0 of a process group says to the others."""
-        wanted = self._wanted()
-        now = time.monotonic()
-        world = self._world
-        # The server tells every rank of all signals; those of a group that has joined on its own are the group's.
-        has_server = world is not None and world.control is not None and world.enlistment is None
-        if wanted or now - self._asked < POLL or has_server:
-            return wanted
-        self._asked = now
-        return _ASK
 
     def _wanted(self) -> int:
         """What this rank was told to do, or has heard that another was."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_omni.optimizer.balance import Balance, gather_values
+from lightning_omni.optimizer.timing import wait_for
 from lightning_omni.performance.forecast import TrialResult
 from lightning_omni.performance.measured import HeadMeasured, Measured
 from lightning_omni.performance.step_timer import StepTimer
@@ -104,7 +105,7 @@ class FirstBatches:
             loss: of the batch; None if there is none.
             steps: whether the optimizer has stepped.
         """
-        self._alone.wait_for_device()
+        wait_for(self._world.device)
         if loss is not None:
             self._losses.append(loss.detach())
         if not steps:

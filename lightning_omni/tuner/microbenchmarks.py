@@ -17,6 +17,7 @@ import torch.distributed as dist
 from lightning_omni.optimizer.balance import gather
 from lightning_omni.optimizer.reduction import seconds_of_arithmetic
 from lightning_omni.optimizer.serve_time import seconds_of_push
+from lightning_omni.optimizer.timing import wait_for
 from lightning_omni.performance.placement import sites_of
 from lightning_omni.protocol.all_reduce import all_reduce_of
 from lightning_omni.search import constants as c
@@ -159,11 +160,6 @@ class Microbenchmarks:
         rows = gather(self._world, [seconds_of_arithmetic(all_reduce_of(each), shapes, device) for each in wanted])
         self._averaging.update(zip(wanted, map(max, zip(*rows, strict=True)), strict=True))
 
-    def wait_for_device(self) -> None:
-        """The host runs ahead of an accelerator; while something is timed, it does not."""
-        if self._world.device.type == "cuda":
-            torch.cuda.synchronize(self._world.device)
-
     def _seconds_of_all_reduce(self, count: int) -> float:
         """Of so many numbers, as rank 0 sees it."""
         numbers = torch.zeros(count, device=self._world.device)
@@ -213,10 +209,10 @@ class Microbenchmarks:
         """Seconds of the shortest of a few messages of one kind."""
         found = []
         for _ in range(c.MESSAGES):
-            self.wait_for_device()
+            wait_for(self._world.device)
             began = time.perf_counter()
             send()
-            self.wait_for_device()
+            wait_for(self._world.device)
             found.append(time.perf_counter() - began)
         return min(found)
 

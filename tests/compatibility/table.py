@@ -15,7 +15,7 @@ from compare import COMPARED  # noqa: E402
 
 DOCS = HERE.parent.parent / "docs" / "compatibility.md"
 ELSEWHERE = {
-    "accelerator": "every case runs on CPU",
+    "accelerator": "every case runs on CPU; see [GPUs](gpus.md)",
     "callbacks": "see Callbacks",
     "devices": "every case runs with two ranks; `matrix.py --ranks 4` runs them with two groups of two",
     "num_nodes": "tested separately, in tests/test_two_nodes.py",

@@ -1,7 +1,7 @@
 """What is kept of one golden case: bits, order and a few numbers.
 
-Bits hold where they were recorded (torch, machine and processor are kept beside them) and nowhere else for sure:
-matrix libraries and vectorised functions may differ in the last place. The order of events, staleness and counts hold
+Bits hold where the same code computes them (see `here`, which is kept beside them) and nowhere else for sure: matrix
+libraries and vectorised functions may differ in the last place. The order of events, staleness and counts hold
 everywhere, and the numbers do to 1e-5.
 """
 
@@ -18,13 +18,16 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import scipy.linalg  # noqa: F401  # its matrix library is one of `kernels`, whichever other tests this process has run
 import torch
+from threadpoolctl import threadpool_info
 from torch import Tensor
 
 DIGITS = 12
 """Hexadecimal digits that are kept of a SHA-256."""
 TOLERANCE = 1e-5
 """Relative difference that a kept number may have on another machine."""
+_VECTORS = re.compile(r"sse|ssse|avx|fma|f16c|xop|amx|asimd|sve")
 EVENT_ORDER = (
     *("kind", "group", "optimizer", "read_at", "clock", "refused", "epoch", "spans", "groups", "parameters"),
     "present",
@@ -60,30 +63,50 @@ class Outcome:
         return self.order == other.order and len(self.numbers) == len(other.numbers) and bool(alike)
 
 
-def here() -> dict[str, str]:
-    """Where bits are the same: torch without its build, machine, processor, and the instruction set that torch uses.
+def here() -> dict[str, Any]:
+    """Return what decides the bits: versions, processor, and the code that libraries have chosen for it.
 
-    AVX2 and AVX512 give the same bits in all cases (compare runs with ``ATEN_CPU_CAPABILITY=avx2`` and without); below,
-    products are rounded before they are added, and most cases differ in their last bits. The libraries that multiply
-    matrices choose their code by the processor, however torch is built, and a few cases differ from one to another.
+    ATen's AVX2 and AVX512 give the same bits in all cases (compare runs with ``ATEN_CPU_CAPABILITY=avx2`` and without);
+    below, products are rounded before they are added, and most cases differ in their last bits. NumPy and the library
+    that multiplies matrices for torch choose by the processor's maker and its vector instructions. OpenBLAS, which
+    NumPy and SciPy bring, names the kernel that it has chosen, and the environment may ask it for another one.
     """
     instructions = torch.backends.cpu.get_cpu_capability()
     return {
         "torch": torch.__version__.partition("+")[0],
+        "numpy": np.__version__,
         "machine": platform.machine(),
         "processor": processor(),
+        "vectors": " ".join(vectors()),
         "instructions": "AVX2 or AVX512" if instructions in ("AVX2", "AVX512") else instructions,
+        "blas": kernels(),
     }
 
 
 def processor() -> str:
-    """The processor's name and a digest of what it can do, where the system tells."""
+    """Return the processor's name, where the system tells."""
+    return _cpuinfo().get("model name", platform.processor())
+
+
+def vectors() -> list[str]:
+    """Return the processor's instruction sets for vectors, where the system tells."""
+    told = _cpuinfo()
+    return [flag for flag in sorted(told.get("flags", told.get("Features", "")).split()) if _VECTORS.match(flag)]
+
+
+def kernels() -> list[str]:
+    """Return the matrix libraries of NumPy and SciPy, each with its version and the kernel that it uses here."""
+    found = (each for each in threadpool_info() if each["user_api"] == "blas")
+    return sorted(
+        {" ".join(str(each.get(key)) for key in ("internal_api", "version", "architecture")) for each in found}
+    )
+
+
+def _cpuinfo() -> dict[str, str]:
+    """Return the first processor's entries in the system's table."""
     told = Path("/proc/cpuinfo")
-    if not told.exists():
-        return platform.processor()
-    first = dict(re.findall(r"^(model name|flags)\s*: (.*)$", told.read_text().partition("\n\n")[0], re.MULTILINE))
-    flags = " ".join(sorted(first.get("flags", "").split()))
-    return f"{first.get('model name', platform.processor())} {hashlib.sha256(flags.encode()).hexdigest()[:8]}"
+    text = told.read_text().partition("\n\n")[0] if told.exists() else ""
+    return dict(re.findall(r"^(model name|flags|Features)\s*: (.*)$", text, re.MULTILINE))
 
 
 def digest(parts: Iterable[Any]) -> str:

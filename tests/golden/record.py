@@ -1,7 +1,7 @@
 """Compares the golden cases with what was recorded, and records them again on purpose.
 
     python tests/golden/record.py             # what has changed, case by case
-    python tests/golden/record.py --write     # that is meant: keep it (where bits hold: torch and machine of this run)
+    python tests/golden/record.py --write     # that is meant: keep it (bits hold where `digests.here` says)
     python tests/golden/record.py --print     # all outcomes as JSON, of whatever package is on PYTHONPATH
 
 What is kept of a case stands in `digests.py`. A change that is to move no numbers leaves golden.json as it is.
@@ -49,7 +49,7 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def recorded() -> tuple[dict[str, str], dict[str, Outcome]]:
+def recorded() -> tuple[dict[str, Any], dict[str, Outcome]]:
     """Where the kept outcomes were recorded, and the outcomes."""
     kept = json.loads(FILE.read_text())
     return kept["recorded"], {name: Outcome.of(plain) for name, plain in kept["cases"].items()}
@@ -83,7 +83,7 @@ def text_of(found: Mapping[str, Outcome]) -> str:
     """Outcomes as JSON, a line a case."""
     lines = (f"  {json.dumps(name)}: {json.dumps(found[name].plain())}" for name in sorted(found))
     about = (
-        "Bits hold with the torch, machine and processor named here; order everywhere, numbers to 1e-5."
+        "Bits hold with the libraries, processor and kernels named here; order everywhere, numbers to 1e-5."
         " See tests/golden/record.py."
     )
     head = f' "about": {json.dumps(about)},\n "recorded": {json.dumps(here())},\n'

@@ -1,11 +1,11 @@
-"""Golden searches: what every sampler proposes and every search chooses on made-up machines, as digests.
+"""Golden searches: what every sampler proposes and every search chooses and says on made-up machines.
 
     python tests/golden/searched.py             # which searches have changed
     python tests/golden/searched.py --write     # that is meant: keep them
 
-Machines are formulas with seeded noise, so that proposals are a function of the code alone. Digests hold where they
-were recorded (NumPy, SciPy and scikit-learn are kept beside them): a Gaussian process may differ in the last place
-elsewhere.
+Machines are formulas with seeded noise, so that proposals are a function of the code alone. Texts, but for the decimals
+in them, choices and the number of probes hold everywhere. Digests hold where the same code computes them (see `here`,
+which is kept beside them): a Gaussian process may differ in the last place elsewhere.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import platform
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -23,10 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from threadpoolctl import threadpool_limits
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from golden.digests import digest, processor
+from golden import digests
+from golden.digests import digest
 from lightning_omni.performance.forecast import SampleEfficiency, Scaling, Setting, TrialResult
 from lightning_omni.performance.measured import Measured
 from lightning_omni.report.digest import Digest
@@ -34,13 +36,19 @@ from lightning_omni.search import SAMPLERS, Observation, Probe, Search, SearchSp
 from lightning_omni.topology import Topology
 
 FILE = Path(__file__).with_name("searches.json")
-LIBRARIES = ("numpy", "scipy", "scikit-learn", "scikit-optimize")
+LIBRARIES = ("scipy", "scikit-learn", "scikit-optimize")
+_DECIMAL = re.compile(r"\d+\.\d+")
 START = Setting(1, 0.9, 0.05)
 
 
-def here() -> dict[str, str]:
-    """Where digests are the same."""
-    return {"machine": platform.machine(), "processor": processor(), **{name: version(name) for name in LIBRARIES}}
+def here() -> dict[str, Any]:
+    """Return what decides the bits."""
+    return {**digests.here(), **{name: version(name) for name in LIBRARIES}}
+
+
+def everywhere(outcome: Mapping[str, Any]) -> list[str]:
+    """Return what of a recorded search is the same on every processor: texts without their decimals, and counts."""
+    return [_DECIMAL.sub("#", text) for text in (f"{outcome['probes']} probes", outcome["choice"], *outcome["words"])]
 
 
 PROBING = tuple(name for name, kind in SAMPLERS.items() if not kind.learns_from_run)
@@ -200,7 +208,8 @@ def cases(seeds: int = 1) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
 
 
 def recorded(strategy: str, machines: Machines, made: Callable[[Machines], SearchSpec], seed: int) -> dict[str, Any]:
-    return record(strategy, machines, made(machines), seed)
+    with threadpool_limits(1):  # sums of several threads depend on their number
+        return record(strategy, machines, made(machines), seed)
 
 
 def record(strategy: str, machines: Machines, made: SearchSpec, seed: int) -> dict[str, Any]:
@@ -233,7 +242,7 @@ def record(strategy: str, machines: Machines, made: SearchSpec, seed: int) -> di
             "chosen": digest([repr(chosen)]),
             "reported": digest([repr(_reported(search))]),
         },
-        "words": digest([choice.why, *(each.why for each in search.probes)]),
+        "words": [choice.why, *(each.why for each in search.probes)],
     }
 
 

@@ -16,7 +16,8 @@ from common import OPTIONS, InTime, Net, dataset, digest, omni, pl, report, trai
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
-from lightning_omni.optimizer.balance import Balance, HostClock
+from lightning_omni.optimizer.balance import Balance
+from lightning_omni.optimizer.timing import HostClock
 from lightning_omni.tuner import applied
 
 RANK = int(os.environ.get("LOCAL_RANK", 0))

@@ -222,6 +222,10 @@ def main() -> None:
     strategy = omni.OmniStrategy(**given)
     net.lr = 0.05  # which a finder sets
     finder = [pl.callbacks.LearningRateFinder(num_training_steps=4)] if "finder" in OPTIONS else []
+    half = []
+    if "scale" in OPTIONS:
+        scaler = torch.amp.GradScaler("cpu", init_scale=OPTIONS["scale"])
+        half = [pl.plugins.MixedPrecision("16-mixed", "cpu", scaler=scaler)]
     fit = trainer(
         strategy,
         devices,
@@ -233,6 +237,7 @@ def main() -> None:
             *([getattr(pl.callbacks, OPTIONS["bar"])(1)] if "bar" in OPTIONS else []),
         ],
         enable_checkpointing=True,
+        plugins=half,
         **{"num_sanity_val_steps": 1, **OPTIONS.get("trainer", {})},
     )
     train, held_out = loaders(OPTIONS.get("samples", 128))
@@ -252,6 +257,7 @@ def main() -> None:
         "finite": all(bool(each.isfinite().all()) for each in whole.values()),
         "val": float(fit.callback_metrics["val_loss"]),
         "best": saves.best_model_path,
+        "scale": fit.precision_plugin.state_dict().get("scale"),
         "largest": strategy.report().group_size,
     }
     (FOLDER / f"{NAME}{fit.local_rank}.json").write_text(json.dumps(said))

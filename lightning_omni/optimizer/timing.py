@@ -1,0 +1,52 @@
+"""Clocks for devices that the host runs ahead of: it returns from an operation that the device has yet to begin."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+
+class HostClock:
+    """The processor's time, for devices that the host waits for."""
+
+    def mark(self, instead_of: Any = None) -> Any:
+        """Return this moment, which may take the place of one that is not needed any more."""
+        return time.perf_counter()
+
+    def seconds(self, since: Any, until: Any) -> float | None:
+        """Return the time between two moments, in seconds; None if it is not known yet."""
+        return float(until - since)
+
+
+class EventClock:
+    """The time of a CUDA stream, whose moments are read when the device has reached them."""
+
+    def mark(self, instead_of: Any = None) -> Any:
+        """Return the moment at which the device will have done everything that was launched so far."""
+        event = instead_of or torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, since: Any, until: Any) -> float | None:
+        """Return the time between two moments, in seconds; None if the device has not reached the later one."""
+        return float(since.elapsed_time(until)) / 1e3 if until.query() else None
+
+
+Clock = HostClock | EventClock
+
+
+def clock_of(device: torch.device) -> Clock:
+    """Return the clock by which work on a device is timed."""
+    return EventClock() if device.type == "cuda" else HostClock()
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until a device has done everything on the current stream; then the host's clock tells the device's time.
+
+    Args:
+        device: the host waits for a CUDA device; it never runs ahead of the CPU.
+    """
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
