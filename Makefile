@@ -1,7 +1,8 @@
 # make demo       train the example with four CPU workers in two compute groups (about two minutes)
 # make test       run what continuous integration runs: ruff and mypy, and pytest beside them
 # make test-all   the same, and what is marked exhaustive: more cases of claims that make test has some of
-# The first of either creates .venv; later ones use it until pyproject.toml or constraints.txt changes.
+# make test-accelerator   some of the tests, and a few more, with emulated GPUs: see tests/accelerator/README.md
+# The first of these creates .venv; later ones use it until pyproject.toml or constraints.txt changes.
 
 PYTHON ?= python3
 VENV := .venv
@@ -9,7 +10,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all pytest lint format install clean
+.PHONY: help demo test test-all test-accelerator pytest lint format install clean
 
 help:
 	@sed -n '/^$$/q; s/^# //p' Makefile
@@ -23,6 +24,10 @@ test: $(READY)
 
 test-all:
 	@$(MAKE) --no-print-directory test OPTIONS=--all
+
+# It says so, and succeeds, where there can be no emulated GPU: without a C++ compiler, for one.
+test-accelerator: $(READY)
+	$(BIN)/python tests/accelerator/run.py $(OPTIONS)
 
 # Tests start hundreds of processes, the first of them all at once; what is compiled here need not be compiled in each.
 pytest: $(READY)

@@ -24,6 +24,8 @@ from typing import Any
 SCRIPTS = Path(__file__).parent / "scripts"
 SERVER = "omni-server"
 """What a copy of a process that is a server calls itself, see ``scripts/spares.py``."""
+SLOWER = 2 if os.environ.get("OMNI_TEST_ACCELERATOR") == "gpu" else 1
+"""How many times as long a run may take: an emulated device adds to what each operation takes."""
 _NOT_INHERITED = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "PL_GLOBAL_SEED", "MASTER_ADDR", "MASTER_PORT")
 """What a test in this process may have left in the environment."""
 
@@ -212,9 +214,9 @@ class Running:
     def wait(self, timeout: float) -> Run:
         """Waits for the end."""
         try:
-            code = self.process.wait(timeout)
+            code = self.process.wait(SLOWER * timeout)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"the run did not end within {timeout} s:\n{self.output[-6000:]}") from None
+            raise AssertionError(f"the run did not end within {SLOWER * timeout} s:\n{self.output[-6000:]}") from None
         deadline = time.monotonic() + 60  # ranks that end after rank 0 still have something to say
         while self.survivors and time.monotonic() < deadline:
             time.sleep(0.02)

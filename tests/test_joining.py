@@ -892,7 +892,7 @@ def test_three_launchers_train_one_run_in_which_the_first_is_killed_and_the_seco
     # Whoever recorded saved where the run saves: one folder, one checkpoint an epoch, and plain Lightning reads it.
     assert sorted(path.name for path in (run.folder / "a").iterdir()) == [f"epoch={n}.ckpt" for n in range(epochs)]
     assert not (run.folder / "b").exists()
-    last = torch.load(run.folder / "a" / f"epoch={epochs - 1}.ckpt", weights_only=False)
+    last = torch.load(run.folder / "a" / f"epoch={epochs - 1}.ckpt", map_location="cpu", weights_only=False)
     assert last["epoch"] == epochs - 1
     assert last["lr_schedulers"][0]["last_epoch"] == epochs * samples // 8
 
@@ -1021,7 +1021,7 @@ def check_saved(folder: Path, heard: Sequence[tuple[float, float, float]]) -> No
     files = list(folder.iterdir())
     assert {file.name for file in files} == {f"epoch={int(epoch)}-step={int(step)}.ckpt" for epoch, step, _ in heard}
     for file in files:
-        saved = torch.load(file, weights_only=False)
+        saved = torch.load(file, map_location="cpu", weights_only=False)
         net = nn.Sequential(nn.Linear(12, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 3)).eval()
         net.load_state_dict({name[4:]: each for name, each in saved["state_dict"].items() if name.startswith("net.")})
         with torch.no_grad():
@@ -1081,7 +1081,7 @@ def test_momentum_and_rate_follow_the_number_of_groups_whoever_of_them_is_there(
     for rank in range(2):
         assert steps_of(run.folder / f"b{rank}-steps") == {1: [two], 2: [one]}
     assert "OmniTuner: trains with 2 groups, momentum 0, lr 0.00833" in first.output
-    last = torch.load(run.folder / "a" / "epoch=2.ckpt", weights_only=False)
+    last = torch.load(run.folder / "a" / "epoch=2.ckpt", map_location="cpu", weights_only=False)
     assert [last["optimizer_states"][0]["param_groups"][0][name] for name in ("momentum", "lr")] == one
 
 
@@ -1228,7 +1228,9 @@ def test_groups_that_shard_their_model_come_and_go(tmp_path: Path) -> None:
     assert [each["zero"] for each in results] == [False, False, True, False]
     assert all(each["epochs"] == 4 and each["finite"] for each in results)
     assert set(run.trained) == {(epoch, sample) for epoch in range(4) for sample in range(128)}
-    saved = [torch.load(tmp_path / "a" / f"epoch={epoch}.ckpt", weights_only=False) for epoch in (0, 3)]
+    saved = [
+        torch.load(tmp_path / "a" / f"epoch={epoch}.ckpt", map_location="cpu", weights_only=False) for epoch in (0, 3)
+    ]
     before, after = map(weights_of, saved)
     assert after == results[0]["weights"]
     moved = {name for name in after if after[name] != before[name]}
@@ -1238,7 +1240,7 @@ def test_groups_that_shard_their_model_come_and_go(tmp_path: Path) -> None:
     steps = list((tmp_path / "steps").iterdir())
     assert {path.name[: len("epoch=0")] for path in steps} == {f"epoch={n}" for n in range(4)}, "by three recorders"
     for path in steps:
-        inside = torch.load(path, weights_only=False)
+        inside = torch.load(path, map_location="cpu", weights_only=False)
         assert {name: each.shape for name, each in inside["state_dict"].items()} == {
             name: each.shape for name, each in saved[1]["state_dict"].items()
         }

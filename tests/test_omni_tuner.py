@@ -415,7 +415,7 @@ def test_ctrl_c_in_a_probe_saves_the_runs_own_weights() -> None:
         finished = running.wait(200)
         assert finished.code != 0
         assert not running.survivors
-        checkpoint = torch.load(Path(running.folder) / "stopped.ckpt", weights_only=False)
+        checkpoint = torch.load(Path(running.folder) / "stopped.ckpt", map_location="cpu", weights_only=False)
     weights = [value for name, value in checkpoint["state_dict"].items() if name.startswith("net.")]
     assert all(torch.equal(one, other) for one, other in zip(weights, initial_weights(), strict=True))
     assert "OmniTuner" not in finished.output.split("Detected KeyboardInterrupt")[-1]

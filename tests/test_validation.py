@@ -260,7 +260,7 @@ def test_each_checkpoint_has_the_weights_whose_metric_it_was_saved_for(runs: tup
     heard = dict(map(tuple, runs[0].results[0][0]["validations"]))
     assert len(files) == 4
     for file in files:
-        checkpoint = torch.load(file, weights_only=False)
+        checkpoint = torch.load(file, map_location="cpu", weights_only=False)
         net = nn.Sequential(nn.Linear(12, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 3)).eval()
         net.load_state_dict(
             {name[4:]: value for name, value in checkpoint["state_dict"].items() if name.startswith("net.")}

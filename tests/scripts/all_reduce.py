@@ -41,7 +41,7 @@ class Compared(Net):
             return
         window = self.trainer.accumulate_grad_batches
         members: list[Any] = [None, None]
-        dist.all_gather_object(members, [each / window for each in self.owed])
+        dist.all_gather_object(members, [each.cpu() / window for each in self.owed])
         self.owed = []
         keys = range(len(members[0]))
         steps = [self.format.average(mine, keys, memory) for mine, memory in zip(members, self.memories, strict=True)]
@@ -51,7 +51,7 @@ class Compared(Net):
             after = [resumed(each, mean.clone()) for each in steps]
             messages = [each for each in after if each is not None]
         trained = [each for each in self.parameters() if each.requires_grad]
-        found = [each.grad for each in trained]
+        found = [None if each.grad is None else each.grad.cpu() for each in trained]
         self.off.append(
             max(
                 float((one - other).abs().max())

@@ -131,7 +131,7 @@ def difference(module: Net, optimizer: Any, batches: list[list[int]], accumulate
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     losses: list[Tensor] = []
     for samples in batches:
-        x, y, _ = DATA[samples]
+        x, y, _ = (each.to(module.device) for each in DATA[samples])
         losses.append(nn.functional.cross_entropy(module.net(x) * module.frozen, y))
     with torch.enable_grad():
         plain = torch.autograd.grad(torch.stack(losses).sum() / accumulated, parameters)

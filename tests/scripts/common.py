@@ -16,6 +16,7 @@ warnings.filterwarnings("ignore")
 gc.disable()  # what is imported stays: to look for garbage in it takes as long as to import it
 
 import torch
+from devices import ACCELERATOR
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -106,7 +107,7 @@ def trainer(strategy: Any, devices: int, **options: Any) -> pl.Trainer:
         "max_epochs": 1,
         "default_root_dir": FOLDER,
     }
-    return pl.Trainer(accelerator="cpu", devices=devices, strategy=strategy, **{**quiet, **options})
+    return pl.Trainer(accelerator=ACCELERATOR, devices=devices, strategy=strategy, **{**quiet, **options})
 
 
 class InTime(pl.Callback):
@@ -124,7 +125,7 @@ def digest(module: nn.Module) -> str:
     hasher = hashlib.sha256()
     for name, value in module.state_dict().items():
         hasher.update(name.encode())
-        hasher.update(value.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        hasher.update(value.detach().contiguous().flatten().view(torch.uint8).cpu().numpy().tobytes())
     return hasher.hexdigest()
 
 

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import forked
 import torch
 import torch.distributed as dist
+from devices import BACKEND, own_device
 from topk import TopK
 from torch import Tensor
 
@@ -39,14 +40,15 @@ def gradients(phase: int, group: int, step: int) -> list[Tensor]:
 
 
 def train(rank: int) -> dict[str, object]:
-    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
-    model = torch.nn.Linear(5, 6, dtype=torch.float64)
+    dist.init_process_group(BACKEND, rank=rank, world_size=RANKS)
+    device = own_device(rank)
+    model = torch.nn.Linear(5, 6, dtype=torch.float64, device=device)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
     own = list(model.parameters())
-    own[1].data = torch.zeros(5, dtype=torch.float64)
-    world = World(PHASES[0], options=WorldOptions(groups=PHASES[0], wire=WIRE or TopK(fraction=0.2)))
+    own[1].data = torch.zeros(5, dtype=torch.float64, device=device)
+    world = World(PHASES[0], device, WorldOptions(groups=PHASES[0], wire=WIRE or TopK(fraction=0.2)))
     world.broadcast_initial(model)
     optimizer = OmniOptimizer(torch.optim.SGD(own, lr=LR), world)
     given = [torch.zeros_like(parameter) for parameter in own]
@@ -56,7 +58,7 @@ def train(rank: int) -> dict[str, object]:
             if phase:
                 world.regroup(groups)
             for step in range(STEPS):
-                gradient = gradients(phase, world.group, step)
+                gradient = [each.to(device) for each in gradients(phase, world.group, step)]
                 if (phase, world.group, step) == NAN_AT:
                     gradient[0][2, 3] = torch.nan
                 elif world.is_leader:

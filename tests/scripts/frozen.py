@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import forked
 import torch
 import torch.distributed as dist
+from devices import BACKEND, own_device
 from torch import Tensor, nn
 
 from lightning_omni import OmniOptimizer, World
@@ -30,9 +31,10 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 
 def train(method: str, freeze_at: int, regroups: bool = False, **options: Any) -> dict[str, Any]:
     """The steps, counted over all epochs, with which the frozen layer changed; of the evaluated model the epochs."""
-    world = World(RANKS, options=WorldOptions(groups=RANKS, method=method, **options))
+    device = own_device(dist.get_rank())
+    world = World(RANKS, device, WorldOptions(groups=RANKS, method=method, **options))
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(4, 20), nn.Linear(20, 20), nn.Linear(20, 1))
+    net = nn.Sequential(nn.Linear(4, 20), nn.Linear(20, 20), nn.Linear(20, 1)).to(device)
     body, model = net[1], world.wrap(net)
     body.requires_grad_(freeze_at > 0)
     optimizer = OmniOptimizer(torch.optim.SGD(net.parameters(), lr=0.01, weight_decay=0.1), world, names_of(net))
@@ -46,7 +48,7 @@ def train(method: str, freeze_at: int, regroups: bool = False, **options: Any) -
                 if epoch * STEPS + step == freeze_at:
                     body.requires_grad_(False)
                 optimizer.zero_grad()
-                model(torch.randn(8, 4)).square().mean().backward()
+                model(torch.randn(8, 4).to(device)).square().mean().backward()
                 optimizer.step()
                 trained.append([each.detach().clone() for each in body.parameters()])
         evaluated.append([each.detach().clone() for each in body.parameters()])
@@ -58,7 +60,7 @@ def train(method: str, freeze_at: int, regroups: bool = False, **options: Any) -
 
 
 def train_all(rank: int) -> None:
-    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
+    dist.init_process_group(BACKEND, rank=rank, world_size=RANKS)
     everyone = dist.group.WORLD
     results = [train(**loop) for loop in LOOPS]
     Path(os.environ["OMNI_TEST_FOLDER"], f"rank{rank}.json").write_text(json.dumps(results))

@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import forked
 import torch
 import torch.distributed as dist
+from devices import BACKEND, own_device
 
 from lightning_omni import OmniOptimizer, World
 from lightning_omni.optimizer.options import WorldOptions
@@ -22,11 +23,12 @@ RANKS, STEPS = 4, 4
 
 
 def train(rank: int) -> dict[str, object]:
-    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
+    dist.init_process_group(BACKEND, rank=rank, world_size=RANKS)
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(31, 33), torch.nn.Linear(33, 3))  # parts of odd numbers of bytes
+    device = own_device(rank)
+    model = torch.nn.Sequential(torch.nn.Linear(31, 33), torch.nn.Linear(33, 3)).to(device)  # parts of odd sizes
     options = WorldOptions(groups=2, wire=TOLD["wire"], method=TOLD["method"], servers=TOLD["servers"])
-    world = World(2, options=options)
+    world = World(2, device, options)
     world.broadcast_initial(model)
     optimizer = OmniOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), world)
     sent, broadcast = 0, dist.broadcast
@@ -42,7 +44,8 @@ def train(rank: int) -> dict[str, object]:
         for step in range(STEPS):
             generator = torch.Generator().manual_seed(100 * world.group + step)
             for parameter in model.parameters():
-                parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+                gradient = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+                parameter.grad = gradient.to(device)
             optimizer.step()
         handed, weights = sent - before, [parameter.tolist() for parameter in model.parameters()]
     result = {"handed": handed, "weights": weights, "nbytes": sum(each.nbytes for each in model.parameters())}

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from common import OPTIONS, Net, digest, loaders, omni, pl, report, trainer
+from devices import own_device
 
 RANK = int(os.environ.get("LOCAL_RANK", 0))
 DEVICES = 4
@@ -49,7 +50,7 @@ def main() -> None:
         strategy = omni.OmniStrategy(groups=groups, data="static", timeout=limit)
         fit = trainer(strategy, DEVICES, max_steps=2)
         fit.fit(module, loaders(64)[0])
-        total = torch.ones(())
+        total = torch.ones((), device=own_device())
         dist.all_reduce(total)
         assert total == DEVICES, "the default process group is that of all ranks again"
         seen.append(digest(module))

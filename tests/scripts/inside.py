@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import torch
 from common import FOLDER, OPTIONS, dataset, omni, pl, report, trainer
+from devices import own_device
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.distributed_c10d import _get_default_store
@@ -254,7 +255,7 @@ def held(trainer: Any) -> dict[str, Any]:
 def here(module: nn.Module) -> list[str]:
     """The very bits that this rank has."""
     return [
-        (p.to_local() if isinstance(p, DTensor) else p).detach().float().flatten().numpy().tobytes().hex()
+        (p.to_local() if isinstance(p, DTensor) else p).detach().float().flatten().cpu().numpy().tobytes().hex()
         for p in module.parameters()
     ]
 
@@ -328,7 +329,7 @@ def tensor_parity() -> Any:
 def lies(module: nn.Module) -> dict[str, Any]:
     """How many parameters a rank finds in the whole, and how often each number is exchanged."""
     held = list(module.parameters())
-    sizes = torch.tensor([sharding.here(each).numel() for each in held])
+    sizes = torch.tensor([sharding.here(each).numel() for each in held], device=own_device())
     torch.distributed.all_reduce(sizes)
     mine = [sharding.rows(each.full_tensor().detach(), each).to_local() for each in held]
     found = sum(torch.equal(part, each.to_local()) for part, each in zip(mine, held, strict=True))
@@ -401,7 +402,7 @@ KINDS: dict[tuple[str, bool, bool], type[Blocks]] = {  # with a mesh or not, in 
 def copies(module: nn.Module, world: Any) -> bool:
     """Whether all members of a group have the same bits of what is the same on them."""
     whole_there = [each for each in whole(module).values() if each.is_floating_point()]
-    mine = torch.cat([each.detach().float().flatten() for each in whole_there])
+    mine = torch.cat([each.detach().float().flatten() for each in whole_there]).to(own_device())
     theirs = [torch.empty_like(mine) for _ in world.members]
     torch.distributed.all_gather(theirs, mine, group=world.compute_group)
     return all(torch.equal(each, mine) for each in theirs)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from common import Net, digest, loaders, omni, pl, report, trainer
+from devices import own_device
 from torch import Tensor
 
 RANK = int(os.environ.get("LOCAL_RANK", 0))
@@ -49,8 +50,9 @@ class Fits(pl.Callback):
 
 
 def main() -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=7)
-    precision = pl.plugins.MixedPrecision("16-mixed", "cpu", scaler=scaler)
+    kind = own_device().type
+    scaler = torch.amp.GradScaler(kind, init_scale=1024.0, growth_interval=7)
+    precision = pl.plugins.MixedPrecision("16-mixed", kind, scaler=scaler)
     fits, module, digests = Fits(), Overflows(norm=False), []
     run = trainer(omni.OmniStrategy(groups=2, data="static"), 2, callbacks=[fits], plugins=[precision])
     for number in range(3):

@@ -119,8 +119,8 @@ class Regroup(pl.Callback):
 
 def saved_matches(path: str, model: HeadNet) -> bool:
     """Whether the last checkpoint holds the model and the state of each of its weights."""
-    saved = torch.load(path, weights_only=True)
-    same = all(torch.equal(value, model.state_dict()[name]) for name, value in saved["state_dict"].items())
+    saved = torch.load(path, map_location="cpu", weights_only=True)
+    same = all(torch.equal(value, model.state_dict()[name].cpu()) for name, value in saved["state_dict"].items())
     return same and set(saved["optimizer_states"][0]["state"]) == set(range(len(list(model.parameters()))))
 
 

@@ -52,7 +52,7 @@ class EmulatedClock:
 
     def meet(self, world: Any) -> None:
         """Ranks of a group wait for the last of them."""
-        moment = torch.tensor(self(), dtype=torch.float64)
+        moment = torch.tensor(self(), dtype=torch.float64, device=world.device)
         torch.distributed.all_reduce(moment, torch.distributed.ReduceOp.MAX, group=world.compute_group)
         self.ahead += max(0.0, float(moment) - self())
 
@@ -227,7 +227,7 @@ class State(pl.Callback):
         tensors = [*module.parameters(), *module.buffers(), torch.get_rng_state()]
         tensors += [each for values in optimizer.state.values() for each in values.values() if torch.is_tensor(each)]
         for tensor in tensors:
-            hasher.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+            hasher.update(tensor.detach().contiguous().flatten().view(torch.uint8).cpu().numpy().tobytes())
         hasher.update(repr((random.getstate(), module.steps if module.steps < 2 else 0, module.noted)).encode())
         self.seen.append(hasher.hexdigest())
 

@@ -21,6 +21,7 @@ gc.disable()  # what is imported stays: to look for garbage in it takes as long 
 import pytorch_lightning as pl
 import spares
 import torch
+from devices import ACCELERATOR
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -98,7 +99,7 @@ def main() -> None:
     )
     witness = Witness(options.pace)
     trainer = pl.Trainer(
-        accelerator="cpu",
+        accelerator=ACCELERATOR,
         devices=2,
         num_nodes=options.nodes,
         strategy=strategy,
@@ -117,8 +118,8 @@ def main() -> None:
         **witness.seen,
         "updates": report.updates,
         "lost": report.ranks_lost,
-        "error": float((model.layer.weight.detach().T - TRUTH).abs().max()),
-        "weights": hashlib.sha256(weights.numpy().tobytes()).hexdigest(),
+        "error": float((model.layer.weight.detach().cpu().T - TRUTH).abs().max()),
+        "weights": hashlib.sha256(weights.cpu().numpy().tobytes()).hexdigest(),
     }
     say(f"rank {trainer.global_rank} results in {json.dumps(result)}")
 

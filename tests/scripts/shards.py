@@ -14,6 +14,7 @@ from typing import Any
 import spares
 import torch
 import torch.distributed as dist
+from devices import BACKEND, own_device
 
 from lightning_omni import OmniOptimizer, World
 from lightning_omni.errors import OmniError
@@ -40,9 +41,11 @@ def train(
     freezes: bool = False,
 ) -> dict[str, Any]:
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(40, 70), torch.nn.Tanh(), torch.nn.Linear(70, 3))
+    device = own_device(dist.get_rank())
+    model = torch.nn.Sequential(torch.nn.Linear(40, 70), torch.nn.Tanh(), torch.nn.Linear(70, 3)).to(device)
     options = WorldOptions(groups=RANKS, method=method, servers=servers, wire=wire)  # type: ignore[arg-type]
-    world = World(RANKS, options=options, ranks_per_node=[1] * RANKS if servers == "per-node" else [RANKS])
+    nodes = [1] * RANKS if servers == "per-node" else [RANKS]
+    world = World(RANKS, device, options, ranks_per_node=nodes)
     world.broadcast_initial(model)
     stepped = OmniOptimizer(OPTIMIZERS[optimizer](model.parameters()), world)
     torch.manual_seed(1 + world.rank)
@@ -55,7 +58,7 @@ def train(
                 world.regroup(1 if step == 2 else RANKS)
             for parameter in model[2].parameters() if freezes and step in (2, 4) else ():
                 parameter.requires_grad_(step == 4)
-            x = torch.randn(32, 40)
+            x = torch.randn(32, 40).to(device)
             stepped.zero_grad()
             loss = (model(x) - x[:, :3]).square().mean()
             loss.backward()
@@ -75,7 +78,7 @@ def train(
     return {
         "first": losses[0],
         "last": losses[-1],
-        "weights": hashlib.sha256(flat.numpy().tobytes()).hexdigest(),
+        "weights": hashlib.sha256(flat.cpu().numpy().tobytes()).hexdigest(),
         "finite": bool(flat.isfinite().all()),
         "shards": shares,
         "refused": refused,
@@ -98,7 +101,7 @@ def main() -> None:
     other = os.fork()
     rank = int(other == 0)
     spares.prepare(ranks=0, servers=(7, 2)[rank])
-    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
+    dist.init_process_group(BACKEND, rank=rank, world_size=RANKS)
     results = []
     for case in OPTIONS["cases"]:
         began = time.monotonic()

@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import forked
 import torch
 import torch.distributed as dist
+from devices import BACKEND, own_device
 from stream import Stream
 
 from lightning_omni import OmniOptimizer, World
@@ -23,17 +24,18 @@ METHODS = ("async_sgd", "hardsync", "gossip")
 
 def train(method: str) -> dict[str, object]:
     torch.manual_seed(0)
-    model = torch.nn.Linear(4, 1)
-    world = World(2, options=WorldOptions(groups=2, method=method, transport=Stream()))
+    device = own_device(dist.get_rank())
+    model = torch.nn.Linear(4, 1).to(device)
+    world = World(2, device, WorldOptions(groups=2, method=method, transport=Stream()))
     world.broadcast_initial(model)
     optimizer = OmniOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), world)
-    target = torch.linspace(-1, 1, 4)
+    target = torch.linspace(-1, 1, 4).to(device)
     torch.manual_seed(world.rank)
     losses = []
     with world.training():
         address = world.server_address
         for _ in range(STEPS):
-            x = torch.randn(32, 4)
+            x = torch.randn(32, 4).to(device)
             optimizer.zero_grad()
             loss = ((model(x).squeeze(1) - x @ target) ** 2).mean()
             loss.backward()
@@ -45,7 +47,7 @@ def train(method: str) -> dict[str, object]:
 
 
 def train_all(rank: int) -> None:
-    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
+    dist.init_process_group(BACKEND, rank=rank, world_size=RANKS)
     result = {method: train(method) for method in METHODS}
     Path(os.environ["OMNI_TEST_FOLDER"], f"rank{rank}.json").write_text(json.dumps(result))
     dist.barrier()

@@ -1,0 +1,74 @@
+"""Which of the tests that start ranks run with emulated devices too, and why the others do not."""
+
+from __future__ import annotations
+
+FILES = """
+    omni_tuner joining inside tensor_parallel steps groups cluster_methods checkpoints deaths regroup parity finetuning
+    merged proportional
+"""
+"""Files, without `test_` and `.py`, all of whose tests do, or most."""
+
+TESTS = {
+    "all_reduce": """
+        test_ranks_average_as_the_arithmetic_says_and_stay_alike test_sparse_gradients_are_averaged_as_they_are
+    """,
+    "device_tuner": "test_all_ranks_decide_alike_and_end_alike test_ddp_and_one_group_train_as_without_the_callback",
+    "frozen": """
+        test_no_frozen_weight_moves_in_a_real_run
+        test_a_layer_that_is_frozen_in_mid_run_becomes_what_is_evaluated_and_moves_no_more
+    """,
+    "half_precision": "test_ranks_of_a_group_have_one_loss_scale_whatever_groups_they_were_in",
+    "histories": "test_fits_of_one_script_need_no_equal_histories_of_their_ranks",
+    "lossy": """
+        test_real_ranks_train_alike_and_their_record_replays_bitwise test_with_one_group_a_format_is_without_effect
+    """,
+    "overlap": "test_real_ranks_overlap_their_exchanges_and_their_record_replays_bitwise",
+    "shards": "test_real_servers_hold_bitwise_what_one_would_and_a_dead_one_is_named",
+    "transport": "test_real_processes_train_over_a_transport_that_the_package_does_not_know",
+    "validation": """
+        test_all_ranks_hear_of_the_same_validations_with_the_same_steps
+        test_each_checkpoint_has_the_weights_whose_metric_it_was_saved_for
+        test_the_group_that_evaluates_reads_all_data_gathers_in_it_and_stops_the_run
+    """,
+    "wire_format": """
+        test_through_a_real_server_and_other_groups_nothing_given_is_lost_or_sent_twice
+        test_a_leader_hands_on_what_it_is_answered_in_as_few_bytes_as_it_came
+    """,
+}
+"""By file, the tests that do; the others of these files compute in one process, or in the simulator."""
+
+NO_DEVICE = "the processes that it starts compute nothing on a device"
+ALIKE = "ranks do with devices what they do in the files that are selected, and it takes too long"
+FILES_LEFT_OUT = {
+    "aggregators": "the tree of servers is on the CPU, and its ranks exchange as those of other files",
+    "doctor": NO_DEVICE,
+    "ends": NO_DEVICE,
+    "exported": "the file is written by a server, and loaded by fits on the CPU",
+    "faces": ALIKE,
+    "first_batches": ALIKE,
+    "hostile": NO_DEVICE,
+    "manners": ALIKE,
+    "placement": ALIKE,
+    "progress": NO_DEVICE,
+    "refusals": NO_DEVICE,
+    "serve": NO_DEVICE,
+    "server_restart": "it is the server that is killed, which has no device",
+    "shared_memory": NO_DEVICE,
+    "signals": ALIKE,
+    "start_methods": "ranks that are forked or spawned by other launchers do not load the devices",
+    "three_hosts": "its network namespaces need root, and its ranks do what those of `joining` do",
+    "tuned_merged": ALIKE,
+    "tuned_servers": ALIKE,
+    "validated": "the script evaluates weights of two ranks on the CPU",
+    "watch": NO_DEVICE,
+}
+"""Files that do not, with the reason."""
+
+TESTS_LEFT_OUT: dict[str, str] = {}
+"""Tests of `FILES` that do not, as pytest names them, with the reason; a function stands for all its parameters."""
+
+
+def selected() -> list[str]:
+    """Return the files and tests to run, as pytest names them."""
+    names = [f"test_{name}.py" for name in FILES.split()]
+    return names + [f"test_{file}.py::{test}" for file, tests in TESTS.items() for test in tests.split()]

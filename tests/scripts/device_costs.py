@@ -1,0 +1,144 @@
+"""Trains on emulated devices, counts copies and waits in a step, and compares the timers with the devices' clock."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from common import OPTIONS, InTime, digest, omni, pl, report, trainer
+from devices import own_device
+from emulated_cuda import device
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_omni.protocol.group import GroupCore
+
+RANK = int(os.environ.get("LOCAL_RANK", 0))
+FIRST, LAST = 4, 12
+"""The batches before which counting and timing begins and ends: by then all that is made once is there."""
+CYCLES_PER_MS = 1_000_000
+
+
+class Net(pl.LightningModule):
+    """Some layers of equal size; the device is busy for a while with each batch.
+
+    Args:
+        layers: their number; with 30 of them, the model has 60 parameters and 7.5 MB.
+        width: features in and out of each.
+        busy: milliseconds.
+    """
+
+    def __init__(self, layers: int = 30, width: int = 250, busy: int = 0) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+        self.busy = busy
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.busy:
+            torch.cuda._sleep(self.busy * CYCLES_PER_MS)
+        return self.layers(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class Measures(pl.Callback):
+    """Measures what happens between two batches, on the device and on the host."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, float] = {}
+        self.steps: list[tuple[float, float, float]] = []
+        self.exchanges: list[tuple[float, float]] = []
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        world = getattr(trainer.strategy, "world", None)
+        if world is not None:
+            self._time_exchanges(world.channel)
+            self._time_steps()
+
+    def _time_exchanges(self, channel: Any) -> None:
+        """Note how long each exchange takes, from the moment at which the device has done what it was given before."""
+        timed = channel.timed
+
+        @contextmanager
+        def noted() -> Iterator[None]:
+            began, before = device.moment(-1), channel.traffic.seconds
+            device.forget_wait()
+            with timed():
+                yield
+            ended = device.now()  # a process may be woken up late: the exchange goes on when its first wait is over
+            self.exchanges.append((channel.traffic.seconds - before, ended - max(began, device.first_wait() or began)))
+
+        channel.timed = noted
+
+    def _time_steps(self) -> None:
+        """Note the time of each step, when the device ends it, and what exchanges have taken by then."""
+        step_took = GroupCore.step_took
+
+        def noted(core: GroupCore, optimizer: int, seconds: float) -> None:
+            self.steps.append((seconds, device.moment(-1), sum(true for _, true in self.exchanges)))
+            step_took(core, optimizer, seconds)
+
+        GroupCore.step_took = noted
+        self._end = lambda: setattr(GroupCore, "step_took", step_took)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        if hasattr(self, "_end"):
+            self._end()
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == FIRST:
+            self._before = device.counts()
+        if batch_idx == LAST:
+            after = device.counts()
+            self.counts = {name: (after[name] - self._before[name]) / (LAST - FIRST) for name in after}
+
+    @property
+    def step_times(self) -> dict[str, float]:
+        """Seconds of a step without its exchanges: as the package measures them, and by the device's clock."""
+        if len(self.steps) < LAST:
+            return {}
+        (_, began, before), *_, (_, ended, after) = among = self.steps[FIRST:LAST]
+        spans = len(among) - 1
+        return {
+            "measured": sum(seconds for seconds, *_ in among[1:]) / spans,
+            "true": (ended - began - (after - before)) / spans,
+        }
+
+    @property
+    def exchange_times(self) -> dict[str, float]:
+        """Seconds of an exchange, likewise."""
+        among = self.exchanges[FIRST // 2 :]
+        if not among:
+            return {}
+        measured, true = zip(*among, strict=True)
+        return {"measured": statistics.median(measured), "true": statistics.median(true)}
+
+
+def fit(strategy: Any, model: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+    """Train, and return counts and times of a step of this rank."""
+    pl.seed_everything(1, verbose=False)
+    net, measures = Net(**(model or {})), Measures()
+    width = net.layers[0].in_features
+    loader = DataLoader(TensorDataset(torch.randn(4 * (LAST + 2) * OPTIONS["devices"], width)), batch_size=4)
+    chosen = strategy if isinstance(strategy, str) else omni.OmniStrategy(**strategy, data="static")
+    callbacks = [measures, *([] if isinstance(strategy, str) else [InTime()])]
+    run = trainer(chosen, OPTIONS["devices"], callbacks=callbacks, **options)
+    run.fit(net, loader)
+    nbytes = sum(each.nbytes for each in net.parameters())
+    return {
+        "counts": measures.counts,
+        "models": {name: measures.counts[name] / nbytes for name in ("h2d", "d2h")},
+        "step": measures.step_times,
+        "exchange": measures.exchange_times,
+        "weights": digest(net),
+        "device": str(own_device()),
+    }
+
+
+if __name__ == "__main__":
+    report(RANK, {name: fit(**options) for name, options in OPTIONS["fits"].items()})
