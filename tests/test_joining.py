@@ -827,7 +827,14 @@ def run(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Run]:
     run.close()
 
 
-SERVERS = pytest.mark.parametrize("run", [(), ("--shards", "2")], ids=["one server", "two servers"], indirect=True)
+SERVERS = {"one server": (), "two servers": ("--shards", "2")}
+
+
+def served_by(always: str) -> pytest.MarkDecorator:
+    """Cases of a claim that is made of one server and of two: this one, and with --all the other one, too."""
+    marks = {name: () if name == always else pytest.mark.exhaustive for name in SERVERS}
+    cases = [pytest.param(options, id=name, marks=marks[name]) for name, options in SERVERS.items()]
+    return pytest.mark.parametrize("run", cases, indirect=True)
 
 
 @pytest.mark.slow
@@ -892,7 +899,7 @@ def test_three_launchers_train_one_run_in_which_the_first_is_killed_and_the_seco
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("bar", ["TQDMProgressBar", "RichProgressBar"])
+@pytest.mark.parametrize("bar", ["TQDMProgressBar", pytest.param("RichProgressBar", marks=pytest.mark.exhaustive)])
 def test_the_progress_bar_is_shown_where_the_rank_is_that_has_taken_over(bar: str, run: Run) -> None:
     options = {"epochs": 4, "samples": 64, "hold": [1], "bar": bar, "trainer": {"enable_progress_bar": True}}
     run.start("a", options)
@@ -955,7 +962,7 @@ def test_slurm_requeues_the_job_of_the_group_that_its_signal_comes_to(run: Run) 
 
 @pytest.mark.slow
 @pytest.mark.processes
-@SERVERS
+@served_by("two servers")
 def test_groups_that_come_and_go_share_the_validations_of_published_versions(run: Run) -> None:
     """The recorder dies while it evaluates, another group joins meanwhile, and the next recorder leaves likewise."""
     options: dict[str, Any] = {
@@ -1090,7 +1097,7 @@ def steps_of(file: Path) -> dict[int, list[list[float]]]:
 
 @pytest.mark.slow
 @pytest.mark.processes
-@SERVERS
+@served_by("one server")
 def test_a_run_that_nobody_trains_any_more_is_trained_on_by_the_group_that_comes_next(run: Run) -> None:
     options = {"epochs": 3, "hold": [1]}
     first = run.start("a", options)
@@ -1307,8 +1314,8 @@ def test_a_group_joins_whatever_the_method(run: Run, method: str) -> None:
 @pytest.mark.parametrize(
     ("trainer", "steps"),
     [
-        ({"val_check_interval": 0.5}, 48),
-        ({"accumulate_grad_batches": 2}, 24),
+        pytest.param({"val_check_interval": 0.5}, 48, marks=pytest.mark.exhaustive),
+        pytest.param({"accumulate_grad_batches": 2}, 24, marks=pytest.mark.exhaustive),
         ({"max_steps": 40}, 40),
         ({"check_val_every_n_epoch": 2, "limit_train_batches": 12}, 36),
     ],
