@@ -399,7 +399,7 @@ def test_fewer_bytes_take_less_time_on_a_slow_link() -> None:
 @pytest.mark.parametrize("method", ["async_sgd", "elastic_averaging:period=2"])
 def test_a_simulated_run_is_replayed_bitwise(method: str, wire: Any) -> None:
     if wire == "topk:0.1" and method != "async_sgd":
-        pytest.skip("refused: see above")
+        pytest.skip("topk is refused with a method that pushes weights")
     events: list[Event] = []
     trace = simulated(wire, method, max_updates=30, batched=False, record=events.append)
     model, data, make = problem()
