@@ -188,7 +188,11 @@ def test_another_server_and_groups_that_join_it_go_on_where_an_abandoned_run_was
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("schedule", "rate"), [("", rate_after(BATCHES)), ("function", 0.05 / (1 + (BATCHES - 1) / 100))]
+    ("schedule", "rate"),
+    [
+        pytest.param("", rate_after(BATCHES), marks=pytest.mark.exhaustive),
+        ("function", 0.05 / (1 + (BATCHES - 1) / 100)),
+    ],
 )
 def test_an_epoch_of_which_all_is_trained_is_over_and_the_next_one_begins(
     schedule: str, rate: float, tmp_path: Path
@@ -260,7 +264,7 @@ def held(folder: Path, servers: int, **more: Any) -> Path:
     [
         (1, {"average": 0.5}),
         (1, {"by_hand": True}),
-        (2, {"optimizer": "AdamW"}),
+        pytest.param(2, {"optimizer": "AdamW"}, marks=pytest.mark.exhaustive),
         (2, {"optimizer": "AdamW", "inside": "fsdp", "devices": 2, "method": "hardsync"}),
         (2, {"optimizer": "SGD", "inside": "fsdp", "devices": 2, "method": "diloco:period=4"}),
     ],

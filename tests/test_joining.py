@@ -35,13 +35,14 @@ from test_server_core import (
 )
 from torch import nn
 
+from lightning_omni.cli.serve import JOINED_HEARTBEAT_TIMEOUT
 from lightning_omni.errors import ConfigurationError, ConnectionLost, Evicted, OmniError, RankLost, Refused
 from lightning_omni.optimizer import WorldOptions
 from lightning_omni.optimizer.embedded import RunServer
 from lightning_omni.optimizer.enlistment import COMES_BACK, Enlistment, ask_for_all, comes_back_to, return_to
 from lightning_omni.optimizer.folders import Folder
 from lightning_omni.optimizer.meshes import ModelParallel, sizes_in
-from lightning_omni.protocol import EpochPlan
+from lightning_omni.protocol import EpochPlan, time_limits
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import pack, unpack
 from lightning_omni.protocol.handshake import fingerprint_problem, hello_of
@@ -826,7 +827,14 @@ def run(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Run]:
     run.close()
 
 
-SERVERS = pytest.mark.parametrize("run", [(), ("--shards", "2")], ids=["one server", "two servers"], indirect=True)
+SERVERS = {"one server": (), "two servers": ("--shards", "2")}
+
+
+def served_by(always: str) -> pytest.MarkDecorator:
+    """Cases of a claim that is made of one server and of two: this one, and with --all the other one, too."""
+    marks = {name: () if name == always else pytest.mark.exhaustive for name in SERVERS}
+    cases = [pytest.param(options, id=name, marks=marks[name]) for name, options in SERVERS.items()]
+    return pytest.mark.parametrize("run", cases, indirect=True)
 
 
 @pytest.mark.slow
@@ -891,7 +899,7 @@ def test_three_launchers_train_one_run_in_which_the_first_is_killed_and_the_seco
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("bar", ["TQDMProgressBar", "RichProgressBar"])
+@pytest.mark.parametrize("bar", ["TQDMProgressBar", pytest.param("RichProgressBar", marks=pytest.mark.exhaustive)])
 def test_the_progress_bar_is_shown_where_the_rank_is_that_has_taken_over(bar: str, run: Run) -> None:
     options = {"epochs": 4, "samples": 64, "hold": [1], "bar": bar, "trainer": {"enable_progress_bar": True}}
     run.start("a", options)
@@ -954,7 +962,7 @@ def test_slurm_requeues_the_job_of_the_group_that_its_signal_comes_to(run: Run) 
 
 @pytest.mark.slow
 @pytest.mark.processes
-@SERVERS
+@served_by("two servers")
 def test_groups_that_come_and_go_share_the_validations_of_published_versions(run: Run) -> None:
     """The recorder dies while it evaluates, another group joins meanwhile, and the next recorder leaves likewise."""
     options: dict[str, Any] = {
@@ -1089,7 +1097,7 @@ def steps_of(file: Path) -> dict[int, list[list[float]]]:
 
 @pytest.mark.slow
 @pytest.mark.processes
-@SERVERS
+@served_by("one server")
 def test_a_run_that_nobody_trains_any_more_is_trained_on_by_the_group_that_comes_next(run: Run) -> None:
     options = {"epochs": 3, "hold": [1]}
     first = run.start("a", options)
@@ -1160,10 +1168,14 @@ def test_a_group_that_was_frozen_joins_again_although_a_callback_cannot_save_wha
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("run", [("--heartbeat-timeout", "2")], ids=[""], indirect=True)
 def test_a_group_that_holds_pythons_lock_for_long_is_not_taken_for_dead(run: Run) -> None:
-    """Its connection gives signs of life all the same, which that of a process that is stopped does not."""
-    first, second = run.train_together({"epochs": 2, "hold": [1]}, {"locked": 6.0})
+    """Its connection gives signs of life all the same, which that of a process that is stopped does not.
+
+    The server waits for them as long as it does by default: on a busy machine two seconds would be too short for them.
+    """
+    locked = 2.5 * JOINED_HEARTBEAT_TIMEOUT
+    assert locked < time_limits.PATIENCE / 2  # for which any message of a rank may be awaited
+    first, second = run.train_together({"epochs": 2, "hold": [1]}, {"locked": locked})
     assert first["weights"] == second["weights"]
     assert "ranks lost: 0" in run.server.output
 
@@ -1311,8 +1323,8 @@ def test_a_group_that_joins_scales_its_losses_as_the_run_does(run: Run) -> None:
 @pytest.mark.parametrize(
     ("trainer", "steps"),
     [
-        ({"val_check_interval": 0.5}, 48),
-        ({"accumulate_grad_batches": 2}, 24),
+        pytest.param({"val_check_interval": 0.5}, 48, marks=pytest.mark.exhaustive),
+        pytest.param({"accumulate_grad_batches": 2}, 24, marks=pytest.mark.exhaustive),
         ({"max_steps": 40}, 40),
         ({"check_val_every_n_epoch": 2, "limit_train_batches": 12}, 36),
     ],

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from golden import searched
+from golden.digests import apart
 from middle_first import MiddleFirst
 
 from lightning_omni import OmniTuner, performance, search, tuner
@@ -254,6 +255,6 @@ def test_searches_say_and_choose_what_was_recorded(
 def test_proposals_choices_and_reports_have_the_bits_that_were_recorded(
     recorded: dict[str, Any], carried_out: dict[str, dict[str, Any]]
 ) -> None:
-    if recorded["here"] != (this := searched.here()):
-        pytest.skip(f"bits were recorded on {recorded['here']}, and this is {this}; texts are compared all the same")
+    if why := apart(recorded["here"], searched.here()):
+        pytest.skip(f"bits were recorded elsewhere ({why}); texts and choices are compared all the same")
     assert carried_out == {name: recorded["searches"][name] for name in carried_out}

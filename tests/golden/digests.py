@@ -83,6 +83,12 @@ def here() -> dict[str, Any]:
     }
 
 
+def apart(recorded: Mapping[str, Any], found: Mapping[str, Any]) -> str:
+    """Return in what the place where bits were recorded differs from this one; empty if bits are the same."""
+    names = [name for name in {**recorded, **found} if recorded.get(name) != found.get(name)]
+    return "; ".join(f"{name}: {recorded.get(name)}, and here {found.get(name)}" for name in names)
+
+
 def processor() -> str:
     """Return the processor's name, where the system tells."""
     return _cpuinfo().get("model name", platform.processor())

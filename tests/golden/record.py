@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from golden import served, simulated
-from golden.digests import Outcome, here
+from golden.digests import Outcome, apart, here
 
 FILE = Path(__file__).with_name("golden.json")
 
@@ -101,12 +101,12 @@ def main() -> int:
         say(text_of(found))
         return 0
     where, kept = recorded() if FILE.exists() else (here(), dict[str, Outcome]())
-    bits = where == here()
-    changed = differences(kept, found, bits)
+    elsewhere = apart(where, here())
+    changed = differences(kept, found, bits=not elsewhere)
     for line in changed:
         say(line)
-    if not bits:
-        say(f"recorded on {where}, and this is {here()}: only order and numbers are compared")
+    if elsewhere:
+        say(f"recorded elsewhere ({elsewhere}): only order and numbers are compared")
     say(f"{len(changed)} of {len(found)} cases differ")
     if arguments.write:
         FILE.write_text(text_of(found))

@@ -280,10 +280,14 @@ def main() -> None:
     if given.write:
         given.file.write_text(json.dumps({"here": here(), "searches": found}, indent=1, sort_keys=True) + "\n")
         return
-    kept = json.loads(given.file.read_text())["searches"]
+    recorded = json.loads(given.file.read_text())
+    kept, elsewhere = recorded["searches"], digests.apart(recorded["here"], here())
     for name in sorted({*kept, *found}):
-        if kept.get(name) != found.get(name):
-            sys.stdout.write(f"{name}:\n  was {kept.get(name)}\n  is  {found.get(name)}\n")
+        was, now = kept.get(name), found.get(name)
+        if (was is None or now is None or everywhere(was) != everywhere(now)) if elsewhere else was != now:
+            sys.stdout.write(f"{name}:\n  was {was}\n  is  {now}\n")
+    if elsewhere:
+        sys.stdout.write(f"recorded elsewhere ({elsewhere}): only texts, choices and counts are compared\n")
 
 
 if __name__ == "__main__":
