@@ -27,7 +27,7 @@ test-all:
 
 # It says so, and succeeds, where there can be no emulated GPU: without a C++ compiler, for one.
 test-accelerator: $(READY)
-	$(BIN)/python tests/accelerator/run.py $(OPTIONS)
+	$(BIN)/python tests/accelerator $(OPTIONS)
 
 # Tests start hundreds of processes, the first of them all at once; what is compiled here need not be compiled in each.
 pytest: $(READY)

@@ -21,6 +21,7 @@ if os.environ.get("CI"):
     assert callable(providers._get_local_constants)
     providers._get_local_constants = Constants
 
+collect_ignore = [] if os.environ.get("OMNI_TEST_ACCELERATOR") == "gpu" else ["accelerator"]
 LONGEST = """
     joining omni_tuner first_batches inside compatibility faces steps deaths groups exported cluster_methods
     proportional hostile server_restart frozen serve cli_plan wire merged device shared_memory tuned_merged

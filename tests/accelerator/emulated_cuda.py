@@ -1,7 +1,7 @@
 """Presents `torch.cuda` devices on a build of torch without CUDA, with memory and arithmetic of the CPU.
 
-Import it before torch, which looks for CUDA once. `build.py` compiles what it loads; README.md lists what it can and
-cannot show. Environment variables: EMULATED_CUDA_DEVICES is the number of devices (8), of which an empty
+Import it before torch, which looks for CUDA once. `device_library.py` compiles what it loads; README.md lists what it
+can and cannot show. Environment variables: EMULATED_CUDA_DEVICES is the number of devices (8), of which an empty
 CUDA_VISIBLE_DEVICES hides all; EMULATED_CUDA_US_PER_OP is the time that a device takes for each operation, in
 microseconds; with EMULATED_NCCL_HANGS a collective waits forever for a rank that has died, as NCCL does.
 """
@@ -23,9 +23,9 @@ if "torch" in sys.modules:
     raise ImportError("import emulated_cuda before torch, which looks for CUDA once")
 
 sys.path.append(str(Path(__file__).parent))
-import build
+import device_library
 
-LIBRARY = build.library()
+LIBRARY = device_library.library()
 FREE, TOTAL = 70 << 30, 80 << 30
 """Bytes of memory that a device claims to have."""
 
@@ -33,7 +33,7 @@ FREE, TOTAL = 70 << 30, 80 << 30
 def _load() -> Any:
     """Load the library between torch's own libraries and torch, and return its Python module."""
     for name in ("libc10.so", "libtorch_cpu.so", "libtorch.so", "libtorch_python.so"):
-        ctypes.CDLL(str(build.torch_folder() / "lib" / name), mode=ctypes.RTLD_GLOBAL)
+        ctypes.CDLL(str(device_library.torch_folder() / "lib" / name), mode=ctypes.RTLD_GLOBAL)
     ctypes.CDLL(str(LIBRARY), mode=ctypes.RTLD_GLOBAL)
     import torch  # noqa: F401
 

@@ -12,17 +12,15 @@ BUSY = 30
 ATTEMPTS = 3
 """How often times are measured, until they agree: another process may delay this one between two looks at a clock."""
 COSTS: dict[tuple[str, int], tuple[float, int, float, int, float]] = {
-    ("groups of one", 0): (2.0, 123, 1.0, 62, 127),
-    ("groups of one, int8", 0): (1.26, 64, 1.0, 62, 68),
-    ("gossip", 0): (1.0, 63, 1.0, 62, 127),
-    ("groups of two", 0): (3.0, 124, 2.0, 63, 132),
-    ("groups of two", 1): (1.0, 4, 2.0, 63, 11),
+    ("groups of one", 0): (2.0, 121, 1.0, 62, 125),
+    ("groups of one, int8", 0): (1.26, 62, 1.0, 62, 66),
+    ("gossip", 0): (1.0, 61, 1.0, 62, 125),
+    ("groups of two", 0): (3.0, 122, 2.0, 63, 130),
+    ("groups of two", 1): (1.0, 2, 2.0, 63, 9),
 }
 """By run and rank, what a step costs at most: copies to the host, as a multiple of the model and as a number, copies
 from the host likewise, and how often the host waits for the device. The model has 60 parameters and 7.5 MB; a batch and
-what the ranks agree on are in the numbers."""
-TOGETHER = {"d2h_calls": 2.0, "waited": 2.5, "launched": 3.5, "allocations": 3.0}
-"""What one group adds to a step of DDPStrategy: all ranks agree on whether a signal has come."""
+signals are in the numbers."""
 
 
 def groups(count: int, **options: Any) -> dict[str, Any]:
@@ -54,12 +52,11 @@ def test_a_step_costs_no_more_copies_and_waits_than_were_recorded(
     assert all(cost <= most * 1.01 for cost, most in zip(step, COSTS[name, rank], strict=True)), step
 
 
-def test_one_group_copies_waits_and_allocates_as_ddp_but_for_the_signals(costs: dict[str, dict[int, Any]]) -> None:
+def test_one_group_copies_waits_and_allocates_as_ddp_does(costs: dict[str, dict[int, Any]]) -> None:
     for rank in (0, 1):
         mine, ddp = (costs[name][rank] for name in ("one group", "ddp"))
         assert mine["weights"] == ddp["weights"]
-        more = {name: mine["counts"][name] - cost for name, cost in ddp["counts"].items()}
-        assert {name: cost for name, cost in more.items() if cost > TOGETHER.get(name, 0)} == {}
+        assert all(mine["counts"][what] <= count for what, count in ddp["counts"].items()), (mine, ddp)
 
 
 @pytest.mark.parametrize("method", ["elastic_averaging:period=1", "local_sgd:period=2"])

@@ -57,11 +57,11 @@ class Noted(pl.Callback):
         self.groups: list[int] = []
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self.start = pl_module.backbone[0].weight.detach().clone()
+        self.start = pl_module.backbone[0].weight.detach().cpu().clone()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         self.digests.append(digest(pl_module))
-        self.moved.append(float((pl_module.backbone[0].weight.detach() - self.start).abs().max()))
+        self.moved.append(float((pl_module.backbone[0].weight.detach().cpu() - self.start).abs().max()))
         self.groups.append(len(trainer.optimizers[0].param_groups))
 
 

@@ -1,4 +1,4 @@
-"""Compiles the emulated device with the C++ compiler alone: `python build.py` says where it is, or why there is none.
+"""Compiles the emulated device with the C++ compiler alone. As a script: tells where it is, or why there is none.
 
 The library is kept in build/accelerator of the checkout, in a folder named by what it is made from.
 """

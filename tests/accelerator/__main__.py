@@ -11,9 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import device_library
 import selection
-
-import build
 
 TESTS = Path(__file__).parents[1]
 WORKERS = 4
@@ -21,7 +20,7 @@ WORKERS = 4
 
 def main(arguments: list[str]) -> int:
     """Run pytest unless there can be no emulated device; return its exit code, or 0."""
-    if reason := build.build():
+    if reason := device_library.build():
         sys.stdout.write(f"skipped: no emulated device, for {reason}\n")
         return 0
     chosen = [
