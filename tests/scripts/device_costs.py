@@ -102,7 +102,8 @@ class Measures(pl.Callback):
         """Seconds of a step without its exchanges: as the package measures them, and by the device's clock."""
         if len(self.steps) < LAST:
             return {}
-        (_, began, before), *_, (_, ended, after) = among = self.steps[FIRST:LAST]
+        # From an exchange to an exchange, of which there may be one in two steps: else the host is ahead at one end.
+        (_, began, before), *_, (_, ended, after) = among = self.steps[FIRST - 1 : LAST]
         spans = len(among) - 1
         return {
             "measured": sum(seconds for seconds, *_ in among[1:]) / spans,
