@@ -204,9 +204,11 @@ class Listener:
             return
         self._watch_staleness()
         if self._strategy.world.executor.exchanges:
-            for name, value in self._staleness.compute().items():
+            # Ranks compute it together, and NCCL takes no tensors on the CPU.
+            for name, value in self._staleness.to(self._strategy.world.device).compute().items():
                 if name in ("mean", "max"):
                     pl_module.log(f"omni/staleness_{name}", value.float(), sync_dist=True, batch_size=1)
+            self._staleness.to("cpu")
         is_parallel = isinstance(self._strategy.world.options.inside, ModelParallel)  # which computes a batch together
         can_rebalance = self._strategy.epochs.leases is not None and not (self._strategy.balance.is_on or is_parallel)
         if control.status is not None and (sentence := straggler_sentence(control.status, can_rebalance)):
