@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from runs import inherited, search_path, start
+from runs import SLOWER, inherited, search_path, start
 
 
 def interpret(program: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -33,7 +33,7 @@ def interpret(program: str, cwd: Path | None = None) -> subprocess.CompletedProc
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
-        timeout=220,
+        timeout=SLOWER * 220,
         cwd=cwd,
         env={**inherited(), "OMP_NUM_THREADS": "1", "PYTHONPATH": search_path()},
     )
@@ -85,6 +85,7 @@ class Process:
 
     def expect(self, pattern: str, timeout: float) -> re.Match[str]:
         """Waits for a line in which the pattern is found. Lines before it are passed over."""
+        timeout *= SLOWER
         deadline = time.monotonic() + timeout
         while True:
             try:
@@ -98,6 +99,7 @@ class Process:
 
     def end(self, timeout: float) -> int:
         """Waits until the process and all that inherited its output are gone; returns its exit code."""
+        timeout *= SLOWER
         deadline = time.monotonic() + timeout
         self._reader.join(timeout)
         assert not self._reader.is_alive(), f"not over after {timeout:.0f} s:\n{self.output}"

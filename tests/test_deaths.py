@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from benchmarks.kills import trained_samples
-from runs import Run, Running
+from runs import SLOWER, Run, Running
 
 FIT = {
     "data": {"samples": 384},
@@ -25,7 +25,7 @@ def finish(running: Running, timeout: float = 90) -> Run:
 
 
 def until(condition: Any, timeout: float, otherwise: str) -> None:
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + SLOWER * timeout
     while not condition():
         assert time.monotonic() < deadline, otherwise
         time.sleep(0.05)

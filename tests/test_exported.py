@@ -17,6 +17,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.demos.boring_classes import BoringModel, RandomDataset
+from runs import SLOWER
 from runs import run as run_script
 from test_joining import PATIENCE, Run
 from test_resilience import Mortal, saved, workers
@@ -58,7 +59,7 @@ def abandoned(folder: Path, *options: str, **more: Any) -> Path:
         run.start("b", given, seed=2)
         run.wait_for("b0-in-1")
         run.go(1)
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + SLOWER * PATIENCE
         while not is_inside_epoch(state, 1):  # the server is using the directory meanwhile
             assert time.monotonic() < deadline, run.server.output
             time.sleep(0.02)

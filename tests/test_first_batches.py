@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from runs import Run, run
 
-pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(480)]
+pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 TUNER = {"search": "forecast", "budget": 0.1}
 ALONE = {**TUNER, "space": {"groups": [1]}}

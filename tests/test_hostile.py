@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import pytest
 from attacks import ESCAPES, STRANGERS, parse, replay
 from beside import RANKS, Pushing, Target, attack, forget_peak, megabytes, rates, wait_for_round
-from runs import Running
+from runs import SLOWER, Running
 from test_wire import Rank, Serving, Wiretap, eventually
 
 from lightning_omni.errors import OmniError
@@ -127,7 +127,7 @@ def test_another_key_is_refused_and_counted(encryption: str) -> None:
 @linux
 def test_a_run_of_two_groups_ends_with_the_weights_that_it_has_without_strangers() -> None:
     with Running("hostile.py", {"fits": [0, 1]}) as running:
-        deadline = time.monotonic() + 100
+        deadline = time.monotonic() + SLOWER * 100
         while not (ports := running.folder / "ports.json").exists():
             assert running.process.poll() is None, running.output
             assert time.monotonic() < deadline, running.output

@@ -20,7 +20,7 @@ import msgspec
 import pytest
 import torch
 from processes import Process
-from runs import free_port
+from runs import SLOWER, free_port
 from test_observation import say, watch
 from test_server_core import (
     TIMEOUT,
@@ -781,7 +781,7 @@ class Run:
 
     def wait_for(self, name: str) -> None:
         """Until a group has made a file."""
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + SLOWER * PATIENCE
         while not (self.folder / name).exists():
             ended = {each: process.output for each, process in self.groups.items()}
             assert time.monotonic() < deadline, f"{name} did not come: {ended} {self.server.output}"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import Run, Running, run
+from runs import SLOWER, Run, Running, run
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -192,7 +192,7 @@ def test_after_the_fit_the_module_is_its_own_again(fits: dict[str, list[Any]]) -
 def finish(options: dict[str, Any], devices: int) -> Run:
     with Running("merged.py", {"devices": devices, "fits": [options]}) as running:
         finished = running.wait(180)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + SLOWER * 60
         while running.survivors:
             assert time.monotonic() < deadline, "processes are left behind"
             time.sleep(0.05)

@@ -297,7 +297,6 @@ def test_nodes_are_of_all_ranks_and_survive_json() -> None:
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(300)
 def test_a_run_on_two_nodes_of_two_ranks_tells_where_ranks_are_and_what_messages_take_there() -> None:
     fit: dict[str, Any] = {
         "devices": 2,
@@ -339,7 +338,6 @@ def test_nodes_that_follow_each_other_are_at_one_site_unless_the_link_between_th
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(300)
 def test_a_run_whose_nodes_are_at_two_sites_is_forecast_with_groups_within_sites() -> None:
     fit: dict[str, Any] = {
         "devices": 1,

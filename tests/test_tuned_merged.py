@@ -157,7 +157,7 @@ def fits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, A
 
 def marked(test: Any) -> Any:
     """A test of real processes."""
-    for mark in (pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(360)):
+    for mark in (pytest.mark.slow, pytest.mark.processes):
         test = mark(test)
     return test
 

@@ -43,7 +43,6 @@ def test_what_a_server_on_each_node_would_gain_is_told_where_links_bind_and_only
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(300)
 def test_nodes_whose_links_hold_groups_up_are_advised_to_have_a_server_each_and_train_in_groups_with_them() -> None:
     slow: dict[str, Any] = {
         "emulated": True,  # how long steps take is no matter of this machine

@@ -10,7 +10,7 @@ from runs import run
 
 from lightning_omni.methods import METHODS
 
-pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 FITS: dict[str, dict[str, Any]] = {name: {"method": {"name": name}} for name in METHODS} | {
     "local_sgd": {"method": {"name": "local_sgd", "period": 3}},
