@@ -88,7 +88,7 @@ FITS: dict[str, dict[str, Any]] = {  # of those with "emulated", the time that s
     },
     "steps take three times as long": {**SLOWER, "slower_from": 2},
     "groups are slower than predicted": {**SLOWER, "slower_in_groups": 3},
-    "ranks stall now and then": {**STALLING, "stalls_after": 10},
+    "ranks stall now and then": {**STALLING, "stalls": True},
     "no rank stalls": {**STALLING, "data": {"samples": 1024}},
     "all is slower than predicted": {**SLOWER, "slower_since_groups": 3, "trainer": {**EPOCHS, "max_epochs": 3}},
     "groups are slower than predicted in the only epoch": {

@@ -262,7 +262,7 @@ class GroupedStrategy(_Base):
     def share_loss_scale(self) -> None:
         """Give the members of this rank's group one loss scale, the smallest that any of them has.
 
-        Ranks in different groups met infinite gradients at different steps, so their scales differ. In one group
+        Different groups have infinite gradients at different steps, so their scales differ. In one group
         DistributedDataParallel averages gradients that are scaled alike, and each rank divides the mean by its own
         scale: members with different scales would train different models. The steps since the last change of the scale
         are counted from zero, so that it also grows on all members at once. All members call it.

@@ -310,7 +310,7 @@ def fit(options: dict[str, Any]) -> dict[str, Any]:
     checkpoint = options.pop("checkpoint", None)
     resume = options.pop("resume", None)
     if resume and "*" in resume:
-        resume = min(FOLDER.glob(resume))
+        resume = min(FOLDER.glob(resume), key=lambda path: int(path.stem.rpartition("=")[2]))
     callbacks: list[Any] = [notes, InTime()] if options.pop("in_time", False) else [notes]
     if checkpoint:
         callbacks.append(pl.callbacks.ModelCheckpoint(FOLDER / "checkpoints", **checkpoint))

@@ -136,12 +136,19 @@ class Classifier(pl.LightningModule):
         seconds *= self.options.get("slower_since_groups", 1) if self.had_groups else 1
         if self.options.get("exponential"):
             seconds *= self.rng.expovariate(1.0)
-        if self.steps > self.options.get("stalls_after", 1 << 30) and self.rng.random() < 0.2:
+        if self.options.get("stalls") and self._has_searched() and self.rng.random() < 0.2:
             seconds *= 20
         if isinstance(time.perf_counter, EmulatedClock):
             time.perf_counter.ahead += seconds
             seconds *= EmulatedClock.SLEPT
         time.sleep(seconds)
+
+    def _has_searched(self) -> bool:
+        """Whether a search is over, from when on ranks stall; rank 0 alone knows, and leaves a file for the others."""
+        mark = FOLDER / "searched"
+        if any(each.searches for each in self.trainer.callbacks if isinstance(each, omni.OmniTuner)):
+            mark.touch()
+        return mark.exists()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.steps += 1
