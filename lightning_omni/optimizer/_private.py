@@ -61,9 +61,9 @@ def new_named_group(name: str, ranks: Sequence[int], timeout: timedelta) -> Any:
 def unbound(default: Any) -> Iterator[None]:
     """Make process groups as if the default process group were not bound to a device.
 
-    With Lightning it is bound to the device of every rank but those on the CPU. torch then splits the communicator of each
-    further group off that of the default group, in which all ranks would have to take part, and some may be dead; and
-    of a group without a backend for that device, as `LiveWorld`, torch asks for one and raises.
+    With Lightning it is bound to the device of every rank but those on the CPU. torch then splits the communicator of
+    each further group off that of the default group, in which all ranks would have to take part, and some may be dead.
+    For a group without a backend for that device, as `LiveWorld` is, torch raises.
 
     Args:
         default: the default process group.
