@@ -54,7 +54,7 @@ def test_of_a_rank_whose_batches_were_not_timed_the_rate_is_not_known() -> None:
     assert Trained(2 * BATCH, 2 * BATCH, 1.0, 2, 0.5).variance == pytest.approx(0.0)
 
 
-@pytest.mark.parametrize("batches", [8, 16, pytest.param(64, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("batches", [8, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in (16, 64))])
 def test_random_step_times_are_seldom_taken_for_another_speed_in_a_whole_run(batches: int) -> None:
     random = np.random.default_rng(batches)
     runs, epochs = 100, 60
