@@ -1,5 +1,5 @@
 # make demo       train the example with four CPU workers in two compute groups (about two minutes)
-# make test       run what continuous integration runs: ruff and mypy, and pytest beside them
+# make test       run ruff and mypy, and pytest beside them; continuous integration runs this and test-accelerator
 # make test-all   the same, and what is marked exhaustive: more cases of claims that make test has some of
 # make test-accelerator   some of the tests, and a few more, with emulated GPUs: see tests/accelerator/README.md
 # The first of these creates .venv; later ones use it until pyproject.toml or constraints.txt changes.

@@ -232,10 +232,10 @@ class Channel:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Counts time and bytes as those of exchanges.
+        """Count time and bytes as those of exchanges.
 
-        What follows copies to the host or to the device, and waits for the device in any case: it waits before the
-        clock is read, so that the rest of the backward pass does not count as exchange.
+        The host waits for the device before it reads the clock, so that the rest of the backward pass does not count as
+        exchange. This costs nothing, because the copies of an exchange wait for the device in any case.
         """
         wait_for(self._place.device)
         began, requests, between = time.perf_counter(), self._requests, self.peers.moved

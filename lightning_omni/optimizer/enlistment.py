@@ -184,8 +184,6 @@ def _rejects_connections(address: str) -> bool:
         return False
     try:
         socket.create_connection((parts.hostname or "", parts.port or 0), _CONNECT_TIME).close()
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, ConnectionRefusedError)
     return False

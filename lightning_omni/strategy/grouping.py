@@ -146,7 +146,7 @@ class GroupedStrategy(_Base):
 
     @property
     def loss_scaler(self) -> torch.amp.GradScaler | None:
-        """What scales the loss with precision="16-mixed"; None with any other precision."""
+        """The loss scaler of precision="16-mixed"; None with any other precision."""
         scaler: torch.amp.GradScaler | None = getattr(self.precision_plugin, "scaler", None)
         return scaler if scaler is not None and scaler.is_enabled() else None
 

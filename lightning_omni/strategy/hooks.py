@@ -664,7 +664,8 @@ class OmniStrategyHooks(SavingStrategy):
 
     def run_state(self) -> RunState:
         """A copy of all that the run must remember, as it is on this rank, where there is one group."""
-        world, scalers = self.world, [] if self.loss_scaler is None else [self.loss_scaler]
+        world, scaler = self.world, self.loss_scaler
+        scalers = [] if scaler is None else [scaler]
         return RunState.of(Live(world, world.channel, self.epochs, self.pl_module, self.optimizers, scalers))
 
     # --- Data --------------------------------------------------------------------------------------------------------

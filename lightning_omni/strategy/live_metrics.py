@@ -77,7 +77,7 @@ class StepTimes:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Within it this rank waits for others."""
+        """A context in which this rank waits for others."""
         batch = self._batch
         if batch is None or batch.forward is not None:
             yield
