@@ -26,6 +26,7 @@ SLOWER: dict[str, Any] = {
     "trainer": {**EPOCHS, "max_epochs": 5},
 }
 SLOW_RANK: dict[str, Any] = {
+    "emulated": True,
     "tuner": {**TUNER, "space": {"groups": [1]}},
     "seconds": {"0": 10e-3, "1": 2e-3},
     "data": {"samples": 1024},
@@ -69,7 +70,7 @@ FITS: dict[str, dict[str, Any]] = {  # of those with "emulated", the time that s
         "seconds": {"0": 2e-3, "1": 6e-3},
         "trainer": EPOCHS,
     },
-    "a slow rank": {"tuner": ALONE, "seconds": {"0": 2e-3, "1": 10e-3}, "trainer": EPOCHS},
+    "a slow rank": {"emulated": True, "tuner": ALONE, "seconds": {"0": 2e-3, "1": 10e-3}, "trainer": EPOCHS},
     "rank 0 is slow before its step": {**SLOW_RANK, "where": "before it"},
     "rank 0 is slow after its step": {**SLOW_RANK, "where": "after the batch"},
     "rank 0 is slow among collectives": {**SLOW_RANK, "collectives": True},
@@ -81,6 +82,7 @@ FITS: dict[str, dict[str, Any]] = {  # of those with "emulated", the time that s
         "trainer": EPOCHS,
     },
     "random": {
+        "emulated": True,
         "tuner": {**TUNER, "space": {"rebalance": False, "wire": "fp32"}},
         "seconds": {"0": 8e-3, "1": 8e-3},
         **EXPONENTIAL,

@@ -12,12 +12,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import IO, Any
 
@@ -61,20 +61,29 @@ class Spare:
         self.wait()
 
     def poll(self) -> int | None:
+        return self._reap(os.WNOHANG)
+
+    def wait(self, timeout: float | None = None) -> int:
+        if (code := self.poll()) is not None:
+            return code
+        with contextlib.suppress(ProcessLookupError):  # another thread has just seen it end
+            number = os.pidfd_open(self.pid)
+            try:
+                has_ended, _, _ = select.select([number], [], [], timeout)
+            finally:
+                os.close(number)
+            if not has_ended:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
+        code = self._reap(0)
+        assert code is not None
+        return code
+
+    def _reap(self, options: int) -> int | None:
         with self._lock:
             if self.returncode is None:
-                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                pid, status = os.waitpid(self.pid, options)
                 if pid:
                     self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
-
-    def wait(self, timeout: float = float("inf")) -> int:
-        deadline = time.monotonic() + timeout
-        while self.poll() is None:
-            if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
-            time.sleep(0.002)
-        assert self.returncode is not None
         return self.returncode
 
     def send_signal(self, number: int) -> None:
