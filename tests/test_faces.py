@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import interpret
-from runs import SCRIPTS, run, search_path
+from processes import Process, interpret
+from runs import SCRIPTS, run
 
 import lightning_omni as omni
 
@@ -24,40 +22,26 @@ def test_the_strategy_works_with_the_other_namespace_too() -> None:
         assert each[0]["report"]["groups"] == 2
 
 
-ORDERS = """
-import os, sys
-import torch, torch._dynamo, torchmetrics  # what both namespaces import: once, and not in each of the copies
-assert not {"lightning", "pytorch_lightning", "lightning_omni"} & set(sys.modules)
-for namespace in ("pytorch_lightning", "lightning.pytorch"):
-    for order in (f"lightning_omni, {namespace}", f"{namespace}, lightning_omni"):
-        if os.fork():
-            os.wait()
-            continue
-        exec(f"import {order}")
-        import lightning_omni
-        options = dict(strategy="omni", accelerator="cpu", devices=2, logger=False)
-        strategy = sys.modules[namespace].Trainer(**options).strategy
-        print(order, type(strategy).__name__, isinstance(strategy, lightning_omni.OmniStrategy), flush=True)
-        os._exit(0)
-"""
-
-
-def test_the_name_is_registered_in_whatever_order_things_are_imported() -> None:
-    done = interpret(ORDERS)
-    assert done.stdout.splitlines() == [
-        f"{order} OmniStrategy True"
-        for namespace in ("pytorch_lightning", "lightning.pytorch")
-        for order in (f"lightning_omni, {namespace}", f"{namespace}, lightning_omni")
-    ], done.stderr[-2000:]
-
-
-YAML = """
+NAMESPACES = ("pytorch_lightning", "lightning.pytorch")
+ORDERS = [
+    f"{first}, {second}"
+    for name in NAMESPACES
+    for first, second in (("lightning_omni", name), (name, "lightning_omni"))
+]
+COPIES = """
 import importlib, os, sys
-import torch, torch._dynamo, torchmetrics, jsonargparse
-for namespace in ("pytorch_lightning", "lightning.pytorch"):
-    if os.fork():
-        os.wait()
-        continue
+import torch, torch._dynamo, torchmetrics, jsonargparse  # what both namespaces import: once, not in each of the copies
+assert not {"lightning", "pytorch_lightning", "lightning_omni"} & set(sys.modules)
+
+def order(names):
+    exec(f"import {names}", globals())
+    import lightning_omni
+    namespace = next(name for name in names.split(", ") if name != "lightning_omni")
+    options = dict(strategy="omni", accelerator="cpu", devices=2, logger=False)
+    strategy = sys.modules[namespace].Trainer(**options).strategy
+    print(names, type(strategy).__name__, isinstance(strategy, lightning_omni.OmniStrategy), flush=True)
+
+def command_line(namespace):
     pl = importlib.import_module(namespace)
     parser = importlib.import_module(f"{namespace}.cli").LightningArgumentParser()
     parser.add_lightning_class_args(pl.Trainer, "trainer")
@@ -68,20 +52,35 @@ for namespace in ("pytorch_lightning", "lightning.pytorch"):
     trainer = parser.instantiate_classes(parser.parse_string(saved)).trainer
     options = [*options[:4], "strategy.inside=fsdp"]  # beside defaults of DistributedDataParallel
     parser.instantiate_classes(parser.parse_args([f"--trainer.{option}" for option in options]))
+    tuner = any(type(each).__name__ == "OmniTuner" for each in trainer.callbacks)
     strategy = trainer.strategy
-    print(namespace, type(strategy).__name__, strategy.ddp_options["find_unused_parameters"], flush=True)
-    print(any(type(each).__name__ == "OmniTuner" for each in trainer.callbacks), flush=True)
+    print(namespace, type(strategy).__name__, strategy.ddp_options["find_unused_parameters"], tuner, flush=True)
+
+for function, given in [*((order, each) for each in ORDERS), *((command_line, each) for each in NAMESPACES)]:
+    if os.fork():
+        os.wait()
+        continue
+    function(given)
     os._exit(0)
 """
 
 
-def test_strategy_and_tuner_are_those_of_the_command_line_that_names_them() -> None:
-    done = interpret(YAML)
-    assert done.stdout.splitlines() == [
-        line
-        for namespace in ("pytorch_lightning", "lightning.pytorch")
-        for line in (f"{namespace} OmniStrategy True", "True")
-    ], done.stderr[-2000:]
+@pytest.fixture(scope="module")
+def namespaces() -> list[str]:
+    """What copies of a process say that has imported neither namespace."""
+    done = interpret(f"ORDERS, NAMESPACES = {ORDERS}, {NAMESPACES}\n{COPIES}")
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [*done.stdout.splitlines(), done.stderr[-2000:]]
+
+
+def test_the_name_is_registered_in_whatever_order_things_are_imported(namespaces: list[str]) -> None:
+    for order in ORDERS:
+        assert f"{order} OmniStrategy True" in namespaces, namespaces[-1]
+
+
+def test_strategy_and_tuner_are_those_of_the_command_line_that_names_them(namespaces: list[str]) -> None:
+    for namespace in NAMESPACES:
+        assert f"{namespace} OmniStrategy True True" in namespaces, namespaces[-1]
 
 
 def test_importing_the_package_imports_no_lightning() -> None:
@@ -118,34 +117,40 @@ REFUSED: dict[str, dict[str, Any]] = {
 }
 
 
-def run_loops(folder: Path, loops: dict[str, dict[str, Any]], ranks: int = 2) -> list[dict[str, Any]]:
-    """What each rank of torchrun's found, by the name of the loop."""
-    done = subprocess.run(
-        [
-            *(
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                f"--nproc-per-node={ranks}",
-                "--no-python",
-            ),
-            *(sys.executable, str(SCRIPTS / "plain_loop.py"), json.dumps(loops)),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=220,
-        env={**os.environ, "OMNI_TEST_FOLDER": str(folder), "OMP_NUM_THREADS": "1", "PYTHONPATH": search_path()},
+def run_loops(
+    folder: Path, loops: dict[str, dict[str, Any]], ranks: int = 2, copies: bool = True
+) -> list[dict[str, Any]]:
+    """What each rank of torchrun's found, by the name of the loop.
+
+    Args:
+        folder: an empty one, for what they find.
+        loops: options of each.
+        ranks: how many there are.
+        copies: ranks and servers are copies of a process that has imported Lightning, too, see `processes.Process`.
+    """
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    afresh = [] if copies else ["--no-python", sys.executable]
+    process = Process(
+        [sys.executable, *launcher, *afresh, str(SCRIPTS / "plain_loop.py"), json.dumps(loops)],
+        {"OMNI_TEST_FOLDER": str(folder), "OMNI_TEST_SERVERS": str(len(loops))},
     )
-    assert done.returncode == 0, done.stderr[-4000:]
+    try:
+        assert process.end(timeout=220) == 0, process.output[-4000:]
+    finally:
+        process.kill()
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
+
+
+@pytest.fixture(scope="module")
+def quickstart_loop(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank found in the quickstart's loop, as its reader starts it: nothing is imported beforehand."""
+    return run_loops(tmp_path_factory.mktemp("page"), {"page": {"page": str(QUICKSTART)}}, copies=False)
 
 
 @pytest.fixture(scope="module")
 def plain_loops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank found in loops that train, fail or are refused."""
-    loops: dict[str, dict[str, Any]] = {**INTERRUPTED, **LOOPS, **MISTAKES, **REFUSED}
-    loops |= {"page": {"page": str(QUICKSTART)}, "last": {"rank": 1}}
+    loops: dict[str, dict[str, Any]] = {**INTERRUPTED, **LOOPS, **MISTAKES, **REFUSED, "last": {"rank": 1}}
     return run_loops(tmp_path_factory.mktemp("loops"), loops)
 
 
@@ -156,13 +161,18 @@ def changing_loops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, A
 
 
 def test_the_loop_of_the_quickstart_trains_and_saves_what_all_groups_have_trained(
-    plain_loops: list[dict[str, Any]],
+    quickstart_loop: list[dict[str, Any]],
 ) -> None:
     updates, parameters = 3 * 1024 // 32, 6
-    for each in plain_loops:
+    for each in quickstart_loop:
         assert (each["page"]["epoch"], each["page"]["steps"]) == (2, [updates] * parameters)
-        assert each["page"]["loss"] == plain_loops[0]["page"]["loss"] < 1
+        assert each["page"]["loss"] == quickstart_loop[0]["page"]["loss"] < 1
         assert each["page"]["is saved"]
+
+
+def test_a_loop_without_lightning_does_not_import_it(quickstart_loop: list[dict[str, Any]]) -> None:
+    for each in quickstart_loop:
+        assert not each["has imported Lightning"]
 
 
 @pytest.mark.parametrize("name", LOOPS)

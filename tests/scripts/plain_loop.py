@@ -329,7 +329,6 @@ def follow(page: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    assert "pytorch_lightning" not in sys.modules
     dist.init_process_group("gloo")
     everyone = dist.group.WORLD
     loops = json.loads(sys.argv[1]).items()
@@ -343,10 +342,10 @@ def main() -> None:
         "regrouped": lambda **options: regroup(options["regrouped"]),
         "page": follow,
     }
-    results = {
+    results: dict[str, Any] = {
         name: next((kind for key, kind in kinds.items() if key in options), train)(**options) for name, options in loops
     }
-    assert "pytorch_lightning" not in sys.modules
+    results["has imported Lightning"] = "pytorch_lightning" in sys.modules
     Path(os.environ["OMNI_TEST_FOLDER"], f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
     # DistributedDataParallel is part of reference cycles; collected by the dying interpreter only, it would take the
     # process group down with it, and torch aborts now and then.

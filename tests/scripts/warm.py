@@ -131,7 +131,7 @@ def enter(network: str) -> None:
 
 
 def prepare_workers(torchrun: list[str]) -> None:
-    """The workers that torchrun is to start are copies, too, and so is the server that the first of them starts."""
+    """The workers that torchrun is to start are copies, too, and so are servers that the first of them starts."""
     import spares
     import torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler as elastic
 
@@ -143,7 +143,7 @@ def prepare_workers(torchrun: list[str]) -> None:
     if "RANK" in os.environ:  # in one of them, which now is to go on as that
         sys.orig_argv[:] = [word for word in sys.orig_argv if word != "-u"]
         if os.environ["RANK"] == "0":
-            spares.prepare(ranks=0, servers=1)
+            spares.prepare(ranks=0, servers=int(os.environ.get("OMNI_TEST_SERVERS", "1")))
 
 
 def run(command: list[str]) -> None:
