@@ -28,11 +28,17 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "240")
 
 
+@pytest.fixture(scope="module")
+def report() -> str:
+    """A report as JSON, which takes seconds to make."""
+    return json.dumps(TuningReport((Round(found(), 0, 0.0),), None, "loss").to_dict())
+
+
 @pytest.fixture
-def file(tmp_path: Path) -> str:
+def file(report: str, tmp_path: Path) -> str:
     """A report, without what takes time to draw."""
     path = tmp_path / "omni-tuning.json"
-    path.write_text(json.dumps(TuningReport((Round(found(), 0, 0.0),), None, "loss").to_dict()))
+    path.write_text(report)
     return str(path)
 
 

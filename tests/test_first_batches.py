@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -202,9 +203,26 @@ FITS: dict[str, dict[str, Any]] = {  # of those with "emulated", the time that s
     "dealt out beforehand": {"tuner": {**TUNER, "budget": 0.8}, "strategy": {"data": "static"}, "trainer": EPOCHS},
 }
 
+ONLY_WITH_ALL = [  # claims that other fits make, too: of whole epochs, or of another guard inside one
+    "groups are slower than predicted in the only epoch",
+    "it learns too slowly in groups in the only epoch",
+]
+
+
+def cases(names: Iterable[str]) -> list[Any]:
+    """Parameters of a test; some are run with ``--all`` only."""
+    return [pytest.param(each, marks=pytest.mark.exhaustive) if each in ONLY_WITH_ALL else each for each in names]
+
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def names(request: pytest.FixtureRequest) -> list[str]:
+    """Of the fits that are run, in their order."""
+    left_out = [] if request.config.getoption("--all") else ONLY_WITH_ALL
+    return [*(each for each in FITS if each not in left_out), "stopped", "resumed", "slow learning"]
+
+
+@pytest.fixture(scope="module")
+def finished(names: list[str], tmp_path_factory: pytest.TempPathFactory) -> Run:
     """All fits, one after the other; one that is stopped at once, and one that goes on from another's checkpoint."""
     saved = str(tmp_path_factory.mktemp("checkpoints") / "tuned.ckpt")
     slow = FITS["a slow rank"]
@@ -218,7 +236,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
     }
     fits["resumed"] = {**slow, "ckpt_path": saved, "trainer": {**EPOCHS, "max_epochs": 3}}
     fits["slow learning"] = {**slow_learning, "ckpt_path": later, "trainer": {**EPOCHS, "max_epochs": 5}}
-    return run("omni_tuner.py", {"fits": [{"data": {"samples": 512}, **fit} for fit in fits.values()]}, timeout=400)
+    return run("omni_tuner.py", {"fits": [{"data": {"samples": 512}, **fits[name]} for name in names]}, timeout=400)
 
 
 def said_by_tuners(finished: Run) -> str:
@@ -227,9 +245,8 @@ def said_by_tuners(finished: Run) -> str:
 
 
 @pytest.fixture(scope="module")
-def fits(finished: Run) -> dict[str, list[dict[str, Any]]]:
+def fits(names: list[str], finished: Run) -> dict[str, list[dict[str, Any]]]:
     """What every rank saw of every fit."""
-    names = [*FITS, "stopped", "resumed", "slow learning"]
     return {name: [finished.results[rank][number] for rank in (0, 1)] for number, name in enumerate(names)}
 
 
@@ -242,7 +259,7 @@ ENDS_OTHERWISE = (
 TUNED = [name for name, fit in FITS.items() if "tuner" in fit and name not in ("nothing can be tuned", "no budget")]
 
 
-@pytest.mark.parametrize("name", [*TUNED, "resumed"])
+@pytest.mark.parametrize("name", cases([*TUNED, "resumed"]))
 def test_all_ranks_take_the_same_decision(fits: dict[str, list[dict[str, Any]]], name: str) -> None:
     one, other = fits[name]
     assert one["setting"] == other["setting"] is not None
@@ -276,7 +293,7 @@ def test_gradients_of_a_few_bytes_are_not_said_to_be_slow_however_busy_the_machi
     assert "all-reduce" not in str(fits[name][0]["setting"]), "fewer bytes would gain nothing"
 
 
-@pytest.mark.parametrize("name", [name for name in TUNED if name not in ENDS_OTHERWISE])
+@pytest.mark.parametrize("name", cases(name for name in TUNED if name not in ENDS_OTHERWISE))
 def test_every_sample_is_trained_once_an_epoch_and_no_batch_is_thrown_away(
     fits: dict[str, list[dict[str, Any]]], name: str
 ) -> None:
@@ -335,7 +352,7 @@ def test_a_run_whose_speed_changes_is_timed_anew_and_goes_on_in_groups_if_it_cho
 
 
 @pytest.mark.parametrize(
-    "name", ["groups are slower than predicted", "groups are slower than predicted in the only epoch"]
+    "name", cases(["groups are slower than predicted", "groups are slower than predicted in the only epoch"])
 )
 def test_groups_that_are_slower_than_predicted_are_given_up_for_good(
     finished: Run, fits: dict[str, list[dict[str, Any]]], name: str
@@ -421,11 +438,13 @@ def test_one_group_that_is_as_fast_as_forecast_is_not_timed_again(fits: dict[str
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "it learns too slowly in groups",
-        "it learns too slowly in groups in the only epoch",
-        "it learns too slowly in groups in an epoch without validation",
-    ],
+    cases(
+        [
+            "it learns too slowly in groups",
+            "it learns too slowly in groups in the only epoch",
+            "it learns too slowly in groups in an epoch without validation",
+        ]
+    ),
 )
 def test_a_run_whose_loss_stays_high_in_groups_goes_on_with_the_users_own_setting(
     fits: dict[str, list[dict[str, Any]]], finished: Run, name: str

@@ -47,7 +47,7 @@ FITS: dict[str, dict[str, Any]] = {
     "local steps": {**SHORT, "tuner": ONCE, "strategy": {"method": "local_sgd:period=4"}},
     "a dimension of the user's own": {
         "tuner": {"budget": 0.97, "retune_every": None, "search": "random", "space": {**HERE, "groups": [2]}},
-        "trainer": {"max_epochs": 16},
+        "trainer": {"max_epochs": 10},
         **LONGER,
         "sends": 0.5,
         "sent": [0.5, 0.25, 0.1],

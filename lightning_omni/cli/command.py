@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import sys
 import textwrap
 from collections.abc import Callable
 from typing import Any
@@ -65,6 +66,17 @@ _EXIT_STATUS = (
     " to be started again; 130 after Ctrl-C."
 )
 
+_COMMANDS: dict[str, Callable[..., Any]] = {
+    "serve": serve,
+    "top": top,
+    "doctor": doctor,
+    "checkpoint": checkpoint,
+    "simulate": simulate,
+    "compare": compare,
+    "device": device,
+    "plan": plan,
+}
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Entry point.
@@ -76,20 +88,13 @@ def main(arguments: list[str] | None = None) -> int:
         The exit code: 0, 1 if the doctor has found something that fails, 2 if a setting is wrong, 3 if a
         server died too often to be started again, or 130 after Ctrl-C.
     """
-    commands: dict[str, Any] = {
-        "serve": serve,
-        "top": top,
-        "doctor": doctor,
-        "checkpoint": checkpoint,
-        "simulate": simulate,
-        "compare": compare,
-        "device": device,
-        "plan": plan,
-    }
+    given = sys.argv[1:] if arguments is None else arguments
+    # To read the signatures of all commands takes half a second, so only the one that is run is read.
+    commands: dict[str, Any] = {given[0]: _COMMANDS[given[0]]} if given and given[0] in _COMMANDS else _COMMANDS
     try:
         code = auto_cli(
             commands,
-            args=arguments,
+            args=given,
             as_positional=True,
             prog="lightning-omni",
             description=_DESCRIPTION,

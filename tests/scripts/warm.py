@@ -8,6 +8,7 @@ tells its process number and how it ended. See `runs.keep_warm` and `runs.Runnin
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -82,9 +83,10 @@ def watch(job: dict, output: int, said: int) -> None:
         become(job, output)
         return
     os.close(output)
-    os.write(said, b"%d\n" % pid)
-    _, status = os.waitpid(pid, 0)
-    os.write(said, b"%d\n" % os.waitstatus_to_exitcode(status))
+    with contextlib.suppress(BrokenPipeError):  # who has started it may be gone
+        os.write(said, b"%d\n" % pid)
+        _, status = os.waitpid(pid, 0)
+        os.write(said, b"%d\n" % os.waitstatus_to_exitcode(status))
     os._exit(0)
 
 
