@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from operator import ge
@@ -94,6 +94,16 @@ def children(pid: int) -> list[int]:
     return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+def has_saved(server: int) -> bool:
+    """Return whether a server has saved its state, beside the lock that it holds."""
+    with suppress(OSError):  # it is gone
+        for link in Path(f"/proc/{server}/fd").iterdir():
+            file = Path(os.readlink(link))
+            if file.name == "lock" and any(file.parent.glob("state-*")):
+                return True
+    return False
+
+
 def kill_embedded(running: Running, both: bool) -> None:
     """The server dies that rank 0 has started, with the process that watches it or alone."""
     for pid in running.servers if both else running.servers[-1:]:
@@ -116,6 +126,11 @@ class Standing:
         self.process = Process(self._command, {"LIGHTNING_OMNI_KEY": self.key})
         self._stack.callback(self.process.kill)
 
+    @property
+    def serving(self) -> list[int]:
+        """The process that serves."""
+        return children(self.process.pid)
+
     def address(self) -> str:
         """Where it listens, when it does."""
         return str(self.process.expect(LISTENS, 150)[1])
@@ -123,7 +138,7 @@ class Standing:
     def die(self, both: bool) -> None:
         """It is killed; with the process that watches it, it is started again at once."""
         if not both:
-            (serving,) = children(self.process.pid)
+            (serving,) = self.serving
             os.kill(serving, signal.SIGKILL)
             return
         os.kill(self.process.pid, signal.SIGKILL)
@@ -131,8 +146,10 @@ class Standing:
 
 
 @contextmanager
-def run_with(stands: bool, method: str, save_every: float) -> Iterator[tuple[Running, Callable[[bool], None]]]:
-    """A run, and what kills its server: True the process that watches it, too."""
+def run_with(
+    stands: bool, method: str, save_every: float
+) -> Iterator[tuple[Running, Callable[[], bool], Callable[[bool], None]]]:
+    """Yield a run, whether its server has saved its state, and what kills it: True also the process that watches it."""
     with ExitStack() as stack:
         environment, strategy, server = {}, {}, None
         if stands:
@@ -140,14 +157,17 @@ def run_with(stands: bool, method: str, save_every: float) -> Iterator[tuple[Run
             strategy["server"], environment["LIGHTNING_OMNI_KEY"] = server.address(), server.key
         options = {"fits": [fit(method, save_every, **strategy)], "servers": 1}
         running = stack.enter_context(Running("groups.py", options, environment))
-        yield running, server.die if server is not None else partial(kill_embedded, running)
+        if server is not None:
+            yield running, lambda: any(map(has_saved, server.serving)), server.die
+        else:
+            yield running, lambda: any(map(has_saved, running.servers[-1:])), partial(kill_embedded, running)
 
 
 def one_death(stands: bool, method: str, save_every: float, delay: float, both: bool = False) -> Death:
-    """One run whose server dies so many seconds after its first batch, with what watches it or alone."""
+    """One run whose server dies so many seconds after first batches and save, with what watches it or alone."""
     death = Death()
-    with run_with(stands, method, save_every) as (running, kill):
-        if not wait_for(running, lambda: all(batches(running)), 120):
+    with run_with(stands, method, save_every) as (running, is_saved, kill):
+        if not wait_for(running, lambda: all(batches(running)) and is_saved(), 120):
             return Death(problem=f"training never began:\n{running.output[-3000:]}")
         time.sleep(delay)
         before, began = batches(running), time.monotonic()
