@@ -109,6 +109,7 @@ INTERRUPTED = {
 }
 MISTAKES = {f"mistakes, {each}": {"mistake in": each} for each in ("async_sgd", "local_sgd:period=4")}
 BESIDE = {f"beside, {each}": {"beside": each} for each in ("async_sgd", "local_sgd:period=4")}
+LAID = {"not contiguous": {"laid": "async_sgd"}}
 REGROUPED = {f"regrouped, {groups} groups before": {"regrouped": groups} for groups in (1, 2)}
 REFUSED: dict[str, dict[str, Any]] = {
     "not wrapped": {"groups": 1, "wraps": ""},
@@ -157,7 +158,7 @@ def plain_loops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]
 @pytest.fixture(scope="module")
 def changing_loops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank found in loops with more than weights, or with other groups in the middle."""
-    return run_loops(tmp_path_factory.mktemp("changing"), {**BESIDE, **REGROUPED})
+    return run_loops(tmp_path_factory.mktemp("changing"), {**BESIDE, **LAID, **REGROUPED})
 
 
 def test_the_loop_of_the_quickstart_trains_and_saves_what_all_groups_have_trained(
@@ -287,6 +288,19 @@ def test_what_no_optimizer_moves_is_rank_zeros_where_groups_synchronize_and_aver
         for before in (0, 2):
             means = [(mine + theirs) / 2 for mine, theirs in zip(one[before], other[before], strict=True)]
             assert one[before + 1] == (pytest.approx(means, abs=1e-6) if which == "an average" else one[before])
+
+
+@pytest.mark.parametrize("name", LAID)
+def test_tensors_that_are_not_contiguous_become_rank_zeros_as_others_do(
+    changing_loops: list[dict[str, Any]], name: str
+) -> None:
+    """Views with gaps, transposed ones, images whose channels are last on one rank, a mask that is expanded."""
+    one, other = (each[name] for each in changing_loops)
+    assert [
+        {tensor for tensor in mine if mine[tensor] != theirs[tensor]} for mine, theirs in zip(one, other, strict=True)
+    ] == [set(one[0]), set(), set(one[0]), set()]
+    assert one[0] == one[1]
+    assert one[2] == one[3]
 
 
 @pytest.mark.parametrize("name", REGROUPED)

@@ -26,6 +26,7 @@ from lightning_omni.optimizer.model_replica import Part, fingerprint
 from lightning_omni.optimizer.place import Place
 from lightning_omni.optimizer.states import States
 from lightning_omni.optimizer.untrained import Untrained, buffers_of, parameters_of
+from lightning_omni.optimizer.values import contiguous
 
 _SAMPLED = 1 << 16
 """Numbers of a tensor by which a synchronization point tells whether it was written."""
@@ -107,7 +108,8 @@ class Edits:
         if weights and self._place.share is not None:
             self._hand_over(keep_states=True)
         elif weights:
-            self._share([weight for part in self._place.parts for weight in part.replica.weights()])
+            parts = [part.replica for part in self._place.parts]
+            self._share(named for part in parts for named in zip(part.parameters, part.weights(), strict=True))
         if loose:
             self._share_loose()
 
@@ -202,8 +204,8 @@ class Edits:
         others = list(self.others())
         trained = {id(parameter) for part in self._place.parts for parameter in part.replica.ordered}
         _check_whole(compress(others, self._are_written(others, trained)))
-        buffers = [each.tensor for each in self.buffers()]
-        self._share([*buffers, *(each.tensor for each in others if not isinstance(each.tensor, DTensor))])
+        whole = [*self.buffers(), *(each for each in others if not isinstance(each.tensor, DTensor))]
+        self._share((each.name, each.tensor) for each in whole)
 
     def _are_written(self, others: Sequence[Untrained], known: Set[int]) -> list[bool]:
         """Which of ``others`` were written since the groups synchronized last.
@@ -218,9 +220,10 @@ class Edits:
             for each, then in zip(others, seen, strict=True)
         ]
 
-    def _share(self, tensors: Sequence[Tensor]) -> None:
-        for tensor in tensors:
-            dist.broadcast(tensor.detach(), src=0, group=self._place.process_groups.live)
+    def _share(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in named:
+            with contiguous(tensor, name) as memory:
+                dist.broadcast(memory, src=0, group=self._place.process_groups.live)
 
     def _all_reduce_max(self, numbers: Sequence[int]) -> list[int]:
         return self._place.all_reduce_max(numbers) if numbers else []

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_omni.optimizer.place import Place
 from lightning_omni.optimizer.sharding import average_over_replicas, shard, share_initial
 from lightning_omni.optimizer.untrained import check_dense
+from lightning_omni.optimizer.values import contiguous
 
 
 class HeldModel:
@@ -59,9 +60,10 @@ class HeldModel:
         Raises:
             UnsupportedError: one of them is sparse.
         """
-        check_dense((*module.named_parameters(), *module.named_buffers()))
+        named = [*module.named_parameters(), *module.named_buffers()]
+        check_dense(named)
         self._place.process_groups.make(self._place.topology)
-        take_from_rank_zero((*module.parameters(), *module.buffers()))
+        take_from_rank_zero(named)
 
     # --- Held together -----------------------------------------------------------------------------------------------
 
@@ -94,10 +96,11 @@ class HeldModel:
             share_initial(self.sharded, place.holders, place.torch_rank)
 
 
-def take_from_rank_zero(tensors: Iterable[Tensor]) -> None:
-    """All ranks of the default process group get the values that rank 0 has."""
-    for tensor in tensors:
-        dist.broadcast(tensor.detach(), src=0)
+def take_from_rank_zero(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Give all ranks of the default process group the values that rank 0 has."""
+    for name, tensor in named:
+        with contiguous(tensor, name) as memory:
+            dist.broadcast(memory, src=0)
 
 
 @contextmanager

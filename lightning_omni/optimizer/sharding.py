@@ -29,6 +29,7 @@ from lightning_omni.methods.master import held_by
 from lightning_omni.methods.replica import teach
 from lightning_omni.optimizer._private import all_reduce_hook_of, root_mesh
 from lightning_omni.optimizer.meshes import DATA, TENSOR, Inside, shown
+from lightning_omni.optimizer.values import contiguous
 from lightning_omni.topology import RECORDER, Topology
 
 # --- The module ------------------------------------------------------------------------------------------------------
@@ -220,20 +221,21 @@ def share_initial(module: Module, holders: Topology, rank: int) -> None:
     """
     mine, first = holders.members(holders.group_of(rank)), holders.members(holders.group_of(RECORDER))
     place = mine.index(rank)
-    for parameter in module.parameters():
-        part = local_of(parameter)
-        if not isinstance(parameter, DTensor):
-            dist.broadcast(part, src=RECORDER)
-        elif not part.numel():
-            continue
-        elif mine == first:
-            for replica in holders.alive:
-                if holders.members(replica) != first:
-                    dist.send(part, holders.members(replica)[place])
-        else:
-            dist.recv(part, first[place])
-    for buffer in module.buffers():
-        dist.broadcast(buffer.detach(), src=RECORDER)
+    for name, parameter in module.named_parameters():
+        with contiguous(_memory_of(parameter), name) as part:
+            if not isinstance(parameter, DTensor):
+                dist.broadcast(part, src=RECORDER)
+            elif not part.numel():
+                continue
+            elif mine == first:
+                for replica in holders.alive:
+                    if holders.members(replica) != first:
+                        dist.send(part, holders.members(replica)[place])
+            else:
+                dist.recv(part, first[place])
+    for name, buffer in module.named_buffers():
+        with contiguous(buffer, name) as memory:
+            dist.broadcast(memory, src=RECORDER)
 
 
 # --- Tensors ---------------------------------------------------------------------------------------------------------
@@ -252,11 +254,14 @@ def are_rows(tensors: Iterable[Tensor], ranks: int) -> bool:
     )
 
 
+def _memory_of(tensor: Tensor) -> Tensor:
+    """All that this rank has of a tensor."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
 def local_of(tensor: Tensor) -> Tensor:
     """All that this rank has of a tensor, flat, in the same memory; of one that is not sharded, it as it is."""
-    if isinstance(tensor, DTensor):
-        return tensor.to_local().detach().reshape(-1)
-    return tensor.detach()
+    return _memory_of(tensor).reshape(-1) if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def here(tensor: Tensor) -> Tensor:
@@ -312,8 +317,9 @@ def _exchange_in_row(tensors: Sequence[DTensor]) -> None:
         room[: part.numel()] = part
     theirs = [torch.empty_like(mine) for _ in range(of)]
     dist.all_gather(theirs, mine, group=root_mesh(tensors[0].device_mesh).get_group(TENSOR))
-    for flat, *parts in zip(flats, *(each.split(sizes) for each in theirs), strict=True):
-        flat.copy_(torch.cat(parts)[: flat.numel()])
+    for tensor, *parts in zip(tensors, *(each.split(sizes) for each in theirs), strict=True):
+        local = _memory_of(tensor)
+        local.copy_(torch.cat(parts)[: local.numel()].view(local.shape))
 
 
 def fill(tensors: Mapping[str, Tensor], parts: Mapping[str, Tensor]) -> None:
@@ -325,8 +331,7 @@ def fill(tensors: Mapping[str, Tensor], parts: Mapping[str, Tensor]) -> None:
     """
     with torch.no_grad():
         for name, part in parts.items():
-            tensor = tensors[name]
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local = _memory_of(tensors[name])
             local.copy_(part.view(local.shape))
 
 

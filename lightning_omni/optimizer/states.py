@@ -343,7 +343,7 @@ class Residuals:
         total: list[Tensor | None] = []
         for mine, parameter, there in zip(own, parameters, owes.tolist(), strict=True):
             wide = torch.promote_types(parameter.dtype, torch.float32)  # the same on all ranks, whatever a format keeps
-            each = torch.zeros_like(here(parameter), dtype=wide)
+            each = torch.zeros_like(here(parameter), dtype=wide, memory_format=torch.contiguous_format)
             if mine is not None:
                 each += mine.to(each)
             if there:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 import torch
@@ -26,6 +26,7 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_omni.errors import UnsupportedError
 from lightning_omni.optimizer.model_replica import fingerprint
 from lightning_omni.optimizer.place import Place
+from lightning_omni.optimizer.values import write
 from lightning_omni.topology import RECORDER
 
 _STATISTICS = re.compile(r"(running|moving)_(mean|var|variance|std)")
@@ -107,10 +108,11 @@ def merge(place: Place, untrained: Iterable[Untrained]) -> None:
     everything = list(untrained)
     check_dense((each.name, each.tensor) for each in everything)
     _check_shapes(place, everything)
-    kinds: dict[Merge, list[Tensor]] = {each: [] for each in Merge}
+    kinds: dict[Merge, list[Untrained]] = {each: [] for each in Merge}
     for each in everything:
         tensor = each.tensor.detach()
-        kinds[each.merge].append(torch.view_as_real(tensor) if tensor.is_complex() else tensor)
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        kinds[each.merge].append(replace(each, tensor=real))
     _average(place, kinds[Merge.MEAN])
     _take_largest(kinds[Merge.LARGEST])
     _take_first(place, kinds[Merge.FIRST])
@@ -138,21 +140,21 @@ def _are_one(place: Place, marks: Sequence[int]) -> list[bool]:
     return [most == -least for most, least in zip(largest, negated, strict=True)]
 
 
-def _average(place: Place, tensors: Sequence[Tensor]) -> None:
-    if not tensors:
+def _average(place: Place, untrained: Sequence[Untrained]) -> None:
+    if not untrained:
         return
-    flat = [each.double().cpu().flatten() for each in tensors]
+    flat = [each.tensor.double().cpu().flatten() for each in untrained]
     is_counted = _counts(place) and place.is_leader
     sound = [is_counted and bool(each.isfinite().all()) for each in flat]
     # Not multiplied: infinities would become NaN. The last numbers count those that spoke: all divide by the same.
     counted = [each if is_sound else torch.zeros_like(each) for each, is_sound in zip(flat, sound, strict=True)]
     summed = torch.cat([*counted, torch.tensor(sound).double()])
     dist.all_reduce(summed)
-    *sums, counts = summed.split([*(each.numel() for each in tensors), len(tensors)])
-    for tensor, total, count in zip(tensors, sums, counts.tolist(), strict=True):
+    *sums, counts = summed.split([*(each.numel() for each in flat), len(flat)])
+    for each, total, count in zip(untrained, sums, counts.tolist(), strict=True):
         if count:
-            tensor.copy_((total / count).view_as(tensor))
-    _take_first(place, [tensor for tensor, count in zip(tensors, counts.tolist(), strict=True) if not count])
+            write(each.tensor, (total / count).view_as(each.tensor), each.name)
+    _take_first(place, [each for each, count in zip(untrained, counts.tolist(), strict=True) if not count])
 
 
 def _counts(place: Place) -> bool:
@@ -166,28 +168,25 @@ def _counts(place: Place) -> bool:
     return not (place.is_new and are_others_there)
 
 
-def _take_largest(tensors: Sequence[Tensor]) -> None:
-    if tensors:
-        flat = torch.cat([each.long().cpu().flatten() for each in tensors])
+def _take_largest(untrained: Sequence[Untrained]) -> None:
+    if untrained:
+        flat = torch.cat([each.tensor.long().cpu().flatten() for each in untrained])
         dist.all_reduce(flat, op=dist.ReduceOp.MAX)
-        _scatter(flat, tensors)
+        for part, each in zip(flat.split([each.tensor.numel() for each in untrained]), untrained, strict=True):
+            write(each.tensor, part.view_as(each.tensor), each.name)
 
 
-def _take_first(place: Place, tensors: Sequence[Tensor]) -> None:
+def _take_first(place: Place, untrained: Sequence[Untrained]) -> None:
     """Those that differ become the recorder's. What is the same everywhere (a mask, say) need not travel."""
-    are_one = _are_one(place, [fingerprint(each, max(1, each.numel())) for each in tensors])
-    differ = [each for each, is_one in zip(tensors, are_one, strict=True) if not is_one]
+    are_one = _are_one(place, [fingerprint(each.tensor, max(1, each.tensor.numel())) for each in untrained])
+    differ = [each for each, is_one in zip(untrained, are_one, strict=True) if not is_one]
     if differ:
-        flat = torch.cat([each.contiguous().flatten().view(torch.uint8).cpu() for each in differ])
+        flat = torch.cat([each.tensor.contiguous().flatten().view(torch.uint8).cpu() for each in differ])
         dist.broadcast(flat, src=RECORDER)
-        parts = flat.split([each.numel() * each.element_size() for each in differ])
-        for part, tensor in zip(parts, differ, strict=True):
-            tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))  # a copy is aligned
-
-
-def _scatter(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    for part, tensor in zip(flat.split([each.numel() for each in tensors]), tensors, strict=True):
-        tensor.copy_(part.view_as(tensor))
+        parts = flat.split([each.tensor.numel() * each.tensor.element_size() for each in differ])
+        for part, each in zip(parts, differ, strict=True):
+            values = part.clone().view(each.tensor.dtype)  # a copy is aligned
+            write(each.tensor, values.view(each.tensor.shape), each.name)
 
 
 def _is_whole(tensor: Tensor) -> bool:

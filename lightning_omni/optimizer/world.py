@@ -333,7 +333,7 @@ class World(Place):
     def _share_weights(self) -> None:
         """Groups begin with rank 0's weights: the module was not wrapped, perhaps, or loaded on some ranks since."""
         if self.executor.exchanges and not self.options.is_sharded:
-            take_from_rank_zero(parameter for part in self.parts for parameter in part.replica.ordered)
+            take_from_rank_zero(named for part in self.parts for named in part.replica.parameters.items())
 
     def check_step(self) -> None:
         """Raises `ConfigurationError` if a loop without Lightning steps while the groups are synchronized.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import hashlib
 import json
 import os
 import pickle
@@ -289,6 +290,46 @@ def accompany(method: str) -> dict[str, Any]:
     return found
 
 
+class Laid(torch.nn.Linear):
+    """Has weights and buffers that are not contiguous, other ones on each rank."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(4, 1)
+        self.gaps = torch.nn.Parameter(torch.randn(3, 6)[:, ::2], requires_grad=False)
+        self.register_buffer("table", torch.randn(3, 6)[:, ::2])
+        self.register_buffer("turned", torch.randn(3, 4).T)
+        self.register_buffer("rotation", torch.randn(4, 3, dtype=torch.complex64).T)
+        image = torch.randn(2, 3, 4, 4)
+        self.register_buffer("image", image if rank else image.to(memory_format=torch.channels_last))
+        self.register_buffer("mask", torch.tensor([[True, rank == 0, False]]).expand(1000, 3))
+
+    def digests(self) -> dict[str, str]:
+        laid = {name: each for name, each in self.state_dict().items() if name not in ("weight", "bias")}
+        return {name: hashlib.sha256(str(each.tolist()).encode()).hexdigest()[:8] for name, each in laid.items()}
+
+
+def lay(laid: str) -> list[dict[str, str]]:
+    """What there is in tensors that are not contiguous: once the module is wrapped, and where groups synchronize."""
+    world = World(2, options=WorldOptions(method=laid))
+    torch.manual_seed(world.rank)
+    net = Laid(world.rank)
+    found = [net.digests()]
+    model = world.wrap(net)
+    found.append(net.digests())
+    optimizer = OmniOptimizer(torch.optim.SGD([net.weight, net.bias], lr=0.1), world)
+    with world.training():
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+        with torch.no_grad():
+            for each in (net.gaps, net.table, net.turned, net.rotation, net.image):
+                each.add_(1 + world.rank)
+            net.mask[0, 2] = world.rank == 0
+        found.append(net.digests())
+        world.enter_world(net)
+        found.append(net.digests())
+    return found
+
+
 def regroup(groups: int) -> dict[str, Any]:
     """Other groups than the module was wrapped for: why a step is refused, and the weights if it is wrapped again."""
     found: dict[str, Any] = {}
@@ -339,6 +380,7 @@ def main() -> None:
         "caught": leave,
         "mistake in": lambda **options: mistake(options["mistake in"]),
         "beside": lambda **options: accompany(options["beside"]),
+        "laid": lay,
         "regrouped": lambda **options: regroup(options["regrouped"]),
         "page": follow,
     }
