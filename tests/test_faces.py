@@ -109,6 +109,7 @@ INTERRUPTED = {
 }
 MISTAKES = {f"mistakes, {each}": {"mistake in": each} for each in ("async_sgd", "local_sgd:period=4")}
 BESIDE = {f"beside, {each}": {"beside": each} for each in ("async_sgd", "local_sgd:period=4")}
+UNLIKE = {f"unlike, {each}": {"unlike": each} for each in ("a layer", "an optimizer", "an order")}
 LAID = {"not contiguous": {"laid": "async_sgd"}}
 REGROUPED = {f"regrouped, {groups} groups before": {"regrouped": groups} for groups in (1, 2)}
 REFUSED: dict[str, dict[str, Any]] = {
@@ -158,7 +159,7 @@ def plain_loops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]
 @pytest.fixture(scope="module")
 def changing_loops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank found in loops with more than weights, or with other groups in the middle."""
-    return run_loops(tmp_path_factory.mktemp("changing"), {**BESIDE, **LAID, **REGROUPED})
+    return run_loops(tmp_path_factory.mktemp("changing"), {**BESIDE, **LAID, **REGROUPED, **UNLIKE})
 
 
 def test_the_loop_of_the_quickstart_trains_and_saves_what_all_groups_have_trained(
@@ -301,6 +302,28 @@ def test_tensors_that_are_not_contiguous_become_rank_zeros_as_others_do(
     ] == [set(one[0]), set(), set(one[0]), set()]
     assert one[0] == one[1]
     assert one[2] == one[3]
+
+
+def test_ranks_with_other_models_or_optimizers_hear_of_it_before_they_wait_for_each_other(
+    changing_loops: list[dict[str, Any]],
+) -> None:
+    one, other = (each["unlike, a layer"] for each in changing_loops)
+    words = "rank 1 has a parameter 2.weight, which rank 0 has not (differences in all: 2); all ranks train one model"
+    assert one == other
+    assert one["error"].startswith(words)
+    one, other = (each["unlike, an optimizer"] for each in changing_loops)
+    where = "in parameter group 0 of optimizer 0 (SGD), which rank 0 has; give the optimizers"
+    assert one == other
+    assert one["error"].startswith(f"rank 1 has no parameter 1.bias {where}")
+
+
+def test_an_optimizer_that_holds_its_parameters_in_another_order_on_one_rank_trains_each_as_the_others_do(
+    changing_loops: list[dict[str, Any]],
+) -> None:
+    """Two layers are of one shape: without their names, each rank's first would be the other's second."""
+    one, other = (each["unlike, an order"] for each in changing_loops)
+    assert one == other
+    assert one["wrapped"] == one["began"] != one["ended"]
 
 
 @pytest.mark.parametrize("name", REGROUPED)

@@ -1,4 +1,6 @@
-"""What touches names of torch.distributed that it does not promise to keep. Checked on torch 2.7, 2.13 and 2.15.
+"""What touches names of torch (most of torch.distributed) that it does not promise to keep.
+
+Checked on torch 2.7, 2.13 and 2.15.
 
 One small place, so that a new release of torch can be checked against one small file; a test notices when one of these
 names is gone or behaves otherwise.
@@ -21,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, _redistribute
+from torch.nn import Module
 
 from lightning_omni.errors import UnsupportedError
 
@@ -111,6 +114,25 @@ def all_reduce_hook_of(module: Any) -> Any:
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     hooks = (getattr(group, "_all_reduce_hook", None) for group in groups)
     return next((hook for hook in hooks if hook is not None), None)
+
+
+def put_in_order(module: Module, names: Sequence[str]) -> None:
+    """Have a module and its submodules hold what they have in the order of these names of tensors.
+
+    What has no tensors (an activation in a Sequential, say) keeps its place.
+    """
+    places: dict[str, int] = {}
+    for place, name in enumerate(names):
+        for end in (*(at for at, letter in enumerate(name) if letter == "."), len(name)):
+            places.setdefault(name[:end], place)
+    for prefix, each in list(module.named_modules(remove_duplicate=False)):
+        before = f"{prefix}." if prefix else ""
+        for held in (each._parameters, each._buffers, each._modules):
+            known = [key for key in held if before + key in places]
+            following = iter(sorted(known, key=lambda key: places[before + key]))
+            items = {key: held[key] for key in (next(following) if key in known else key for key in held)}
+            held.clear()
+            held.update(items)
 
 
 @cache

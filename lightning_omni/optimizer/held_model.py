@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_omni.optimizer.alike import make_alike
 from lightning_omni.optimizer.place import Place
-from lightning_omni.optimizer.sharding import average_over_replicas, shard, share_initial
+from lightning_omni.optimizer.sharding import average_over_replicas, is_sharded, shard, share_initial
 from lightning_omni.optimizer.untrained import check_dense
 from lightning_omni.optimizer.values import contiguous
 
@@ -59,11 +60,22 @@ class HeldModel:
 
         Raises:
             UnsupportedError: one of them is sparse.
+            ConfigurationError: other ranks have others.
         """
+        self._make_alike(module)
         named = [*module.named_parameters(), *module.named_buffers()]
         check_dense(named)
         self._place.process_groups.make(self._place.topology)
         take_from_rank_zero(named)
+
+    def _make_alike(self, module: Module) -> None:
+        groups = self._place.process_groups
+        make_alike(
+            module,
+            self._place.rank,
+            lambda numbers: groups.largest(numbers, dist.group.WORLD),
+            may_reorder=not is_sharded(module),
+        )
 
     # --- Held together -----------------------------------------------------------------------------------------------
 
@@ -72,7 +84,11 @@ class HeldModel:
 
         Args:
             module: see `lightning_omni.optimizer.sharding.shard`. With a `ModelParallel` it has been parallelized.
+
+        Raises:
+            ConfigurationError: the module has other tensors on another rank.
         """
+        self._make_alike(module)
         if self._place.options.inside == "fsdp":
             shard(module, self._place.mesh)
         self.sharded = module

@@ -7,7 +7,7 @@ Rule 2: a gradient counts only if it was computed at weights that the server hel
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -20,6 +20,7 @@ from torch.nn import Parameter
 
 from lightning_omni.errors import ConfigurationError, MalformedMessage, ProtocolError, UnsupportedError
 from lightning_omni.methods.master import held_by, holds, hyperparameters_of, state_of
+from lightning_omni.optimizer.alike import agree, describe
 from lightning_omni.optimizer.channel import Channel
 from lightning_omni.optimizer.model_replica import Part
 from lightning_omni.optimizer.place import Place
@@ -61,6 +62,36 @@ class ParameterGroups:
                     " merged= out"
                 )
             part.arranged = part.arrangement
+
+    def agree(self) -> None:
+        """Before several groups train: bring what the optimizers hold into the first rank's order. On all ranks.
+
+        Raises:
+            ConfigurationError: an optimizer holds other parameters, or in other parameter groups, on another rank.
+        """
+        self.renew()
+        held = dict(self._held())
+        remedy = "give the optimizers of all ranks the same parameters, in the same parameter groups"
+        found = {name: describe(parameter) for name, parameter in held.items()}
+        order = agree(found, self._place.rank, self._place.all_reduce_max, remedy)
+        if order is None:
+            return
+        places = {held[name]: place for place, name in enumerate(order)}
+        for part in self._place.parts:
+            own = set(part.replica.ordered)
+            for group in part.optimizer.param_groups:
+                following = iter(sorted(own.intersection(group["params"]), key=places.__getitem__))
+                group["params"][:] = [next(following) if each in own else each for each in group["params"]]
+        self.renew()
+
+    def _held(self) -> Iterator[tuple[str, Parameter]]:
+        """Yield all parameters that are exchanged, each with what an error calls it."""
+        for number, part in enumerate(self._place.parts):
+            known = self._place.names
+            names = {parameter: known.get(parameter, name) for name, parameter in part.replica.parameters.items()}
+            for place, group in enumerate(part.optimizer.param_groups):
+                where = f"in parameter group {place} of optimizer {number} ({type(part.optimizer).__name__})"
+                yield from ((f"parameter {names[each]} {where}", each) for each in group["params"] if each in names)
 
     @property
     def first_layouts(self) -> list[list[str]]:

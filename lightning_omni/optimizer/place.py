@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import Module, Parameter
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import Method
@@ -84,6 +85,7 @@ class Place:
         generation: counts the formings of groups.
         control: the connection by which ranks synchronize, if the server was joined.
         parts: what each optimizer exchanges.
+        names: of parameters, in modules that a loop without Lightning has wrapped.
         steps: optimizer steps of the run that were taken in one group, and that no clock of a server counts.
         core: this rank's view of its group.
         server: where the server is.
@@ -144,6 +146,7 @@ class Place:
         self.generation = 0
         self.control: Control | None = None
         self.parts: list[Part] = []
+        self.names: dict[Parameter, str] = {}
         self.steps = 0
         self.server = RunServer(self.rank, options, ranks_per_node, self.shards if self.is_sharded else None)
         self.is_computing = self.is_entering = self.is_new = False
@@ -394,6 +397,16 @@ class Place:
         """Memory for what is exchanged with the server: see `Control.empty`."""
         assert self.control is not None
         return self.control.empty(nbytes)
+
+    def learn_names(self, module: Module) -> None:
+        """Remember what a module calls its parameters, also where others of that name are in another module."""
+        taken = set(self.names.values())
+        for name, parameter in module.named_parameters():
+            if parameter not in self.names:
+                while name in taken:
+                    name += "'"
+                self.names[parameter] = name
+                taken.add(name)
 
     # --- Among all ranks ---------------------------------------------------------------------------------------------
 

@@ -331,8 +331,15 @@ class World(Place):
             self._interruption.check(self.process_groups.original, self.rank, self.members)
 
     def _share_weights(self) -> None:
-        """Groups begin with rank 0's weights: the module was not wrapped, perhaps, or loaded on some ranks since."""
-        if self.executor.exchanges and not self.options.is_sharded:
+        """Groups begin with rank 0's weights: the module was not wrapped, perhaps, or loaded on some ranks since.
+
+        Raises:
+            ConfigurationError: the optimizers of another rank hold other parameters.
+        """
+        if not self.executor.exchanges:
+            return
+        self.parameter_groups.agree()
+        if not self.options.is_sharded:
             take_from_rank_zero(named for part in self.parts for named in part.replica.parameters.items())
 
     def check_step(self) -> None:
@@ -457,13 +464,17 @@ class World(Place):
         Args:
             module: the model.
             ddp_options: further arguments of DistributedDataParallel.
+
+        Raises:
+            ConfigurationError: the module has other parameters or buffers on another rank.
         """
         if self.options.is_sharded:
             self.held.shard(module)
             self.held.share_initial()
-            return module
-        self.broadcast_initial(module)
-        return self.held.wrap(module, ddp_options)
+        else:
+            self.broadcast_initial(module)
+        self.learn_names(module)
+        return module if self.options.is_sharded else self.held.wrap(module, ddp_options)
 
     def broadcast_initial(self, module: Module) -> None:
         """All ranks get the parameters and buffers of rank 0: see `HeldModel.broadcast_initial`."""
@@ -516,7 +527,7 @@ class World(Place):
         if before.exchanges:
             self.parameter_groups.follow_all()
         else:
-            self.parameter_groups.renew()
+            self.parameter_groups.agree()
         self.enter_world(module)
         if not before.exchanges:
             if groups == 1:

@@ -372,6 +372,7 @@ class OmniStrategyHooks(SavingStrategy):
             if self.has_had_groups:  # in an earlier fit of the same Trainer
                 self.share_loss_scale()
             if self.world.executor.exchanges:
+                self.world.parameter_groups.agree()
                 self.world.connection.start_server()
             if self.world.goes_on:
                 self.checkpoints.forget()

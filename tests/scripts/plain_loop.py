@@ -330,6 +330,36 @@ def lay(laid: str) -> list[dict[str, str]]:
     return found
 
 
+def differ(unlike: str) -> dict[str, Any]:
+    """Rank 1 has another model or optimizer: why no loop begins, or the weights before one, in it and after it."""
+    signal.alarm(60)  # ranks that wait for each other would do so for ever
+    world = World(2)
+    torch.manual_seed(world.rank)
+    is_other = world.rank == 1
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    if is_other and unlike == "a layer":
+        net.append(torch.nn.Linear(4, 4))
+    found: dict[str, Any] = {}
+    try:
+        model = world.wrap(net)
+        found["wrapped"] = parameters_to_vector(net.parameters()).tolist()
+        held = list(net.parameters())
+        if is_other:
+            held = held[::-1] if unlike == "an order" else held[:-1]
+        optimizer = OmniOptimizer(torch.optim.SGD(held, lr=0.1), world)
+        with world.training():
+            found["began"] = parameters_to_vector(net.parameters()).tolist()
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(torch.randn(8, 4)).square().mean().backward()
+                optimizer.step()
+        found["ended"] = parameters_to_vector(net.parameters()).tolist()
+    except ConfigurationError as error:
+        found["error"] = str(error)
+    signal.alarm(0)
+    return found
+
+
 def regroup(groups: int) -> dict[str, Any]:
     """Other groups than the module was wrapped for: why a step is refused, and the weights if it is wrapped again."""
     found: dict[str, Any] = {}
@@ -381,6 +411,7 @@ def main() -> None:
         "mistake in": lambda **options: mistake(options["mistake in"]),
         "beside": lambda **options: accompany(options["beside"]),
         "laid": lay,
+        "unlike": differ,
         "regrouped": lambda **options: regroup(options["regrouped"]),
         "page": follow,
     }

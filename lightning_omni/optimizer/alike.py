@@ -1,0 +1,136 @@
+"""Whether ranks have the same tensors, before the first collective over them; if they have not, it would never end.
+
+Rule 1: one small collective compares digests. Ranks exchange names only where the digests differ.
+Rule 2: what is wrong is raised on all ranks, with the same words.
+Rule 3: an order alone (that of a set, say) is no difference: all ranks take that of the first one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Module, Parameter
+from torch.nn.parameter import is_lazy
+
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.optimizer._private import put_in_order
+
+Largest = Callable[[Sequence[int]], list[int]]
+"""Returns the largest of each number over all ranks that call it."""
+_MOST_RANKS = 1 << 31
+
+
+def make_alike(module: Module, rank: int, largest: Largest, may_reorder: bool = True) -> None:
+    """Have the tensors of a module in one order on all ranks. All ranks call it.
+
+    Args:
+        module: the model of this rank.
+        rank: this one.
+        largest: over all ranks.
+        may_reorder: whether nothing depends yet on the order in which the module has its tensors.
+
+    Raises:
+        ConfigurationError: the module has other tensors on another rank.
+    """
+    remedy = "all ranks train one model: build it alike on each of them"
+    order = agree(_tensors_of(module), rank, largest, remedy)
+    if order is not None and may_reorder:
+        put_in_order(module, [name.partition(" ")[2] for name in order])
+        order = agree(_tensors_of(module), rank, largest, remedy)
+    if order is not None:
+        raise ConfigurationError(f"the ranks have the tensors of the model in different orders; {remedy}")
+
+
+def agree(found: Mapping[str, str], rank: int, largest: Largest, remedy: str) -> list[str] | None:
+    """Compare descriptions of things with those of the other ranks. All ranks call it.
+
+    Args:
+        found: the description of each thing, by its name.
+        rank: this one.
+        largest: over all ranks.
+        remedy: the end of an error.
+
+    Returns:
+        None if all ranks have the same in the same order; otherwise the names in the order of the first rank.
+
+    Raises:
+        ConfigurationError: another rank has something else.
+    """
+    text = json.dumps(list(found.items()))
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+    most, least, last = largest([digest, -digest, -rank])
+    if most == -least:
+        return None
+    first = -last
+    theirs = dict(json.loads(_text_of(first == rank, text, largest)))
+    problem = _difference(found, theirs, rank, first)
+    [lowest] = largest([_MOST_RANKS - rank if problem else 0])
+    if lowest:
+        raise ConfigurationError(f"{_text_of(lowest == _MOST_RANKS - rank, problem, largest)}; {remedy}")
+    return list(theirs)
+
+
+def describe(tensor: Tensor) -> str:
+    """Return what ranks must have in common of a parameter or buffer."""
+    if is_lazy(tensor):
+        return "of no shape yet"
+    words = [f"{tensor.dtype} of shape {list(tensor.shape)}".removeprefix("torch.")]
+    if tensor.layout != torch.strided:
+        words.append(str(tensor.layout))
+    elif tensor.requires_grad and not isinstance(tensor, DTensor) and not tensor.is_contiguous():
+        # DistributedDataParallel averages gradients as they lie in memory, and that is as the parameters do.
+        strides = [stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+        words.append(f"strides {strides}")
+    if isinstance(tensor, Parameter):
+        words.append("trained" if tensor.requires_grad else "frozen")
+    return ", ".join(words)
+
+
+def _tensors_of(module: Module) -> dict[str, str]:
+    """Describe all tensors of a module, by kind and name, each submodule's own before those inside it."""
+    found: dict[str, Tensor] = {}
+    for prefix, each in module.named_modules(remove_duplicate=False):
+        for name, parameter in Module.named_parameters(each, prefix, recurse=False, remove_duplicate=False):
+            found[f"parameter {name}"] = parameter
+        for name, buffer in Module.named_buffers(each, prefix, recurse=False, remove_duplicate=False):
+            found[f"buffer {name}"] = buffer
+    names: dict[int, str] = {}
+    for name in sorted(found):
+        names.setdefault(id(found[name]), name)
+    return {
+        name: describe(tensor) if names[id(tensor)] == name else f"tied to {names[id(tensor)]}"
+        for name, tensor in found.items()
+    }
+
+
+def _difference(mine: Mapping[str, str], theirs: Mapping[str, str], rank: int, first: int) -> str:
+    differences = [
+        *(f"rank {rank} has no {name}, which rank {first} has" for name in theirs if name not in mine),
+        *(f"rank {rank} has a {name}, which rank {first} has not" for name in mine if name not in theirs),
+        *(
+            f"the {name} is {mine[name]} on rank {rank}, and {theirs[name]} on rank {first}"
+            for name in mine
+            if theirs.get(name, mine[name]) != mine[name]
+        ),
+    ]
+    if len(differences) > 1:
+        differences[0] += f" (differences in all: {len(differences)})"
+    return differences[0] if differences else ""
+
+
+def _text_of(is_mine: bool, text: str, largest: Largest) -> str:
+    """Return the text of one rank on all ranks.
+
+    Args:
+        is_mine: whether it is this rank's.
+        text: on that rank; there are few of those, so each byte travels as a number.
+        largest: over all ranks.
+    """
+    mine = text.encode() if is_mine else b""
+    [length] = largest([len(mine)])
+    return bytes(largest([*mine] or [0] * length)).decode()
