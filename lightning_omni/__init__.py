@@ -8,8 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lightning_omni.strategy import register as _register
-from lightning_omni.strategy import strategy_class as _strategy_class
+from lightning_omni.strategy import follow as _follow
 
 if TYPE_CHECKING:  # to which OmniStrategy and the tuners of lightning.pytorch belong to both namespaces
     from lightning_omni import methods
@@ -37,8 +36,11 @@ __all__ = [
 ]
 
 _HOME = {
+    "DeviceTuner": "tuner.either",
     "OmniError": "errors",
     "OmniOptimizer": "optimizer",
+    "OmniStrategy": "strategy.either",
+    "OmniTuner": "tuner.either",
     "RunReport": "metrics",
     "Staleness": "metrics",
     "Topology": "topology",
@@ -48,13 +50,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    # Looked up when used: the parameter server's process starts twice as fast without what it never needs, and
-    # OmniStrategy and the tuners are to be the classes of the namespace that the Trainer comes from.
-    if name == "OmniStrategy":
-        return _strategy_class()
-    if name in ("DeviceTuner", "OmniTuner"):
-        tuners = importlib.import_module("lightning_omni.tuner")
-        return getattr(tuners.tuner_module(_strategy_class().__module__), name)
+    # Looked up when used: the parameter server's process starts twice as fast without what it never needs.
     if name in _HOME:
         return getattr(importlib.import_module(f"lightning_omni.{_HOME[name]}"), name)
     if name == "methods":
@@ -66,4 +62,4 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-_register()
+_follow("strategy")

@@ -1,4 +1,4 @@
-"""What constructors are given: unknown names, wrong values, missing libraries, another namespace are refused there."""
+"""What constructors are given: unknown names, wrong values, missing libraries are refused there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import Process, interpret
+from processes import interpret
 from pytorch_lightning import Trainer
 
 from lightning_omni.checks import check_whole
@@ -275,55 +275,6 @@ def imported(tree: ast.AST) -> set[str]:
             if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
                 found.add(argument.value)
     return {name.partition(".")[0] for name in found}
-
-
-# --- Namespaces -------------------------------------------------------------------------------------------------------
-
-MIXED = """
-import json, sys
-import lightning.pytorch as new, pytorch_lightning as old
-import lightning_omni
-from lightning_omni.strategy import lightning as new_strategy, pytorch_lightning as old_strategy
-from lightning_omni.tuner import lightning as new_tuner, pytorch_lightning as old_tuner
-from lightning.pytorch.demos.boring_classes import BoringModel as New
-from pytorch_lightning.demos.boring_classes import BoringModel as Old
-
-quiet = dict(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-             enable_model_summary=False, max_steps=1)
-said = {}
-def attempt(name, call):
-    try:
-        call()
-        said[name] = ""
-    except ValueError as error:
-        said[name] = f"{type(error).__name__}: {error}"
-
-for name, pl, Model, strategy, right, tuner in (
-    ("new", new, New, old_strategy, new_strategy, old_tuner),
-    ("old", old, Old, new_strategy, old_strategy, new_tuner),
-):
-    attempt(f"{name} strategy", lambda: pl.Trainer(strategy=strategy.OmniStrategy(groups=1), **quiet))
-    for callback in ("OmniTuner", "DeviceTuner"):
-        mixed = [getattr(tuner, callback)()]
-        attempt(f"{name} {callback}", lambda: pl.Trainer(strategy="ddp" if callback == "DeviceTuner" else
-            right.OmniStrategy(groups=1), callbacks=mixed, **quiet).fit(Model()))
-    attempt(f"{name} by name", lambda: pl.Trainer(strategy="omni", **quiet))
-print(json.dumps(said))
-"""
-
-
-@pytest.mark.slow
-def test_the_other_namespaces_trainer_is_refused_with_the_import_to_use(tmp_path: Path) -> None:
-    mixed = Process([sys.executable, "-c", f"import os\nos.chdir({str(tmp_path)!r})\n{MIXED}"])
-    said = json.loads(mixed.expect(r"^\{.*\}$", timeout=220)[0])
-    assert mixed.end(60) == 0, mixed.output[-3000:]
-    mixed.kill()
-    for name, module in (("new", "lightning"), ("old", "pytorch_lightning")):
-        for room, kind in (("strategy", "OmniStrategy"), ("tuner", "OmniTuner"), ("tuner", "DeviceTuner")):
-            text = said[f"{name} {'strategy' if room == 'strategy' else kind}"]
-            assert text.startswith("ConfigurationError: this ")
-            assert text.endswith(f"from lightning_omni.{room}.{module} import {kind}")
-        assert said[f"{name} by name"] == ""
 
 
 def test_several_groups_refuse_a_process_group_of_the_users() -> None:

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-import lightning_omni
 from lightning_omni.device import DeviceSetting
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.tuner import _private, tuner_module
+from lightning_omni.tuner import _private
 from lightning_omni.tuner.pytorch_lightning import DeviceTuner
 
 LAST = torch.channels_last
@@ -366,14 +365,6 @@ def test_a_compiled_module_is_told_from_a_plain_one() -> None:
     assert hasattr(module, "_compiler_ctx"), "set by Lightning's from_compiled"
     module._compiler_ctx = {"compiler": "dynamo"}
     assert _private.is_compiled(module)
-
-
-def test_the_callback_belongs_to_the_trainers_namespace() -> None:
-    assert issubclass(tuner_module("pytorch_lightning.core.module").DeviceTuner, pl.Callback)
-    import lightning.pytorch as other
-
-    assert issubclass(tuner_module("lightning.pytorch.core.module").DeviceTuner, other.Callback)
-    assert lightning_omni.DeviceTuner is tuner_module("lightning.pytorch").DeviceTuner, "which wins if both are there"
 
 
 # --- Ranks ------------------------------------------------------------------------------------------------------------

@@ -29,32 +29,119 @@ ORDERS = [
     for first, second in (("lightning_omni", name), (name, "lightning_omni"))
 ]
 COPIES = """
-import importlib, os, sys
+import importlib, os, pickle, sys
 import torch, torch._dynamo, torchmetrics, jsonargparse  # what both namespaces import: once, not in each of the copies
 assert not {"lightning", "pytorch_lightning", "lightning_omni"} & set(sys.modules)
 
-def order(names):
-    exec(f"import {names}", globals())
-    import lightning_omni
-    namespace = next(name for name in names.split(", ") if name != "lightning_omni")
-    options = dict(strategy="omni", accelerator="cpu", devices=2, logger=False)
-    strategy = sys.modules[namespace].Trainer(**options).strategy
-    print(names, type(strategy).__name__, isinstance(strategy, lightning_omni.OmniStrategy), flush=True)
+OPTIONS = dict(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+OPTIONS |= dict(enable_model_summary=False)
+
+def say(*words):
+    print(*words, flush=True)
+
+def names():
+    exec("from lightning_omni import DeviceTuner, OmniStrategy, OmniTuner", globals())
+
+def subclass():
+    class Mine(OmniStrategy):
+        "As a user writes it."
+        def __init__(self, extra: int = 0, **others) -> None:
+            super().__init__(**others)
+            self.extra = extra
+
+        def setup_environment(self) -> None:
+            super().setup_environment()
+            self.calls = ["setup_environment"]
+
+    Mine.__qualname__ = "Mine"
+    globals().update(Mine=Mine)
+
+def belongs(strategy, namespace):
+    kinds = importlib.import_module(f"{namespace}.strategies")
+    other, = set(NAMESPACES) - {namespace}
+    mro = " ".join(kind.__module__ for kind in type(strategy).__mro__)
+    return isinstance(strategy, kinds.DDPStrategy) and namespace in mro and f"{other}." not in mro.replace(
+        f"lightning_omni.strategy.{other.split('.')[0]}", "")
+
+def cells(head, namespace, strategies):
+    for name, strategy in strategies.items():
+        pl = importlib.import_module(namespace)
+        tuners = [OmniTuner(budget=0), DeviceTuner(budget=1)]
+        trainer = pl.Trainer(devices=2, strategy=strategy, callbacks=tuners, **OPTIONS)
+        alone = pl.Trainer(devices=2, callbacks=tuners[0], **OPTIONS).callbacks[0] is tuners[0]
+        made = trainer.strategy
+        copied = pickle.loads(pickle.dumps(made))
+        found = [made is strategy or name == "by name", isinstance(made, OmniStrategy), belongs(made, namespace)]
+        found += [isinstance(each, pl.Callback) for each in tuners]
+        found += [alone, type(copied) is type(made), copied._world_options.groups == made._world_options.groups]
+        if name.startswith("subclass"):
+            found += [isinstance(made, Mine), made.extra == copied.extra == 3, type(made).__name__ == "Mine"]
+        say(head, namespace, name, all(found), "" if all(found) else found)
+
+def fits(head, namespace):
+    pl = importlib.import_module(namespace)
+    model = importlib.import_module(f"{namespace}.demos.boring_classes").BoringModel()
+    strategy = Mine(3, groups=1)
+    tuners = [OmniTuner(budget=0), DeviceTuner(budget=0.1, propose=())]
+    trainer = pl.Trainer(devices=1, strategy=strategy, max_steps=2, limit_val_batches=0, callbacks=tuners, **OPTIONS)
+    trainer.fit(model)
+    say(head, namespace, "fits", strategy.calls, trainer.global_step, tuners[1].problem)
+
+def order(given):
+    first, second = given.split(", ")
+    namespace = first if second == "lightning_omni" else second
+    other, = set(NAMESPACES) - {namespace}
+    earlier = None
+    for each in (first, second):
+        if each != "lightning_omni":
+            importlib.import_module(each)
+            continue
+        names()
+        subclass()
+        if first == each:
+            hidden = {} if namespace == "lightning.pytorch" else {"lightning": None}
+            sys.modules.update({"lightning": None, "pytorch_lightning": None})
+            try:
+                OmniStrategy()
+            except ImportError as error:
+                say(given, str(error))
+            del sys.modules["lightning"], sys.modules["pytorch_lightning"]
+            sys.modules.update(hidden)  # not installed
+            earlier = OmniStrategy(groups=2)
+            for name in hidden:
+                del sys.modules[name]
+    kinds = {"by name": "omni_2", "made": OmniStrategy(groups=2), "subclass": Mine(3, groups=2)}
+    kinds |= {"made before": earlier} if earlier is not None else {}
+    cells(given, namespace, kinds)
+    say(given, "imported", other in sys.modules)
+    if earlier is None:
+        return
+    kept = {"made first": OmniStrategy(groups=2), "subclass first": Mine(3, groups=2)}
+    importlib.import_module(other)
+    cells(given, other, {**kept, "by name": "omni_2", "made": OmniStrategy(groups=2), "subclass": Mine(3, groups=2)})
+    cells(given, namespace, {"made again": OmniStrategy(groups=2), "subclass again": Mine(3, groups=2)})
+    fits(given, other)
 
 def command_line(namespace):
+    names()
+    subclass()  # before there is anything of Lightning's
     pl = importlib.import_module(namespace)
-    parser = importlib.import_module(f"{namespace}.cli").LightningArgumentParser()
-    parser.add_lightning_class_args(pl.Trainer, "trainer")
-    options = ["accelerator=cpu", "devices=2", "logger=false", "strategy=lightning_omni.OmniStrategy"]
-    options += ["strategy.groups=2", "strategy.find_unused_parameters=true", "callbacks+=lightning_omni.OmniTuner"]
-    parsed = parser.parse_args([f"--trainer.{option}" for option in options])
-    saved = parser.dump(parsed)
-    trainer = parser.instantiate_classes(parser.parse_string(saved)).trainer
-    options = [*options[:4], "strategy.inside=fsdp"]  # beside defaults of DistributedDataParallel
+    for strategy in ("lightning_omni.OmniStrategy", "__main__.Mine"):
+        parser = importlib.import_module(f"{namespace}.cli").LightningArgumentParser()
+        parser.add_lightning_class_args(pl.Trainer, "trainer")
+        options = ["accelerator=cpu", "devices=2", "logger=false", f"strategy={strategy}"]
+        options += ["strategy.groups=2", "callbacks+=lightning_omni.OmniTuner", "strategy.start_method=fork"]
+        # Of a class without a source, as here, it does not see what DDPStrategy passes on.
+        options += ["strategy.extra=3" if "Mine" in strategy else "strategy.find_unused_parameters=true"]
+        parsed = parser.parse_args([f"--trainer.{option}" for option in options])
+        saved = parser.dump(parsed)
+        trainer = pl.Trainer(**vars(parser.instantiate_classes(parser.parse_string(saved)).trainer))
+        tuner = any(type(each).__name__ == "OmniTuner" for each in trainer.callbacks)
+        made = trainer.strategy
+        kept = made.extra == 3 if "Mine" in strategy else made.ddp_options["find_unused_parameters"]
+        say(namespace, type(made).__name__, kept, tuner, type(made.launcher).__name__)
+    options = [*options[:3], "strategy=lightning_omni.OmniStrategy", "strategy.inside=fsdp"]  # beside DDP's defaults
     parser.instantiate_classes(parser.parse_args([f"--trainer.{option}" for option in options]))
-    tuner = any(type(each).__name__ == "OmniTuner" for each in trainer.callbacks)
-    strategy = trainer.strategy
-    print(namespace, type(strategy).__name__, strategy.ddp_options["find_unused_parameters"], tuner, flush=True)
 
 for function, given in [*((order, each) for each in ORDERS), *((command_line, each) for each in NAMESPACES)]:
     if os.fork():
@@ -73,14 +160,44 @@ def namespaces() -> list[str]:
     return [*done.stdout.splitlines(), done.stderr[-2000:]]
 
 
-def test_the_name_is_registered_in_whatever_order_things_are_imported(namespaces: list[str]) -> None:
-    for order in ORDERS:
-        assert f"{order} OmniStrategy True" in namespaces, namespaces[-1]
+MADE = ("by name", "made", "subclass")
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_strategies_belong_to_the_trainer_in_whatever_order_things_are_imported(
+    namespaces: list[str], order: str
+) -> None:
+    namespace = order.replace("lightning_omni", "").strip(", ")
+    for name in (*MADE, "made before") if order.startswith("lightning_omni") else MADE:
+        assert f"{order} {namespace} {name} True " in namespaces, namespaces
+
+
+@pytest.mark.parametrize("order", [each for each in ORDERS if each.startswith("lightning_omni")])
+def test_strategies_belong_to_the_trainer_of_a_namespace_that_is_imported_later(
+    namespaces: list[str], order: str
+) -> None:
+    [first] = set(NAMESPACES) & set(order.split(", "))
+    [later] = set(NAMESPACES) - {first}
+    for name in (*MADE, "made first", "subclass first"):
+        assert f"{order} {later} {name} True " in namespaces, namespaces
+    for name in ("made again", "subclass again"):
+        assert f"{order} {first} {name} True " in namespaces, namespaces
+    assert f"{order} {later} fits ['setup_environment'] 2 None" in namespaces, namespaces
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_no_namespace_is_imported_that_is_not_used(namespaces: list[str], order: str) -> None:
+    assert f"{order} imported False" in namespaces, namespaces
+
+
+def test_a_strategy_without_lightning_names_what_to_install(namespaces: list[str]) -> None:
+    assert any("OmniStrategy needs Lightning: pip install 'lightning-omni[lightning]'" in each for each in namespaces)
 
 
 def test_strategy_and_tuner_are_those_of_the_command_line_that_names_them(namespaces: list[str]) -> None:
     for namespace in NAMESPACES:
-        assert f"{namespace} OmniStrategy True True" in namespaces, namespaces[-1]
+        for name in ("OmniStrategy", "Mine"):
+            assert f"{namespace} {name} True True OmniProcesses" in namespaces, namespaces
 
 
 def test_importing_the_package_imports_no_lightning() -> None:

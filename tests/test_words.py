@@ -232,8 +232,8 @@ def found_in(module: str, word: Replaced) -> list[str]:
     return Corpus({"": module}).found(word)
 
 
-NAMESPACES = ("lightning.py", "pytorch_lightning.py")
-"""Modules of these names have the same classes, one each for the two packages that Lightning comes as."""
+NAMESPACES = ("lightning.py", "pytorch_lightning.py", "either.py")
+"""Modules of these names have the same classes, one each for the two packages that Lightning comes as, and for both."""
 SHARED = {
     "Aggregator": "the state machine; and the message with its address, which is written `m.Aggregator` everywhere",
     "Place": "a rank's among the groups; and of a payload in shared memory, which rooms without sockets do not know",

@@ -33,7 +33,7 @@ def measure(module: Any, given: dict[str, Any], batches: list[Any] | None, **opt
         options: as of `lightning_omni.device.tune_device`.
     """
     with _quiet():
-        probe = tuner_module(_flavour(module)).DeviceProbe
+        probe = tuner_module(type(module)).DeviceProbe
         report: DeviceReport = probe.measure(module, given, batches, **options)
     return report
 
@@ -94,11 +94,6 @@ def _overrides(module: Any, name: str) -> bool:
 
 def _is_lightnings(kind: type) -> bool:
     return kind.__module__.split(".")[0] in ("lightning", "pytorch_lightning")
-
-
-def _flavour(module: Any) -> str:
-    """Name of the module of Lightning that the model is made from."""
-    return next((kind.__module__ for kind in type(module).__mro__ if _is_lightnings(kind)), "lightning.pytorch")
 
 
 def names_of(option: str, text: str) -> tuple[str, ...]:

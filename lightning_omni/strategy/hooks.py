@@ -39,7 +39,7 @@ from lightning_omni.strategy.launcher import say_exit
 from lightning_omni.strategy.leased import GivenRank, draws_batches, is_given
 from lightning_omni.strategy.listener import Listener, NestedRuns
 from lightning_omni.strategy.live_metrics import gathering_sentence
-from lightning_omni.strategy.namespaces import refuse_other_namespace
+from lightning_omni.strategy.namespaces import namespace_of, need_namespace, new_in, strategy_class_in
 from lightning_omni.strategy.proxies import Merged, Proxies
 from lightning_omni.strategy.rejoining import Rejoining
 from lightning_omni.strategy.saving import SavingStrategy
@@ -181,6 +181,7 @@ class OmniStrategyHooks(SavingStrategy):
                 stacklevel=2,
             )
             max_nonfinite_pushes = ddp.pop("refusals")
+        need_namespace(type(self))
         refuse_unknown_of_ddp(self, OmniStrategyHooks, ddp)
         within, theirs = inside_of(inside)
         save_distributed_checkpoint = theirs.pop("save_distributed_checkpoint", False) or save_distributed_checkpoint
@@ -250,11 +251,35 @@ class OmniStrategyHooks(SavingStrategy):
         super().__setstate__(state)
         self._make_run()
 
+    @override
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """For pickle and copy: another process may have imported namespaces in another order."""
+        _, _, *state = super().__reduce_ex__(max(2, protocol))
+        kind = type(self)
+        return new_in, (vars(kind).get("_original", kind), namespace_of(kind)), *state
+
+    # --- Namespaces ---------------------------------------------------------------------------------------------------
+
+    @property
+    def accelerator(self) -> Any:  # type: ignore[explicit-override]
+        return super().accelerator
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Any) -> None:
+        """The first that a Trainer gives to its strategy, and it is of the Trainer's namespace."""
+        own, theirs = namespace_of(type(self)), namespace_of(type(accelerator))
+        if theirs not in (None, own):
+            kept = {name: value for name, value in vars(self).items() if namespace_of(type(value)) != own}
+            self.__class__ = strategy_class_in(type(self), theirs)
+            super().__init__()
+            vars(self).update(kept)
+            self._make_run()
+        super(OmniStrategyHooks, type(self)).accelerator.fset(self, accelerator)
+
     # --- Processes ---------------------------------------------------------------------------------------------------
 
     @override
     def _configure_launcher(self) -> None:
-        refuse_other_namespace(self, self.accelerator, "strategy")
         super()._configure_launcher()
         if self.saves_folders and type(self.checkpoint_io) is not self.plain_checkpoint_io:
             raise UnsupportedError(

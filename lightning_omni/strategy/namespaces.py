@@ -1,58 +1,77 @@
-"""Objects of one Lightning namespace in the Trainer of the other: refused, with the import that is right.
+"""Which of Lightning's namespaces classes belong to, and how an object comes to belong to the other one.
 
-Lightning's Trainer takes callbacks of any class, and refuses a strategy of the other namespace with a sentence on wrong
-strategy names. So each namespace's OmniStrategy is made known to the other as one of its own, far enough to get in and
-to say itself what is wrong.
+Only a class's base classes tell: Lightning's Trainer takes callbacks of any class, but strategies of its own namespace
+only, and one of ours counts as that in both.
 """
 
 from __future__ import annotations
 
-import importlib
-import sys
+from abc import ABCMeta
 from typing import Any
 
-from lightning_omni.errors import ConfigurationError
-from lightning_omni.strategy import NAMESPACES
+from typing_extensions import override
+
+from lightning_omni.strategy import NAMESPACES, import_installed, module_in
 
 
-def introduce() -> None:
-    """Makes the strategies that are loaded known to each other's namespaces."""
-    loaded = {name: sys.modules[ours] for name, ours in NAMESPACES.items() if hasattr(sys.modules.get(ours), _STRATEGY)}
-    for name in loaded:
-        base = importlib.import_module(f"{name}.strategies").Strategy
-        for other, module in loaded.items():
-            if other != name:
-                base.register(getattr(module, _STRATEGY))
-
-
-def refuse_other_namespace(ours: object, theirs: object, room: str) -> None:
-    """Refuses a Trainer that comes from another namespace.
-
-    Args:
-        ours: a strategy or callback of this package.
-        theirs: the Trainer, or something that it made.
-        room: where our classes are, as in ``"strategy"``.
-
-    Raises:
-        ConfigurationError: they come from different namespaces; the message has the import that is right.
-    """
-    own, wanted = _namespace(ours), _namespace(theirs)
-    if own is None or wanted is None or own == wanted:
-        return
-    name, module = type(ours).__name__, NAMESPACES[wanted].rpartition(".")[2]
-    raise ConfigurationError(
-        f"this {name} is that of {own}, and the Trainer is that of {wanted}; take the one that matches it:"
-        f" from lightning_omni.{room}.{module} import {name}"
-    )
-
-
-_STRATEGY = "OmniStrategy"
-
-
-def _namespace(of: Any) -> str | None:
-    """The namespace that an object's class, or the nearest of its bases, comes from."""
-    for base in type(of).__mro__:
+def namespace_of(kind: type) -> str | None:
+    """The namespace that a class, or the nearest of its base classes that has one, comes from."""
+    for base in kind.__mro__:
         for name in NAMESPACES:
             if base.__module__ == name or base.__module__.startswith(f"{name}."):
                 return name
     return None
+
+
+def need_namespace(kind: type) -> None:
+    """An object of a class of ours is being made: a namespace is imported, unless one is.
+
+    Args:
+        kind: the object's class, which thereby gets that namespace's base class.
+
+    Raises:
+        ImportError: Lightning is not installed.
+    """
+    if namespace_of(kind) is None:
+        import_installed(kind.__name__)
+
+
+def strategy_class_in(kind: type, namespace: str) -> type:
+    """A class as it would be if it had been derived from our base class of another namespace.
+
+    Args:
+        kind: OmniStrategy, or a user's subclass.
+        namespace: the one that the class is to belong to.
+    """
+    if namespace_of(kind) == namespace:
+        return kind
+    if "_original" in vars(kind):
+        return strategy_class_in(vars(kind)["_original"], namespace)
+    ours = module_in("strategy", namespace)
+    if kind.__module__.startswith("lightning_omni."):
+        found: type = ours.OmniStrategy
+        return found
+    if "_elsewhere" not in vars(kind):
+        same = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+        bases = (kind, ours.NamespaceDDP)
+        kind._elsewhere = _Elsewhere(kind.__name__, bases, {**same, "_original": kind})  # type: ignore[attr-defined]
+    there: type = vars(kind)["_elsewhere"]
+    return there
+
+
+def new_in(kind: type, namespace: str) -> Any:
+    """An object of a class in a namespace, whose ``__init__`` is not called: for what is unpickled."""
+    module_in("strategy", namespace)
+    return object.__new__(strategy_class_in(kind, namespace))
+
+
+class _Elsewhere(ABCMeta):
+    """The kind of a user's strategies in the other namespace: there ``super()`` does not find the one they are from."""
+
+    @override
+    def mro(cls) -> list[type]:
+        """As ever, without the other namespace's strategies."""
+        _, here = cls.__bases__
+        [other] = set(NAMESPACES) - {namespace_of(here)}
+        theirs = set(module_in("strategy", other).NamespaceDDP.__mro__) - set(here.__mro__)
+        return [each for each in super().mro() if each not in theirs]

@@ -9,11 +9,11 @@ from pytorch_lightning.strategies.launchers.subprocess_script import _Subprocess
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn  # type: ignore[attr-defined]
 
+from lightning_omni.strategy import either
 from lightning_omni.strategy.arguments import register_names
 from lightning_omni.strategy.checkpoints import WholeFileHooks
 from lightning_omni.strategy.hooks import OmniStrategyHooks
 from lightning_omni.strategy.launcher import OmniLauncherHooks, OmniProcessesHooks
-from lightning_omni.strategy.namespaces import introduce
 
 
 class OmniLauncher(OmniLauncherHooks, _SubprocessScriptLauncher):
@@ -28,8 +28,8 @@ class OmniCheckpointIO(WholeFileHooks, TorchCheckpointIO):
     """Saves checkpoints as whole files, or not at all."""
 
 
-class OmniStrategy(OmniStrategyHooks, DDPStrategy):  # noqa: D101
-    __doc__ = OmniStrategyHooks.__doc__
+class NamespaceDDP(DDPStrategy):
+    """DDPStrategy, with what else an OmniStrategy takes from this namespace."""
 
     rank_zero_info = staticmethod(rank_zero_info)
     rank_zero_warn = staticmethod(rank_zero_warn)
@@ -40,5 +40,10 @@ class OmniStrategy(OmniStrategyHooks, DDPStrategy):  # noqa: D101
     processes_class = OmniProcesses
 
 
+class OmniStrategy(OmniStrategyHooks, NamespaceDDP):  # noqa: D101
+    __doc__ = OmniStrategyHooks.__doc__
+
+
+DDPStrategy.register(OmniStrategyHooks)  # this namespace's Trainer takes what was made for the other
+either.take_base(NamespaceDDP, OmniStrategy)
 register_names(StrategyRegistry, OmniStrategy)
-introduce()

@@ -1,19 +1,26 @@
 """Callbacks that make a training faster, for whichever of Lightning's two namespaces the Trainer comes from.
 
-Lightning is imported when a callback is asked for, not before.
+`lightning_omni` names classes that are callbacks in both (see ``either.py``); ``pytorch_lightning.py`` and
+``lightning.py`` have the same, each for one namespace. Lightning is imported when a callback is made, not before.
 """
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
+from lightning_omni.strategy import NAMESPACES, module_in
+from lightning_omni.strategy.namespaces import namespace_of
 
-def tuner_module(name: str) -> Any:
-    """Our module for the namespace that a module of Lightning's or of ours belongs to.
+
+def tuner_module(kind: type) -> Any:
+    """Our module for the namespace that a class of Lightning's, or the nearest of its base classes, comes from.
 
     Args:
-        name: a module's full name, as in ``"lightning.pytorch.core.module"``.
+        kind: the class of a Trainer, for example.
     """
-    flavour = "pytorch_lightning" if "pytorch_lightning" in name.split(".") else "lightning"
-    return importlib.import_module(f"lightning_omni.tuner.{flavour}")
+    return module_in("tuner", namespace_of(kind) or NAMESPACES[-1])
+
+
+def names_for(trainer: object) -> Any:
+    """What callbacks use of the namespace that a Trainer comes from."""
+    return tuner_module(type(trainer)).Names

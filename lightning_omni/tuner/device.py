@@ -32,8 +32,8 @@ from lightning_omni.errors import ConfigurationError
 from lightning_omni.strategy.arguments import refuses_unknown
 from lightning_omni.strategy.declared import is_fast_dev_run
 from lightning_omni.strategy.hooks import OmniStrategyHooks
-from lightning_omni.strategy.namespaces import refuse_other_namespace
-from lightning_omni.tuner import _private
+from lightning_omni.strategy.namespaces import need_namespace
+from lightning_omni.tuner import _private, names_for
 from lightning_omni.tuner.loggers import log
 from lightning_omni.tuner.step import arguments_of, log_nothing, loss_of
 
@@ -83,11 +83,6 @@ class DeviceTunerHooks(_CallbackBase):
         >>> tuner = DeviceTuner(allow=("precision",))  # Trainer(callbacks=[tuner])
     """
 
-    rank_zero_info: Callable[[str], None]
-    mixed_precision: Callable[..., Any]
-    mute_logger: type
-    strategies: tuple[type, ...]
-
     @refuses_unknown
     def __init__(
         self,
@@ -98,6 +93,7 @@ class DeviceTunerHooks(_CallbackBase):
         setting: DeviceSetting | None = None,
         batches: Sequence[Any] | None = None,
     ) -> None:
+        need_namespace(type(self))
         super().__init__()
         allow, propose = _names("allow", allow), _names("propose", propose)
         for name in allow:
@@ -127,8 +123,7 @@ class DeviceTunerHooks(_CallbackBase):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """A Trainer of the other namespace is refused, and so is a model of which each rank has a part."""
-        refuse_other_namespace(self, trainer, "tuner")
+        """A model of which each rank has a part is refused."""
         self._stage = stage
         if isinstance(trainer.strategy, OmniStrategyHooks):
             trainer.strategy.check_whole("DeviceTuner measures copies of the model")
@@ -140,7 +135,7 @@ class DeviceTunerHooks(_CallbackBase):
         if self._setting is None:
             self._measure(trainer, pl_module)
         if self._setting is not None:
-            self._applied = _apply(self._setting, trainer, pl_module, self.mixed_precision)
+            self._applied = _apply(self._setting, trainer, pl_module, names_for(trainer).mixed_precision)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -196,7 +191,7 @@ class DeviceTunerHooks(_CallbackBase):
         answer = trainer.strategy.broadcast(answer, src=0)
         if "problem" in answer:
             self.problem = str(answer["problem"])
-            self.rank_zero_info(f"DeviceTuner: nothing is measured or changed: {self.problem}")
+            names_for(trainer).rank_zero_info(f"DeviceTuner: nothing is measured or changed: {self.problem}")
             return
         self.report = DeviceReport.from_dict(answer["report"])
         self._setting = self.report.setting
@@ -204,7 +199,7 @@ class DeviceTunerHooks(_CallbackBase):
 
     def _probe(self, trainer: Trainer, pl_module: LightningModule) -> DeviceReport:
         self._refuse(trainer, pl_module)
-        with same_rng_state(), _muted(trainer, self.mute_logger):
+        with same_rng_state(), _muted(trainer, names_for(trainer).mute_logger):
             given = self._batches
             data = _LoadedBatches(given) if given is not None else _LoadedBatches.of(trainer.train_dataloader)
             batches = [
@@ -227,7 +222,7 @@ class DeviceTunerHooks(_CallbackBase):
         strategy = trainer.strategy
         if is_fast_dev_run(trainer):
             raise ConfigurationError("fast_dev_run trains too little")
-        if type(strategy) not in self.strategies and not isinstance(strategy, OmniStrategyHooks):
+        if type(strategy) not in names_for(trainer).strategies and not isinstance(strategy, OmniStrategyHooks):
             raise ConfigurationError(
                 f"{type(strategy).__name__} keeps the weights in its own way; use a single device, DDPStrategy or"
                 " OmniStrategy"
@@ -246,7 +241,7 @@ class DeviceTunerHooks(_CallbackBase):
 
     def _publish(self, trainer: Trainer, report: DeviceReport) -> None:
         """To the console, to the loggers, and as files into the first logger's folder."""
-        self.rank_zero_info(f"DeviceTuner:\n{_text(report)}")
+        names_for(trainer).rank_zero_info(f"DeviceTuner:\n{_text(report)}")
         metrics = {
             "omni/device/samples_per_s_before": report.baseline,
             "omni/device/samples_per_s": report.tuned,
@@ -260,7 +255,7 @@ class DeviceTunerHooks(_CallbackBase):
         try:
             report.plot(folder / "device.png")
         except ConfigurationError as error:
-            self.rank_zero_info(f"DeviceTuner: no picture: {error}")
+            names_for(trainer).rank_zero_info(f"DeviceTuner: no picture: {error}")
 
 
 class DeviceProbeHooks(DeviceTunerHooks):

@@ -12,17 +12,22 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lightning_omni.tuner import either
 from lightning_omni.tuner.device import DeviceProbeHooks, DeviceTunerHooks
 from lightning_omni.tuner.omni import OmniTunerHooks
 
 
-class DeviceTuner(DeviceTunerHooks, Callback):  # noqa: D101
-    __doc__ = DeviceTunerHooks.__doc__
+class Names:
+    """What callbacks use of this namespace."""
 
     rank_zero_info = staticmethod(rank_zero_info)
     mixed_precision = MixedPrecision
     mute_logger = DummyLogger
     strategies = (SingleDeviceStrategy, DDPStrategy)
+
+
+class DeviceTuner(DeviceTunerHooks, Callback):  # noqa: D101
+    __doc__ = DeviceTunerHooks.__doc__
 
 
 class DeviceProbe(DeviceProbeHooks, DeviceTuner):
@@ -34,5 +39,5 @@ class DeviceProbe(DeviceProbeHooks, DeviceTuner):
 class OmniTuner(OmniTunerHooks, Callback):  # noqa: D101
     __doc__ = OmniTunerHooks.__doc__
 
-    rank_zero_info = staticmethod(rank_zero_info)
-    mute_logger = DummyLogger
+
+either.take_base(Callback)

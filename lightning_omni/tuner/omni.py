@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from typing_extensions import override
@@ -21,7 +21,8 @@ from lightning_omni.search.samplers import sampler_of
 from lightning_omni.search.surrogate import check_libraries, load_libraries
 from lightning_omni.strategy.arguments import refuses_unknown
 from lightning_omni.strategy.hooks import OmniStrategyHooks, strategy_of
-from lightning_omni.strategy.namespaces import refuse_other_namespace
+from lightning_omni.strategy.namespaces import need_namespace
+from lightning_omni.tuner import names_for
 from lightning_omni.tuner.beside import frequent_switches
 from lightning_omni.tuner.fit import Fit, TunedFit, may_form_groups
 from lightning_omni.tuner.joined_fit import JoinedFit
@@ -95,9 +96,6 @@ class OmniTunerHooks(_CallbackBase):
         Hadjis et al. 2016, "Omnivore", for the objective and ``search="omnivore"``.
     """
 
-    rank_zero_info: Callable[[str], None]
-    mute_logger: type
-
     @refuses_unknown
     def __init__(
         self,
@@ -110,6 +108,7 @@ class OmniTunerHooks(_CallbackBase):
         mode: Literal["min", "max"] | None = None,
         seed: int = 0,
     ) -> None:
+        need_namespace(type(self))
         super().__init__()
         if target is not None:
             check_number("target", target, "a finite number, or None", -sys.float_info.max, sys.float_info.max)
@@ -173,7 +172,6 @@ class OmniTunerHooks(_CallbackBase):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Finds the strategy."""
-        refuse_other_namespace(self, trainer, "tuner")
         self._stage = stage
         if stage != "fit":
             return
@@ -185,8 +183,9 @@ class OmniTunerHooks(_CallbackBase):
         self._leave()
         if trainer.is_global_zero:  # by now a launcher has done so, if it is Lightning that starts the ranks
             self._load_libraries()
-        run = TunedRun(trainer, pl_module, self._options, self.rank_zero_info)
-        self._fit = JoinedFit(run) if run.strategy.joins else TunedFit(run, self.mute_logger)
+        names = names_for(trainer)
+        run = TunedRun(trainer, pl_module, self._options, names.rank_zero_info)
+        self._fit = JoinedFit(run) if run.strategy.joins else TunedFit(run, names.mute_logger)
         run.strategy.on_ready.append(self._fit.begin)
 
     def on_omni_launch(self, trainer: Trainer) -> None:

@@ -9,17 +9,22 @@ from pytorch_lightning.plugins import MixedPrecision
 from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy
 from pytorch_lightning.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
 
+from lightning_omni.tuner import either
 from lightning_omni.tuner.device import DeviceProbeHooks, DeviceTunerHooks
 from lightning_omni.tuner.omni import OmniTunerHooks
 
 
-class DeviceTuner(DeviceTunerHooks, Callback):  # noqa: D101
-    __doc__ = DeviceTunerHooks.__doc__
+class Names:
+    """What callbacks use of this namespace."""
 
     rank_zero_info = staticmethod(rank_zero_info)
     mixed_precision = MixedPrecision
     mute_logger = DummyLogger
     strategies = (SingleDeviceStrategy, DDPStrategy)
+
+
+class DeviceTuner(DeviceTunerHooks, Callback):  # noqa: D101
+    __doc__ = DeviceTunerHooks.__doc__
 
 
 class DeviceProbe(DeviceProbeHooks, DeviceTuner):
@@ -31,5 +36,5 @@ class DeviceProbe(DeviceProbeHooks, DeviceTuner):
 class OmniTuner(OmniTunerHooks, Callback):  # noqa: D101
     __doc__ = OmniTunerHooks.__doc__
 
-    rank_zero_info = staticmethod(rank_zero_info)
-    mute_logger = DummyLogger
+
+either.take_base(Callback)

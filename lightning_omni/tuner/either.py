@@ -1,0 +1,24 @@
+"""The tuners that `lightning_omni` names, which are callbacks in both of Lightning's namespaces."""
+
+from __future__ import annotations
+
+from lightning_omni.strategy import follow
+from lightning_omni.tuner.device import DeviceTunerHooks
+from lightning_omni.tuner.omni import OmniTunerHooks
+
+
+class DeviceTuner(DeviceTunerHooks):  # noqa: D101
+    __doc__ = DeviceTunerHooks.__doc__
+
+
+class OmniTuner(OmniTunerHooks):  # noqa: D101
+    __doc__ = OmniTunerHooks.__doc__
+
+
+def take_base(callback: type) -> None:
+    """A namespace has been imported, with a Callback of its own. Callbacks have no state, so there may be two."""
+    for kind in (DeviceTuner, OmniTuner):
+        kind.__bases__ = (*kind.__bases__, callback)
+
+
+follow("tuner")
