@@ -109,6 +109,11 @@ INTERRUPTED = {
 }
 MISTAKES = {f"mistakes, {each}": {"mistake in": each} for each in ("async_sgd", "local_sgd:period=4")}
 BESIDE = {f"beside, {each}": {"beside": each} for each in ("async_sgd", "local_sgd:period=4")}
+FORGOTTEN = {
+    f"no OmniOptimizer steps, {each}": {"stepped": each}
+    for each in ("the optimizer", "one of two", "a stranger", "by hand")
+}
+WITHOUT_STEPS = {f"steps {each}": {"stepped": each} for each in ("on one rank", "on no rank")}
 REGROUPED = {f"regrouped, {groups} groups before": {"regrouped": groups} for groups in (1, 2)}
 REFUSED: dict[str, dict[str, Any]] = {
     "not wrapped": {"groups": 1, "wraps": ""},
@@ -157,7 +162,7 @@ def plain_loops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]
 @pytest.fixture(scope="module")
 def changing_loops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank found in loops with more than weights, or with other groups in the middle."""
-    return run_loops(tmp_path_factory.mktemp("changing"), {**BESIDE, **REGROUPED})
+    return run_loops(tmp_path_factory.mktemp("changing"), {**BESIDE, **REGROUPED, **FORGOTTEN, **WITHOUT_STEPS})
 
 
 def test_the_loop_of_the_quickstart_trains_and_saves_what_all_groups_have_trained(
@@ -213,6 +218,21 @@ def test_a_step_of_an_optimizer_inside_the_wrapped_one_is_refused_with_the_remed
         assert "call its step(closure)" in inner
         assert attribute.startswith("AttributeError: 'OmniOptimizer' object has no attribute 'first_step'")
         assert ("optimizer.optimizer.first_step" in attribute) == (name != "mistakes, async_sgd")
+
+
+@pytest.mark.parametrize("name", FORGOTTEN)
+def test_a_loop_in_which_weights_move_without_an_omni_optimizer_is_refused_with_the_remedy(
+    changing_loops: list[dict[str, Any]], name: str
+) -> None:
+    for each in changing_loops:
+        assert "optimizer = OmniOptimizer(optimizer, world)" in each[name]
+        assert ("SGD" in each[name]) == (name != "no OmniOptimizer steps, by hand")
+
+
+@pytest.mark.parametrize("name", WITHOUT_STEPS)
+def test_a_loop_may_make_no_step(changing_loops: list[dict[str, Any]], name: str) -> None:
+    for each in changing_loops:
+        assert each[name] == ""
 
 
 @pytest.mark.parametrize("name", MISTAKES)

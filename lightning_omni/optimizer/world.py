@@ -24,11 +24,10 @@ import torch
 import torch.distributed as dist
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_omni.errors import ConfigurationError, OmniError, RankLost, UnsupportedError, ending
 from lightning_omni.methods.head import check_mergeable, held_by_one
-from lightning_omni.methods.master import check_servable, held_by
+from lightning_omni.methods.master import check_servable
 from lightning_omni.optimizer.channel import Channel, Traffic
 from lightning_omni.optimizer.connection import LEARN, Connection
 from lightning_omni.optimizer.edits import Edits
@@ -42,6 +41,7 @@ from lightning_omni.optimizer.model_replica import ModelReplica, Part
 from lightning_omni.optimizer.options import WorldOptions
 from lightning_omni.optimizer.parameter_groups import ParameterGroups
 from lightning_omni.optimizer.place import Place
+from lightning_omni.optimizer.raw_steps import RawSteps
 from lightning_omni.optimizer.remote_head import RemoteHead
 from lightning_omni.optimizer.sharding import (
     check_sharded,
@@ -114,6 +114,7 @@ class World(Place):
         self.edits = Edits(self, self.channel, self.states)
         self.versions = Versions(self, self.channel, self.edits)
         self.held = HeldModel(self, lambda: self.executor.not_reduced())
+        self._raw_steps = RawSteps(self, lambda: self.executor)
         self._local = Executor(self.heads)
         self._exchanging = Exchanging(self, self.channel, self.parameter_groups, self.edits, self.heads)
         self.wants_stop = self.is_finished = self.is_begun = self._is_in_loop = False
@@ -270,7 +271,8 @@ class World(Place):
         Raises:
             UnsupportedError: a wrapped optimizer steps by itself while groups exchange; DDP over ranks of several
                 groups is called; or ``join=True`` was passed, which works with Lightning only.
-            ConfigurationError: the members of a group have not averaged their gradients.
+            ConfigurationError: the members of a group have not averaged their gradients; or weights have moved without
+                an OmniOptimizer of this world, so that groups exchange nothing.
             RankLost: ranks have died in an earlier loop; or in this one, and it cannot continue without them.
         """
         if self.enlistment is not None:
@@ -310,17 +312,16 @@ class World(Place):
     @contextmanager
     def _guarded(self) -> Iterator[None]:
         """Refuses meanwhile what would have groups train by themselves."""
-        guard = register_optimizer_step_pre_hook(self._refuse_raw_step)
         if not self.options.is_sharded:
             self.first_steps = FirstSteps(self.members, self.compute_group)
         self._is_in_loop = True
-        self._interruption = Interruption()
+        interruption = self._interruption = Interruption()
+        first_steps = nullcontext() if self.first_steps is None else self.first_steps.watch()
         try:
-            with nullcontext() if self.first_steps is None else self.first_steps.watch(), self._interruption.watch():
+            with first_steps, interruption.watch(), self._raw_steps.watch(lambda: interruption.steps):
                 yield
             self._check_interrupted()
         finally:
-            guard.remove()
             self.first_steps = self._interruption = None
             self._is_in_loop = False
             self.edits.watch(None)
@@ -347,25 +348,6 @@ class World(Place):
                 "OmniOptimizer.step() after world.enter_world(), where all groups are synchronized: call"
                 " world.enter_compute() before they train on"
             )
-
-    def _refuse_raw_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """An optimizer is about to step, whosever it is."""
-        executor = self.executor
-        if not executor.exchanges or executor.is_called or (self.steps_at_worker and not self.is_computing):
-            return
-        if any(part.optimizer is optimizer for part in self.parts):
-            raise UnsupportedError(
-                f"{type(optimizer).__name__}.step() would move this rank's weights, and groups would exchange nothing;"
-                " call step() of the OmniOptimizer that wraps it"
-            )
-        moved = set(held_by(optimizer))
-        for part in self.parts:
-            if not moved.isdisjoint(part.replica.ordered):
-                raise UnsupportedError(
-                    f"{type(optimizer).__name__}.step() would move weights of {type(part.optimizer).__name__}, which"
-                    " is one of the group's: call its step(closure), that of the OmniOptimizer, in which groups"
-                    " exchange, with a closure that computes the loss and its gradients"
-                )
 
     def explain(self, error: BaseException) -> None:
         """If another rank's failure is the cause of this one, the error is told to name that; call it before `fail`.
@@ -458,6 +440,7 @@ class World(Place):
             module: the model.
             ddp_options: further arguments of DistributedDataParallel.
         """
+        self._raw_steps.wrapped(module)
         if self.options.is_sharded:
             self.held.shard(module)
             self.held.share_initial()

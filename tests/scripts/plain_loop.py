@@ -209,6 +209,40 @@ def leave(caught: list[int]) -> str:
     return ""
 
 
+def forget(stepped: str) -> str:
+    """Why a loop ends in which no OmniOptimizer steps, or not that of all weights.
+
+    Args:
+        stepped: what does: an optimizer that is not wrapped, with no other or with one beside it; nothing but a line of
+            the loop; or nothing, on rank 1 or on all.
+    """
+    world = World(2)
+    net, beside = torch.nn.Linear(4, 1), torch.nn.Linear(4, 1)
+    model = world.wrap(net)
+    raw = torch.optim.SGD((beside if stepped == "a stranger" else net).parameters(), lr=0.1)
+    optimizer: torch.optim.Optimizer = raw
+    if stepped in ("one of two", "a stranger"):
+        optimizer = OmniOptimizer(torch.optim.SGD(torch.nn.Linear(4, 1).parameters(), lr=0.1), world)
+    elif "rank" in stepped:
+        optimizer = OmniOptimizer(raw, world)
+    before = net.weight.clone()
+    try:
+        with world.training():
+            for _ in range(0 if stepped == "on no rank" or (stepped == "on one rank" and world.rank) else 4):
+                net.zero_grad()
+                model(torch.randn(8, 4)).square().mean().backward()
+                if stepped == "by hand":
+                    net.weight.data -= 0.1 * net.weight.grad
+                elif stepped in ("one of two", "a stranger"):
+                    raw.step()
+                else:
+                    optimizer.step()
+    except ConfigurationError as error:
+        assert stepped == "by hand" or torch.equal(before, net.weight)
+        return str(error)
+    return ""
+
+
 class OfItsOwn(torch.optim.SGD):
     """Has another step beside its own, as SAM has."""
 
@@ -337,6 +371,7 @@ def main() -> None:
         "rank": fail_at_the_end,
         "interrupted": interrupt,
         "caught": leave,
+        "stepped": forget,
         "mistake in": lambda **options: mistake(options["mistake in"]),
         "beside": lambda **options: accompany(options["beside"]),
         "regrouped": lambda **options: regroup(options["regrouped"]),
