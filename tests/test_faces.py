@@ -342,11 +342,33 @@ def test_a_module_that_is_not_wrapped_over_its_group_is_refused_in_the_first_ste
         assert "model = world.wrap(model)" in each[name]
 
 
+@pytest.fixture(scope="module")
+def left_loops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of three ranks found in loops that members of a group leave alike, and that one leaves alone."""
+    loops: dict[str, dict[str, Any]] = {
+        "alike": {"caught": [0, 1, 2]},
+        "alike again": {"caught": [0, 1, 2]},
+        "alone": {"caught": [1]},
+        "late": {"steps": {"0": 4, "1": 4, "2": 4}},
+        "early": {"steps": {"0": 40, "1": 6, "2": 5}},
+    }
+    return run_loops(tmp_path_factory.mktemp("left"), loops, ranks=3)
+
+
 def test_a_loop_that_is_interrupted_in_one_member_of_a_group_and_catches_it_keeps_no_rank_waiting(
-    tmp_path: Path,
+    left_loops: list[dict[str, Any]],
 ) -> None:
-    alike, alone = {"caught": [0, 1, 2]}, {"caught": [1]}
-    for each in run_loops(tmp_path, {"alike": alike, "alike again": alike, "alone": alone}, ranks=3):
+    for each in left_loops:
         assert (each["alike"], each["alike again"]) == ("", "")
         assert "rank 1 was interrupted (Ctrl-C) after 6 steps and has left its loop" in each["alone"]
         assert "catch KeyboardInterrupt outside" in each["alone"]
+
+
+def test_a_group_whose_members_make_different_numbers_of_steps_ends_with_the_reason_and_others_go_on(
+    left_loops: list[dict[str, Any]],
+) -> None:
+    assert [each["late"][0] for each in left_loops] == [[], [], []]
+    for each in left_loops[1:]:
+        assert "rank 2 has left its loop after 5 steps, and rank 1 waits for it in a further step" in each["early"]
+        assert "must make the same number of steps" in each["early"]
+    assert left_loops[0]["early"] == [[1, 2], 40]

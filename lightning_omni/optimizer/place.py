@@ -308,6 +308,14 @@ class Place:
         if self.has_replicas:
             self.process_groups.make(self._alike, gather)
 
+    @property
+    def groups_inside(self) -> list[Any]:
+        """This rank's process groups of members of its compute group, in which they wait for each other."""
+        if not self.is_sharded:
+            return [self.compute_group]
+        topologies = [self._compute_groups, *self._parted, *([self._alike] if self.has_replicas else [])]
+        return list({id(group): group for group in map(self.process_groups.compute, topologies)}.values())
+
     def abandon_groups(self) -> None:
         """This rank fails: ranks that wait for it inside its compute group fail at once."""
         for topology in (self._compute_groups, self._alike, *self._parted):

@@ -35,8 +35,8 @@ from lightning_omni.optimizer.executor import Exchanging, Executor
 from lightning_omni.optimizer.first_steps import FirstSteps
 from lightning_omni.optimizer.forming import Forming
 from lightning_omni.optimizer.held_model import HeldModel, take_from_rank_zero
-from lightning_omni.optimizer.interruption import Interruption
 from lightning_omni.optimizer.late_group import LateGroup
+from lightning_omni.optimizer.leaving import Leaving
 from lightning_omni.optimizer.model_replica import ModelReplica, Part
 from lightning_omni.optimizer.options import WorldOptions
 from lightning_omni.optimizer.parameter_groups import ParameterGroups
@@ -120,7 +120,7 @@ class World(Place):
         self.wants_stop = self.is_finished = self.is_begun = self._is_in_loop = False
         self.on_stop: Callable[[], None] | None = None
         self.first_steps: FirstSteps | None = None
-        self._interruption: Interruption | None = None
+        self._leaving: Leaving | None = None
 
     @property
     def executor(self) -> Executor:
@@ -273,7 +273,8 @@ class World(Place):
                 groups is called; or ``join=True`` was passed, which works with Lightning only.
             ConfigurationError: the members of a group have not averaged their gradients; or weights have moved without
                 an OmniOptimizer of this world, so that groups exchange nothing.
-            RankLost: ranks have died in an earlier loop; or in this one, and it cannot continue without them.
+            RankLost: ranks have died in an earlier loop; or in this one, and it cannot continue without them; or the
+                members of a group have made different numbers of steps.
         """
         if self.enlistment is not None:
             raise UnsupportedError(
@@ -315,21 +316,21 @@ class World(Place):
         if not self.options.is_sharded:
             self.first_steps = FirstSteps(self.members, self.compute_group)
         self._is_in_loop = True
-        interruption = self._interruption = Interruption()
+        leaving = self._leaving = Leaving(self)
         first_steps = nullcontext() if self.first_steps is None else self.first_steps.watch()
         try:
-            with first_steps, interruption.watch(), self._raw_steps.watch(lambda: interruption.steps):
+            with first_steps, leaving.watch(), self._raw_steps.watch(lambda: leaving.steps):
                 yield
-            self._check_interrupted()
+            self._check_left()
         finally:
-            self.first_steps = self._interruption = None
+            self.first_steps = self._leaving = None
             self._is_in_loop = False
             self.edits.watch(None)
 
-    def _check_interrupted(self) -> None:
-        """Raises `RankLost` if this rank was interrupted, has left its loop, and its group has not."""
-        if self._interruption is not None and self.is_computing and self.executor.exchanges:
-            self._interruption.check(self.process_groups.original, self.rank, self.members)
+    def _check_left(self) -> None:
+        """Raises `RankLost` if this rank has left its loop, and other members of its group do not come."""
+        if self._leaving is not None:
+            self._leaving.check()
 
     def _share_weights(self) -> None:
         """Groups begin with rank 0's weights: the module was not wrapped, perhaps, or loaded on some ranks since."""
@@ -341,13 +342,18 @@ class World(Place):
 
         They are until they part: later calls of `enter_world` would do nothing, and ranks would evaluate other weights.
         """
-        if self._interruption is not None:
-            self._interruption.steps += 1
+        if self._leaving is not None:
+            self._leaving.steps += 1
         if self._is_in_loop and self.executor.exchanges and not self.is_computing:
             raise ConfigurationError(
                 "OmniOptimizer.step() after world.enter_world(), where all groups are synchronized: call"
                 " world.enter_compute() before they train on"
             )
+
+    def step_done(self) -> None:
+        """A step of an `OmniOptimizer` is done."""
+        if self._leaving is not None:
+            self._leaving.step_done()
 
     def explain(self, error: BaseException) -> None:
         """If another rank's failure is the cause of this one, the error is told to name that; call it before `fail`.
@@ -424,7 +430,7 @@ class World(Place):
         """
         reshard(self.held.sharded)
         if self._is_in_loop and self.is_computing:
-            self._check_interrupted()
+            self._check_left()
             self.edits.watch(module)
         stops = self.executor.enter_world(module, self.wants_stop)
         if stops and self.on_stop is not None:

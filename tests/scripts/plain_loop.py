@@ -9,6 +9,7 @@ import os
 import pickle
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -243,6 +244,34 @@ def forget(stepped: str) -> str:
     return ""
 
 
+def part(steps: dict[str, int]) -> list[Any] | str:
+    """Why a loop ends whose group of ranks 1 and 2 has made unequal numbers of steps; what rank 0 lost, and its steps.
+
+    Args:
+        steps: of each rank.
+    """
+    world = World(ranks_per_node=[1, 2])
+    model = world.wrap(torch.nn.Linear(4, 1))
+    optimizer = OmniOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), world)
+    done, began = 0, 0.0
+    try:
+        with world.training():
+            began = time.monotonic()
+            for _ in range(steps[str(world.rank)]):
+                optimizer.zero_grad()
+                model(torch.randn(8, 4)).square().mean().backward()
+                optimizer.step()
+                done += 1
+                if world.rank == 0:
+                    time.sleep(0.05)
+            if world.rank == 1 and steps["1"] == steps["2"]:
+                time.sleep(2.0)  # which is no reason to end: a rank may print, or save, before it synchronizes
+    except RuntimeError as error:  # also gloo's
+        assert time.monotonic() - began < 30.0, "where torch would wait for half an hour"
+        return str(error)
+    return [sorted(world.ever_lost), done]
+
+
 class OfItsOwn(torch.optim.SGD):
     """Has another step beside its own, as SAM has."""
 
@@ -372,6 +401,7 @@ def main() -> None:
         "interrupted": interrupt,
         "caught": leave,
         "stepped": forget,
+        "steps": part,
         "mistake in": lambda **options: mistake(options["mistake in"]),
         "beside": lambda **options: accompany(options["beside"]),
         "regrouped": lambda **options: regroup(options["regrouped"]),
