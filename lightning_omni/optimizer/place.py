@@ -95,6 +95,7 @@ class Place:
         is_entering: whether the group has joined others that compute already, and is about to.
         is_new: whether it has joined since the groups synchronized last.
         ever_lost: ranks that were lost in this loop or an earlier one.
+        failures: what was said of those among them that have failed by themselves.
         reduction: how the members of this rank's group average their gradients.
         enlistment: the place of a group that joins on its own, whose own ranks torch.distributed knows only; None where
             all ranks were started together.
@@ -148,6 +149,7 @@ class Place:
         self.server = RunServer(self.rank, options, ranks_per_node, self.shards if self.is_sharded else None)
         self.is_computing = self.is_entering = self.is_new = False
         self.ever_lost: set[int] = set()
+        self.failures: tuple[str, ...] = ()
         self._mesh: DeviceMesh | None = None
         self.reduction = Reduction(options.resolved_all_reduce())
 

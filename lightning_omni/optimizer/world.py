@@ -377,8 +377,9 @@ class World(Place):
             where: said after that.
         """
         self.is_begun = False
+        how = f"has lost its group: {error}" if _is_of_a_loss(error) else ending(error)
         # A rank that has trained to the end has not failed, whatever comes then.
-        self.connection.leave("" if self.is_finished else f"rank {self.rank} {ending(error)}{where}")
+        self.connection.leave("" if self.is_finished else f"rank {self.rank} {how}{where}")
         self._close_connections(has_failed=True)
         self.abandon_groups()
 
@@ -532,6 +533,12 @@ class World(Place):
         """Groups stand: see `Forming.form`."""
         self._forming.form(groups, speeds, keeps_epoch)
         self.held.average_over_replicas()
+
+
+def _is_of_a_loss(error: BaseException) -> bool:
+    """Whether a collective has failed because another rank, or the link to it, is gone."""
+    signs = ("connect", "network", "socket", "broken pipe", "timed out", "timeout")
+    return _is_of_a_collective(error) and any(sign in str(error).lower() for sign in signs)
 
 
 def _is_of_a_collective(error: BaseException) -> bool:
