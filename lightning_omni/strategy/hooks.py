@@ -44,6 +44,7 @@ from lightning_omni.strategy.proxies import Merged, Proxies
 from lightning_omni.strategy.rejoining import Rejoining
 from lightning_omni.strategy.saving import SavingStrategy
 from lightning_omni.strategy.signals import Signals
+from lightning_omni.strategy.trainable import explain_unused
 from lightning_omni.topology import check_groups
 
 if TYPE_CHECKING:
@@ -551,6 +552,7 @@ class OmniStrategyHooks(SavingStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         """Tells the others why this rank does not come back."""
+        explain_unused(exception)
         super().on_exception(exception)
         if self._ends_with_all(exception):
             self.reporting.ask(self.world)
