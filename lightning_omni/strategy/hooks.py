@@ -481,6 +481,8 @@ class OmniStrategyHooks(SavingStrategy):
         self.step_times.clock = clock_of(world.device)
         self.grouping.guard()
         self.say_hello()
+        if warning := self.reporting.warning_before(world, self.epochs.run.steps_left()):
+            self.rank_zero_warn(f"OmniStrategy: {warning}")
         for call in self.on_ready:
             call()
 
