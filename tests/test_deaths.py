@@ -61,6 +61,16 @@ def test_the_run_outlives_a_worker_outside_the_first_group(way: dict[str, Any], 
     assert 3 not in finished.results
 
 
+def test_a_fit_after_one_that_has_lost_a_rank_says_so_and_what_to_do() -> None:
+    fit = {"devices": 2, "data": {"samples": 128}}
+    with Running("groups.py", {"fits": [{**fit, "die_at": {"1": 3}}, fit]}) as running:
+        finished = finish(running)
+    assert finished.code != 0
+    last = finished.output.strip().splitlines()[-1]
+    assert "RankLost: rank 1 was lost in the fit or loop before" in last, finished.output[-4000:]
+    assert "start the script again" in last
+
+
 SAVES = {**FIT, "checkpoint": {"save_on_exception": True, "save_top_k": 0}}
 
 

@@ -25,7 +25,7 @@ from lightning_omni.optimizer.enlistment import Enlistment
 from lightning_omni.optimizer.meshes import ModelParallel, columns_of, evenly, mesh_of, rows_of, sizes_in
 from lightning_omni.optimizer.model_replica import Part
 from lightning_omni.optimizer.options import WorldOptions
-from lightning_omni.optimizer.process_groups import ProcessGroups
+from lightning_omni.optimizer.process_groups import ProcessGroups, check_none_lost
 from lightning_omni.optimizer.reduction import Reduction
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.all_reduce import AllReduce
@@ -113,6 +113,7 @@ class Place:
     ) -> None:
         if not dist.is_initialized():
             raise ConfigurationError("call torch.distributed.init_process_group before World(...)")
+        check_none_lost()
         options = options or WorldOptions()
         options = self.options = options if groups is None else replace(options, groups=groups)
         self.core = GroupCore(
@@ -121,7 +122,7 @@ class Place:
         self.device = default_device(dist.get_backend()) if device is None else torch.device(device)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.torch_rank = self.rank
-        ranks_per_node = list(ranks_per_node or _count_ranks_per_node(self.size))
+        ranks_per_node = list(map(int, ranks_per_node or _count_ranks_per_node(self.size)))
         joins, inside, shards = options.join, options.inside, options.shards
         self.process_groups = ProcessGroups(self.rank, self.size, options.timeout, self.device, is_group=joins)
         wanted = 1 if joins else options.groups

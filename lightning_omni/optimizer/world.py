@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
+from lightning_omni.checks import plain
 from lightning_omni.errors import ConfigurationError, OmniError, RankLost, UnsupportedError, ending
 from lightning_omni.methods.head import check_mergeable, held_by_one
 from lightning_omni.methods.master import check_servable
@@ -41,6 +42,7 @@ from lightning_omni.optimizer.model_replica import ModelReplica, Part
 from lightning_omni.optimizer.options import WorldOptions
 from lightning_omni.optimizer.parameter_groups import ParameterGroups
 from lightning_omni.optimizer.place import Place
+from lightning_omni.optimizer.process_groups import outlive
 from lightning_omni.optimizer.raw_steps import RawSteps
 from lightning_omni.optimizer.remote_head import RemoteHead
 from lightning_omni.optimizer.sharding import (
@@ -396,6 +398,7 @@ class World(Place):
                     survivors = Topology((live,))
                     groups.make(survivors, self.channel.gather)
                     after = groups.compute(survivors)
+                    outlive(after, sorted({*range(self.size)} - {*live}))
         except OmniError:
             if not self.is_finished:
                 raise
@@ -502,6 +505,7 @@ class World(Place):
             ConfigurationError: ``groups`` is out of range, or this is outside `training`.
         """
         self.check_regroup(groups)
+        groups = plain(groups)
         before, computing = self.executor, self.is_computing
         if before.exchanges:
             self.parameter_groups.follow_all()

@@ -22,6 +22,7 @@ from lightning_omni.methods import Method
 from lightning_omni.optimizer import World, WorldOptions
 from lightning_omni.optimizer.failing import forget
 from lightning_omni.optimizer.meshes import evenly, shown, sizes_in
+from lightning_omni.optimizer.process_groups import check_none_lost
 from lightning_omni.optimizer.run_state import Live, RunState
 from lightning_omni.optimizer.sharding import check_clipping, reshard
 from lightning_omni.optimizer.timing import clock_of
@@ -335,6 +336,8 @@ class OmniStrategyHooks(SavingStrategy):
             fits = self._is_fitting(self._trainer)
             self._world = None if fits else self._world  # each fit joins a run of its own
             options = options if fits else replace(options, join=False, server=None, groups=1)
+        if self._is_fitting(self._trainer):
+            check_none_lost()
         if self._world is None:
             timeout = _private.collective_timeout(self) or options.timeout
             self._world = World(
