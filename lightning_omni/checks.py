@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 from numbers import Integral, Real
 from typing import Any
 
@@ -21,6 +22,30 @@ def counted(number: int, noun: str) -> str:
         ('1 rank', '4 ranks')
     """
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def plain(value: Any) -> Any:
+    """Return a number as one of Python's own, which can be sent and saved; anything else as it is.
+
+    Args:
+        value: that a user has passed; NumPy's numbers, say, are numbers like any other.
+
+    Example:
+        >>> from fractions import Fraction
+        >>> plain(Fraction(1, 2)), plain(True), plain("2")
+        (0.5, True, '2')
+    """
+    if isinstance(value, (bool, int)):
+        return value if type(value) in (bool, int) else int(value)
+    if isinstance(value, Integral):
+        return int(value)
+    return float(value) if isinstance(value, Real) else value
+
+
+def keep_plain(values: Any) -> None:
+    """Have a frozen dataclass hold its numbers as `plain` returns them; for its ``__post_init__``."""
+    for each in fields(values):
+        object.__setattr__(values, each.name, plain(getattr(values, each.name)))
 
 
 def check_number(

@@ -19,6 +19,8 @@ the other process, a :class:`ConnectionLost` at the machine or network. docs/err
 
 from __future__ import annotations
 
+import re
+
 
 class OmniError(RuntimeError):
     """Base class of all errors of this package."""
@@ -95,4 +97,20 @@ def ending(error: BaseException) -> str:
         >>> ending(ValueError("no such class")), ending(KeyboardInterrupt())
         ('failed: ValueError: no such class', 'was interrupted (Ctrl-C)')
     """
-    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else f"failed: {named(error)}"
+    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else f"{_FAILED}{named(error)}"
+
+
+_FAILED = "failed: "
+
+
+def tells_of_failure(reason: str) -> bool:
+    """Return whether a rank is lost because it has failed by itself: not by a death, a cut link, Ctrl-C or a person.
+
+    Args:
+        reason: of its loss.
+
+    Example:
+        >>> tells_of_failure("rank 3 failed: ValueError"), tells_of_failure("rank 3 was interrupted (Ctrl-C)")
+        (True, False)
+    """
+    return re.match(rf"rank \d+ {_FAILED}", reason) is not None

@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from lightning_omni.checks import plain
 from lightning_omni.errors import ConfigurationError, MalformedMessage
 
 Kind = TypeVar("Kind", bound=msgspec.Struct)
@@ -80,8 +81,8 @@ class Registry(Generic[Kind]):
             ConfigurationError: one is not; a msgspec struct finds out no sooner.
         """
         try:
-            return msgspec.convert(msgspec.to_builtins(value), type(value))
-        except msgspec.ValidationError as error:
+            return msgspec.convert(to_wire(value), type(value))
+        except (msgspec.ValidationError, TypeError) as error:
             raise ConfigurationError(f"{self.argument}={value!r}: {error}") from error
 
     def from_wire(self, plain: Mapping[str, Any]) -> Kind:
@@ -151,6 +152,13 @@ def _value_of(setting: str, field: msgspec.structs.FieldInfo) -> str | None:
         return None
 
 
+def _number(value: Any) -> Any:
+    """Return one of Python's numbers for one of NumPy's, which msgspec does not know."""
+    if (number := plain(value)) is value:
+        raise TypeError(f"{value!r} is neither text nor a number")
+    return number
+
+
 @cache
 def _fields_of(kind: type[msgspec.Struct]) -> dict[str, msgspec.structs.FieldInfo]:
     """By name; their types are evaluated, which takes a millisecond."""
@@ -186,5 +194,5 @@ def _meant(name: str, names: Iterable[str]) -> str:
 
 def to_wire(value: msgspec.Struct) -> dict[str, Any]:
     """A value as plain data."""
-    plain: dict[str, Any] = msgspec.to_builtins(value)
-    return plain
+    told: dict[str, Any] = msgspec.to_builtins(value, enc_hook=_number)
+    return told

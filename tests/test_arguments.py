@@ -11,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from processes import interpret
@@ -18,9 +19,14 @@ from pytorch_lightning import Trainer
 
 from lightning_omni.checks import check_whole
 from lightning_omni.errors import ConfigurationError, UnknownArgument, UnsupportedError
+from lightning_omni.methods import DiLoCo
 from lightning_omni.optimizer import WorldOptions
+from lightning_omni.optimizer.meshes import ModelParallel
+from lightning_omni.search import Space
+from lightning_omni.simulator import Cluster
 from lightning_omni.strategy.arguments import refuses_unknown
 from lightning_omni.strategy.pytorch_lightning import OmniStrategy
+from lightning_omni.topology import Topology
 from lightning_omni.tuner.pytorch_lightning import DeviceTuner, OmniTuner
 
 ROOT = Path(__file__).parent.parent
@@ -153,6 +159,29 @@ def test_good_values_are_taken() -> None:
     OmniTuner(target=-3, budget=0.999)
     DeviceTuner(budget=math.inf, allow=["precision"], batches=[torch.zeros(1)])
     check_whole("seed", 0, "a whole number")
+
+
+def test_numbers_of_numpy_are_counts_like_any_other_and_are_kept_as_pythons() -> None:
+    numpy = pytest.importorskip("numpy")
+    two, four = numpy.int64(2), numpy.int32(4)
+    given = {"groups": two, "servers": two, "max_nonfinite_pushes": four, "heartbeat_timeout": numpy.float32(4)}
+    strategy = OmniStrategy(method=DiLoCo(period=four, outer_lr=numpy.float32(0.5)), max_rejoins=four, **given)
+    sharded = OmniStrategy(inside="fsdp", shards=two)
+    model_parallel = ModelParallel(two, numpy.int8(1))
+    tuner = OmniTuner(seed=two, retune_every=two, space={"groups": [numpy.int64(1), two], "momentum": numpy.float32(0)})
+    made: list[Any] = [strategy._world_options, strategy._fit_options, sharded._world_options, model_parallel]
+    made += [WorldOptions(server_threads=two, **given), Cluster.even(four, servers=two)]
+    kept = [value for each in made for value in vars(each).values()]
+    kept += [*msgspec.structs.astuple(strategy._world_options.resolved_method()), tuner.seed, tuner.retune_every]
+    space = Space.of(tuner._options.space, ranks=2)
+    kept += [value for values in vars(space).values() if isinstance(values, (list, tuple)) for value in values]
+    assert not [value for value in kept if isinstance(value, numpy.generic)]
+    assert strategy._world_options.groups == 2
+    with pytest.raises(ConfigurationError, match="groups=0: at least one"):
+        OmniStrategy(groups=numpy.int64(0))
+    with pytest.raises(ConfigurationError, match=r"^method=.*neither text nor a number"):
+        OmniStrategy(method=DiLoCo(period=4, dynamic_steps=object()))
+    assert Topology.even(four, two) == Topology(((0, 1), (2, 3)))
 
 
 def test_positional_arguments_still_work() -> None:

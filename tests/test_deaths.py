@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from benchmarks.kills import trained_samples
+from processes import interpret
 from runs import SLOWER, Run, Running
 
 FIT = {
@@ -60,6 +61,16 @@ def test_the_run_outlives_a_worker_outside_the_first_group(way: dict[str, Any], 
     assert 3 not in finished.results
 
 
+def test_a_fit_after_one_that_has_lost_a_rank_says_so_and_what_to_do() -> None:
+    fit = {"devices": 2, "data": {"samples": 128}}
+    with Running("groups.py", {"fits": [{**fit, "die_at": {"1": 3}}, fit]}) as running:
+        finished = finish(running)
+    assert finished.code != 0
+    last = finished.output.strip().splitlines()[-1]
+    assert "RankLost: rank 1 was lost in the fit or loop before" in last, finished.output[-4000:]
+    assert "start the script again" in last
+
+
 SAVES = {**FIT, "checkpoint": {"save_on_exception": True, "save_top_k": 0}}
 
 
@@ -71,15 +82,27 @@ def test_an_exception_on_all_ranks_at_once_leaves_the_checkpoint_that_a_callback
         assert len(saved) == 1, finished.output[-60000:]
 
 
-def test_an_exception_in_one_group_is_told_to_the_others_who_go_on() -> None:
-    with Running("groups.py", {"fits": [{**SAVES, "raise_at": {"3": 4}}]}) as running:
+def test_an_exception_in_one_group_is_told_to_the_others_who_go_on_and_to_who_asks_for_the_status() -> None:
+    with Running("groups.py", {"fits": [{**SAVES, "raise_at": {"3": 4}, "test": True}]}) as running:
         finished = finish(running)
-    assert finished.code == 0, finished.output[-4000:]
+    assert finished.code == 1, finished.output[-4000:]
+    assert finished.output.count("when the script has come to its end, this process ends with status 1") == 1
+    assert 'raise ValueError("something is wrong with this batch")' in finished.output, "the traceback"
+    assert finished.results[0][0]["test"], "the script has come to its end"
     reason = "rank 3 failed: ValueError: something is wrong with this batch"
     assert f"RuntimeError: rank 2's group is out of the run: {reason}" in finished.output, "rank 2 only lost its peer"
     assert f"{reason}; its group is evicted" in finished.output
     assert "rank 2 failed" not in finished.output
     assert finished.results[0][0]["report"]["ranks_lost"] == [2, 3]
+
+
+@pytest.mark.parametrize("end", ["", "; raise SystemExit(3)", "; raise ValueError"])
+def test_the_status_of_a_run_that_had_a_failure_is_1_after_all_that_the_script_has_left_to_do(end: str) -> None:
+    last = "atexit.register(print, 'the last handler', end='')"
+    status = "from lightning_omni.strategy.launcher import end_with; end_with(1, 'rank 3 failed')"
+    done = interpret(f"import atexit; {last}; {status}; print('the script'){end}")
+    assert done.returncode == 1, done.stderr
+    assert done.stdout == "the script\nthe last handler"
 
 
 def test_a_group_that_is_stopped_for_half_of_the_run_holds_up_none_and_takes_part_again() -> None:

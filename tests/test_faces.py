@@ -228,6 +228,11 @@ MISTAKES = {f"mistakes, {each}": {"mistake in": each} for each in ("async_sgd", 
 BESIDE = {f"beside, {each}": {"beside": each} for each in ("async_sgd", "local_sgd:period=4")}
 UNLIKE = {f"unlike, {each}": {"unlike": each} for each in ("a layer", "an optimizer", "an order")}
 LAID = {"not contiguous": {"laid": "async_sgd"}}
+FORGOTTEN = {
+    f"no OmniOptimizer steps, {each}": {"stepped": each}
+    for each in ("the optimizer", "one of two", "a stranger", "by hand")
+}
+WITHOUT_STEPS = {f"steps {each}": {"stepped": each} for each in ("on one rank", "on no rank")}
 REGROUPED = {f"regrouped, {groups} groups before": {"regrouped": groups} for groups in (1, 2)}
 REFUSED: dict[str, dict[str, Any]] = {
     "not wrapped": {"groups": 1, "wraps": ""},
@@ -276,7 +281,8 @@ def plain_loops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]
 @pytest.fixture(scope="module")
 def changing_loops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank found in loops with more than weights, or with other groups in the middle."""
-    return run_loops(tmp_path_factory.mktemp("changing"), {**BESIDE, **LAID, **REGROUPED, **UNLIKE})
+    loops = {**BESIDE, **LAID, **REGROUPED, **UNLIKE, **FORGOTTEN, **WITHOUT_STEPS}
+    return run_loops(tmp_path_factory.mktemp("changing"), loops)
 
 
 def test_the_loop_of_the_quickstart_trains_and_saves_what_all_groups_have_trained(
@@ -332,6 +338,21 @@ def test_a_step_of_an_optimizer_inside_the_wrapped_one_is_refused_with_the_remed
         assert "call its step(closure)" in inner
         assert attribute.startswith("AttributeError: 'OmniOptimizer' object has no attribute 'first_step'")
         assert ("optimizer.optimizer.first_step" in attribute) == (name != "mistakes, async_sgd")
+
+
+@pytest.mark.parametrize("name", FORGOTTEN)
+def test_a_loop_in_which_weights_move_without_an_omni_optimizer_is_refused_with_the_remedy(
+    changing_loops: list[dict[str, Any]], name: str
+) -> None:
+    for each in changing_loops:
+        assert "optimizer = OmniOptimizer(optimizer, world)" in each[name]
+        assert ("SGD" in each[name]) == (name != "no OmniOptimizer steps, by hand")
+
+
+@pytest.mark.parametrize("name", WITHOUT_STEPS)
+def test_a_loop_may_make_no_step(changing_loops: list[dict[str, Any]], name: str) -> None:
+    for each in changing_loops:
+        assert each[name] == ""
 
 
 @pytest.mark.parametrize("name", MISTAKES)
@@ -476,11 +497,33 @@ def test_a_module_that_is_not_wrapped_over_its_group_is_refused_in_the_first_ste
         assert "model = world.wrap(model)" in each[name]
 
 
+@pytest.fixture(scope="module")
+def left_loops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of three ranks found in loops that members of a group leave alike, and that one leaves alone."""
+    loops: dict[str, dict[str, Any]] = {
+        "alike": {"caught": [0, 1, 2]},
+        "alike again": {"caught": [0, 1, 2]},
+        "alone": {"caught": [1]},
+        "late": {"steps": {"0": 4, "1": 4, "2": 4}},
+        "early": {"steps": {"0": 40, "1": 6, "2": 5}},
+    }
+    return run_loops(tmp_path_factory.mktemp("left"), loops, ranks=3)
+
+
 def test_a_loop_that_is_interrupted_in_one_member_of_a_group_and_catches_it_keeps_no_rank_waiting(
-    tmp_path: Path,
+    left_loops: list[dict[str, Any]],
 ) -> None:
-    alike, alone = {"caught": [0, 1, 2]}, {"caught": [1]}
-    for each in run_loops(tmp_path, {"alike": alike, "alike again": alike, "alone": alone}, ranks=3):
+    for each in left_loops:
         assert (each["alike"], each["alike again"]) == ("", "")
         assert "rank 1 was interrupted (Ctrl-C) after 6 steps and has left its loop" in each["alone"]
         assert "catch KeyboardInterrupt outside" in each["alone"]
+
+
+def test_a_group_whose_members_make_different_numbers_of_steps_ends_with_the_reason_and_others_go_on(
+    left_loops: list[dict[str, Any]],
+) -> None:
+    assert [each["late"][0] for each in left_loops] == [[], [], []]
+    for each in left_loops[1:]:
+        assert "rank 2 has left its loop after 5 steps, and rank 1 waits for it in a further step" in each["early"]
+        assert "must make the same number of steps" in each["early"]
+    assert left_loops[0]["early"] == [[1, 2], 40]

@@ -28,7 +28,14 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
-from lightning_omni.optimizer._private import _states_of_gloo, forget_meshes, new_named_group, root_mesh, store_of
+from lightning_omni.optimizer._private import (
+    _states_of_gloo,
+    collectives_of,
+    forget_meshes,
+    new_named_group,
+    root_mesh,
+    store_of,
+)
 from lightning_omni.optimizer.failing import forget, have_failed_alike
 from lightning_omni.optimizer.process_groups import ProcessGroups
 from lightning_omni.strategy import _private
@@ -310,6 +317,16 @@ def test_groups_form_beside_a_default_process_group_that_is_bound_to_a_gpu_as_li
     assert groups.live.size() == 1
     assert new_named_group("of one rank", [0], timedelta(seconds=5)) is not None
     assert default.bound_device_id == device, "what it is bound to is as it was"
+
+
+@pytest.mark.usefixtures("default_group")
+def test_a_process_group_counts_its_collectives() -> None:
+    group = dist.group.WORLD
+    before = collectives_of(group)
+    dist.all_reduce(torch.ones(1))
+    dist.broadcast(torch.ones(1), 0)
+    assert collectives_of(group) == before + 2
+    assert collectives_of(object()) == 0
 
 
 @pytest.mark.usefixtures("default_group")

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from pytorch_lightning import Trainer
 from runs import Running
+from torch.nn.parallel import DistributedDataParallel
 
 import lightning_omni as omni
 from lightning_omni.errors import ConfigurationError
@@ -42,6 +46,35 @@ def test_more_groups_than_ranks_are_refused_before_any_process_starts() -> None:
 def test_configuration_errors_are_value_errors_and_omni_errors() -> None:
     assert issubclass(ConfigurationError, ValueError)
     assert issubclass(ConfigurationError, omni.OmniError)
+
+
+class HalfUsed(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.used(x)
+        return y
+
+
+def test_an_error_of_ddp_about_parameters_without_a_gradient_names_the_argument_of_this_strategy(
+    tmp_path: Path,
+) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        wrapped = DistributedDataParallel(HalfUsed())
+        wrapped(torch.ones(1, 2)).sum().backward()
+        with pytest.raises(RuntimeError, match="Expected to have finished reduction") as caught:
+            wrapped(torch.ones(1, 2))
+    finally:
+        dist.destroy_process_group()
+    OmniStrategy().on_exception(caught.value)
+    said = str(caught.value)
+    assert "OmniStrategy(find_unused_parameters=True)" in said
+    assert "Parameter indices which did not receive grad for rank 0: 2 3" in said
+    assert "DDPStrategy" not in said
+    assert "strategy='ddp" not in said
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from lightning_omni.checks import check_whole, counted
+from lightning_omni.checks import check_whole, counted, keep_plain
 from lightning_omni.device.allocator import keep_memory
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods.master import held_by
@@ -60,6 +60,7 @@ class DeviceSetting(Serializable):
     workers: int = 1
 
     def __post_init__(self) -> None:
+        keep_plain(self)
         if self.precision not in PRECISIONS:
             raise ConfigurationError(f"precision={self.precision!r}: pass one of {', '.join(map(repr, PRECISIONS))}")
         for name in ("threads", "batch_size", "workers"):

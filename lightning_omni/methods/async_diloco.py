@@ -190,6 +190,10 @@ class AsyncDiLoCo(Method, frozen=True, kw_only=True, tag="async_diloco"):
                 f" {1 / size:g}"
             )
 
+    def steps_to_push(self, replica: Replica) -> int:
+        memory = replica.memory
+        return max(1, int(memory.get("period", self.period)) // self.fragments - int(memory.get("steps", 0)))
+
     def group_side(self, replica: Replica) -> GroupSide:
         """Local steps, as many as the server said; push what they changed; go on from the outer weights.
 

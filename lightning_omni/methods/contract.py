@@ -411,6 +411,14 @@ class Method(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
         """Local steps of a group between two pushes, of whichever fragment: ``period / fragments``, if any."""
         return int(getattr(self, "period", 1)) // self.fragments
 
+    def steps_to_push(self, replica: Replica) -> int:
+        """Return how many local steps a group has to make until it pushes, whichever fragment, as things stand.
+
+        Args:
+            replica: of the group, between two gradients.
+        """
+        return self.push_period - int(replica.memory.get("steps", 0)) % self.push_period
+
     @property
     def pull_period(self) -> int:
         """Local steps of a group between two answers that bring weights."""

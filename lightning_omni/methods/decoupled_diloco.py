@@ -257,6 +257,9 @@ class DecoupledDiLoCo(Method, frozen=True, kw_only=True, tag="decoupled_diloco")
             changes["delay"] = min(self.delay, period // changes.get("fragments", 1) - 1)
         return changes
 
+    def steps_to_push(self, replica: Replica) -> int:
+        return self._stride - int(replica.memory.get("step", 0)) % self._stride
+
     @property
     def holds_others_up(self) -> bool:
         return True  # for as long as the grace window

@@ -95,6 +95,9 @@ class Downpour(Method, frozen=True, kw_only=True, tag="downpour"):
     def push_period(self) -> int:
         return self.n_push
 
+    def steps_to_push(self, replica: Replica) -> int:
+        return 1 if replica.clock < self.warm_start else super().steps_to_push(replica)
+
     @property
     def pull_period(self) -> int:
         return self.n_fetch

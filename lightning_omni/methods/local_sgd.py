@@ -70,6 +70,9 @@ class LocalSGD(Streaming, frozen=True, kw_only=True, tag="local_sgd"):
                 " all weights are averaged at every step; leave either out"
             )
 
+    def steps_to_push(self, replica: Replica) -> int:
+        return 1 if replica.clock < self.warmup_steps else super().steps_to_push(replica)
+
     def group_side(self, replica: Replica) -> GroupSide:
         """Local steps; after every ``period``-th, the mean of all groups."""
         if self.streams:

@@ -146,6 +146,10 @@ class Streaming(Method, frozen=True, kw_only=True):
         """Whether it is told to exchange in another way than all at once, waiting, and overwriting."""
         return self.fragments > 1 or self.delay > 0 or self.alpha > 0 or self.dynamic_steps
 
+    def steps_to_push(self, replica: Replica) -> int:
+        memory = replica.memory
+        return max(1, int(memory.get("every", self.push_period)) - int(memory.get("steps", 0)))
+
     def changes_with_period(self, period: int) -> dict[str, Any]:
         """An answer is there before the next fragment is sent; steps are kept only if any are made meanwhile."""
         changes = super().changes_with_period(period)

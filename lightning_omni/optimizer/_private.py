@@ -83,6 +83,14 @@ def store_of(group: Any) -> Any:
     return distributed_c10d._world.pg_map[group][1]
 
 
+def collectives_of(group: Any) -> int:
+    """How many collectives of a process group this rank has begun; 0 if the group's backend does not count them."""
+    try:
+        return int(group._get_sequence_number_for_group())
+    except (AttributeError, RuntimeError):
+        return 0
+
+
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The mesh that a mesh was taken out of, as ``mesh["data_parallel"]``; of one that was not, itself."""
     if hasattr(mesh, "_get_root_mesh"):

@@ -161,6 +161,7 @@ class Connection:
             place.enlistment.close()
         self._channel.close()
         place.ever_lost.update(place.lost)
+        place.failures += place.control.failures if place.control is not None else ()
         place.control = None
 
     def _on_end(self, error: OmniError) -> None:

@@ -13,8 +13,6 @@ from typing import Any
 
 from lightning_omni.optimizer._private import store_of
 
-_FAILED = "failed"
-
 
 def forget(group: Any, rank: int) -> None:
     """What this rank has said in an earlier run of this process counts no more.
@@ -23,7 +21,7 @@ def forget(group: Any, rank: int) -> None:
         group: a process group of all ranks.
         rank: this one.
     """
-    store_of(group).delete_key(_key(_FAILED, rank))
+    store_of(group).delete_key(_key(rank))
 
 
 def have_failed_alike(group: Any, rank: int, ranks: Sequence[int], where: str, within: float) -> bool:
@@ -36,25 +34,11 @@ def have_failed_alike(group: Any, rank: int, ranks: Sequence[int], where: str, w
         where: this one has failed; see `place_of`.
         within: seconds in which the others must have said so.
     """
-    return are_alike(group, rank, ranks, _FAILED, where, within)
-
-
-def are_alike(group: Any, rank: int, ranks: Sequence[int], what: str, mine: str, within: float) -> bool:
-    """Whether all of some ranks say the same; each waits for the others.
-
-    Args:
-        group: a process group of theirs, and perhaps of others.
-        rank: this one.
-        ranks: all of them, this one among them.
-        what: it is about.
-        mine: what this one says.
-        within: seconds in which the others must have said so.
-    """
-    store, keys = store_of(group), [_key(what, each) for each in ranks]
+    store, keys = store_of(group), [_key(each) for each in ranks]
     try:
-        store.set(_key(what, rank), mine)
+        store.set(_key(rank), where)
         store.wait(keys, timedelta(seconds=within))
-        return all(store.get(key) == mine.encode() for key in keys)
+        return all(store.get(key) == where.encode() for key in keys)
     except RuntimeError:  # one is elsewhere; or the process is gone that has the store
         return False
 
@@ -65,5 +49,5 @@ def place_of(error: BaseException) -> str:
     return f"{type(error).__name__} at {' '.join(frames)}"
 
 
-def _key(what: str, rank: int) -> str:
-    return f"lightning-omni/{what}/{rank}"
+def _key(rank: int) -> str:
+    return f"lightning-omni/failed/{rank}"

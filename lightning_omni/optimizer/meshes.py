@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_omni.checks import check_whole
+from lightning_omni.checks import check_whole, keep_plain
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.topology import Topology
 
@@ -42,6 +42,7 @@ class ModelParallel:
     tensor_parallel_size: int | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
+        keep_plain(self)
         for name, size in vars(self).items():
             if size != "auto":
                 check_whole(name, size, 'a number of ranks, 1 or more, or "auto"', 1)

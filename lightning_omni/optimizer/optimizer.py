@@ -200,7 +200,9 @@ class OmniOptimizer(Optimizer):
             closure = self.world.first_steps.checked(
                 self._index, self.world.parts[self._index].replica.ordered, closure
             )
-        return self.world.executor.step(self._index, self.optimizer, closure, arguments)
+        loss = self.world.executor.step(self._index, self.optimizer, closure, arguments)
+        self.world.step_done()
+        return loss
 
     def _check_is_of_training(self) -> None:
         """Raises `UnsupportedError` if it is torch's that fills an optimizer's state, by a step with a rate of 0."""

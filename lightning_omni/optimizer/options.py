@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
 
-from lightning_omni.checks import check_kind, check_number, check_whole
+from lightning_omni.checks import check_kind, check_number, check_whole, keep_plain
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import Method, checked, method_named
 from lightning_omni.methods.overlap import check_overlap
@@ -93,6 +93,7 @@ class WorldOptions:
     shards: int | None = None
 
     def __post_init__(self) -> None:
+        keep_plain(self)
         if self.groups is not None:
             check_groups(self.groups, sys.maxsize)
         self._check_values()

@@ -26,7 +26,7 @@ from lightning_omni.optimizer.enlistment import Enlistment
 from lightning_omni.optimizer.meshes import ModelParallel, columns_of, evenly, mesh_of, rows_of, sizes_in
 from lightning_omni.optimizer.model_replica import Part
 from lightning_omni.optimizer.options import WorldOptions
-from lightning_omni.optimizer.process_groups import ProcessGroups
+from lightning_omni.optimizer.process_groups import ProcessGroups, check_none_lost
 from lightning_omni.optimizer.reduction import Reduction
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.all_reduce import AllReduce
@@ -97,6 +97,7 @@ class Place:
         is_entering: whether the group has joined others that compute already, and is about to.
         is_new: whether it has joined since the groups synchronized last.
         ever_lost: ranks that were lost in this loop or an earlier one.
+        failures: what was said of those among them that have failed by themselves.
         reduction: how the members of this rank's group average their gradients.
         enlistment: the place of a group that joins on its own, whose own ranks torch.distributed knows only; None where
             all ranks were started together.
@@ -114,6 +115,7 @@ class Place:
     ) -> None:
         if not dist.is_initialized():
             raise ConfigurationError("call torch.distributed.init_process_group before World(...)")
+        check_none_lost()
         options = options or WorldOptions()
         options = self.options = options if groups is None else replace(options, groups=groups)
         self.core = GroupCore(
@@ -122,7 +124,7 @@ class Place:
         self.device = default_device(dist.get_backend()) if device is None else torch.device(device)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.torch_rank = self.rank
-        ranks_per_node = list(ranks_per_node or _count_ranks_per_node(self.size))
+        ranks_per_node = list(map(int, ranks_per_node or _count_ranks_per_node(self.size)))
         joins, inside, shards = options.join, options.inside, options.shards
         self.process_groups = ProcessGroups(self.rank, self.size, options.timeout, self.device, is_group=joins)
         wanted = 1 if joins else options.groups
@@ -151,6 +153,7 @@ class Place:
         self.server = RunServer(self.rank, options, ranks_per_node, self.shards if self.is_sharded else None)
         self.is_computing = self.is_entering = self.is_new = False
         self.ever_lost: set[int] = set()
+        self.failures: tuple[str, ...] = ()
         self._mesh: DeviceMesh | None = None
         self.reduction = Reduction(options.resolved_all_reduce())
 
@@ -310,6 +313,14 @@ class Place:
         self.process_groups.make(self._compute_groups, gather)
         if self.has_replicas:
             self.process_groups.make(self._alike, gather)
+
+    @property
+    def groups_inside(self) -> list[Any]:
+        """This rank's process groups of members of its compute group, in which they wait for each other."""
+        if not self.is_sharded:
+            return [self.compute_group]
+        topologies = [self._compute_groups, *self._parted, *([self._alike] if self.has_replicas else [])]
+        return list({id(group): group for group in map(self.process_groups.compute, topologies)}.values())
 
     def abandon_groups(self) -> None:
         """This rank fails: ranks that wait for it inside its compute group fail at once."""

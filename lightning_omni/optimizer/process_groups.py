@@ -17,6 +17,7 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
+from lightning_omni.errors import RankLost
 from lightning_omni.optimizer._private import new_named_group, unbound, wait_for_gloo_at_exit
 from lightning_omni.optimizer.live_world import BACKEND, LiveWorld, Synchronize, register
 from lightning_omni.topology import Topology
@@ -57,6 +58,37 @@ class _Cache:
 
 
 _cache: _Cache | None = None
+
+
+_survivors: tuple[ref[Any], tuple[int, ...]] | None = None
+"""The default process group of ranks that have outlived others in this process, and the ranks that were lost."""
+
+
+def outlive(group: Any, lost: Sequence[int]) -> None:
+    """Note that a process group, which becomes the default one, is of the ranks that are left of a run.
+
+    Args:
+        group: theirs.
+        lost: the other ranks.
+    """
+    global _survivors
+    _survivors = ref(group), tuple(lost)
+
+
+def check_none_lost() -> None:
+    """Check that the default process group still has all ranks that the script has begun with.
+
+    Raises:
+        RankLost: an earlier fit, or loop, has lost some, and Lightning and loaders would still count them.
+    """
+    if _survivors is None or _survivors[0]() is not dist.group.WORLD:
+        return
+    lost = _survivors[1]
+    were = f"rank {lost[0]} was" if len(lost) == 1 else f"ranks {', '.join(map(str, lost))} were"
+    raise RankLost(
+        f"{were} lost in the fit or loop before, and this one would begin without: start the script again, from a"
+        " checkpoint"
+    )
 
 
 def _cache_beside(default: Any) -> _Cache:

@@ -24,11 +24,11 @@ import torch
 import torch.distributed as dist
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from lightning_omni.checks import plain
 from lightning_omni.errors import ConfigurationError, OmniError, RankLost, UnsupportedError, ending
 from lightning_omni.methods.head import check_mergeable, held_by_one
-from lightning_omni.methods.master import check_servable, held_by
+from lightning_omni.methods.master import check_servable
 from lightning_omni.optimizer.channel import Channel, Traffic
 from lightning_omni.optimizer.connection import LEARN, Connection
 from lightning_omni.optimizer.edits import Edits
@@ -36,12 +36,14 @@ from lightning_omni.optimizer.executor import Exchanging, Executor
 from lightning_omni.optimizer.first_steps import FirstSteps
 from lightning_omni.optimizer.forming import Forming
 from lightning_omni.optimizer.held_model import HeldModel, take_from_rank_zero
-from lightning_omni.optimizer.interruption import Interruption
 from lightning_omni.optimizer.late_group import LateGroup
+from lightning_omni.optimizer.leaving import Leaving
 from lightning_omni.optimizer.model_replica import ModelReplica, Part
 from lightning_omni.optimizer.options import WorldOptions
 from lightning_omni.optimizer.parameter_groups import ParameterGroups
 from lightning_omni.optimizer.place import Place
+from lightning_omni.optimizer.process_groups import outlive
+from lightning_omni.optimizer.raw_steps import RawSteps
 from lightning_omni.optimizer.remote_head import RemoteHead
 from lightning_omni.optimizer.sharding import (
     check_sharded,
@@ -114,12 +116,13 @@ class World(Place):
         self.edits = Edits(self, self.channel, self.states)
         self.versions = Versions(self, self.channel, self.edits)
         self.held = HeldModel(self, lambda: self.executor.not_reduced())
+        self._raw_steps = RawSteps(self, lambda: self.executor)
         self._local = Executor(self.heads)
         self._exchanging = Exchanging(self, self.channel, self.parameter_groups, self.edits, self.heads)
         self.wants_stop = self.is_finished = self.is_begun = self._is_in_loop = False
         self.on_stop: Callable[[], None] | None = None
         self.first_steps: FirstSteps | None = None
-        self._interruption: Interruption | None = None
+        self._leaving: Leaving | None = None
 
     @property
     def executor(self) -> Executor:
@@ -270,8 +273,10 @@ class World(Place):
         Raises:
             UnsupportedError: a wrapped optimizer steps by itself while groups exchange; DDP over ranks of several
                 groups is called; or ``join=True`` was passed, which works with Lightning only.
-            ConfigurationError: the members of a group have not averaged their gradients.
-            RankLost: ranks have died in an earlier loop; or in this one, and it cannot continue without them.
+            ConfigurationError: the members of a group have not averaged their gradients; or weights have moved without
+                an OmniOptimizer of this world, so that groups exchange nothing.
+            RankLost: ranks have died in an earlier loop; or in this one, and it cannot continue without them; or the
+                members of a group have made different numbers of steps.
         """
         if self.enlistment is not None:
             raise UnsupportedError(
@@ -310,25 +315,24 @@ class World(Place):
     @contextmanager
     def _guarded(self) -> Iterator[None]:
         """Refuses meanwhile what would have groups train by themselves."""
-        guard = register_optimizer_step_pre_hook(self._refuse_raw_step)
         if not self.options.is_sharded:
             self.first_steps = FirstSteps(self.members, self.compute_group)
         self._is_in_loop = True
-        self._interruption = Interruption()
+        leaving = self._leaving = Leaving(self)
+        first_steps = nullcontext() if self.first_steps is None else self.first_steps.watch()
         try:
-            with nullcontext() if self.first_steps is None else self.first_steps.watch(), self._interruption.watch():
+            with first_steps, leaving.watch(), self._raw_steps.watch(lambda: leaving.steps):
                 yield
-            self._check_interrupted()
+            self._check_left()
         finally:
-            guard.remove()
-            self.first_steps = self._interruption = None
+            self.first_steps = self._leaving = None
             self._is_in_loop = False
             self.edits.watch(None)
 
-    def _check_interrupted(self) -> None:
-        """Raises `RankLost` if this rank was interrupted, has left its loop, and its group has not."""
-        if self._interruption is not None and self.is_computing and self.executor.exchanges:
-            self._interruption.check(self.process_groups.original, self.rank, self.members)
+    def _check_left(self) -> None:
+        """Raises `RankLost` if this rank has left its loop, and other members of its group do not come."""
+        if self._leaving is not None:
+            self._leaving.check()
 
     def _share_weights(self) -> None:
         """Groups begin with rank 0's weights: the module was not wrapped, perhaps, or loaded on some ranks since.
@@ -347,32 +351,18 @@ class World(Place):
 
         They are until they part: later calls of `enter_world` would do nothing, and ranks would evaluate other weights.
         """
-        if self._interruption is not None:
-            self._interruption.steps += 1
+        if self._leaving is not None:
+            self._leaving.steps += 1
         if self._is_in_loop and self.executor.exchanges and not self.is_computing:
             raise ConfigurationError(
                 "OmniOptimizer.step() after world.enter_world(), where all groups are synchronized: call"
                 " world.enter_compute() before they train on"
             )
 
-    def _refuse_raw_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """An optimizer is about to step, whosever it is."""
-        executor = self.executor
-        if not executor.exchanges or executor.is_called or (self.steps_at_worker and not self.is_computing):
-            return
-        if any(part.optimizer is optimizer for part in self.parts):
-            raise UnsupportedError(
-                f"{type(optimizer).__name__}.step() would move this rank's weights, and groups would exchange nothing;"
-                " call step() of the OmniOptimizer that wraps it"
-            )
-        moved = set(held_by(optimizer))
-        for part in self.parts:
-            if not moved.isdisjoint(part.replica.ordered):
-                raise UnsupportedError(
-                    f"{type(optimizer).__name__}.step() would move weights of {type(part.optimizer).__name__}, which"
-                    " is one of the group's: call its step(closure), that of the OmniOptimizer, in which groups"
-                    " exchange, with a closure that computes the loss and its gradients"
-                )
+    def step_done(self) -> None:
+        """A step of an `OmniOptimizer` is done."""
+        if self._leaving is not None:
+            self._leaving.step_done()
 
     def explain(self, error: BaseException) -> None:
         """If another rank's failure is the cause of this one, the error is told to name that; call it before `fail`.
@@ -396,8 +386,9 @@ class World(Place):
             where: said after that.
         """
         self.is_begun = False
+        how = f"has lost its group: {error}" if _is_of_a_loss(error) else ending(error)
         # A rank that has trained to the end has not failed, whatever comes then.
-        self.connection.leave("" if self.is_finished else f"rank {self.rank} {ending(error)}{where}")
+        self.connection.leave("" if self.is_finished else f"rank {self.rank} {how}{where}")
         self._close_connections(has_failed=True)
         self.abandon_groups()
 
@@ -414,6 +405,7 @@ class World(Place):
                     survivors = Topology((live,))
                     groups.make(survivors, self.channel.gather)
                     after = groups.compute(survivors)
+                    outlive(after, sorted({*range(self.size)} - {*live}))
         except OmniError:
             if not self.is_finished:
                 raise
@@ -449,7 +441,7 @@ class World(Place):
         """
         reshard(self.held.sharded)
         if self._is_in_loop and self.is_computing:
-            self._check_interrupted()
+            self._check_left()
             self.edits.watch(module)
         stops = self.executor.enter_world(module, self.wants_stop)
         if stops and self.on_stop is not None:
@@ -468,6 +460,7 @@ class World(Place):
         Raises:
             ConfigurationError: the module has other parameters or buffers on another rank.
         """
+        self._raw_steps.wrapped(module)
         if self.options.is_sharded:
             self.held.shard(module)
             self.held.share_initial()
@@ -523,6 +516,7 @@ class World(Place):
             ConfigurationError: ``groups`` is out of range, or this is outside `training`.
         """
         self.check_regroup(groups)
+        groups = plain(groups)
         before, computing = self.executor, self.is_computing
         if before.exchanges:
             self.parameter_groups.follow_all()
@@ -554,6 +548,12 @@ class World(Place):
         """Groups stand: see `Forming.form`."""
         self._forming.form(groups, speeds, keeps_epoch)
         self.held.average_over_replicas()
+
+
+def _is_of_a_loss(error: BaseException) -> bool:
+    """Whether a collective has failed because another rank, or the link to it, is gone."""
+    signs = ("connect", "network", "socket", "broken pipe", "timed out", "timeout")
+    return _is_of_a_collective(error) and any(sign in str(error).lower() for sign in signs)
 
 
 def _is_of_a_collective(error: BaseException) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from lightning_omni.checks import check_number, check_whole
+from lightning_omni.checks import check_number, check_whole, keep_plain
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import Method, method_named
 from lightning_omni.methods.overlap import check_overlap
@@ -47,6 +47,7 @@ class ExchangePattern(Serializable):
     dynamic: bool = False
 
     def __post_init__(self) -> None:
+        keep_plain(self)
         if self.period is not None:
             check_whole("period", self.period, "local steps between two exchanges, 1 or more", low=1)
         for name in ("push", "pull"):

@@ -33,6 +33,7 @@ from lightning_omni.errors import (
     ProtocolError,
     RankLost,
     Refused,
+    tells_of_failure,
 )
 from lightning_omni.methods import Inbox
 from lightning_omni.protocol import messages as m
@@ -70,6 +71,7 @@ class Control(ABC):
     Attributes:
         status: how the run goes, as heard last.
         lost: ranks lost so far.
+        failures: what is said of those among them that have failed by themselves.
         signal: a signal that this rank was given, to be told with the next heartbeat.
         shards: servers that hold a share of the weights each; see `attach_all`.
         has_finished: whether the run is at its end when this rank says goodbye.
@@ -90,6 +92,7 @@ class Control(ABC):
         self.address, self.rank = address, rank
         self.status: m.Status | None = None
         self.lost: tuple[int, ...] = ()
+        self.failures: tuple[str, ...] = ()
         self.signal = self.progress = 0
         self._is_judged = self._has_trained = False
         self._pushes_directly = False
@@ -316,6 +319,8 @@ class Control(ABC):
         elif self.rank in message.lost:
             kind = RankLost if message.barred else Evicted
             self.end(kind(f"rank {self.rank}'s group is out of the run: {message.reason}"))
+        elif message.barred and tells_of_failure(message.reason):
+            self.failures += (message.reason,)
         return False
 
     def end(self, error: OmniError) -> None:

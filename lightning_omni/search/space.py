@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
+from numbers import Integral, Real
 from typing import Any, ClassVar, Protocol
 
 from numpy.random import Generator
 from typing_extensions import override
 
+from lightning_omni.checks import plain
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import Method, method_named
 from lightning_omni.methods.overlap import check_overlap
@@ -522,11 +524,11 @@ def _numbers(name: str, value: Any, whole: bool = False) -> list[Any]:
     """The numbers that a user passed, one or several."""
     values = _list(value)
     for each in values:
-        good = isinstance(each, int) if whole else isinstance(each, (int, float)) and math.isfinite(each)
+        good = isinstance(each, Integral) if whole else isinstance(each, Real) and math.isfinite(each)
         if isinstance(each, bool) or not good:
             raise ConfigurationError(
                 f"space={{{name!r}: {value!r}}}: pass {'whole numbers' if whole else 'finite numbers'}, one or several"
             )
     if not values:
         raise ConfigurationError(f"space={{{name!r}: {value!r}}}: nothing to choose from; pass at least one number")
-    return values
+    return [plain(each) for each in values]

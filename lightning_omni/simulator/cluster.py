@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lightning_omni.checks import check_choice, check_kind, check_number, check_whole, counted
+from lightning_omni.checks import check_choice, check_kind, check_number, check_whole, counted, keep_plain
 from lightning_omni.errors import ConfigurationError
 
 _SLOWEST_NORMAL = 0.05
@@ -276,6 +276,7 @@ class Cluster:
     save_every: float = 30.0
 
     def __post_init__(self) -> None:
+        keep_plain(self)
         if not self.devices:
             raise ConfigurationError("devices=(): a cluster needs at least one device")
         self._check_servers()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Any, Literal
 
 import torch
@@ -120,8 +121,8 @@ def simulate(
         raise ConfigurationError("evaluate=None: pass a function that evaluates a model, or neither period nor target")
     batches = Batches(batch_size, rebalance == "auto", batched, members_apart, seed)
     check_kind("cluster", cluster, Cluster, "a Cluster, as Cluster.even(4)")
-    check_kind("topology", topology, (int, Topology), "a number of groups, or a Topology")
-    if isinstance(topology, int):
+    check_kind("topology", topology, (Integral, Topology), "a number of groups, or a Topology")
+    if not isinstance(topology, Topology):
         topology = Topology.even(len(cluster.devices), topology)
     _check_together(topology, cluster, batches, rebalance, merged)
     given = 'a name such as "hardsync", or a value such as DiLoCo(period=50)'

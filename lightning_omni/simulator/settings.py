@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning_omni.checks import check_number, check_whole
+from lightning_omni.checks import check_number, check_whole, keep_plain
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import Method
 from lightning_omni.protocol.all_reduce import EXACT, AllReduce
@@ -62,6 +62,7 @@ class Batches:
     seed: int
 
     def __post_init__(self) -> None:
+        keep_plain(self)
         check_whole("batch_size", self.size, "the samples in one device's batch, 1 or more", 1)
         check_whole("seed", self.seed, "a whole number from 0 up")
 
@@ -119,6 +120,7 @@ class Cadence:
     target: tuple[str, float] | None = None
 
     def __post_init__(self) -> None:
+        keep_plain(self)
         _check_counted("evaluate_every", self.every_updates)
         _check_above_zero("evaluate_every_seconds", self.every_seconds)
         if self.target is not None:

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar, cast
 
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_omni.checks import check_choice, check_kind, check_whole
+from lightning_omni.checks import check_choice, check_kind, check_whole, keep_plain
 from lightning_omni.errors import ConfigurationError, UnknownArgument
 from lightning_omni.methods import Method
 from lightning_omni.optimizer.meshes import Inside, ModelParallel, shown
@@ -142,6 +142,7 @@ class FitOptions:
     save_distributed_checkpoint: bool = False
 
     def __post_init__(self) -> None:
+        keep_plain(self)
         check_kind("merged", self.merged, (str, type(None)), "the name of a submodule, or None")
         check_choice("validation", self.validation, ("wait", "published"))
         check_whole("max_rejoins", self.max_rejoins, "how often in a row an evicted group may join again, or 0")

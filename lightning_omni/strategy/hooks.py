@@ -7,7 +7,7 @@ Written once for both of Lightning's namespaces: the class here is mixed into ea
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -22,6 +22,7 @@ from lightning_omni.methods import Method
 from lightning_omni.optimizer import World, WorldOptions
 from lightning_omni.optimizer.failing import forget
 from lightning_omni.optimizer.meshes import evenly, shown, sizes_in
+from lightning_omni.optimizer.process_groups import check_none_lost
 from lightning_omni.optimizer.run_state import Live, RunState
 from lightning_omni.optimizer.sharding import check_clipping, reshard
 from lightning_omni.optimizer.timing import clock_of
@@ -35,7 +36,7 @@ from lightning_omni.strategy.arrangement import Arrangement
 from lightning_omni.strategy.checkpoints import Checkpoints
 from lightning_omni.strategy.declared import callbacks_of
 from lightning_omni.strategy.joining import RunStates
-from lightning_omni.strategy.launcher import say_exit
+from lightning_omni.strategy.launcher import end_with, say_exit
 from lightning_omni.strategy.leased import GivenRank, draws_batches, is_given
 from lightning_omni.strategy.listener import Listener, NestedRuns
 from lightning_omni.strategy.live_metrics import gathering_sentence
@@ -44,6 +45,7 @@ from lightning_omni.strategy.proxies import Merged, Proxies
 from lightning_omni.strategy.rejoining import Rejoining
 from lightning_omni.strategy.saving import SavingStrategy
 from lightning_omni.strategy.signals import Signals
+from lightning_omni.strategy.trainable import explain_unused
 from lightning_omni.topology import check_groups
 
 if TYPE_CHECKING:
@@ -302,7 +304,7 @@ class OmniStrategyHooks(SavingStrategy):
         else:
             launcher = self.launcher_class(self.cluster_environment, self.num_processes, self.num_nodes)
             launcher.on_death, launcher.on_launch = self._on_child_death, self._on_launch
-            launcher.is_writing = self._writes
+            launcher.is_writing, launcher.failures = self._writes, self._failures
             _private.set_launcher(self, launcher)
 
     def _on_launch(self, trainer: Trainer | None) -> None:
@@ -326,17 +328,23 @@ class OmniStrategyHooks(SavingStrategy):
         enlistment = world.enlistment if world is not None else None
         rank += enlistment.first if enlistment is not None else 0
         control = world.executor.control if world is not None else None  # read once: the run may end meanwhile
-        if (
-            self.signals.is_stopping
-            or self.rejoining.is_armed
-            or (world is not None and (world.is_finished or rank in world.lost or rank in world.ever_lost))
-        ):
+        if self.signals.is_stopping or self.rejoining.is_armed:
+            return True
+        if world is not None and (rank in world.lost or rank in world.ever_lost):
+            return True
+        if world is not None and world.is_finished:
+            if code > 0:  # it was trained to the end, and then its script failed
+                end_with(1, f"the process of rank {rank} ended with {say_exit(code)}")
             return True
         if world is None or control is None:
             return False
         control.post(m.Lost(rank=rank, reason=f"the process of rank {rank} ended with {say_exit(code)}"))
         # A group that has joined on its own hears that it is evicted, and perhaps joins again.
         return enlistment is not None or 0 not in world.topology.members(world.topology.group_of(rank))
+
+    def _failures(self) -> Sequence[str]:
+        """What the launcher asks when a run is over; of groups that join on their own each has a status of its own."""
+        return () if self._world is None or self.world.enlistment is not None else self.world.failures
 
     def _writes(self) -> bool:
         """Likewise: whether this rank is writing a checkpoint."""
@@ -353,6 +361,8 @@ class OmniStrategyHooks(SavingStrategy):
             fits = self._is_fitting(self._trainer)
             self._world = None if fits else self._world  # each fit joins a run of its own
             options = options if fits else replace(options, join=False, server=None, groups=1)
+        if self._is_fitting(self._trainer):
+            check_none_lost()
         if self._world is None:
             timeout = _private.collective_timeout(self) or options.timeout
             self._world = World(
@@ -500,6 +510,8 @@ class OmniStrategyHooks(SavingStrategy):
         self.step_times.clock = clock_of(world.device)
         self.grouping.guard()
         self.say_hello()
+        if warning := self.reporting.warning_before(world, self.epochs.run.steps_left()):
+            self.rank_zero_warn(f"OmniStrategy: {warning}")
         for call in self.on_ready:
             call()
 
@@ -571,6 +583,7 @@ class OmniStrategyHooks(SavingStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         """Tells the others why this rank does not come back."""
+        explain_unused(exception)
         super().on_exception(exception)
         if self._ends_with_all(exception):
             self.reporting.ask(self.world)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -37,6 +38,35 @@ GRACE = 5.0
 """Seconds that the others are given to find out by themselves when the run cannot go on."""
 
 
+_STATUS = "_lightning_omni_exit_status"
+"""Name of the process's `ExitStatus` in the module `sys`."""
+
+
+class ExitStatus:
+    """The status with which this process ends, although its script ends without an error.
+
+    Python has no call for that, and `atexit` none for what comes last: `os._exit` in a handler would skip those of
+    others. The module `sys` is taken apart after all of them, and after the streams were flushed.
+
+    Args:
+        code: the status.
+    """
+
+    def __init__(self, code: int) -> None:
+        self.code, self._process, self._exit, self._own = code, os.getpid(), os._exit, os.getpid
+
+    def __del__(self) -> None:
+        if self._own() == self._process:
+            self._exit(self.code)
+
+
+def end_with(code: int, reason: str) -> None:
+    """This process ends with that status when its script has come to its end. Called again, does nothing."""
+    if not hasattr(sys, _STATUS):
+        _log.error("%s; when the script has come to its end, this process ends with status %d", reason, code)
+        setattr(sys, _STATUS, ExitStatus(code))
+
+
 _observer: ChildObserver | None = None
 """Watches this process's children; the first fit of a script starts them, later ones find them running."""
 _environment: dict[str, str] = {}
@@ -49,11 +79,13 @@ class OmniLauncherHooks(_Base):
     Attributes:
         on_death: called with (local rank, exit code) when a child ends badly; says whether the run goes on.
         is_writing: says whether this process is writing a checkpoint, which the end of a child does not cut short.
+        failures: says what was told of ranks that have failed by themselves in a run that has gone on without them.
         on_launch: called with the Trainer on rank 0, while the others start; it must return at once.
     """
 
     on_death: Callable[[int, int], bool]
     is_writing: Callable[[], bool]
+    failures: Callable[[], Sequence[str]]
     on_launch: Callable[[Trainer | None], None]
 
     @override
@@ -73,7 +105,10 @@ class OmniLauncherHooks(_Base):
         if self.cluster_environment.node_rank() == self.cluster_environment.local_rank() == 0:
             self.on_launch(trainer)
         with _not_orphaned():
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+        if _observer is not None and (failures := self.failures()):
+            end_with(1, f"{failures[0]}, and the others have gone on without its group")
+        return result
 
     @override
     def kill(self, signum: Any) -> None:

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lightning_omni.errors import OmniError
+from lightning_omni.checks import counted
+from lightning_omni.errors import ConfigurationError, OmniError
+from lightning_omni.methods import Method, text_of, with_period
 from lightning_omni.metrics import RunReport, Staleness
 from lightning_omni.optimizer import World
 from lightning_omni.optimizer.timing import Clock, HostClock
@@ -232,6 +234,33 @@ class Reporting:
             total_momentum=status.total_momentum,
         )
 
+    @staticmethod
+    def warning_before(world: World, steps: int | None) -> str:
+        """Return a sentence, if groups will not come to the end of a period; else nothing. Before the first batch.
+
+        Args:
+            world: this rank's.
+            steps: that each group makes if all are equally fast; None if that is not known.
+        """
+        method, fragments = world.method, world.method.fragments
+        due = [method.steps_to_push(part.replica) for part in world.parts if part.head is None]
+        every = method.push_period * (fragments - 1)  # from the first fragment to the last
+        if not steps or not due or not world.executor.exchanges or world.enlistment is not None:
+            return ""
+        if steps >= max(due) + every:
+            return ""
+        sent = max(0, 1 + (steps - min(due)) // method.push_period)
+        what = "nothing" if not sent else f"{sent} of {fragments} fragments"
+        if method.evaluated == "mean":
+            end = "each group would train a model of its own, and the mean of these would be evaluated"
+        else:
+            end = f"{'the model' if not sent else 'the others'} would end with the weights that this fit begins with"
+        return (
+            f"each group makes about {counted(steps, 'step')} in this fit, and with method={text_of(method)!r} it"
+            f" exchanges {what} in them: all of its weights have been exchanged after {max(due) + every} steps."
+            f" {end[0].upper()}{end[1:]}. {_remedy(method, steps)}"
+        )
+
     def warning(self, world: World) -> str:
         """A sentence, if groups never came to the end of a period and have trained for nothing; else nothing."""
         method, status = world.method, self._status
@@ -241,6 +270,18 @@ class Reporting:
             f"no group has exchanged anything with {method!r}, because its period is longer than the run: the model"
             " still has its initial weights"
         )
+
+
+def _remedy(method: Method, steps: int) -> str:
+    """Return what to do where a method exchanges too seldom for a run of so many steps."""
+    shorter = max(1, steps // 4 // method.fragments) * method.fragments  # with some exchanges to come
+    try:
+        instead = text_of(with_period(method, shorter))
+    except ConfigurationError:  # another setting does not go with it
+        instead = ""
+    if instead in ("", text_of(method)):
+        return "Pass settings with which it exchanges more often, or train for longer"
+    return f'Pass a shorter period, method="{instead}" say, or train for longer'
 
 
 class ProgressDisplay:

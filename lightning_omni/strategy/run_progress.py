@@ -7,6 +7,7 @@ goes on from a checkpoint; and what the loops are to compare with, so that the r
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -217,6 +218,29 @@ class RunProgress:
     def by_hand(self) -> StepsByHand | None:
         """How many steps the user takes, in manual optimization."""
         return self._limits.by_hand if self._limits is not None else None
+
+    def steps_left(self) -> int | None:
+        """Return the steps of DDP that are left when a fit begins; None if that is not known.
+
+        A group makes as many if all groups are equally fast. Epochs are taken to be as long as the first one.
+        """
+        trainer, progress = self.trainer, self.progress
+        if not trainer.lightning_module.automatic_optimization:
+            return None
+        epoch, epochs = trainer.current_epoch, trainer.max_epochs
+        bounds = []
+        if self.max_steps != -1:
+            bounds.append(self.max_steps - (trainer.global_step if progress is None else self.now().steps))
+        batches = trainer.num_training_batches if progress is None else progress.batches
+        if epochs is not None and epochs >= 0 and batches != math.inf and not trainer.reload_dataloaders_every_n_epochs:
+            accumulated = int(trainer.accumulate_grad_batches)
+            windows = _private.accumulation_windows(trainer, epochs)[epoch:] or [accumulated] * (epochs - epoch)
+            if progress is None:
+                made = self._resumed_batches[1] // accumulated
+            else:
+                made = self.now().steps - progress.steps_before(progress.epochs)
+            bounds.append(sum(-(-int(batches) // window) for window in windows) - made)
+        return max(0, min(bounds)) if bounds else None
 
     def steps_at(self, progress: Progress) -> int:
         """Optimizer steps as DDP would count them."""

@@ -6,12 +6,32 @@ with plain DDP each rank goes on with a gradient of its own, and nothing says so
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from lightning_omni.errors import UnsupportedError
+
+_UNUSED = "Expected to have finished reduction in the prior iteration"
+"""What DDP says, in a forward pass, of parameters that got no gradient in the backward pass before it."""
+_WHICH = re.compile(r"Parameters? (?:indices )?which did not receive grad for rank [^\n]*")
+"""Where it says which: numbers, or names with TORCH_DISTRIBUTED_DEBUG=DETAIL."""
+
+
+def explain_unused(error: BaseException) -> None:
+    """Have an error of DDP's say what to do in this strategy, before Lightning has it name another one."""
+    error.args = tuple(_explained(arg) if isinstance(arg, str) and _UNUSED in arg else arg for arg in error.args)
+
+
+def _explained(text: str) -> str:
+    which = f" ({found[0]})" if (found := _WHICH.search(text)) else ""
+    return (
+        f"parameters of the LightningModule had no part in the loss that training_step returned{which}, and"
+        " DistributedDataParallel waits for the gradient of each. If that is intended, pass"
+        " OmniStrategy(find_unused_parameters=True); else take them out of the optimizer and set requires_grad=False"
+    )
 
 
 class Trainable:

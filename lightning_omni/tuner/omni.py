@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from typing_extensions import override
 
-from lightning_omni.checks import check_kind, check_number, check_whole
+from lightning_omni.checks import check_kind, check_number, check_whole, plain
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.search import Choice, Search, Space
 from lightning_omni.search.samplers import sampler_of
@@ -131,8 +131,8 @@ class OmniTunerHooks(_CallbackBase):
         self._further = Space.of(self._space, ranks=1 << 30).further
         if budget > 0:
             check_libraries(sampler.uses_scikit_optimize)
-        self.target, self.monitor, self.budget, self.search = target, monitor, budget, search
-        self.retune_every, self.seed = retune_every, seed
+        self.target, self.monitor, self.budget, self.search = plain(target), monitor, plain(budget), search
+        self.retune_every, self.seed = plain(retune_every), plain(seed)
         self._mode = mode or ("min" if "loss" in monitor or "error" in monitor else "max")
         self._fit: Fit | None = None
         self._kept: dict[str, Any] = {}

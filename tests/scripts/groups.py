@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, Wei
 from torchmetrics.classification import MulticlassAccuracy
 
 RANK = int(os.environ.get("LOCAL_RANK", 0))
+warnings.filterwarnings("always", message="OmniStrategy: each group makes")
 
 
 class GroupNet(Net):
@@ -254,6 +256,12 @@ class Stream(IterableDataset):  # type: ignore[type-arg]
         return len(dataset()) // torch.distributed.get_world_size()
 
 
+class Endless(Stream):
+    """As far as one knows before it ends."""
+
+    __len__ = None  # type: ignore[assignment]
+
+
 class Batches:
     """Held-out data that is no DataLoader: each rank evaluates all of it."""
 
@@ -270,6 +278,8 @@ class Batches:
 def make_loader(kind: str, options: dict[str, Any]) -> DataLoader[Any]:
     if kind == "iterable":
         return DataLoader(Stream(), batch_size=8)
+    if kind == "of unknown length":
+        return DataLoader(Endless(), batch_size=8)
     if kind == "sampler":
         data = dataset(128)
         return DataLoader(data, batch_size=8, sampler=WeightedRandomSampler(torch.ones(128), 128))

@@ -10,6 +10,7 @@ import os
 import pickle
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -210,6 +211,68 @@ def leave(caught: list[int]) -> str:
     return ""
 
 
+def forget(stepped: str) -> str:
+    """Why a loop ends in which no OmniOptimizer steps, or not that of all weights.
+
+    Args:
+        stepped: what does: an optimizer that is not wrapped, with no other or with one beside it; nothing but a line of
+            the loop; or nothing, on rank 1 or on all.
+    """
+    world = World(2)
+    net, beside = torch.nn.Linear(4, 1), torch.nn.Linear(4, 1)
+    model = world.wrap(net)
+    raw = torch.optim.SGD((beside if stepped == "a stranger" else net).parameters(), lr=0.1)
+    optimizer: torch.optim.Optimizer = raw
+    if stepped in ("one of two", "a stranger"):
+        optimizer = OmniOptimizer(torch.optim.SGD(torch.nn.Linear(4, 1).parameters(), lr=0.1), world)
+    elif "rank" in stepped:
+        optimizer = OmniOptimizer(raw, world)
+    before = net.weight.clone()
+    try:
+        with world.training():
+            for _ in range(0 if stepped == "on no rank" or (stepped == "on one rank" and world.rank) else 4):
+                net.zero_grad()
+                model(torch.randn(8, 4)).square().mean().backward()
+                if stepped == "by hand":
+                    net.weight.data -= 0.1 * net.weight.grad
+                elif stepped in ("one of two", "a stranger"):
+                    raw.step()
+                else:
+                    optimizer.step()
+    except ConfigurationError as error:
+        assert stepped == "by hand" or torch.equal(before, net.weight)
+        return str(error)
+    return ""
+
+
+def part(steps: dict[str, int]) -> list[Any] | str:
+    """Why a loop ends whose group of ranks 1 and 2 has made unequal numbers of steps; what rank 0 lost, and its steps.
+
+    Args:
+        steps: of each rank.
+    """
+    world = World(ranks_per_node=[1, 2])
+    model = world.wrap(torch.nn.Linear(4, 1))
+    optimizer = OmniOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), world)
+    done, began = 0, 0.0
+    try:
+        with world.training():
+            began = time.monotonic()
+            for _ in range(steps[str(world.rank)]):
+                optimizer.zero_grad()
+                model(torch.randn(8, 4)).square().mean().backward()
+                optimizer.step()
+                done += 1
+                if world.rank == 0:
+                    time.sleep(0.05)
+            if world.rank == 1 and steps["1"] == steps["2"]:
+                time.sleep(2.0)  # which is no reason to end: a rank may print, or save, before it synchronizes
+    except RuntimeError as error:  # also gloo's
+        assert time.monotonic() - began < 30.0, "where torch would wait for half an hour"
+        return str(error)
+    return [sorted(world.ever_lost), done]
+
+
 class OfItsOwn(torch.optim.SGD):
     """Has another step beside its own, as SAM has."""
 
@@ -408,6 +471,8 @@ def main() -> None:
         "rank": fail_at_the_end,
         "interrupted": interrupt,
         "caught": leave,
+        "stepped": forget,
+        "steps": part,
         "mistake in": lambda **options: mistake(options["mistake in"]),
         "beside": lambda **options: accompany(options["beside"]),
         "laid": lay,

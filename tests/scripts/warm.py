@@ -122,7 +122,8 @@ def leave() -> None:
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(_ended[0])
+        status = getattr(sys, "_lightning_omni_exit_status", None)
+        os._exit(_ended[0] or (status.code if status is not None else 0))
 
 
 def enter(network: str) -> None:

@@ -1,0 +1,108 @@
+"""Weights that a loop without Lightning moves by itself, and that groups would not exchange.
+
+Lightning's strategy takes the module's optimizers in itself. In a loop the user does, and with an optimizer that was
+not wrapped each group would train a model of its own, without any error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import ref
+
+import torch
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from lightning_omni.errors import ConfigurationError, UnsupportedError
+from lightning_omni.methods.master import held_by
+from lightning_omni.optimizer.executor import Executor
+from lightning_omni.optimizer.place import Place
+from lightning_omni.optimizer.sharding import local_of
+
+_REMEDY = (
+    "groups would exchange nothing of it, and each would train a model of its own: wrap every optimizer before `with"
+    " world.training():`, optimizer = OmniOptimizer(optimizer, world), and step that"
+)
+
+
+class RawSteps:
+    """Refuses steps of optimizers that no `OmniOptimizer` of the world makes, while several groups train.
+
+    Args:
+        place: this rank's, in the run.
+        executor: returns how the ranks train together at the moment.
+    """
+
+    def __init__(self, place: Place, executor: Callable[[], Executor]) -> None:
+        self._place, self._executor = place, executor
+        self._wrapped: list[ref[Module]] = []
+        self._stranger = ""
+
+    def wrapped(self, module: Module) -> None:
+        """Note that the world has wrapped a module, whose weights its groups are to train together."""
+        self._wrapped.append(ref(module))
+
+    @contextmanager
+    def watch(self, steps: Callable[[], int]) -> Iterator[None]:
+        """Watch the steps of all optimizers meanwhile.
+
+        Args:
+            steps: returns how many steps the optimizers of the world have made in this loop.
+
+        Raises:
+            ConfigurationError: the loop ends, and weights have moved in it by other means alone.
+        """
+        self._stranger = ""
+        before = self._sums() if self._executor().exchanges and not self._place.parts else []
+        guard = register_optimizer_step_pre_hook(self._refuse)
+        try:
+            yield
+        finally:
+            guard.remove()
+        if steps() or not self._executor().exchanges:
+            return
+        if self._stranger:
+            raise ConfigurationError(
+                f"world.training(): no OmniOptimizer of this world has stepped, and {self._stranger} has; {_REMEDY}"
+            )
+        if before and before != self._sums():
+            raise ConfigurationError(
+                f"world.training(): no OmniOptimizer was made, and the weights of the module have moved; {_REMEDY}"
+            )
+
+    def _refuse(self, optimizer: Optimizer, *_: Any) -> None:
+        """An optimizer is about to step, whosever it is."""
+        place, executor = self._place, self._executor()
+        if not executor.exchanges or executor.is_called or (place.steps_at_worker and not place.is_computing):
+            return
+        name = type(optimizer).__name__
+        if any(part.optimizer is optimizer for part in place.parts):
+            raise UnsupportedError(
+                f"{name}.step() would move this rank's weights, and groups would exchange nothing; call step() of the"
+                " OmniOptimizer that wraps it"
+            )
+        moved = set(held_by(optimizer))
+        for part in place.parts:
+            if not moved.isdisjoint(part.replica.ordered):
+                raise UnsupportedError(
+                    f"{name}.step() would move weights of {type(part.optimizer).__name__}, which is one of the group's:"
+                    " call its step(closure), that of the OmniOptimizer, in which groups exchange, with a closure that"
+                    " computes the loss and its gradients"
+                )
+        if not place.is_computing:  # evaluates the model, perhaps: with a classifier of its own on top of it
+            return
+        if not place.parts or not moved.isdisjoint(self._weights()):
+            raise ConfigurationError(f"{name}.step() of an optimizer that no OmniOptimizer wraps; {_REMEDY}")
+        self._stranger = name
+
+    def _weights(self) -> Iterator[Parameter]:
+        for module in self._wrapped:
+            if (alive := module()) is not None:
+                yield from alive.parameters()
+
+    def _sums(self) -> list[int]:
+        """Return a sum for each weight, over its bytes, which is another one once the weight has moved."""
+        return [int(local_of(each).contiguous().view(-1).view(torch.uint8).sum()) for each in self._weights()]
