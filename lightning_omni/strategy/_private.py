@@ -34,8 +34,10 @@ if TYPE_CHECKING:
     from pytorch_lightning.loops.evaluation_loop import _EvaluationLoop
     from pytorch_lightning.loops.fit_loop import _FitLoop
     from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
+
+    _Trainer = Trainer
 else:
-    _EvaluationLoop = _FitLoop = _TrainingEpochLoop = object
+    _EvaluationLoop = _FitLoop = _TrainingEpochLoop = _Trainer = object
 
 FIRST_BARRIER = "run-stage"
 """Name of the barrier at which all ranks are once Lightning has registered its signal handlers."""
@@ -637,6 +639,30 @@ class LoopControl(Protocol):
     def validate(self, run: Callable[[], Any]) -> Any:
         """The validation loop runs."""
 
+    def own_batches(self, batches: float) -> float:
+        """What user code has as ``num_training_batches``; ``batches`` is what Lightning would give it."""
+
+
+class _ControlledTrainer(_Trainer):
+    """Mixed into the Trainer's own class."""
+
+    _control: LoopControl
+
+    @property
+    @override
+    def num_training_batches(self) -> float:
+        batches = super().num_training_batches
+        return batches if vars(self).get("_estimates") else self._control.own_batches(batches)
+
+    @property
+    @override
+    def estimated_stepping_batches(self) -> float:
+        vars(self)["_estimates"] = True  # of all epochs, by the number of batches under DDP
+        try:
+            return super().estimated_stepping_batches
+        finally:
+            del vars(self)["_estimates"]
+
 
 class _ControlledFitLoop(_FitLoop):
     """Mixed into the fit loop's own class."""
@@ -746,6 +772,7 @@ def control_loops(trainer: Trainer, control: LoopControl) -> None:
     """From now on the Trainer's loops ask `control`. What they show of themselves remains Lightning's."""
     epoch_loop = trainer.fit_loop.epoch_loop
     for loop, mixin in (
+        (trainer, _ControlledTrainer),
         (trainer.fit_loop, _ControlledFitLoop),
         (epoch_loop, _ControlledEpochLoop),
         (epoch_loop.val_loop, _ControlledValidationLoop),
@@ -758,12 +785,12 @@ def control_loops(trainer: Trainer, control: LoopControl) -> None:
 
 def release_loops(trainer: Trainer) -> None:
     """Undoes `control_loops`."""
-    for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.val_loop):
+    for loop in (trainer, trainer.fit_loop, trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.val_loop):
         _give_back_class(loop)
 
 
 def _give_back_class(loop: Any) -> None:
-    if isinstance(loop, (_ControlledFitLoop, _ControlledEpochLoop, _ControlledValidationLoop)):
+    if isinstance(loop, (_ControlledTrainer, _ControlledFitLoop, _ControlledEpochLoop, _ControlledValidationLoop)):
         del type(loop)._control  # a class is freed late, and must keep nothing of the run alive
         loop.__class__ = type(loop).__mro__[2]
 

@@ -86,6 +86,10 @@ class Listener:
         """The validation loop runs."""
         return self._strategy.epochs.validate(run)
 
+    def own_batches(self, batches: float) -> float:
+        """What user code has as ``num_training_batches``."""
+        return self._strategy.epochs.own_batches(batches)
+
     def run(self, run: Callable[[], None]) -> None:
         """The fit loop runs: as the Trainer wants, or inside a hook, as for a learning-rate finder."""
         if _private.is_inside_a_hook(self._trainer):
@@ -264,7 +268,7 @@ class NestedRuns:
         strategy = self._strategy
         world = strategy.world
         kept, steps = (strategy.epochs, strategy.balance), world.steps
-        epochs = EpochDriver("static", strategy.rank_zero_info)
+        epochs = EpochDriver("static", strategy.rank_zero_info, strategy.rank_zero_warn)
         epochs.connect(strategy.pl_module.trainer, world)
         strategy.epochs, strategy.balance = epochs, Balance("off", strategy.rank_zero_info)
         self.is_running = True

@@ -167,7 +167,7 @@ class SavingStrategy(GroupedStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Adds what server and groups know beyond Lightning: clocks, samples trained, and the method's own state."""
         if self.epochs.run.is_whole and "loops" in checkpoint:
-            batches = self._trainer.num_training_batches
+            batches = self._trainer.fit_loop.max_batches
             if math.isfinite(batches):
                 end_whole_epoch(checkpoint["loops"], int(batches))
         if self.epochs.is_cut_short and "loops" in checkpoint:

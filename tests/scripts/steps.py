@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from typing import Any
 
 import torch
@@ -45,6 +46,38 @@ class ByHand(Net):
         if batch_idx % self.window == 0:
             self.optimizers().step()
             self.optimizers().zero_grad()
+
+
+class ByCount(Net):
+    """Steps after every fifth batch and the last of an epoch, after which it steps its schedule, too.
+
+    Which one that is, it finds by the number of batches, or of the loader, or by the number that there was at first.
+    """
+
+    def __init__(self, known: str) -> None:
+        super().__init__()
+        self.automatic_optimization, self.known = False, known
+        self.number = self.left = 0
+
+    def on_train_start(self) -> None:
+        self.number = int(self.trainer.num_training_batches)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        numbers = {"trainer": self.trainer.num_training_batches, "loader": len(self.trainer.train_dataloader)}
+        assert int(self.trainer.estimated_stepping_batches) == 2 * self.number
+        is_last = batch_idx + 1 == numbers.get(self.known, self.number)
+        self.manual_backward(self.loss(batch) / 5)
+        self.left += 1
+        if (batch_idx + 1) % 5 == 0 or is_last:
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+            self.left = 0
+        if is_last:
+            self.lr_schedulers().step()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
 
 class Skips(Scheduled):
@@ -120,6 +153,16 @@ def limited(module: Net, groups: int, regroup: tuple[int, int, int] | None = Non
     return facts(run, follows)
 
 
+def by_count(known: str) -> dict[str, Any]:
+    """A fit whose hooks compare numbers of batches, and what the user is warned of."""
+    module = ByCount(known)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = limited(module, 2, max_epochs=2)
+    said = [str(each.message) for each in caught if "OmniStrategy" in str(each.message)]
+    return {**found, "left": module.left, "rate": module.optimizers().param_groups[0]["lr"], "said": said}
+
+
 def longer(make: Any, groups: int, then: int, how: str, limit: int = 30) -> dict[str, Any]:
     """A fit of 20 steps, the last of them inside an epoch, and another one to ``limit``."""
     run = run_of(groups, Saves() if how == "last batch" else Follows(), max_steps=20)
@@ -191,6 +234,9 @@ def main() -> None:
             "regrouped at the end": limited(Net(), 1, regroup=(0, 19, 2), max_steps=20),
             "by hand, regrouped": limited(ByHand(), 2, regroup=(0, 4, 1), max_steps=20),
             "by hand, windows": limited(ByHand(4), 2, regroup=(1, 4, 1), max_steps=14),
+            "by count": by_count("trainer"),
+            "by count of the loader": by_count("loader"),
+            "by count of before": by_count("before"),
             "skips": limited(Skips(), 2, max_steps=16),
             "skips, scheduled by epoch": limited(SkipsByEpoch(), 2, max_epochs=3),
             "more of two": longer(ByEpoch, 2, 2, "checkpoint"),
