@@ -14,7 +14,7 @@ BATCH = 16
 
 @pytest.fixture(scope="module")
 def fits() -> Run:
-    return run("steps.py", {"servers": 35}, timeout=230)
+    return run("steps.py", {"servers": 36}, timeout=230)
 
 
 def of(fits: Run, name: str) -> list[dict[str, Any]]:
@@ -55,6 +55,20 @@ def test_ranks_that_do_not_end_an_epoch_alike_are_named_once_with_what_to_do(fit
     for rank, rate in enumerate(("0.025", "0.05")):
         assert f"rank {rank} has trained {batches[rank]} batches and has the learning rate {rate}" in said
     assert "Ask trainer.is_last_batch" in said
+
+
+def test_metrics_that_keep_lists_are_of_every_row_although_groups_have_trained_different_numbers_of_batches(
+    fits: Run,
+) -> None:
+    one, other = of(fits, "lists")
+    for mine, theirs in zip(one["found"], other["found"], strict=True):
+        assert mine[0] > 34 > theirs[0]
+        assert mine[1:-1] == theirs[1:-1]
+        number, kept, joined, rare_number, rare, rare_joined = mine[1:-1]
+        assert (number, kept, joined) == (64, list(range(512)), list(range(512)))
+        assert rare_number == mine[0] - 35, "what one rank alone has"
+        assert rare == rare_joined != []
+        assert (mine[-1], theirs[-1]) == (mine[0], theirs[0]), "each has its own again"
 
 
 def test_what_is_skipped_of_an_epoch_counts_neither_for_max_steps_nor_for_schedules(fits: Run) -> None:
