@@ -13,7 +13,7 @@ from lightning_omni.strategy.loop_states import end_whole_epoch, go_on_after
 
 @pytest.fixture(scope="module")
 def saved() -> Run:
-    return run("checkpoints.py", {"servers": 12}, timeout=230)
+    return run("checkpoints.py", {"servers": 13}, timeout=230)
 
 
 def rank0(saved: Run, name: str) -> Any:
@@ -145,6 +145,20 @@ def test_a_checkpoint_has_the_schedule_of_its_weights_where_the_group_that_saves
     for _ in range(done):
         schedule.step()
     assert early["rates"] == [optimizer.param_groups[0]["lr"]] * 2
+
+
+def test_inside_an_epoch_a_checkpoint_has_the_servers_weights_whatever_a_module_says_that_its_state_is(
+    saved: Run,
+) -> None:
+    own = rank0(saved, "own state")
+    assert own["has moved"]
+    assert own["goes on"], "the group trains on with its own weights"
+    assert (
+        own["names"]
+        == sorted(own["as at first"])
+        == [*(f"my.net.{n}.{kind}" for n in (0, 2) for kind in ("bias", "weight")), "sum"]
+    )
+    assert own["nested"]
 
 
 def test_after_fit_rank_zero_has_the_servers_state_for_a_last_save(saved: Run) -> None:

@@ -1452,6 +1452,14 @@ def test_what_hooks_did_where_the_epoch_began_is_not_done_once_more_by_a_group_t
 
 @pytest.mark.slow
 @pytest.mark.processes
+def test_a_group_joins_with_the_buffers_of_the_run_whatever_a_module_says_that_its_state_is(
+    changing: tuple[dict[str, Any], dict[str, Any]],
+) -> None:
+    assert {each["said"]["3"]["temperature"] for each in changing} == {0.0625}
+
+
+@pytest.mark.slow
+@pytest.mark.processes
 def test_a_group_that_joins_makes_loaders_again_when_the_others_do(
     changing: tuple[dict[str, Any], dict[str, Any]],
 ) -> None:

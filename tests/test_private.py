@@ -132,6 +132,7 @@ class Control:
     """Lets the loops decide, until it is told to."""
 
     step_limit: int | None = None
+    batches = 0
     is_open_ended = is_cut_short = False
     validation: bool | None = None
 
@@ -163,6 +164,9 @@ class Control:
 
     def validate(self, run: Callable[[], Any]) -> Any:
         return run()
+
+    def own_batches(self, batches: float) -> float:
+        return self.batches or batches
 
 
 @pytest.fixture
@@ -239,6 +243,18 @@ def test_steps_and_validations_are_controlled_without_the_users_noticing(fitting
     assert fitting.global_step == 3
     assert sum("validation" in line for line in said) == 3
     assert (fitting.max_steps, fitting.val_check_batch) == (-1, 2)
+
+
+def test_a_number_of_batches_of_its_own_is_what_user_code_has_and_no_estimate_is_made_by_it(fitting: Any) -> None:
+    kind, control = type(fitting), Control(fitting)
+    _private.control_loops(fitting, control)
+    fitting.fit(Tiny())
+    batches, steps = fitting.num_training_batches, fitting.estimated_stepping_batches
+    control.batches = 3
+    assert (batches, fitting.num_training_batches, fitting.fit_loop.max_batches) == (4, 3, 4)
+    assert fitting.estimated_stepping_batches == steps
+    _private.release_loops(fitting)
+    assert type(fitting) is kind
 
 
 def test_an_open_ended_epoch_does_not_end_with_a_number_of_batches(fitting: Any) -> None:

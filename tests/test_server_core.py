@@ -900,6 +900,21 @@ def test_two_purposes_of_one_collective_end_the_run_with_a_sentence(link: Link) 
     expect_refusal(out.message, "over", "while rank 0 called barrier")
 
 
+def test_ranks_that_gather_what_they_have_kept_of_each_batch_hear_where_they_are_and_why_sizes_differ(
+    link: Link,
+) -> None:
+    for rank, size in ((0, 18), (2, 6)):
+        where = f"called in Net.on_train_epoch_end (net.py, line 7), after batch {size} of epoch 1"
+        link.say(control_peer(rank), m.Contribute(number=0, what=f"all_gather(float32[{size}])", where=where))
+    (notice,) = link.news(1)
+    assert (
+        "rank 2 called all_gather(float32[6]) (called in Net.on_train_epoch_end (net.py, line 7), after batch 6 of"
+        " epoch 1) while rank 0 called all_gather(float32[18]) (called in Net.on_train_epoch_end"
+    ) in notice.reason
+    assert "Groups train different numbers of batches" in notice.reason
+    assert "pad to the largest" in notice.reason
+
+
 def test_collectives_may_overlap(link: Link) -> None:
     contribute(link, 0, number=0), contribute(link, 0, number=1), contribute(link, 1, number=1)
     assert [g.number for g, _ in contribute(link, 2, number=1)] == [1]

@@ -14,7 +14,7 @@ BATCH = 16
 
 @pytest.fixture(scope="module")
 def fits() -> Run:
-    return run("steps.py", {"servers": 32}, timeout=230)
+    return run("steps.py", {"servers": 36}, timeout=230)
 
 
 def of(fits: Run, name: str) -> list[dict[str, Any]]:
@@ -35,6 +35,40 @@ def test_ranks_of_different_groups_that_step_by_hand_end_together_once_they_are_
     one, other = of(fits, "by hand, windows")
     assert one["steps"] == other["steps"]
     assert len(one["samples"]["1"][5 * 8 :]) == len(other["samples"]["1"][5 * 8 :])
+
+
+@pytest.mark.parametrize("name", ["by count", "by count of the loader"])
+def test_a_hook_that_compares_numbers_of_batches_finds_the_last_of_its_own_group(fits: Run, name: str) -> None:
+    one, other = of(fits, name)
+    assert len(one["samples"]["1"]) > 32 * 8 > len(other["samples"]["1"]), "and not as many as under DDP"
+    for each in (one, other):
+        assert (each["left"], each["scheduled"], each["rate"]) == (0, [2], 0.05 / 4)
+        assert each["said"] == []
+
+
+def test_ranks_that_do_not_end_an_epoch_alike_are_named_once_with_what_to_do(fits: Run) -> None:
+    """Their hooks compare with a number that they have kept: one group comes to it inside its epoch, the other not."""
+    one, other = of(fits, "by count of before")
+    assert (one["scheduled"], other["scheduled"], other["said"]) == ([2], [0], [])
+    [said] = one["said"]
+    batches = [len(each["samples"]["0"]) // 8 for each in (one, other)]
+    for rank, rate in enumerate(("0.025", "0.05")):
+        assert f"rank {rank} has trained {batches[rank]} batches and has the learning rate {rate}" in said
+    assert "Ask trainer.is_last_batch" in said
+
+
+def test_metrics_that_keep_lists_are_of_every_row_although_groups_have_trained_different_numbers_of_batches(
+    fits: Run,
+) -> None:
+    one, other = of(fits, "lists")
+    for mine, theirs in zip(one["found"], other["found"], strict=True):
+        assert mine[0] > 34 > theirs[0]
+        assert mine[1:-1] == theirs[1:-1]
+        number, kept, joined, rare_number, rare, rare_joined = mine[1:-1]
+        assert (number, kept, joined) == (64, list(range(512)), list(range(512)))
+        assert rare_number == mine[0] - 35, "what one rank alone has"
+        assert rare == rare_joined != []
+        assert (mine[-1], theirs[-1]) == (mine[0], theirs[0]), "each has its own again"
 
 
 def test_what_is_skipped_of_an_epoch_counts_neither_for_max_steps_nor_for_schedules(fits: Run) -> None:

@@ -597,7 +597,7 @@ def test_a_hook_that_goes_through_the_training_data_gets_this_ranks_share_and_dr
 
 
 def test_training_data_that_are_iterated_in_a_hook_or_after_the_fit_are_not_for_the_loops() -> None:
-    epochs = EpochDriver("dynamic", lambda _: None)
+    epochs = EpochDriver("dynamic", lambda _: None, lambda _: None)
     module = pl.LightningModule()
     trainer: Any = SimpleNamespace(lightning_module=module, fit_loop=SimpleNamespace())
     after = epochs._is_for_user

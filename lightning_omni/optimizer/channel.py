@@ -205,7 +205,7 @@ class Channel:
         """Bytes of every live rank; ``what`` is the same on all. All ranks call it, or wait for it."""
         assert self._place.control is not None
         brought = len(payload) > m.LARGEST_INLINE
-        message = m.Contribute(number=self.synchronizations, what=what, brought=brought)
+        message = m.Contribute(number=self.synchronizations, what=what, brought=brought, where=self._place.where())
         self.synchronizations += 1
         gathered, parts = self._contribute(self._place.control, message, payload)
         if gathered.collect:

@@ -184,16 +184,23 @@ class LeasedBatchSampler:
         sampler: Lightning's DistributedSampler; its permutation, seed and epoch are used, not its dealing.
         leases: what to ask.
         drop_last: whether an incomplete last batch is dropped.
+        own_batches: gives how many batches this rank trains, from how many it would train under DDP.
     """
 
-    def __init__(self, sampler: DistributedSampler[Any], leases: Leases, drop_last: bool) -> None:
-        self.sampler, self.leases, self.drop_last = sampler, leases, drop_last
+    def __init__(
+        self,
+        sampler: DistributedSampler[Any],
+        leases: Leases,
+        drop_last: bool,
+        own_batches: Callable[[int], int] = lambda batches: batches,
+    ) -> None:
+        self.sampler, self.leases, self.drop_last, self._own_batches = sampler, leases, drop_last, own_batches
         self.batch_size = leases.batch_size
 
     def __len__(self) -> int:
         # What each rank would train if all were equally fast: what DistributedSampler would give it.
         mine = self.leases.total // self.leases.world_size
-        return mine // self.batch_size if self.drop_last else -(-mine // self.batch_size)
+        return self._own_batches(mine // self.batch_size if self.drop_last else -(-mine // self.batch_size))
 
     def __iter__(self) -> Iterator[list[int]]:
         leases = self.leases
@@ -254,13 +261,19 @@ def _itself(loader: DataLoader[Any]) -> DataLoader[Any]:
     return loader
 
 
-def lease(loader: DataLoader[Any], is_for_user: Callable[[], bool] = lambda: False, **options: Any) -> DataLoader[Any]:
+def lease(
+    loader: DataLoader[Any],
+    is_for_user: Callable[[], bool] = lambda: False,
+    own_batches: Callable[[int], int] = lambda batches: batches,
+    **options: Any,
+) -> DataLoader[Any]:
     """The same DataLoader, with leased batches.
 
     Args:
         loader: a DataLoader whose sampler is Lightning's DistributedSampler.
         is_for_user: tells, where it begins to be iterated, whether that is for code of the user, and not for training:
             then it gives out what DistributedSampler deals to this rank, and nothing is drawn.
+        own_batches: as `LeasedBatchSampler` has it.
         options: the arguments of `Leases` that the loader does not know.
     """
     sampler = loader.sampler
@@ -273,7 +286,7 @@ def lease(loader: DataLoader[Any], is_for_user: Callable[[], bool] = lambda: Fal
     leased: DataLoader[Any] = object.__new__(kind)
     vars(leased).update(
         vars(loader),
-        batch_sampler=LeasedBatchSampler(sampler, leases, bool(loader.drop_last)),
+        batch_sampler=LeasedBatchSampler(sampler, leases, bool(loader.drop_last), own_batches),
         leases=leases,
         unleased=loader,
         is_for_user=is_for_user,

@@ -99,6 +99,7 @@ class Place:
         ever_lost: ranks that were lost in this loop or an earlier one.
         failures: what was said of those among them that have failed by themselves.
         reduction: how the members of this rank's group average their gradients.
+        where: returns where this rank is in its loop, in words, for what others are told of it.
         enlistment: the place of a group that joins on its own, whose own ranks torch.distributed knows only; None where
             all ranks were started together.
 
@@ -121,6 +122,7 @@ class Place:
         self.core = GroupCore(
             options.resolved_method(), options.resolved_wire(), options.max_nonfinite_pushes, options.overlap
         )
+        self.where: Callable[[], str] = str
         self.device = default_device(dist.get_backend()) if device is None else torch.device(device)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.torch_rank = self.rank

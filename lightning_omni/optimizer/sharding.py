@@ -466,6 +466,14 @@ def in_order(tree: Any) -> Any:
     return tree
 
 
+def tensors_of(module: Module) -> dict[str, Any]:
+    """Return a module's state as torch reads it: its own tensors, by the names that they have in it.
+
+    A user's class may have a ``state_dict()`` that takes no arguments, and returns copies or other names.
+    """
+    return dict(Module.state_dict(module, keep_vars=True))
+
+
 def named_rows(state: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
     """A ``state_dict`` of whole tensors, each sharded as the module's own of that name is."""
     own = dict(tensors)

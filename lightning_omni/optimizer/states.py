@@ -186,17 +186,17 @@ class States:
                 load_state(optimizer, self.whole(optimizer, snapshot.parts))
 
     def gathered(self, snapshot: ServerSnapshot) -> ServerSnapshot:
-        """What the recorder's group has of a snapshot, each member its share, put together on the recorder's CPU.
+        """Put together, on the recorder's CPU, what the recorder's group has of a snapshot, but for the weights.
 
         Args:
-            snapshot: what this member has. All members of the group call it.
+            snapshot: `sharded`. All members of the group call it.
 
         Returns:
             Elsewhere one with None in the place of what is sharded.
         """
         parts = [
-            {**theirs, "method": part.replica.sharded(theirs["method"])}
-            for part, theirs in zip(self._place.parts, self.sharded(snapshot).parts, strict=True)
+            {**theirs, "weights": dict.fromkeys(theirs["weights"]), "method": part.replica.sharded(theirs["method"])}
+            for part, theirs in zip(self._place.parts, snapshot.parts, strict=True)
         ]
         groups = {
             group: [part.replica.sharded(in_order(tree)) for part, tree in zip(self._place.parts, trees, strict=True)]

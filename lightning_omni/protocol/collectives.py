@@ -9,6 +9,7 @@ Rule 3: a rank opens a few at a time, so what is kept is bounded by the number o
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -16,6 +17,22 @@ from lightning_omni.errors import CollectiveMismatch, ProtocolError
 
 MOST_OPEN = 16
 """Collectives at which a rank may wait when it opens another one."""
+
+_OF_EACH_BATCH = (
+    ". Groups train different numbers of batches, so what a hook has kept of each batch has other sizes on other ranks:"
+    " gather the sizes and pad to the largest, use torch.distributed.all_gather_object, or a metric of torchmetrics"
+)
+
+
+class _Part(NamedTuple):
+    """What a rank contributes to a collective."""
+
+    what: str
+    where: str
+    payload: bytes | Tensor
+
+    def __str__(self) -> str:
+        return f"{self.what} ({self.where})" if self.where else self.what
 
 
 class Collectives:
@@ -30,10 +47,17 @@ class Collectives:
     """
 
     def __init__(self) -> None:
-        self._open: dict[int, dict[int, tuple[str, bytes | Tensor]]] = {}
+        self._open: dict[int, dict[int, _Part]] = {}
 
-    def contribute(self, number: int, rank: int, what: str, payload: bytes | Tensor) -> None:
+    def contribute(self, number: int, rank: int, what: str, payload: bytes | Tensor, where: str = "") -> None:
         """A rank takes part in a collective.
+
+        Args:
+            number: of the collective.
+            rank: that takes part.
+            what: it calls; the same on all ranks.
+            payload: that the others get.
+            where: the rank is, in words, for the message if others called something else.
 
         Raises:
             ProtocolError: the rank waits at too many others.
@@ -41,14 +65,16 @@ class Collectives:
         """
         if number not in self._open and sum(rank in waiting for waiting in self._open.values()) >= MOST_OPEN:
             raise ProtocolError(f"rank {rank} comes to collective {number}, and waits at {MOST_OPEN} others")
-        present = self._open.setdefault(number, {})
-        for other, (purpose, _) in present.items():
-            if purpose != what:
+        present, mine = self._open.setdefault(number, {}), _Part(what, where, payload)
+        for other, theirs in present.items():
+            if theirs.what != what:
+                sizes_differ = what.partition("(")[0] == theirs.what.partition("(")[0]
                 raise CollectiveMismatch(
-                    f"rank {rank} called {what} while rank {other} called {purpose}; outside the training epoch all"
+                    f"rank {rank} called {mine} while rank {other} called {theirs}; outside the training epoch all"
                     " ranks must make the same collective calls in the same order, as under DDP"
+                    + (_OF_EACH_BATCH if sizes_differ else "")
                 )
-        present[rank] = (what, payload)
+        present[rank] = mine
 
     @property
     def is_idle(self) -> bool:
@@ -73,5 +99,5 @@ class Collectives:
             present = self._open[number]
             if all(rank in present for rank in live):
                 del self._open[number]
-                ready.append((number, [(rank, present[rank][1]) for rank in sorted(present) if rank in live]))
+                ready.append((number, [(rank, present[rank].payload) for rank in sorted(present) if rank in live]))
         return ready

@@ -206,11 +206,13 @@ class Contribute(Message, frozen=True, kw_only=True):
         number: counts the collectives of this run.
         what: the collective and its signature; all ranks must call the same one.
         brought: whether the payload is what I have brought before, see `Bring`.
+        where: where this rank is, in words, for a message if another one calls something else.
     """
 
     number: int
     what: str
     brought: bool = False
+    where: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class ReadBrought(Message, frozen=True, kw_only=True):

@@ -91,7 +91,7 @@ class Synchronization(Service):
             return [self._answer(sender.peer)]
         if message.brought:
             payload = self._take_brought(sender.rank)
-        self._collectives.contribute(message.number, sender.rank, message.what, payload)
+        self._collectives.contribute(message.number, sender.rank, message.what, payload, message.where or "")
         return self._training.idle(sender.rank)
 
     def check_brought(self, sender: Sender, message: m.Bring) -> int:

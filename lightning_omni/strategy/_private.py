@@ -11,19 +11,23 @@ import math
 import os
 import sys
 from collections import ChainMap
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.nn import Module
 from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, DistributedSampler
+from torchmetrics import Metric
+from torchmetrics.utilities.data import dim_zero_cat
+from torchmetrics.utilities.distributed import gather_all_tensors
 from typing_extensions import override
 
 from lightning_omni.strategy import NAMESPACES
@@ -34,8 +38,10 @@ if TYPE_CHECKING:
     from pytorch_lightning.loops.evaluation_loop import _EvaluationLoop
     from pytorch_lightning.loops.fit_loop import _FitLoop
     from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
+
+    _Trainer = Trainer
 else:
-    _EvaluationLoop = _FitLoop = _TrainingEpochLoop = object
+    _EvaluationLoop = _FitLoop = _TrainingEpochLoop = _Trainer = object
 
 FIRST_BARRIER = "run-stage"
 """Name of the barrier at which all ranks are once Lightning has registered its signal handlers."""
@@ -134,6 +140,11 @@ def will_step(trainer: Trainer) -> bool:
 def is_inside_a_hook(trainer: Trainer) -> bool:
     """Whether Lightning is calling a hook of the module, a callback or the strategy at the moment."""
     return trainer.lightning_module._current_fx_name is not None
+
+
+def hook_of(trainer: Trainer) -> str:
+    """The hook that Lightning is calling at the moment; empty if there is none."""
+    return trainer.lightning_module._current_fx_name or ""
 
 
 def forget_hook(trainer: Trainer) -> None:
@@ -637,6 +648,30 @@ class LoopControl(Protocol):
     def validate(self, run: Callable[[], Any]) -> Any:
         """The validation loop runs."""
 
+    def own_batches(self, batches: float) -> float:
+        """What user code has as ``num_training_batches``; ``batches`` is what Lightning would give it."""
+
+
+class _ControlledTrainer(_Trainer):
+    """Mixed into the Trainer's own class."""
+
+    _control: LoopControl
+
+    @property
+    @override
+    def num_training_batches(self) -> float:
+        batches = super().num_training_batches
+        return batches if vars(self).get("_estimates") else self._control.own_batches(batches)
+
+    @property
+    @override
+    def estimated_stepping_batches(self) -> float:
+        vars(self)["_estimates"] = True  # of all epochs, by the number of batches under DDP
+        try:
+            return super().estimated_stepping_batches
+        finally:
+            del vars(self)["_estimates"]
+
 
 class _ControlledFitLoop(_FitLoop):
     """Mixed into the fit loop's own class."""
@@ -746,6 +781,7 @@ def control_loops(trainer: Trainer, control: LoopControl) -> None:
     """From now on the Trainer's loops ask `control`. What they show of themselves remains Lightning's."""
     epoch_loop = trainer.fit_loop.epoch_loop
     for loop, mixin in (
+        (trainer, _ControlledTrainer),
         (trainer.fit_loop, _ControlledFitLoop),
         (epoch_loop, _ControlledEpochLoop),
         (epoch_loop.val_loop, _ControlledValidationLoop),
@@ -758,14 +794,90 @@ def control_loops(trainer: Trainer, control: LoopControl) -> None:
 
 def release_loops(trainer: Trainer) -> None:
     """Undoes `control_loops`."""
-    for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.val_loop):
+    for loop in (trainer, trainer.fit_loop, trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.val_loop):
         _give_back_class(loop)
 
 
 def _give_back_class(loop: Any) -> None:
-    if isinstance(loop, (_ControlledFitLoop, _ControlledEpochLoop, _ControlledValidationLoop)):
+    if isinstance(loop, (_ControlledTrainer, _ControlledFitLoop, _ControlledEpochLoop, _ControlledValidationLoop)):
         del type(loop)._control  # a class is freed late, and must keep nothing of the run alive
         loop.__class__ = type(loop).__mro__[2]
+
+
+# --- Metrics of torchmetrics, and how many of something each rank has -------------------------------------------------
+
+
+class _Joined:
+    """Stands in the place of the function by which a metric gets what all ranks have: see `join_lists`."""
+
+    def __init__(self, sync: Callable[..., None], is_needed: Callable[[], bool]) -> None:
+        self.sync, self.is_needed = sync, is_needed
+
+    def __get__(self, metric: Any, owner: Any = None) -> Any:
+        return self if metric is None else partial(self._join, metric)
+
+    def _join(self, metric: Any, dist_sync_fn: Any = None, process_group: Any = None) -> None:
+        sync = partial(self.sync, metric, dist_sync_fn, process_group)
+        lists = {name: own for name in metric._reductions if isinstance(own := getattr(metric, name), list)}
+        if not lists or dist_sync_fn is not gather_all_tensors or not self.is_needed():
+            sync()
+            return
+        group = process_group or metric.process_group or dist.group.WORLD
+        of_each = dict(zip(lists, zip(*_sizes(lists.values(), group, metric.device), strict=True), strict=True))
+        for name, sizes in of_each.items():
+            most, dims, kind = max(sizes)
+            missing = most - len(lists[name])
+            if missing and min(sizes)[0] >= 0 and not (lists[name] and metric._reductions[name] is dim_zero_cat):
+                device = lists[name][0].device if lists[name] else metric.device
+                empty = torch.empty([0] * dims, dtype=_DTYPES[kind], device=device)
+                setattr(metric, name, [*lists[name], *[empty] * missing])
+        sync()
+        for name, sizes in of_each.items():
+            if metric._reductions[name] is None and min(sizes)[0] >= 0:
+                lengths = [length for length, *_ in sizes]  # of each place in a list it has what each rank has, in turn
+                joined = enumerate(getattr(metric, name))
+                ours = [each for place, each in joined if place // len(lengths) < lengths[place % len(lengths)]]
+                setattr(metric, name, ours)
+
+
+_DTYPES = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16),
+    *(torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128),
+)
+
+
+def _sizes(lists: Iterable[list[Any]], group: Any, device: torch.device) -> list[list[tuple[int, int, int]]]:
+    """Of each rank, the length of each list, -1 if it has no tensors, and the dimensions and the type of these."""
+    mine = torch.tensor([_size(each) for each in lists], device=device)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, mine, group=group)
+    return [[(length, dims, kind) for length, dims, kind in each.tolist()] for each in everyone]
+
+
+def _size(entries: list[Any]) -> tuple[int, int, int]:
+    if not all(isinstance(each, Tensor) and each.dtype in _DTYPES for each in entries):
+        return -1, 0, 0
+    return (len(entries), entries[0].dim(), _DTYPES.index(entries[0].dtype)) if entries else (0, 0, 0)
+
+
+def join_lists(is_needed: Callable[[], bool]) -> None:
+    """From now on metrics that keep a list (one tensor for each batch, or each image) may have lists of any lengths.
+
+    torchmetrics gathers the first tensor of all ranks, then the second, and so on, as long as a rank has further ones:
+    ranks with fewer are at another collective by then.
+
+    Args:
+        is_needed: tells, where a metric is computed, whether ranks may have trained different numbers of batches.
+    """
+    separate_lists()
+    Metric._sync_dist = _Joined(Metric._sync_dist, is_needed)  # type: ignore[method-assign,assignment]
+
+
+def separate_lists() -> None:
+    """Undoes `join_lists`."""
+    joined = vars(Metric)["_sync_dist"]
+    if isinstance(joined, _Joined):
+        Metric._sync_dist = joined.sync  # type: ignore[method-assign]
 
 
 # --- A validation by one group, whose end all groups hear of ----------------------------------------------------------

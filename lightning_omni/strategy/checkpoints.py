@@ -11,8 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 from typing_extensions import override
 
 from lightning_omni.optimizer import World, names_of
@@ -20,6 +22,7 @@ from lightning_omni.optimizer.folders import Folder, by_names, without_tensors
 from lightning_omni.optimizer.folders import save as save_folder
 from lightning_omni.optimizer.saved import ENTRY, Saved
 from lightning_omni.optimizer.server_store import ServerSnapshot
+from lightning_omni.optimizer.sharding import is_part, local_of
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.progress import Progress
 from lightning_omni.strategy.epochs import EpochDriver
@@ -61,20 +64,21 @@ class Checkpoints:
         self,
         world: World,
         module: Module,
-        state: dict[str, Any],
+        read: Callable[[], dict[str, Any]],
         version: Version | None = None,
         is_folder: bool = False,
         is_alone: bool = False,
-    ) -> None:
-        """Puts the weights that the method evaluates into the module's state, in the place of this group's own.
+    ) -> dict[str, Any]:
+        """Returns the module's state, with the weights that the method evaluates in the place of this group's own.
 
         At a synchronization point of all groups every rank takes part, and what the groups know each for itself is
-        collected. In between the recorder speaks for itself and the server.
+        collected. In between the recorder speaks for itself and the server: the module holds the server's weights while
+        it says what its state is, whatever its ``state_dict`` makes of them.
 
         Args:
             world: this rank's place in the run.
             module: what is trained.
-            state: from its ``state_dict``; changed in place.
+            read: returns the module's state.
             version: what was validated, if that is what is to be saved; None for the weights as they are.
             is_folder: whether each member of the recorder's group saves its share of what members hold together.
             is_alone: whether others are elsewhere, wherever this rank is: it has failed.
@@ -90,17 +94,22 @@ class Checkpoints:
                 f" have not pushed yet in the wire format {type(world.core.wire_format).__name__} is not in it; save"
                 " at an epoch's end or after a validation to have it"
             )
-        if world.hands_over:
-            self._snapshot = world.channel.store.snapshot(version=version.number if version is not None else 0)
-            if is_together and world.enlistment is None:  # a group that has joined does not know of all others
-                self._snapshot = self._complete_groups(self._snapshot, world.live_groups)
-            if world.share is not None:
-                put_together = world.states.sharded if is_folder else world.states.gathered
-                self._snapshot = put_together(self._snapshot)
-            if world.is_computing:  # otherwise the module has them, or what a callback has put in their place
-                _overlay(world, module, state, self._snapshot)
-                buffers = version.buffers if version is not None else {}
-                state.update((name, buffer) for name, buffer in buffers.items() if name in state)
+        if not world.hands_over:
+            return read()
+        snapshot = world.channel.store.snapshot(version=version.number if version is not None else 0)
+        if is_together and world.enlistment is None:  # a group that has joined does not know of all others
+            snapshot = self._complete_groups(snapshot, world.live_groups)
+        if world.share is not None:
+            snapshot = world.states.sharded(snapshot)
+        values: dict[Tensor, Tensor] = {}
+        if world.is_computing:  # otherwise the module has them, or what a callback has put in their place
+            values = _evaluated(world, module, snapshot)
+            own, buffers = dict(module.named_buffers()), version.buffers if version is not None else {}
+            values |= {own[name]: buffers[name] for name in own.keys() & buffers.keys()}
+        state = _read_holding(values, read)
+        gathers = world.share is not None and not is_folder
+        self._snapshot = world.states.gathered(snapshot) if gathers else snapshot
+        return state
 
     def _complete_groups(self, snapshot: ServerSnapshot, groups: Collection[int]) -> ServerSnapshot:
         """The snapshot; without what groups alone know unless all of it is there, for it is given to groups in order.
@@ -263,18 +272,54 @@ def _without_tensors(world: World, trees: Sequence[Any], tensors: dict[str, Any]
     return [without_tensors(tree, part.replica.layout, part.replica.ordered, tensors) for part, tree in pairs]
 
 
-def _overlay(world: World, module: Module, state: dict[str, Any], snapshot: ServerSnapshot) -> None:
-    """Puts master weights in the place of own ones, under every name that a tied parameter has."""
+def _evaluated(world: World, module: Module, snapshot: ServerSnapshot) -> dict[Tensor, Tensor]:
+    """Returns the module's parameters that the server has, with the weights that it has of them."""
     mine = {name: parameter for parameter, name in names_of(module).items()}
-    masters = {
-        id(part.replica.parameters.get(name, mine.get(name))): value
+    return {
+        own: value
         for part, theirs in zip(world.parts, snapshot.parts, strict=True)
         for name, value in theirs["weights"].items()
         if world.method.evaluated != "mean" or part.head is not None
+        if (own := part.replica.parameters.get(name, mine.get(name))) is not None
     }
-    for name, own in module.state_dict(keep_vars=True).items():
-        if id(own) in masters and name in state:
-            state[name] = masters[id(own)]
+
+
+def _read_holding(values: Mapping[Tensor, Tensor], read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Returns a module's state while tensors of it have other values; afterwards they have their own again.
+
+    What is read is copied to the CPU, but for shards, where it is in the memory of these tensors.
+
+    Args:
+        values: of tensors of the module; those of another shape are left out.
+        read: returns the module's state.
+    """
+    # What goes through ``.data`` is no edit of the user's: torch does not count it.
+    pairs = [(local_of(own).data, local_of(value)) for own, value in values.items() if own.shape == value.shape]
+    kept = [(own, own.to("cpu", copy=True)) for own, _ in pairs]
+    written = {_memory_of(own) for own, _ in pairs} - {0}
+
+    def copied(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or _memory_of(leaf) not in written:
+            return leaf
+        return leaf.detach().clone() if is_part(leaf) else leaf.detach().to("cpu", copy=True)
+
+    try:
+        for own, value in pairs:
+            own.copy_(value)
+        state = read()
+        for name, entry in state.items():
+            state[name] = tree_map(copied, entry)
+    finally:
+        for own, value in kept:
+            own.copy_(value)
+    return state
+
+
+def _memory_of(tensor: Tensor) -> int:
+    try:
+        return local_of(tensor).untyped_storage().data_ptr()
+    except RuntimeError:  # of a class that has no memory itself
+        return 0
 
 
 class WholeFileHooks(_Base):

@@ -28,6 +28,7 @@ from lightning_omni.protocol.leases import Batch
 from lightning_omni.protocol.progress import Progress
 from lightning_omni.protocol.record import Spans
 from lightning_omni.strategy import _private
+from lightning_omni.strategy.ends import OwnEnd, differ
 from lightning_omni.strategy.leased import LeasedData, is_given, size_of
 from lightning_omni.strategy.published import PublishedValidation
 from lightning_omni.strategy.run_progress import RunProgress
@@ -103,6 +104,7 @@ class EpochDriver:
     Args:
         data: ``"dynamic"`` or ``"static"``.
         info: logs a message for the user, on rank 0.
+        warn: warns the user, on rank 0.
         validation: ``"wait"`` or ``"published"``.
 
     Attributes:
@@ -125,13 +127,18 @@ class EpochDriver:
         self,
         data: Literal["dynamic", "static"],
         info: Callable[[str], None],
+        warn: Callable[[str], None],
         validation: Literal["wait", "published"] = "wait",
     ) -> None:
-        self._info = info
+        self._info, self._warn = info, warn
         self.published = PublishedValidation(validation == "published", info)
         # A loader that was made in the epoch's first hook says another epoch.
         self.data = LeasedData(
-            data, info, lambda epoch: self.begin(self.trainer.current_epoch), lambda: self._is_for_user
+            data,
+            info,
+            lambda epoch: self.begin(self.trainer.current_epoch),
+            lambda: self._is_for_user,
+            lambda batches: int(self.own_batches(batches)),
         )
         self.run = RunProgress(self.data)
         self.is_open = False
@@ -142,7 +149,7 @@ class EpochDriver:
         self.schedulers = RunSchedulers(self.run, self._steps)
         self._epoch = _Epoch()
         self._begun = -1
-        self._started = self._stopping = False
+        self._started = self._stopping = self._have_differed = False
         self._entered: Entered | None = None
         self.on_parted: Callable[[], None] = lambda: None
         self.check_every = 0
@@ -157,7 +164,7 @@ class EpochDriver:
         self.published.connect(trainer, world)
         self.run.connect(trainer, world)
         self.schedulers.connect(trainer)
-        self._started, self._begun = False, -1
+        self._started, self._begun, self._have_differed = False, -1, False
 
     def resume(self, saved: Saved) -> None:
         """A fit goes on from a checkpoint.
@@ -411,9 +418,19 @@ class EpochDriver:
         self.is_open_ended, self._epoch.validates = False, None
 
     def after_hooks_of_end(self) -> None:
-        """All hooks of the epoch's end are over: if one of them has said stop on any rank, all ranks do."""
-        if self.world.executor.exchanges:
-            self.trainer.should_stop |= any(self.world.all_reduce_max([int(_private.stops_now(self.trainer))]))
+        """All hooks of the epoch's end are over: if one of them has said stop on any rank, all ranks do.
+
+        What only some ranks have done at a batch number of theirs, the user is told, once.
+        """
+        if not self.world.executor.exchanges:
+            return
+        trainer, by_hand = self.trainer, self.run.by_hand
+        own = OwnEnd.of(trainer, by_hand.unstepped if by_hand is not None else 0)
+        stops, *marks = self.world.all_reduce_max([int(_private.stops_now(trainer)), *own.marks])
+        trainer.should_stop |= bool(stops)
+        if not self._have_differed and differ(marks):
+            self._have_differed = True
+            self._warn(f"OmniStrategy: {own.sentence(self.world)}")
 
     @property
     def _trained(self) -> int:
@@ -455,6 +472,20 @@ class EpochDriver:
             return done
         seen = min(self.run.seen, plan.budget)
         return max(done + 1, -(-done * plan.budget // seen) if seen else self.run.now().batches)
+
+    def own_batches(self, batches: float) -> float:
+        """Return how many batches this rank trains in the epoch under way, as far as is known.
+
+        So a hook that compares it with the number of the batch finds the rank's own last batch.
+
+        Args:
+            batches: of a rank under DDP.
+        """
+        if not (self.is_open and self.is_open_ended):
+            return batches
+        trainer = self.trainer
+        trained = trainer.fit_loop.batch_idx + 1
+        return trained if trained and trainer.is_last_batch else max(batches, trained + 1)
 
     def interrupt(self, module: Module) -> None:
         """The run ends here, in mid-epoch: the groups synchronize for the last time, with what each has trained.

@@ -70,7 +70,7 @@ class GroupedStrategy(_Base):
         self._world: World | None = None
         self.merged = Merged(options.merged)
         self.proxies = Proxies()
-        self.epochs = EpochDriver(options.data, self.rank_zero_info, options.validation)
+        self.epochs = EpochDriver(options.data, self.rank_zero_info, self.rank_zero_warn, options.validation)
         self.balance = Balance(options.rebalance, self.rank_zero_info)
         self.trainable = Trainable(self.rank_zero_warn)
         self.reporting = Reporting()

@@ -21,7 +21,7 @@ from lightning_omni.errors import ConfigurationError, MalformedMessage, Unsuppor
 from lightning_omni.methods.master import held_by
 from lightning_omni.optimizer import names_of
 from lightning_omni.optimizer.model_replica import Part
-from lightning_omni.optimizer.sharding import are_rows, fill, is_part, local_of, reshard
+from lightning_omni.optimizer.sharding import are_rows, fill, is_part, local_of, reshard, tensors_of
 from lightning_omni.protocol.codec import pack
 from lightning_omni.protocol.progress import Progress
 from lightning_omni.strategy import _private
@@ -116,7 +116,7 @@ class RunStates:
         finally:
             self.is_described = False
         served = {id(each) for part in strategy.world.parts for each in part.replica.ordered}
-        entries = strategy.pl_module.state_dict(keep_vars=True).items()
+        entries = tensors_of(strategy.pl_module).items()
         own = {name: each for name, each in entries if isinstance(each, Tensor) and id(each) not in served}
         shared = {name: own.pop(name) for name in list(own) if is_part(own[name])}
         bases = strategy.epochs.schedulers.counting
@@ -182,7 +182,7 @@ class RunStates:
         """For every tensor of the module's state, the name by which the server has it; empty if it has it not."""
         strategy = self._strategy
         served = {id(each): name for part in strategy.world.parts for name, each in part.replica.parameters.items()}
-        return {name: served.get(id(each), "") for name, each in strategy.pl_module.state_dict(keep_vars=True).items()}
+        return {name: served.get(id(each), "") for name, each in tensors_of(strategy.pl_module).items()}
 
     def _described(self, part: Part) -> dict[str, Any]:
         """What belongs to which parameter, of what the server holds of an optimizer."""
@@ -296,7 +296,7 @@ class RunStates:
             ConfigurationError: the module of the run has more in it.
         """
         module = self._strategy.pl_module
-        unexpected = module.load_state_dict(tree["module"], strict=False).unexpected_keys
+        unexpected = Module.load_state_dict(module, tree["module"], strict=False).unexpected_keys
         if unexpected:
             raise ConfigurationError(
                 f"the module of the run that this group joins has {unexpected[0]}, and this group's module has not:"
@@ -304,7 +304,7 @@ class RunStates:
                 " (ModelPruning, say), no group that joins later has"
             )
         if tree["shared"]:
-            fill(module.state_dict(), tree["shared"])
+            fill(tensors_of(module), tree["shared"])
 
     def training_begins(self) -> None:
         """Hooks before training are over, and weights are about to be read."""

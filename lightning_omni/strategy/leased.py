@@ -32,6 +32,7 @@ class LeasedData:
         info: logs a message for the user, on rank 0.
         before_epoch: called with an epoch's number before samples of it are drawn from the server.
         is_for_user: tells, where a training loader begins to be iterated, whether that is for code of the user.
+        own_batches: gives how many batches this rank trains, from how many it would train under DDP.
 
     Attributes:
         leases: this rank's view of the data, if it is leased.
@@ -44,8 +45,9 @@ class LeasedData:
         info: Callable[[str], None],
         before_epoch: Callable[[int], None],
         is_for_user: Callable[[], bool] = lambda: False,
+        own_batches: Callable[[int], int] = lambda batches: batches,
     ) -> None:
-        self.kind = data
+        self.kind, self._own_batches = data, own_batches
         self._info, self._before_epoch, self._is_for_user = info, before_epoch, is_for_user
         self._world: World | None = None
         self.leases: Leases | None = None
@@ -134,6 +136,7 @@ class LeasedData:
         leased = lease(
             loader,
             self._is_for_user,
+            self._own_batches,
             rank=rank // world.tensor_parallel,
             before_epoch=self._before_epoch,
             is_local=not world.executor.exchanges,
@@ -242,7 +245,7 @@ class FitLimits:
         """
         reference = self.reference(leases)
         there = -(-leases.total // reference.batch)
-        limit = self._trainer.num_training_batches  # a callback may have put it beyond what is there
+        limit = self._trainer.fit_loop.max_batches  # a callback may have put it beyond what is there
         batches = min(int(limit), there) if limit != float("inf") else there
         is_next = before is not None and epoch - before.epochs in (0, 1)
         past = before.steps_before(epoch) if before is not None and is_next else None
@@ -324,13 +327,14 @@ class StepsByHand:
 
     Attributes:
         counts: batches, and the steps that were taken in them; the same on all members of a group.
+        unstepped: batches since the last step.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         batches = _private.batches_begun(trainer)
         self.counts = batches, _private.steps_by_hand(trainer) if batches else 0
-        self._before = 0
+        self._before = self.unstepped = 0
 
     def begin_batch(self) -> None:
         """A batch begins."""
@@ -339,7 +343,9 @@ class StepsByHand:
     def end_batch(self) -> None:
         """A batch has ended."""
         batches, steps = self.counts
-        self.counts = batches + 1, steps + _private.steps_by_hand(self._trainer) - self._before
+        taken = _private.steps_by_hand(self._trainer) - self._before
+        self.counts = batches + 1, steps + taken
+        self.unstepped = 0 if taken else self.unstepped + 1
 
     def steps_of(self, batches: int) -> int:
         """Steps that so many batches make, as far as is known."""

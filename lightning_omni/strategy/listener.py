@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,7 @@ from lightning_omni.strategy.grouping import GroupedStrategy
 from lightning_omni.strategy.live_metrics import ProgressDisplay, live_metrics
 from lightning_omni.strategy.saving import SavingStrategy
 from lightning_omni.strategy.signals import Signals
+from lightning_omni.strategy.waiting import whereabouts
 from lightning_omni.topology import Topology
 
 if TYPE_CHECKING:
@@ -54,11 +56,15 @@ class Listener:
         _private.forget_hook(trainer)
         _private.listen(trainer, self)
         _private.control_loops(trainer, self)
+        world = strategy.world
+        _private.join_lists(lambda: world.executor.exchanges and not world.is_computing)
+        world.where = partial(whereabouts, trainer)
 
     def close(self) -> None:
         """The fit is over, however it ended: the Trainer is as it was."""
         _private.stop_listening(self._trainer)
         _private.release_loops(self._trainer)
+        _private.separate_lists()
         self._display.release()
 
     # --- What the loops ask ------------------------------------------------------------------------------------------
@@ -85,6 +91,10 @@ class Listener:
     def validate(self, run: Callable[[], Any]) -> Any:
         """The validation loop runs."""
         return self._strategy.epochs.validate(run)
+
+    def own_batches(self, batches: float) -> float:
+        """What user code has as ``num_training_batches``."""
+        return self._strategy.epochs.own_batches(batches)
 
     def run(self, run: Callable[[], None]) -> None:
         """The fit loop runs: as the Trainer wants, or inside a hook, as for a learning-rate finder."""
@@ -264,7 +274,7 @@ class NestedRuns:
         strategy = self._strategy
         world = strategy.world
         kept, steps = (strategy.epochs, strategy.balance), world.steps
-        epochs = EpochDriver("static", strategy.rank_zero_info)
+        epochs = EpochDriver("static", strategy.rank_zero_info, strategy.rank_zero_warn)
         epochs.connect(strategy.pl_module.trainer, world)
         strategy.epochs, strategy.balance = epochs, Balance("off", strategy.rank_zero_info)
         self.is_running = True

@@ -13,7 +13,7 @@ from typing_extensions import override
 from lightning_omni.errors import RankLost, UnsupportedError
 from lightning_omni.optimizer.failing import have_failed_alike, place_of
 from lightning_omni.optimizer.folders import is_folder
-from lightning_omni.optimizer.sharding import is_sharded, named_rows, reshard, state_rows, whole
+from lightning_omni.optimizer.sharding import is_sharded, named_rows, reshard, state_rows, tensors_of, whole
 from lightning_omni.strategy import _private
 from lightning_omni.strategy.checkpoints import Checkpoints
 from lightning_omni.strategy.grouping import GroupedStrategy
@@ -105,11 +105,13 @@ class SavingStrategy(GroupedStrategy):
         if self._world is not None:
             reshard(self.world.held.sharded)
             self.world.agree_on_recorder()
-        state = super().lightning_module_state_dict()
-        if self._is_asynchronous:
-            version = self.epochs.published.version
-            self.checkpoints.collect(self.world, self.pl_module, state, version, self.saves_folders, self.has_failed)
-        return self._put_together(state)
+        read = super().lightning_module_state_dict
+        if not self._is_asynchronous:
+            return self._put_together(read())
+        version = self.epochs.published.version
+        return self._put_together(
+            self.checkpoints.collect(self.world, self.pl_module, read, version, self.saves_folders, self.has_failed)
+        )
 
     def _check_failed_alike(self) -> None:
         """Raises `RankLost` if this rank has failed, and others do not come that hold the model together with it."""
@@ -147,7 +149,7 @@ class SavingStrategy(GroupedStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Loads whole weights; where the members of a group hold the model together, each its rows of them."""
         if self.is_sharded and is_sharded(self.pl_module):
-            state = named_rows(checkpoint["state_dict"], self.pl_module.state_dict(keep_vars=True).items())
+            state = named_rows(checkpoint["state_dict"], tensors_of(self.pl_module).items())
             checkpoint = {**checkpoint, "state_dict": state}
         super().load_model_state_dict(checkpoint, strict=strict)
 
@@ -165,7 +167,7 @@ class SavingStrategy(GroupedStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Adds what server and groups know beyond Lightning: clocks, samples trained, and the method's own state."""
         if self.epochs.run.is_whole and "loops" in checkpoint:
-            batches = self._trainer.num_training_batches
+            batches = self._trainer.fit_loop.max_batches
             if math.isfinite(batches):
                 end_whole_epoch(checkpoint["loops"], int(batches))
         if self.epochs.is_cut_short and "loops" in checkpoint:

@@ -5,11 +5,20 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
-from lightning_omni.strategy import NAMESPACES
+from lightning_omni.strategy import NAMESPACES, _private
+
+if TYPE_CHECKING:
+    from pytorch_lightning import Trainer
 
 _COLLECTIVES = "torch.distributed.distributed_c10d"
-_LIBRARIES = {"torch", "torchmetrics", "lightning_omni", "lightning_fabric", "lightning", "pytorch_lightning"}
+_LIBRARIES = {
+    "torch",
+    "torchmetrics",
+    "lightning_omni",
+    *("lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning"),
+}
 _LOOPS = tuple(f"{name}.loops." for name in NAMESPACES)
 
 
@@ -33,6 +42,12 @@ def waits_in(frame: FrameType | None) -> str:
             return f"{collective}(), called in {called} ({Path(code.co_filename).name}, line {frame.f_lineno})"
         frame = frame.f_back
     return ""
+
+
+def whereabouts(trainer: Trainer) -> str:
+    """Return where a rank that calls a collective is: the user's call if there is one, or the hook, and the batch."""
+    called = waits_in(sys._getframe()).partition(", ")[2] or f"in {_private.hook_of(trainer) or 'the loop'}"
+    return f"{called}, after batch {trainer.fit_loop.batch_idx + 1} of epoch {trainer.current_epoch}"
 
 
 def waiting_sentence(rank: int, seconds: float, where: str) -> str:

@@ -229,7 +229,7 @@ class TunedRun:
     @property
     def batches(self) -> float:
         """Of each rank, in an epoch; 1 if there is no telling."""
-        batches = self.trainer.num_training_batches
+        batches = self.trainer.fit_loop.max_batches
         return max(1, batches) if math.isfinite(batches) else 1
 
     @property

@@ -115,6 +115,50 @@ def before_an_exchange() -> dict[str, Any]:
     }
 
 
+class OwnState(Net):
+    """Its state takes no arguments: copies, under other names, of what is trained, and a sum of them."""
+
+    def state_dict(self) -> dict[str, Any]:
+        own = {f"my.{name}": value.clone() for name, value in super().state_dict().items() if name != "frozen"}
+        return {**own, "nested": {"first": self.net[0].weight}, "sum": sum(value.sum() for value in own.values())}
+
+
+class SavesOnce(InTime):
+    """Saves after the third batch of a group, when the server has heard of none."""
+
+    def __init__(self) -> None:
+        self.at_first = self.before = self.after = ""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.at_first = digest(pl_module.net)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self.before = digest(pl_module.net)
+            trainer.save_checkpoint(FOLDER / "own state.ckpt")
+            self.after = digest(pl_module.net)
+
+
+def own_state() -> dict[str, Any]:
+    """Saves a module that says by itself what its state is, while its groups have weights of their own."""
+    pl.seed_everything(1, verbose=False)
+    module, saves = OwnState(norm=False), SavesOnce()
+    start = {name: value.clone() for name, value in module.state_dict().items() if name != "nested"}
+    run = trainer(omni.OmniStrategy(groups=2, method="diloco:period=8"), 2, callbacks=[saves], limit_train_batches=4)
+    run.fit(module, *loaders())
+    if RANK:
+        return {}
+    saved = torch.load(FOLDER / "own state.ckpt", weights_only=True)["state_dict"]
+    first = saved.pop("nested")["first"]
+    return {
+        "names": sorted(saved),
+        "as at first": [name for name, value in saved.items() if torch.equal(value, start[name])],
+        "nested": torch.equal(first, start["my.net.0.weight"]),
+        "has moved": saves.before != saves.at_first,
+        "goes on": saves.before == saves.after,
+    }
+
+
 def from_inside(strategy: Any, name: str = "groups-step=6", samples: int = 256) -> dict[str, Any]:
     """Goes on from there."""
     pl.seed_everything(1, verbose=False)
@@ -171,6 +215,7 @@ def main() -> None:
         "groups from inside of groups": from_inside(omni.OmniStrategy(groups=2)),
         "one group from inside of groups": from_inside(omni.OmniStrategy(groups=1)),
         "before an exchange": before_an_exchange(),
+        "own state": own_state(),
         "ddp from before an exchange": from_inside(ddp(), "early-step=3", MANY),
         "groups from before an exchange": from_inside(diloco, "early-step=3", MANY),
         "one group from before an exchange": from_inside(omni.OmniStrategy(groups=1), "early-step=3", MANY),

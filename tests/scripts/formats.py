@@ -91,7 +91,7 @@ def save_inside_an_epoch(world: World, model: torch.nn.Module) -> None:
     for _ in range(2):
         checkpoints.collect(world, model, model.state_dict())
         checkpoint: dict[str, Any] = {"optimizer_states": []}
-        checkpoints.complete(world, checkpoint, EpochDriver("dynamic", said.append))
+        checkpoints.complete(world, checkpoint, EpochDriver("dynamic", said.append, said.append))
         if world.is_recorder:
             assert checkpoint["omni"]["group"] == {}
             assert checkpoint["omni"]["run"]["cut"]["clocks"][0] > 0

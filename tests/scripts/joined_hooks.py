@@ -31,6 +31,10 @@ class Edited(Net):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) / self.temperature
 
+    def state_dict(self) -> dict[str, Any]:
+        """Takes no arguments, and returns copies, under names of its own, of some."""
+        return {f"my.{name}": value.clone() for name, value in super().state_dict().items() if name != "temperature"}
+
     def train_dataloader(self) -> Any:
         self.loaded.append(self.current_epoch)
         return DataLoader(dataset(FIRST if self.current_epoch == 0 else 128), batch_size=8, shuffle=True)

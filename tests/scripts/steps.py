@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from typing import Any
 
 import torch
+import torchmetrics
 from common import FOLDER, Net, dataset, loaders, omni, pl, report, trainer
 from torch.utils.data import DistributedSampler
 
@@ -45,6 +47,76 @@ class ByHand(Net):
         if batch_idx % self.window == 0:
             self.optimizers().step()
             self.optimizers().zero_grad()
+
+
+class ByCount(Net):
+    """Steps after every fifth batch and the last of an epoch, after which it steps its schedule, too.
+
+    Which one that is, it finds by the number of batches, or of the loader, or by the number that there was at first.
+    """
+
+    def __init__(self, known: str) -> None:
+        super().__init__()
+        self.automatic_optimization, self.known = False, known
+        self.number = self.left = 0
+
+    def on_train_start(self) -> None:
+        self.number = int(self.trainer.num_training_batches)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        numbers = {"trainer": self.trainer.num_training_batches, "loader": len(self.trainer.train_dataloader)}
+        assert int(self.trainer.estimated_stepping_batches) == 2 * self.number
+        is_last = batch_idx + 1 == numbers.get(self.known, self.number)
+        self.manual_backward(self.loss(batch) / 5)
+        self.left += 1
+        if (batch_idx + 1) % 5 == 0 or is_last:
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+            self.left = 0
+        if is_last:
+            self.lr_schedulers().step()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+class Rows(torchmetrics.Metric):
+    """Keeps what it is given, each by itself and joined, as metrics of retrieval and of detection do."""
+
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("kept", [], dist_reduce_fx=None)
+        self.add_state("joined", [], dist_reduce_fx="cat")
+
+    def update(self, numbers: torch.Tensor) -> None:
+        self.kept.append(numbers[:, None])
+        self.joined.append(numbers)
+
+    def compute(self) -> tuple[int, list[int], list[int]]:
+        kept = torch.cat(self.kept).flatten().tolist() if self.kept else []
+        return len(self.kept), sorted(kept), sorted(torch.as_tensor(self.joined).tolist())
+
+
+class KeepsRows(Net):
+    """Computes metrics of all that was trained in an epoch; some that the fast group alone has seen anything of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.rare, self.found = Rows(), Rows(), list[Any]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.rows.update(batch[2])
+        if batch_idx > 34:
+            self.rare.update(batch[2][: batch_idx % 3])
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        self.found.append([len(self.rows.kept), *self.rows.compute(), *self.rare.compute(), len(self.rows.kept)])
+        self.rows.reset()
+        self.rare.reset()
 
 
 class Skips(Scheduled):
@@ -120,6 +192,22 @@ def limited(module: Net, groups: int, regroup: tuple[int, int, int] | None = Non
     return facts(run, follows)
 
 
+def by_count(known: str) -> dict[str, Any]:
+    """A fit whose hooks compare numbers of batches, and what the user is warned of."""
+    module = ByCount(known)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = limited(module, 2, max_epochs=2)
+    said = [str(each.message) for each in caught if "OmniStrategy" in str(each.message)]
+    return {**found, "left": module.left, "rate": module.optimizers().param_groups[0]["lr"], "said": said}
+
+
+def lists() -> dict[str, Any]:
+    """A fit with metrics that keep lists."""
+    module = KeepsRows()
+    return {**limited(module, 2, max_epochs=2), "found": module.found}
+
+
 def longer(make: Any, groups: int, then: int, how: str, limit: int = 30) -> dict[str, Any]:
     """A fit of 20 steps, the last of them inside an epoch, and another one to ``limit``."""
     run = run_of(groups, Saves() if how == "last batch" else Follows(), max_steps=20)
@@ -191,6 +279,10 @@ def main() -> None:
             "regrouped at the end": limited(Net(), 1, regroup=(0, 19, 2), max_steps=20),
             "by hand, regrouped": limited(ByHand(), 2, regroup=(0, 4, 1), max_steps=20),
             "by hand, windows": limited(ByHand(4), 2, regroup=(1, 4, 1), max_steps=14),
+            "by count": by_count("trainer"),
+            "by count of the loader": by_count("loader"),
+            "by count of before": by_count("before"),
+            "lists": lists(),
             "skips": limited(Skips(), 2, max_steps=16),
             "skips, scheduled by epoch": limited(SkipsByEpoch(), 2, max_epochs=3),
             "more of two": longer(ByEpoch, 2, 2, "checkpoint"),

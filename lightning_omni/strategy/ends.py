@@ -1,0 +1,101 @@
+"""What ranks have at an epoch's end that all of them have alike under DDP, and what the user is told if they have not.
+
+Groups train different numbers of batches. So what a hook does at a batch number that it has counted or kept, it does on
+some ranks only, or at different moments.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lightning_omni.optimizer import World
+from lightning_omni.strategy import _private
+
+if TYPE_CHECKING:
+    from pytorch_lightning import Trainer
+
+
+class OwnEnd(NamedTuple):
+    """How an epoch has ended on this rank.
+
+    Attributes:
+        epoch: its number.
+        batches: that this rank has trained of it.
+        unstepped: batches since the user's last step, in manual optimization.
+        rates: learning rates of all parameter groups.
+    """
+
+    epoch: int
+    batches: int
+    unstepped: int
+    rates: list[float]
+
+    @classmethod
+    def of(cls, trainer: Trainer, unstepped: int) -> OwnEnd:
+        """Return the end of the epoch that this Trainer has trained last; ``unstepped`` is as above."""
+        groups: list[Any] = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        rates = [float(group["lr"]) for group in groups if "lr" in group]
+        return cls(trainer.current_epoch - 1, _private.batches_trained(trainer), unstepped, rates)
+
+    @property
+    def marks(self) -> list[int]:
+        """Numbers whose largest over all ranks tell `differ` whether ranks differ."""
+        rates = zlib.crc32(struct.pack(f"{len(self.rates)}d", *self.rates))
+        return [rates, -rates, int(self.unstepped > 0), int(not self.unstepped)]
+
+    def sentence(self, world: World) -> str:
+        """Return what the user is told where ranks differ. All live ranks call it."""
+        ends = self._of_all(world)
+        first = next(iter(ends.values()))
+        place = next(
+            (i for i in range(len(self.rates)) if any(e.rates[i] != first.rates[i] for e in ends.values())), -1
+        )
+
+        def said(end: OwnEnd) -> str:
+            last = f"its last step {end.unstepped} batches before its end" if end.unstepped else "a step in the last"
+            return f"the learning rate {end.rates[place]:.4g}" if place >= 0 else last
+
+        shown = ", ".join(
+            f"rank {rank} has trained {end.batches} batches and has {said(end)}"
+            for rank, end in sorted(ends.items(), key=lambda item: (said(item[1]) == said(first), item[0]))[-4:]
+        )
+        return (
+            f"epoch {self.epoch} has not ended alike on all ranks: {shown}. Groups train different numbers of batches,"
+            " so a hook that compares its batch number with one that it has kept, or counts by itself, does something"
+            " on some ranks only. Ask trainer.is_last_batch, or compare with trainer.num_training_batches in that very"
+            " batch, which is then that of this rank; return schedulers from configure_optimizers, which keep pace with"
+            " the run; and do what is to be done once an epoch in on_train_epoch_end"
+        )
+
+    def _of_all(self, world: World) -> dict[int, OwnEnd]:
+        live = world.process_groups.live
+        numbers = [1, self.batches, self.unstepped, *map(_bits, self.rates)]
+        size, place = len(numbers), live.rank()
+        before, after = [0] * (size * place), [0] * (size * (live.size() - place - 1))
+        everything = world.all_reduce_max([*before, *numbers, *after])
+        found = {}
+        for number, rank in enumerate(live.ranks):
+            is_there, batches, unstepped, *rates = everything[number * size : (number + 1) * size]
+            if is_there:
+                found[rank] = OwnEnd(self.epoch, batches, unstepped, [_rate(bits) for bits in rates])
+        return found
+
+
+def differ(marks: Sequence[int]) -> bool:
+    """Whether ranks differ, of which these are the largest `OwnEnd.marks`."""
+    rates, minus_rates, some, others = marks
+    return rates != -minus_rates or (some > 0 and others > 0)
+
+
+def _bits(rate: float) -> int:
+    """Return a number that is as large as a rate is, among those of others; of a negative one, that of 0."""
+    [bits] = struct.unpack("q", struct.pack("d", max(0.0, rate)))
+    return int(bits)
+
+
+def _rate(bits: int) -> float:
+    [rate] = struct.unpack("d", struct.pack("q", bits))
+    return float(rate)
