@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 import time
 from typing import Any
 
@@ -38,6 +39,8 @@ def test_groups_train_however_ranks_are_started_and_the_report_comes_back(start_
         fits.append({"strategy": {"groups": 2}, "is_tuned": True, "validates": False, "max_epochs": 2})
     if start_method == "fork":
         fits.append({"strategy": "omni_fork"})
+        fits.append({"strategy": {"groups": 2}, "is_interactive": True, "is_tuned": True, "max_epochs": 8})
+        fits[-1]["validates"] = False
         env = {
             "LIGHTNING_OMNI_GROUPS": "2",
             "LIGHTNING_OMNI_METHOD": "hardsync",
@@ -53,7 +56,36 @@ def test_groups_train_however_ranks_are_started_and_the_report_comes_back(start_
         assert tuned["pickled after"] == tuned["pickled before"], "with all that the tuner knows"
         assert tuned["report survives"]
     if start_method == "fork":
+        [found] = finished.results[0][2]["found"]
+        assert found["choice"] in (1, 2), (found, finished.output[-3000:])
+        assert found["searches"] > 0
+        assert found["problem"] == ""
+        assert "omni-tuning.json" in found["report"], found
         assert finished.results[0][1]["updates"] == 256 // 8 // 2, "hardsync takes the groups' steps as one"
+
+
+def test_a_notebook_where_ranks_cannot_be_copies_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    monkeypatch.setattr("lightning_omni.strategy.hooks.get_all_start_methods", lambda: ["spawn"])
+    with pytest.raises(ConfigurationError, match=r"start_method=\"fork\".*run the code as a script"):
+        Trainer(strategy=OmniStrategy(groups=2), **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("where", "remedy"), [("script", 'pass start_method="spawn"'), ("shell", "restart the kernel")]
+)
+def test_copies_of_a_process_that_has_used_cuda_are_refused_with_the_remedy(
+    where: str, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strategy = OmniStrategy(start_method="fork")
+    trainer = Trainer(strategy=strategy, **OPTIONS)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(OmniStrategy, "root_device", torch.device("cuda"))
+    if where == "shell":
+        monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    assert strategy.launcher is not None
+    with pytest.raises(ConfigurationError, match=remedy):
+        strategy.launcher.launch(print, trainer=trainer)
 
 
 @pytest.mark.parametrize("start_method", ["fork"])

@@ -100,6 +100,11 @@ def start_method(strategy: Any) -> str:
     return str(strategy._start_method)
 
 
+def set_start_method(strategy: Any, name: str) -> None:
+    """Has the strategy start its ranks in another way."""
+    strategy._start_method = name
+
+
 def collective_timeout(strategy: Any) -> Any:
     """DDPStrategy's time-out for collectives."""
     return strategy._timeout

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from multiprocessing import get_all_start_methods
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch.distributed as dist
@@ -36,7 +37,7 @@ from lightning_omni.strategy.arrangement import Arrangement
 from lightning_omni.strategy.checkpoints import Checkpoints
 from lightning_omni.strategy.declared import callbacks_of
 from lightning_omni.strategy.joining import RunStates
-from lightning_omni.strategy.launcher import end_with, say_exit
+from lightning_omni.strategy.launcher import end_with, is_interactive, say_exit
 from lightning_omni.strategy.leased import GivenRank, draws_batches, is_given
 from lightning_omni.strategy.listener import Listener, NestedRuns
 from lightning_omni.strategy.live_metrics import gathering_sentence
@@ -256,19 +257,20 @@ class OmniStrategyHooks(SavingStrategy):
     @override
     def __reduce_ex__(self, protocol: Any) -> Any:
         """For pickle and copy: another process may have imported namespaces in another order."""
-        _, _, *state = super().__reduce_ex__(max(2, protocol))
+        parts: Any = super().__reduce_ex__(max(2, protocol))
         kind = type(self)
-        return new_in, (vars(kind).get("_original", kind), namespace_of(kind)), *state
+        return new_in, (vars(kind).get("_original", kind), namespace_of(kind)), *parts[2:]
 
     # --- Namespaces ---------------------------------------------------------------------------------------------------
 
-    @property
-    def accelerator(self) -> Any:  # type: ignore[explicit-override]
+    @property  # type: ignore[explicit-override, unused-ignore]  # which mypy does not see at a setter
+    @override
+    def accelerator(self) -> Any:
+        """The first that a Trainer gives to its strategy, and it is of the Trainer's namespace."""
         return super().accelerator
 
     @accelerator.setter
     def accelerator(self, accelerator: Any) -> None:
-        """The first that a Trainer gives to its strategy, and it is of the Trainer's namespace."""
         own, theirs = namespace_of(type(self)), namespace_of(type(accelerator))
         if theirs not in (None, own):
             kept = {name: value for name, value in vars(self).items() if namespace_of(type(value)) != own}
@@ -276,12 +278,13 @@ class OmniStrategyHooks(SavingStrategy):
             super().__init__()
             vars(self).update(kept)
             self._make_run()
-        super(OmniStrategyHooks, type(self)).accelerator.fset(self, accelerator)
+        super(OmniStrategyHooks, type(self)).accelerator.fset(self, accelerator)  # type: ignore[attr-defined]
 
     # --- Processes ---------------------------------------------------------------------------------------------------
 
     @override
     def _configure_launcher(self) -> None:
+        self._choose_start_method()
         super()._configure_launcher()
         if self.saves_folders and type(self.checkpoint_io) is not self.plain_checkpoint_io:
             raise UnsupportedError(
@@ -306,6 +309,19 @@ class OmniStrategyHooks(SavingStrategy):
             launcher.on_death, launcher.on_launch = self._on_child_death, self._on_launch
             launcher.is_writing, launcher.failures = self._writes, self._failures
             _private.set_launcher(self, launcher)
+
+    def _choose_start_method(self) -> None:
+        """Where there is no script to start, ranks are copies of this process, as Lightning chooses for its own."""
+        environment = self.cluster_environment
+        is_ours = environment is not None and not environment.creates_processes_externally
+        if not is_ours or not is_interactive() or _private.start_method(self) != "popen":
+            return
+        if "fork" not in get_all_start_methods():
+            raise ConfigurationError(
+                "OmniStrategy in a notebook or an interactive session: ranks are copies of its process there"
+                ' (start_method="fork"), which this system cannot make; run the code as a script'
+            )
+        _private.set_start_method(self, "fork")
 
     def _on_launch(self, trainer: Trainer | None) -> None:
         """The other ranks import what they need, for seconds: time for others to do the same. On rank 0."""

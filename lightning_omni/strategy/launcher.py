@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import logging
 import os
 import signal
@@ -17,7 +18,10 @@ from weakref import WeakMethod
 
 from typing_extensions import override
 
+from lightning_omni.errors import ConfigurationError
 from lightning_omni.metrics import RunReport
+from lightning_omni.strategy import _private
+from lightning_omni.strategy.declared import callbacks_of
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer
@@ -144,14 +148,24 @@ def _not_orphaned() -> Iterator[None]:
 
 
 class OmniProcessesHooks(_ProcessesBase):
-    """Lightning's launcher for ``start_method="spawn"`` and ``"fork"``: the report of the run comes back, too."""
+    """Lightning's launcher for ``start_method="spawn"`` and ``"fork"``: what is known of the run comes back, too."""
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        """Starts all ranks of this node, and waits for them."""
+        if trainer is not None and cast("GroupedStrategy", trainer.strategy).root_device.type == "cuda":
+            _refuse_initialized_cuda(_private.start_method(trainer.strategy))
+        return super().launch(function, *args, trainer=trainer, **kwargs)
 
     @override
     def get_extra_results(self, trainer: Trainer) -> dict[str, Any]:
         """In rank 0's process: what the script's process is to know of the run."""
         extra: dict[str, Any] = super().get_extra_results(trainer)
         report = cast("GroupedStrategy", trainer.strategy).last_report
-        return {**extra, "omni_report": None if report is None else asdict(report)}  # Lightning goes through it
+        extra["omni_report"] = None if report is None else asdict(report)  # Lightning goes through it
+        if trainer.state.fn == "fit":
+            extra["omni_results"] = [each.omni_results() for each in _with_results(trainer)]
+        return extra
 
     @override
     def update_main_process_results(self, trainer: Trainer, extra: dict[str, Any]) -> None:
@@ -159,7 +173,25 @@ class OmniProcessesHooks(_ProcessesBase):
         report = extra.pop("omni_report", None)
         if report is not None and trainer.state.fn == "fit":
             cast("GroupedStrategy", trainer.strategy).remember_report(RunReport(**report))
+        for callback, results in zip(_with_results(trainer), extra.pop("omni_results", ()), strict=False):
+            callback.take_omni_results(results)
         super().update_main_process_results(trainer, extra)
+
+
+def _with_results(trainer: Trainer) -> list[Any]:
+    """Callbacks that have found something in rank 0's process that users look for in the script's."""
+    return [each for each in callbacks_of(trainer) if hasattr(each, "take_omni_results")]
+
+
+def _refuse_initialized_cuda(start_method: str) -> None:
+    import torch
+
+    if start_method != "spawn" and torch.cuda.is_initialized():
+        remedy = "restart the kernel" if is_interactive() else 'pass start_method="spawn"'
+        raise ConfigurationError(
+            f"start_method={start_method!r}: this process has used CUDA, and its copies cannot use it; {remedy}, and"
+            " leave CUDA (.cuda(), .to('cuda')) to the module and its Trainer"
+        )
 
 
 class ChildObserver(threading.Thread):
@@ -235,6 +267,11 @@ class ChildObserver(threading.Thread):
             time.sleep(POLL_SECONDS)
             is_writing = self._is_writing()
             left = GRACE if is_writing is not None and is_writing() else left - POLL_SECONDS
+
+
+def is_interactive() -> bool:
+    """Whether this is a notebook or a Python shell, where no script can be started once more for other ranks."""
+    return hasattr(sys, "ps1") or hasattr(builtins, "__IPYTHON__") or bool(sys.flags.interactive)
 
 
 def environment() -> dict[str, str]:

@@ -40,7 +40,7 @@ class NamespaceDDP(DDPStrategy):
     processes_class = OmniProcesses
 
 
-class OmniStrategy(OmniStrategyHooks, NamespaceDDP):  # noqa: D101
+class OmniStrategy(OmniStrategyHooks, NamespaceDDP):  # type: ignore[misc]  # noqa: D101
     __doc__ = OmniStrategyHooks.__doc__
 
 

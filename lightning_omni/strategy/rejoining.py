@@ -8,7 +8,6 @@ weights and the place in the epoch are then those of any group that comes late.
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import logging
 import math
@@ -139,7 +138,7 @@ def _obstacle(ranks: int) -> str:
         return "torchrun has started it, and starts it again if it is given --max-restarts"
     if multiprocessing.parent_process() is not None:
         return "its processes are copies that another one has made (start_method)"
-    if hasattr(sys, "ps1") or hasattr(builtins, "__IPYTHON__") or sys.flags.interactive:
+    if launcher.is_interactive():
         return "in a notebook or an interactive session there is no script to start again"
     if not sys.executable or not (hasattr(sys.modules["__main__"], "__file__") or "-c" in sys.orig_argv):
         return "there is no command that could be started again"

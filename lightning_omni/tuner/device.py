@@ -162,6 +162,15 @@ class DeviceTunerHooks(_CallbackBase):
             self._model, self._setting = None, DeviceSetting.from_dict(state_dict["setting"])
             self.report = DeviceReport.from_dict(state_dict["report"]) if state_dict.get("report") else None
 
+    def omni_results(self) -> dict[str, Any]:
+        """In rank 0's process, where the script's is another: what the script's is to know, in plain types."""
+        return {"report": self.report.to_dict() if self.report is not None else None, "problem": self.problem}
+
+    def take_omni_results(self, results: dict[str, Any]) -> None:
+        """In the script's process: what rank 0's has found."""
+        self.problem, report = results["problem"], results["report"]
+        self.report = DeviceReport.from_dict(report) if report else None
+
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Tensors are laid out plainly: a fused optimizer that loads them elsewhere must not find another layout."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from typing_extensions import override
@@ -27,7 +29,7 @@ from lightning_omni.tuner.beside import frequent_switches
 from lightning_omni.tuner.fit import Fit, TunedFit, may_form_groups
 from lightning_omni.tuner.joined_fit import JoinedFit
 from lightning_omni.tuner.monitored_metric import MONITORED
-from lightning_omni.tuner.run import TunedRun, TunerOptions
+from lightning_omni.tuner.run import TunedRun, TunerOptions, last_choice
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
@@ -37,6 +39,15 @@ else:
 
 _MOST_SEED = (1 << 32) - (1 << 16)
 """Libraries take seeds below 2³², and a search adds small numbers to its own."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a fit in other processes has found; see `OmniTunerHooks`, whose attributes these are."""
+
+    searches: list[Search] = field(default_factory=list)
+    problem: str = ""
+    folder: Path | None = None
 
 
 class OmniTunerHooks(_CallbackBase):
@@ -84,6 +95,7 @@ class OmniTunerHooks(_CallbackBase):
         choice: on rank 0, the latest choice, a `lightning_omni.search.Choice`.
         searches: on rank 0, all searches of this fit.
         problem: why nothing was searched; empty if there was no problem.
+        folder: on rank 0, the folder of the report; None if there is none.
 
     Raises:
         ConfigurationError: an argument is wrong; the message names it.
@@ -136,6 +148,7 @@ class OmniTunerHooks(_CallbackBase):
         self._mode = mode or ("min" if "loss" in monitor or "error" in monitor else "max")
         self._fit: Fit | None = None
         self._kept: dict[str, Any] = {}
+        self._found = Found()
         self._stage = ""
 
     @property
@@ -155,17 +168,22 @@ class OmniTunerHooks(_CallbackBase):
     @property
     def searches(self) -> list[Search]:
         """All searches of this fit, on rank 0."""
-        return self._fit.run.searches if self._fit is not None else []
+        return self._found.searches if self._fit is None else self._fit.run.searches
 
     @property
     def choice(self) -> Choice | None:
         """What was chosen last; on rank 0."""
-        return self._fit.run.choice if self._fit is not None else None
+        return last_choice(self._found.searches) if self._fit is None else self._fit.run.choice
 
     @property
     def problem(self) -> str:
         """Why nothing was searched."""
-        return self._fit.run.problem if self._fit is not None else ""
+        return self._found.problem if self._fit is None else self._fit.run.problem
+
+    @property
+    def folder(self) -> Path | None:
+        """Where the report is; on rank 0."""
+        return self._found.folder if self._fit is None else self._fit.run.folder
 
     # --- A fit is set up ----------------------------------------------------------------------------------------------
 
@@ -281,6 +299,17 @@ class OmniTunerHooks(_CallbackBase):
         self._kept = state_dict
         if self._fit is not None and self._stage == "fit":
             self._fit.run.load_state_dict(state_dict)
+
+    def omni_results(self) -> dict[str, Any]:
+        """In rank 0's process, where the script's is another: what the script's is to know, in plain types."""
+        folder = str(self.folder) if self.folder is not None else None
+        return {"state": self.state_dict(), "problem": self.problem, "folder": folder}
+
+    def take_omni_results(self, results: dict[str, Any]) -> None:
+        """In the script's process: what rank 0's has found."""
+        self._kept = results["state"]
+        searches = [Search.from_dict(each) for each in self._kept.get("searches", ())]
+        self._found = Found(searches, results["problem"], Path(results["folder"]) if results["folder"] else None)
 
     @property
     def _fitting(self) -> Fit:

@@ -23,7 +23,6 @@ class TunerReports:
 
     def __init__(self, run: TunedRun) -> None:
         self._run = run
-        self._folder: Path | None = None
 
     def chosen(self, command: Command) -> None:
         """The run goes on with that. On all ranks."""
@@ -36,7 +35,7 @@ class TunerReports:
             **run.times.metrics,
         }
         if (folder := log(run.trainer, metrics)) is not None:
-            self._folder = folder
+            run.folder = folder
             if not run.learns_from_run:  # in mid-epoch pictures would hold all up: they are drawn when the run ends
                 self._report(folder)
 
@@ -53,8 +52,8 @@ class TunerReports:
     def ended(self) -> None:
         """The run is over: it is said if the target was not reached."""
         run, options = self._run, self._run.options
-        if self._folder is not None:
-            self._report(self._folder)
+        if run.folder is not None:
+            self._report(run.folder)
         values = [value for _, value in run.state.reached]
         if options.target is None or any(map(options.is_reached, values)):
             return

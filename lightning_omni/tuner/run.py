@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_omni.optimizer.world import World
@@ -80,6 +81,7 @@ class TunedRun:
         rounds: all searches so far, on rank 0.
         choice: what was chosen last, on rank 0.
         problem: why nothing is searched.
+        folder: of the report, on rank 0; None if there is none.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class TunedRun:
         self.rounds: list[Round] = []
         self.choice: Choice | None = None
         self.problem = ""
+        self.folder: Path | None = None
         self._began = 0.0
 
     @property
@@ -279,10 +282,15 @@ class TunedRun:
         self.state = TunerState.from_dict(state)
         rounds = zip(state["searches"], state["when"], state["after"], strict=True)
         self.rounds = [Round(Search.from_dict(each), when[0], when[1], dict(after)) for each, when, after in rounds]
-        over = [each for each in self.searches if each.is_over]
-        self.choice = over[-1].choice() if over and self.speaks else None
+        self.choice = last_choice(self.searches) if self.speaks else None
         if self._began:  # under way, as where a learning-rate finder goes back: what was trained is in the state
             self.begin()
 
 
-__all__ = ["TunedRun", "TunerOptions"]
+def last_choice(searches: list[Search]) -> Choice | None:
+    """What the last search that is over has chosen."""
+    over = [each for each in searches if each.is_over]
+    return over[-1].choice() if over else None
+
+
+__all__ = ["TunedRun", "TunerOptions", "last_choice"]

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import os
 import pickle
 import signal
+import sys
 from typing import Any
 
-from common import OPTIONS, Net, loaders, omni, pl, report, trainer
+import torch
+from common import FOLDER, OPTIONS, Net, loaders, omni, pl, report, trainer
+
+from lightning_omni.device import DeviceSetting
 
 
 class Dying(pl.Callback):
@@ -17,6 +22,23 @@ class Dying(pl.Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_rank == 1 and batch_idx == 2:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def pretend_that_this_is_a_shell() -> None:
+    """As `python -i`; Lightning has looked whether it is one when it was imported."""
+    sys.ps1 = ">>> "
+    for name in (f"{pl.__name__}.trainer.connectors.accelerator_connector",):
+        importlib.import_module(name)._IS_INTERACTIVE = True  # type: ignore[attr-defined]
+
+
+def tuner_found(tuner: Any) -> dict[str, Any]:
+    """What the script's own process knows of it."""
+    return {
+        "choice": tuner.choice is not None and tuner.choice.setting.groups,
+        "searches": len(tuner.searches),
+        "problem": tuner.problem,
+        "report": tuner.folder is not None and sorted(each.name for each in tuner.folder.iterdir()),
+    }
 
 
 def copies(*originals: Any) -> list[str]:
@@ -29,14 +51,24 @@ def copies(*originals: Any) -> list[str]:
 
 
 def fit(
-    strategy: Any, dies: bool = False, validates: bool = True, is_tuned: bool = False, **options: Any
+    strategy: Any,
+    dies: bool = False,
+    validates: bool = True,
+    is_tuned: bool = False,
+    is_interactive: bool = False,
+    **options: Any,
 ) -> dict[str, Any]:
     pl.seed_everything(3, verbose=False)
+    if is_interactive:
+        pretend_that_this_is_a_shell()
     strategy = strategy if isinstance(strategy, str) else omni.OmniStrategy(**strategy)
     callbacks: list[Any] = [
         *([Dying()] if dies else ()),
         *([omni.OmniTuner(search="bayes", budget=0.3)] if is_tuned else ()),
+        *([omni.DeviceTuner(setting=DeviceSetting())] if is_interactive else ()),
     ]
+    if is_interactive:
+        options["logger"] = pl.loggers.CSVLogger(FOLDER)
     run = trainer(strategy, 2, callbacks=callbacks, **options)
     before = copies(run, run.strategy)
     module = Net()
@@ -50,6 +82,7 @@ def fit(
         "report survives": again == summary,
         "updates": summary.updates,
         "groups": summary.groups,
+        "found": [tuner_found(each) for each in callbacks if isinstance(each, omni.OmniTuner)],
         "loss": float(run.callback_metrics["val_loss"]),
         "validated": run.validate(module, loaders()[1], verbose=False)[0]["val_loss"] if validates else None,
     }
