@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
+import socket
 import sys
 import threading
 import time
@@ -14,11 +16,13 @@ from pathlib import Path
 import pytest
 import zmq
 from processes import Process
+from rich.text import Text
 from runs import free_port
 from test_observation import say, watch
 from test_server_core import Link, expect_refusal
 
 from lightning_omni.cli import main
+from lightning_omni.cli.console import telling
 from lightning_omni.protocol import ServerCore
 from lightning_omni.protocol import messages as m
 from lightning_omni.server import Server
@@ -149,6 +153,34 @@ def test_a_key_file_that_others_can_read_is_warned_of_at_both_ends(
         assert re.search(r"✓\s*│ key ", capsys.readouterr().out)
     finally:
         server.kill()
+
+
+def test_each_step_is_told_when_it_is_done_and_then_what_is_waited_for() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+        doctor = Process([*COMMAND, "doctor", address], {"LIGHTNING_OMNI_KEY": KEY})
+        try:
+            doctor.expect(r"waiting for a parameter server to shake hands, up to 10 s", 150)
+            assert re.search(r"✓ │ control port ", doctor.output), doctor.output
+            assert "│ handshake" not in doctor.output, "it is not over"
+        finally:
+            doctor.kill()
+
+
+def test_at_a_terminal_a_line_that_disappears_has_what_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, terminal = os.openpty()
+    monkeypatch.setenv("TERM", "xterm")
+    with os.fdopen(terminal, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        with telling() as tell:
+            tell.wait_for("an answer")
+            tell.show(Text("✓ it came"))
+            tell.wait_for("another one")
+            time.sleep(0.2)
+        said = os.read(reader, 1 << 16).decode()
+    os.close(reader)
+    for words in ("it came", "waiting for another one", "\x1b[2K"):  # the last erases a line
+        assert words in said, said
 
 
 def test_a_data_port_that_cannot_be_reached_is_told_from_the_control_port(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,10 +16,11 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from lightning_omni.checks import counted
+from lightning_omni.cli.console import Telling
 from lightning_omni.errors import ConfigurationError, OmniError, Refused
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.layout import Layout, TensorSpec
@@ -42,6 +43,7 @@ WIRES = ("fp32", "bf16", "int8", "topk:0.01")
 MOST_SKEW = 1.0
 """Seconds that two clocks may differ before the times in logs mislead."""
 _MARKS = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "failed": ("✗", "red")}
+_WIDEST_STEP = len("bandwidth from it")
 _ALIKE = {"torch": 2, "lightning-omni": 3}
 """How many of the parts of a version both sides should have alike."""
 
@@ -51,30 +53,38 @@ class Failed(Exception):
 
 
 class Checkup:
-    """What was found."""
+    """What was found.
 
-    def __init__(self) -> None:
-        self._rows: list[tuple[str, str, str]] = []
+    Args:
+        tell: is told of each step at once.
+
+    Attributes:
+        has_failed: whether a step has.
+    """
+
+    def __init__(self, tell: Telling) -> None:
+        self._tell = tell
         self._remedies: list[str] = []
         self._expected: list[str] = []
+        self.has_failed = False
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether a step has."""
-        return any(kind == "failed" for kind, _, _ in self._rows)
+    def wait_for(self, what: str) -> None:
+        """The next step takes as long as that does."""
+        self._tell.wait_for(what)
 
     def found(self, step: str, what: str) -> None:
         """All is well."""
-        self._rows.append(("ok", step, what))
+        self._show("ok", step, what)
 
     def warn(self, step: str, what: str, remedy: str) -> None:
         """Something is not as it should be, and a run may go well nevertheless."""
-        self._rows.append(("warning", step, what))
+        self._show("warning", step, what)
         self._remedies.append(f"{step}: {remedy}")
 
     def fail(self, step: str, what: str, remedy: str) -> Failed:
         """No run can go well so; for a caller to raise."""
-        self._rows.append(("failed", step, what))
+        self._show("failed", step, what)
+        self.has_failed = True
         self._remedies.append(f"{step}: {remedy}")
         return Failed()
 
@@ -82,13 +92,12 @@ class Checkup:
         """What follows from it."""
         self._expected.append(sentence)
 
-    def table(self) -> Table:
-        """A row for each step."""
-        table = Table("", "step", "found")
-        for kind, step, what in self._rows:
-            mark, style = _MARKS[kind]
-            table.add_row(Text(mark, style), Text(step), Text(what))
-        return table
+    def _show(self, kind: str, step: str, what: str) -> None:
+        """A row of a table of which no other rows are known yet."""
+        mark, style = _MARKS[kind]
+        row = Table(Column(width=1), Column(width=_WIDEST_STEP), Column(), show_header=False, show_edge=False)
+        row.add_row(Text(mark, style), Text(step), Text(what))
+        self._tell.show(row)
 
     def sentences(self) -> Iterator[Text]:
         """Remedies, and what to expect."""
@@ -113,6 +122,7 @@ def examine(checkup: Checkup, address: str, key_file: Path | None, mb: float, en
             _port(checkup, "control port", host, port)
         observer = _observer(checkup, address, key, encryption)
         try:
+            checkup.wait_for("the server to say what it is")
             server = observer.describe()
             _versions(checkup, server)
             if host:
@@ -156,6 +166,7 @@ def _address(checkup: Checkup, address: str) -> tuple[str, int]:
         checkup.found("address", "sockets in a directory of this machine: no network in between")
         return "", 0
     parts = urlsplit(address)
+    checkup.wait_for(f"a name server that knows {parts.hostname}")
     host, port = parts.hostname or "", parts.port or 0
     if host == EVERYWHERE:
         raise checkup.fail(
@@ -174,6 +185,7 @@ def _address(checkup: Checkup, address: str) -> tuple[str, int]:
 
 
 def _port(checkup: Checkup, step: str, host: str, port: int) -> None:
+    checkup.wait_for(f"{host}:{port} to take a connection, up to {CONNECT_TIME:.0f} s")
     began = time.perf_counter()
     try:
         with socket.create_connection((host, port), CONNECT_TIME) as wire:
@@ -196,6 +208,7 @@ def _port(checkup: Checkup, step: str, host: str, port: int) -> None:
 
 
 def _observer(checkup: Checkup, address: str, key: bytes, encryption: str) -> Observer:
+    checkup.wait_for("a parameter server to shake hands, up to 10 s")
     try:
         observer = Observer(address, key, encryption)
     except Refused as no:
@@ -235,6 +248,7 @@ def _versions(checkup: Checkup, server: m.ServerDescription) -> None:
 
 def _clock(checkup: Checkup, observer: Observer) -> None:
     """The difference as NTP takes it, at the quickest of several questions: there the ways took the same at best."""
+    checkup.wait_for("five answers, for the clock")
     asked = []
     for _ in range(5):
         began = time.time()
@@ -250,6 +264,7 @@ def _clock(checkup: Checkup, observer: Observer) -> None:
 
 
 def _run(checkup: Checkup, observer: Observer) -> None:
+    checkup.wait_for("the overview of the run")
     seen = observer.overview()
     if seen.over:
         checkup.warn(
@@ -263,14 +278,17 @@ def _run(checkup: Checkup, observer: Observer) -> None:
 
 
 def _measure(checkup: Checkup, observer: Observer, server: m.ServerDescription, mb: float) -> None:
+    checkup.wait_for(f"{PROBES + 1} answers, for the latency")
     observer.echo()
     latency = statistics.median(observer.echo().times[0] for _ in range(PROBES))
     checkup.found("latency", f"{1000 * latency:.2f} ms there and back, through the server's loop")
     piece = secrets.token_bytes(m.LARGEST_INLINE)
     rates = {}
     for way, payload, back in (("to", piece, 0), ("from", b"", m.LARGEST_ECHO)):
-        measured = observer.echo(payload, back, UNDER_WAY[way], SECONDS)
         size = len(payload) or back
+        least = UNDER_WAY[way] * size / 1e6
+        checkup.wait_for(f"{least:.0f} MB to travel {way} the server, for {SECONDS:g} s at least")
+        measured = observer.echo(payload, back, UNDER_WAY[way], SECONDS)
         rates[way] = measured.rate * size
         most = UNDER_WAY[way] * size / max(latency, 1e-9)
         at_least = "at least " if rates[way] > 0.7 * most else ""

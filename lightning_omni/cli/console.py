@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import os
 import sys
+import threading
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from typing import NamedTuple
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -105,6 +107,52 @@ def progress_bar() -> Iterator[Callable[[float, str], None]]:
                 bars.update(bar, completed=done, description=text)
 
         yield update
+
+
+_SOON = 1.0
+"""Seconds of waiting that a log need not know of."""
+
+
+class Telling(NamedTuple):
+    """Tells of what takes its time, while it does.
+
+    Attributes:
+        show: writes to standard output what was found.
+        wait_for: says what comes next, and is waited for.
+    """
+
+    show: Callable[[RenderableType], None]
+    wait_for: Callable[[str], None]
+
+
+@contextmanager
+def telling() -> Iterator[Telling]:
+    """Results as they are found, and in between what is waited for.
+
+    At a terminal that is a line that disappears. Otherwise it is a line on standard error for each wait of more than a
+    second, by which a wait is told from a command that hangs.
+    """
+    console, timers = _output(), list[threading.Timer]()
+
+    def is_over() -> None:
+        for timer in timers:
+            timer.cancel()
+        timers.clear()
+
+    def wait_for(what: str) -> None:
+        is_over()
+        timers.append(threading.Timer(_SOON, log, (Console(stderr=True), f"waiting for {what}")))
+        timers[0].daemon = True
+        timers[0].start()
+
+    if console.is_terminal:
+        with console.status("") as status:
+            yield Telling(console.print, lambda what: status.update(Text(f"waiting for {what}")))
+        return
+    try:
+        yield Telling(show, wait_for)
+    finally:
+        is_over()
 
 
 def _output() -> Console:

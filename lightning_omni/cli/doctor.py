@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from lightning_omni.cli.console import show, telling
 from lightning_omni.cli.units import check_above_zero
 
 
@@ -20,14 +21,13 @@ def doctor(address: str, key_file: Path | None = None, mb: float = 100.0, encryp
         mb: Size of the model's parameters in MB (of 4 bytes each), to predict the time of an exchange.
         encryption: "curve" or "off", the same as the server's.
     """
-    # Not above: --help is not to wait for torch.
-    from lightning_omni.cli.checkup import Checkup, examine
-    from lightning_omni.cli.console import show
-
     check_above_zero({"mb": mb})
-    checkup = Checkup()
-    examine(checkup, address, key_file, mb, encryption)
-    show(checkup.table())
+    with telling() as tell:
+        tell.wait_for("this program to load")
+        from lightning_omni.cli.checkup import Checkup, examine  # not above: --help is not to wait for torch
+
+        checkup = Checkup(tell)
+        examine(checkup, address, key_file, mb, encryption)
     for sentence in checkup.sentences():
         show(sentence)
     return int(checkup.has_failed)
