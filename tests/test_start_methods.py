@@ -55,6 +55,9 @@ def test_groups_train_however_ranks_are_started_and_the_report_comes_back(start_
         tuned = finished.results[0][1]
         assert tuned["pickled after"] == tuned["pickled before"], "with all that the tuner knows"
         assert tuned["report survives"]
+    for each in finished.results[0]:
+        assert each["loaded"] == ([] if start_method == "popen" else ["omni", "state_dict"])
+        assert each["left behind"] == []
     if start_method == "fork":
         [found] = finished.results[0][2]["found"]
         assert found["choice"] in (1, 2), (found, finished.output[-3000:])

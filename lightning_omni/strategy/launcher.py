@@ -99,8 +99,8 @@ class OmniLauncherHooks(_Base):
         global _observer
         _environment.update({} if _environment else os.environ)
         if not self.cluster_environment.creates_processes_externally:
-            os.environ[_LAUNCHER] = str(os.getpid())
-            self._call_children_scripts()
+            with _named_to_children():
+                self._call_children_scripts()
             _observer = ChildObserver(self.procs, self.on_death, self.is_writing)
             _observer.start()
         elif _observer is not None:
@@ -124,6 +124,18 @@ class OmniLauncherHooks(_Base):
     def __getstate__(self) -> dict[str, Any]:  # type: ignore[explicit-override, unused-ignore]  # from Python 3.11
         """Processes stay with the process that started them."""
         return {**vars(self), "procs": []}
+
+
+@contextmanager
+def _named_to_children() -> Iterator[None]:
+    """Processes that start within it find this one in their environment; those that a script starts later do not."""
+    before = os.environ.get(_LAUNCHER)
+    os.environ[_LAUNCHER] = str(os.getpid())
+    try:
+        yield
+    finally:
+        del os.environ[_LAUNCHER]
+        os.environ.update({} if before is None else {_LAUNCHER: before})
 
 
 @contextmanager

@@ -204,6 +204,8 @@ class SavingStrategy(GroupedStrategy):
             checkpoint = self.checkpoints.open_folder(Path(checkpoint_path), self.pl_module, **options)
         else:
             checkpoint = super().load_checkpoint(checkpoint_path, **options)
+        if self._world is None:  # outside of a run, as after one in other processes
+            return checkpoint
         self.checkpoints.read(checkpoint)
         if self._trainer.state.fn == "fit":  # what is evaluated in between is none of the fits' affair
             self.epochs.resume(self.checkpoints.resumed)
