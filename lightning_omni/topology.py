@@ -8,6 +8,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from math import inf
 from numbers import Integral
+from typing import Any
 
 from lightning_omni.checks import counted
 from lightning_omni.errors import ConfigurationError
@@ -213,7 +214,8 @@ def check_groups(groups: int, world_size: int, together: int = 1) -> None:
         world_size: number of ranks.
         together: of these, so many are always in one group.
     """
-    if isinstance(groups, bool) or not isinstance(groups, Integral):
+    given: Any = groups  # NumPy's integers, too, which are none for type checkers
+    if isinstance(given, bool) or not isinstance(given, Integral):
         raise ConfigurationError(f"groups={groups!r}: pass a whole number of compute groups, or None for one per node")
     if groups < 1:
         raise ConfigurationError(f"groups={groups}: at least one compute group is needed; groups=1 is plain DDP")

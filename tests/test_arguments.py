@@ -180,7 +180,7 @@ def test_numbers_of_numpy_are_counts_like_any_other_and_are_kept_as_pythons() ->
     with pytest.raises(ConfigurationError, match="groups=0: at least one"):
         OmniStrategy(groups=numpy.int64(0))
     with pytest.raises(ConfigurationError, match=r"^method=.*neither text nor a number"):
-        OmniStrategy(method=DiLoCo(period=4, dynamic_steps=object()))
+        OmniStrategy(method=DiLoCo(period=4, dynamic_steps=object()))  # type: ignore[arg-type]
     assert Topology.even(four, two) == Topology(((0, 1), (2, 3)))
 
 

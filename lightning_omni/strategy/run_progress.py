@@ -232,7 +232,8 @@ class RunProgress:
         if self.max_steps != -1:
             bounds.append(self.max_steps - (trainer.global_step if progress is None else self.now().steps))
         batches = trainer.num_training_batches if progress is None else progress.batches
-        if epochs is not None and epochs >= 0 and batches != math.inf and not trainer.reload_dataloaders_every_n_epochs:
+        is_alike = batches != math.inf and not _private.reloads(trainer)
+        if epochs is not None and epochs >= 0 and is_alike:
             accumulated = int(trainer.accumulate_grad_batches)
             windows = _private.accumulation_windows(trainer, epochs)[epoch:] or [accumulated] * (epochs - epoch)
             if progress is None:
