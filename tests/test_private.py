@@ -137,7 +137,7 @@ class Control:
     """Lets the loops decide, until it is told to."""
 
     step_limit: int | None = None
-    batches = 0
+    batches = setups = 0
     is_open_ended = is_cut_short = False
     validation: bool | None = None
 
@@ -172,6 +172,12 @@ class Control:
 
     def own_batches(self, batches: float) -> float:
         return self.batches or batches
+
+    def begin_setup(self) -> None:
+        self.setups += 1
+
+    def stepped_by_batches(self, configs: list[Any]) -> list[Any]:
+        return configs
 
 
 @pytest.fixture
@@ -233,6 +239,7 @@ def test_loops_ask_what_controls_them_and_show_what_they_showed(fitting: Any) ->
     assert control.began == [(0, False), (1, False)]
     assert control.ended == [1, 2]  # what the loop, which is about to be asked, has behind it
     assert control.fetches == ["begin", "end"] * 8
+    assert control.setups > 0
     assert (fitting.global_step, sum("validation" in line for line in validations)) == (8, 4)
     _private.release_loops(fitting)
     assert (type(fitting.fit_loop), type(fitting.fit_loop.epoch_loop)) == kinds

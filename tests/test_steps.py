@@ -14,7 +14,7 @@ BATCH = 16
 
 @pytest.fixture(scope="module")
 def fits() -> Run:
-    return run("steps.py", {"servers": 36}, timeout=230)
+    return run("steps.py", {"servers": 38}, timeout=230)
 
 
 def of(fits: Run, name: str) -> list[dict[str, Any]]:
@@ -69,6 +69,16 @@ def test_metrics_that_keep_lists_are_of_every_row_although_groups_have_trained_d
         assert rare_number == mine[0] - 35, "what one rank alone has"
         assert rare == rare_joined != []
         assert (mine[-1], theirs[-1]) == (mine[0], theirs[0]), "each has its own again"
+
+
+def test_a_plateau_by_steps_follows_validations_inside_the_epoch_on_all_ranks_alike(fits: Run) -> None:
+    """After 16 and 32 batches of DDP in each of two epochs; the first is the best so far."""
+    assert [(each["scheduled"], each["rate"]) for each in of(fits, "plateau")] == [([4], 0.05 / 8)] * 2
+
+
+def test_loaders_that_are_made_anew_in_validations_are_trained_from_the_next_epoch_on(fits: Run) -> None:
+    by_epoch = [sorted(chain(*(each["samples"][epoch] for each in of(fits, "remade")))) for epoch in "01"]
+    assert by_epoch == [list(range(256)), list(range(384))]
 
 
 def test_what_is_skipped_of_an_epoch_counts_neither_for_max_steps_nor_for_schedules(fits: Run) -> None:

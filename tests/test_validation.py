@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,17 @@ FITS: dict[str, dict[str, Any]] = {
         "sleep": {"2": 0.01, "3": 0.01},
         "trainer": {**EVERY, "max_epochs": 2},
     },
+    "weights swapped by a callback": {
+        "strategy": {**PUBLISHED, "groups": 4},
+        "swaps": True,
+        "trainer": {**EVERY, "num_sanity_val_steps": 0},
+    },
+    "plateaus by steps": {
+        "strategy": {**PUBLISHED, "groups": 4},
+        "schedule": "plateau by steps",
+        "sleep": {"3": 0.02},
+        "trainer": EVERY,
+    },
     "mean of all groups": {"strategy": {**PUBLISHED, "groups": 2, "method": "local_sgd"}, "trainer": EVERY},
     "no DataLoader": {"strategy": {**PUBLISHED, "groups": 2}, "no_loader": True, "trainer": EVERY},
 }
@@ -239,6 +251,23 @@ def test_all_ranks_hear_of_the_same_validations_with_the_same_steps(runs: tuple[
     elif not name.startswith("metrics"):
         assert len(worlds) == 4
         assert max(worlds[:3]) <= 2
+
+
+def of(runs: tuple[Run, Path], name: str) -> list[Any]:
+    return [ranks[list(FITS).index(name)] for _, ranks in sorted(runs[0].results.items())]
+
+
+@pytest.mark.processes
+def test_weights_that_a_callback_swaps_are_evaluated_and_the_groups_own_come_back(runs: tuple[Run, Path]) -> None:
+    """It hears the end when its group has trained on, and what it puts back then is of before."""
+    for each in of(runs, "weights swapped by a callback"):
+        assert [loss for _, loss in each["validations"]] == pytest.approx([math.log(3)] * 4)
+
+
+@pytest.mark.processes
+def test_a_plateau_by_steps_follows_published_validations_on_all_ranks_alike(runs: tuple[Run, Path]) -> None:
+    """Two of the four come after a multiple of four batches under DDP; the first of them is the best so far."""
+    assert [each["lr"] for each in of(runs, "plateaus by steps")] == [[0.01]] * 4
 
 
 @pytest.mark.processes

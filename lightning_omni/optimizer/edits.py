@@ -46,6 +46,7 @@ class Edits:
             written all the same (a target network, say).
         switched: whether the optimizers are others than those that were attached.
         reattach: attaches them.
+        are_validations_apart: whether one group validates while others train, so that no validation is for all groups.
     """
 
     def __init__(self, place: Place, channel: Channel, states: States) -> None:
@@ -54,6 +55,7 @@ class Edits:
         self.others: Callable[[], Iterable[Untrained]] = tuple
         self.switched: Callable[[], bool] = bool
         self.reattach: Callable[[], None] = lambda: None
+        self.are_validations_apart = False
         self._buffers_seen: list[int] = []
         self._others_seen: list[int] = []
         self._states_seen: dict[Optimizer, Any] = {}
@@ -130,11 +132,14 @@ class Edits:
         ):
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             untrained = all(part.replica.parameters[name].grad is None for name in names)
+            validation = (
+                ' and, with validation="wait", in validation' if self.are_validations_apart else " or in validation"
+            )
             no_gradient = "; if no gradient moves it, as a target network, call requires_grad_(False) on it"
             raise UnsupportedError(
                 f"{names[0]}{more} was written between two steps, by a callback or a hook of the module: the master"
                 " weights are at the parameter server, and other groups train on them meanwhile; write weights at an"
-                " epoch's start or end or in validation (without Lightning: between world.enter_world() and"
+                f" epoch's start or end{validation} (without Lightning: between world.enter_world() and"
                 " world.enter_compute()), where all groups hear of it, or use a method whose groups have weights of"
                 ' their own (method="local_sgd"), or groups=1' + (no_gradient if untrained else "")
             )

@@ -14,6 +14,7 @@ import torch
 from lightning_omni.methods import Pulled
 from lightning_omni.optimizer.channel import Channel
 from lightning_omni.optimizer.edits import Edits
+from lightning_omni.optimizer.model_replica import fingerprint
 from lightning_omni.optimizer.place import Place
 from lightning_omni.optimizer.server_store import ServerSnapshot
 from lightning_omni.protocol import messages as m
@@ -21,6 +22,8 @@ from lightning_omni.protocol.codec import pack, unpack
 from lightning_omni.protocol.cut import Cut
 from lightning_omni.topology import RECORDER
 
+_SAMPLED = 1 << 12
+"""Numbers of a parameter by which it is known again."""
 _Answer = TypeVar("_Answer", bound=m.Message)
 
 
@@ -35,6 +38,7 @@ class Versions:
 
     def __init__(self, place: Place, channel: Channel, edits: Edits) -> None:
         self._place, self._channel, self._edits = place, channel, edits
+        self._evaluated: list[list[int]] = []
 
     def claim(self, epoch: int, passed: int) -> int:
         """This group has passed so many points of the epoch. Returns the validation that it is to evaluate, or 0."""
@@ -61,11 +65,36 @@ class Versions:
         snapshot = self._channel.store.snapshot(with_state=False, version=number) if self._place.is_leader else None
         for index in range(len(self._place.parts)):
             self._load(index, snapshot)
+        self._evaluated.append(self._marks())
         try:
             yield Cut() if snapshot is None else snapshot.cut
         finally:
             for part in self._place.parts:
                 part.replica.restore()
+
+    @contextmanager
+    def own_weights(self) -> Iterator[None]:
+        """A context in which hooks may put weights back that they have kept when this group began to evaluate.
+
+        Those are weights of a validation, and of the past by now: the group's own stay. Others are edits, as elsewhere.
+        """
+        if not self._evaluated:
+            yield
+            return
+        own = [(weight, weight.clone()) for part in self._place.parts for weight in part.replica.weights()]
+        before = self._marks()
+        yield
+        after = self._marks()
+        if after != before and after in self._evaluated:
+            for weight, value in own:
+                weight.copy_(value)
+
+    def forget_evaluated(self) -> None:
+        """Callbacks have heard of the end of all validations that this group has evaluated."""
+        self._evaluated.clear()
+
+    def _marks(self) -> list[int]:
+        return [fingerprint(each, _SAMPLED) for part in self._place.parts for each in part.replica.ordered]
 
     def _load(self, index: int, snapshot: ServerSnapshot | None) -> None:
         replica = self._place.parts[index].replica

@@ -13,6 +13,7 @@ import sys
 from collections import ChainMap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
@@ -135,6 +136,28 @@ def set_last_batch(trainer: Trainer, is_last: bool) -> None:
 def step_schedules_by_epoch(trainer: Trainer) -> None:
     """What the loop does after an epoch's last batch; schedules that wait for a metric come later."""
     trainer.fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+
+
+@contextmanager
+def scheduled(trainer: Trainer, configs: list[Any]) -> Iterator[None]:
+    """A context in which the loop has these schedulers and no others."""
+    strategy = trainer.strategy
+    before, strategy.lr_scheduler_configs = strategy.lr_scheduler_configs, configs
+    try:
+        yield
+    finally:
+        strategy.lr_scheduler_configs = before
+
+
+def step_plateaus(trainer: Trainer, configs: list[Any]) -> None:
+    """Steps schedulers that wait for a metric and are due, whatever the number of this rank's batch."""
+    with scheduled(trainer, [replace(config, frequency=1) for config in configs]):
+        trainer.fit_loop.epoch_loop._update_learning_rates("step", update_plateau_schedulers=True)
+
+
+def metrics_by_now(trainer: Trainer) -> dict[str, Any]:
+    """What callbacks have been given; another tensor where a metric was computed again. Computes nothing."""
+    return dict(trainer._logger_connector._callback_metrics)
 
 
 def will_step(trainer: Trainer) -> bool:
@@ -640,6 +663,9 @@ class LoopControl(Protocol):
     def run(self, run: Callable[[], None]) -> None:
         """The fit loop runs."""
 
+    def begin_setup(self) -> None:
+        """The loop makes its loaders, or made them before and may make others in their place."""
+
     def begin_epoch(self, iterate: Callable[[], None]) -> None:
         """The loop of an epoch begins; ``iterate`` starts the loader, where that is due."""
 
@@ -657,6 +683,9 @@ class LoopControl(Protocol):
 
     def validate(self, run: Callable[[], Any]) -> Any:
         """The validation loop runs."""
+
+    def stepped_by_batches(self, configs: list[Any]) -> list[Any]:
+        """Of schedulers, those that the loop steps by the number of this rank's batch."""
 
     def own_batches(self, batches: float) -> float:
         """What user code has as ``num_training_batches``; ``batches`` is what Lightning would give it."""
@@ -694,6 +723,7 @@ class _ControlledFitLoop(_FitLoop):
 
     @override
     def setup_data(self) -> None:
+        self._control.begin_setup()
         with _iterating(self):
             super().setup_data()
 
@@ -742,7 +772,10 @@ class _ControlledEpochLoop(_TrainingEpochLoop):
 
     @override
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
-        if interval != "epoch" or not self._control.is_cut_short:
+        if interval == "epoch" and self._control.is_cut_short:
+            return
+        configs = self.trainer.lr_scheduler_configs
+        with scheduled(self.trainer, self._control.stepped_by_batches(configs) if interval == "step" else configs):
             super().update_lr_schedulers(interval, update_plateau_schedulers)
 
     @override

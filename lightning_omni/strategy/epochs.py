@@ -30,6 +30,7 @@ from lightning_omni.protocol.record import Spans
 from lightning_omni.strategy import _private
 from lightning_omni.strategy.ends import OwnEnd, differ
 from lightning_omni.strategy.leased import LeasedData, is_given, size_of
+from lightning_omni.strategy.plateaus import Plateaus
 from lightning_omni.strategy.published import PublishedValidation
 from lightning_omni.strategy.run_progress import RunProgress
 from lightning_omni.strategy.run_schedulers import RunSchedulers
@@ -147,6 +148,8 @@ class EpochDriver:
         self._trainer: Trainer | None = None
         self._world: World | None = None
         self.schedulers = RunSchedulers(self.run, self._steps)
+        self._plateaus = Plateaus()
+        self.published.on_heard = self._step_plateaus
         self._epoch = _Epoch()
         self._begun = -1
         self._started = self._stopping = self._have_differed = False
@@ -165,6 +168,7 @@ class EpochDriver:
         self.run.connect(trainer, world)
         self.schedulers.connect(trainer)
         self._started, self._begun, self._have_differed = False, -1, False
+        self._plateaus = Plateaus()
 
     def resume(self, saved: Saved) -> None:
         """A fit goes on from a checkpoint.
@@ -290,6 +294,7 @@ class EpochDriver:
             self.run.advance(entered.samples)
             self.published.enter(entered.validations)
         self._epoch.plan = plan
+        self._plateaus.begin(plan, size_of(trained) if entered is None else entered.samples)
         self.world.core.last_answer.progress, self.world.core.last_answer.stop = self.run.now().samples, ""
         self._follow_schedulers()
         self.schedulers.note_synchronized()
@@ -473,6 +478,20 @@ class EpochDriver:
         seen = min(self.run.seen, plan.budget)
         return max(done + 1, -(-done * plan.budget // seen) if seen else self.run.now().batches)
 
+    def stepped_by_batches(self, configs: list[Any]) -> list[Any]:
+        """Return the schedulers that the loop steps by the number of this rank's batch."""
+        if not (self.is_open and self.is_open_ended and self._epoch.plan is not None):
+            return configs
+        return self._plateaus.stepped_by_batches(self.trainer, configs)
+
+    def _step_plateaus(self, before: dict[str, Any], is_at_end: bool = False) -> None:
+        """This rank has heard of a validation, inside the epoch or at its end; ``before`` are the metrics of before."""
+        plan = self._epoch.plan
+        if plan is not None and self.is_open_ended:
+            now = self.run.now()
+            batches = now.batches if is_at_end else 0
+            self._plateaus.validated(self.trainer, before, plan, batches, now.reference.batch)
+
     def own_batches(self, batches: float) -> float:
         """Return how many batches this rank trains in the epoch under way, as far as is known.
 
@@ -481,9 +500,9 @@ class EpochDriver:
         Args:
             batches: of a rank under DDP.
         """
-        if not (self.is_open and self.is_open_ended):
+        trainer = self._trainer
+        if trainer is None or not (self.is_open and self.is_open_ended) or _private.loops_iterate(trainer):
             return batches
-        trainer = self.trainer
         trained = trainer.fit_loop.batch_idx + 1
         return trained if trained and trainer.is_last_batch else max(batches, trained + 1)
 
@@ -630,6 +649,12 @@ class EpochDriver:
         if self._world is None or not self.is_open or self._world.executor.control is None:
             return run()
         self.before_validation(self.trainer.lightning_module)
+        before = _private.metrics_by_now(self.trainer)
+        returned = self._validate_together(run)
+        self._step_plateaus(before, self._epoch.is_over)
+        return returned
+
+    def _validate_together(self, run: Callable[[], Any]) -> Any:
         live = self.world.process_groups.live  # as all ranks have just agreed
         is_whole = live.size() == self.world.size and self.world.enlistment is None
         if is_whole or not all(map(is_given, _private.validation_loaders(self.trainer))):

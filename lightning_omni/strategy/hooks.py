@@ -745,7 +745,8 @@ class OmniStrategyHooks(SavingStrategy):
         loader = super().process_dataloader(dataloader)
         if self._world is not None and self.world.enlistment is not None:
             _private.seed_workers(self._trainer, loader, self.world.rank)
-        return self.epochs.data.process(loader, self.global_rank, self._is_ours) if self._trainer.training else loader
+        is_trained = self._trainer.training or _private.loops_iterate(self._trainer)  # in a hook of a validation, too
+        return self.epochs.data.process(loader, self.global_rank, self._is_ours) if is_trained else loader
 
     def _is_ours(self, loader: DataLoader[Any]) -> bool:
         return is_given(loader) and not draws_batches(self.pl_module.training_step)

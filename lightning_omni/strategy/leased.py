@@ -150,7 +150,7 @@ class LeasedData:
         return leased
 
     def expect_others(self) -> None:
-        """A run inside a hook is over: a finder of learning rates makes loaders again, in place of those there are."""
+        """Loaders that are made from now on take the place of those there are, which no epoch has trained yet."""
         self._may_be_made_again = True
 
     def _take_in(self, leases: Leases | None) -> None:

@@ -92,6 +92,10 @@ class Listener:
         """The validation loop runs."""
         return self._strategy.epochs.validate(run)
 
+    def stepped_by_batches(self, configs: list[Any]) -> list[Any]:
+        """Which schedulers the loop steps by the number of this rank's batch."""
+        return self._strategy.epochs.stepped_by_batches(configs)
+
     def own_batches(self, batches: float) -> float:
         """What user code has as ``num_training_batches``."""
         return self._strategy.epochs.own_batches(batches)
@@ -103,6 +107,10 @@ class Listener:
         else:
             self._strategy.epochs.run.restored()
             run()
+
+    def begin_setup(self) -> None:
+        """The loop makes its loaders; code of the user's may ask for others several times in an epoch."""
+        self._strategy.epochs.data.expect_others()
 
     def begin_epoch(self, iterate: Callable[[], None]) -> None:
         """After the hooks of the epoch's start, which are for all ranks together: the groups part."""

@@ -55,6 +55,7 @@ class PublishedValidation:
         evaluates: number of the validation that this group runs, or is about to run; 0 for none.
         version: what callbacks hear the end of at this moment.
         follow_recorder: called when the recorder may have changed.
+        on_heard: called on every rank when its callbacks have heard of a validation, with the metrics of before.
         on_ended: called on all of the recorder's group when callbacks have heard of a validation while groups compute.
     """
 
@@ -65,6 +66,7 @@ class PublishedValidation:
         self._world: World | None = None
         self.follow_recorder: Callable[[], None] = lambda: None
         self.on_ended: Callable[[], None] = lambda: None
+        self.on_heard: Callable[[dict[str, Any]], None] = lambda before: None
         self.forget()
 
     def forget(self) -> None:
@@ -117,7 +119,7 @@ class PublishedValidation:
         """
         trainer, world = self._joined
         self._plan, self._have_all_ended = plan, False
-        self.is_on = False
+        self.is_on = world.edits.are_validations_apart = False
         if not (self.is_wanted and world.executor.exchanges and trainer.enable_validation):
             return
         reason = "the samples are dealt out beforehand" if plan is None or not is_dynamic else self._reason()
@@ -127,7 +129,7 @@ class PublishedValidation:
                 self._info(f'OmniStrategy: validation="published" is validation="wait" here: {reason}')
             return
         assert plan is not None
-        self.is_on = plan.validate_every > 0
+        self.is_on = world.edits.are_validations_apart = plan.validate_every > 0
         self._passed = max(self._passed, self._point(trained)) if self.is_on else 0
 
     def dealt(self, plan: EpochPlan) -> EpochPlan:
@@ -270,10 +272,15 @@ class PublishedValidation:
             _private.set_step_counters(trainer, self._after(self._steps))
             self.version = Version(self._ended, result["buffers"])
             try:
-                _private.end_validation(trainer, found, has_started=self._ended in self._begun)
+                before = _private.metrics_by_now(trainer)
+                with world.versions.own_weights():
+                    _private.end_validation(trainer, found, has_started=self._ended in self._begun)
+                self.on_heard(before)
             finally:
                 self.version = None
                 _private.set_step_counters(trainer, own)
+        if not any(number > self._ended for number in self._begun):
+            world.versions.forget_evaluated()
         if world.enlistment is None:  # others are given what came of it before anything is let go
             self._release()
         return is_first

@@ -52,6 +52,10 @@ class GroupNet(Net):
         if self.schedule == "plateau":
             schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.9)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val_loss"}}
+        if self.schedule == "plateau by steps":
+            schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.9)
+            often = {"interval": "step", "frequency": 4}
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val_loss", **often}}
         return optimizer
 
 
@@ -244,6 +248,22 @@ class Notes(pl.Callback):
         print(what, file=self.events, flush=True)
 
 
+class Swaps(pl.Callback):
+    """Validates with weights of its own."""
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self.trained = [each for each in pl_module.parameters() if each.requires_grad]
+        self.kept = [each.detach().clone() for each in self.trained]
+        with torch.no_grad():
+            for each in self.trained:
+                each.zero_()
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        with torch.no_grad():
+            for each, kept in zip(self.trained, self.kept, strict=True):
+                each.copy_(kept)
+
+
 class Stream(IterableDataset):  # type: ignore[type-arg]
     """Asks which rank of how many it is whenever a sample is drawn from it."""
 
@@ -322,6 +342,8 @@ def fit(options: dict[str, Any]) -> dict[str, Any]:
     if resume and "*" in resume:
         resume = min(FOLDER.glob(resume), key=lambda path: int(path.stem.rpartition("=")[2]))
     callbacks: list[Any] = [notes, InTime()] if options.pop("in_time", False) else [notes]
+    if options.pop("swaps", False):
+        callbacks.append(Swaps())
     if checkpoint:
         callbacks.append(pl.callbacks.ModelCheckpoint(FOLDER / "checkpoints", **checkpoint))
     if early := options.pop("early", None):

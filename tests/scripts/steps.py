@@ -119,6 +119,36 @@ class KeepsRows(Net):
         self.rare.reset()
 
 
+class Plateau(Net):
+    """Its schedule waits for the metric of validations inside the epoch, and takes the rate down with every second."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.99)
+        often = {"interval": "step", "frequency": 16}
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val_loss", **often}}
+
+
+class MakesLoaders(Net):
+    """Makes its loader anew in every validation, with more samples in the next epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = 0
+
+    def train_dataloader(self) -> Any:
+        self.made += 1
+        return loaders(256 if self.made <= 3 else 384)[0]
+
+    def val_dataloader(self) -> Any:
+        return loaders()[1]
+
+    def on_validation_end(self) -> None:
+        if not self.trainer.is_last_batch:
+            self.trainer.fit_loop._combined_loader = None
+            self.trainer.fit_loop.setup_data()
+
+
 class Skips(Scheduled):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         return -1 if batch_idx >= 4 else None
@@ -208,6 +238,21 @@ def lists() -> dict[str, Any]:
     return {**limited(module, 2, max_epochs=2), "found": module.found}
 
 
+def plateau() -> dict[str, Any]:
+    """A fit that validates every eight batches of DDP."""
+    module = Plateau()
+    found = limited(module, 2, max_epochs=2, val_check_interval=8)
+    return {**found, "rate": module.trainer.optimizers[0].param_groups[0]["lr"]}
+
+
+def remade() -> dict[str, Any]:
+    """A fit whose loaders are made anew in validations inside its first epoch."""
+    follows = Follows()
+    run = run_of(2, follows, max_epochs=2, val_check_interval=4)
+    run.fit(MakesLoaders())
+    return facts(run, follows)
+
+
 def longer(make: Any, groups: int, then: int, how: str, limit: int = 30) -> dict[str, Any]:
     """A fit of 20 steps, the last of them inside an epoch, and another one to ``limit``."""
     run = run_of(groups, Saves() if how == "last batch" else Follows(), max_steps=20)
@@ -283,6 +328,8 @@ def main() -> None:
             "by count of the loader": by_count("loader"),
             "by count of before": by_count("before"),
             "lists": lists(),
+            "plateau": plateau(),
+            "remade": remade(),
             "skips": limited(Skips(), 2, max_steps=16),
             "skips, scheduled by epoch": limited(SkipsByEpoch(), 2, max_epochs=3),
             "more of two": longer(ByEpoch, 2, 2, "checkpoint"),
