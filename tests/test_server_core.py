@@ -915,6 +915,15 @@ def test_ranks_that_gather_what_they_have_kept_of_each_batch_hear_where_they_are
     assert "pad to the largest" in notice.reason
 
 
+def test_ranks_whose_epochs_have_different_lengths_hear_where_they_are_and_what_to_do(link: Link) -> None:
+    link.say(control_peer(0), m.Contribute(number=0, what="barrier", where="in no hook, after batch 10 of epoch 0"))
+    said = "in on_train_epoch_end, after batch 6 of epoch 0"
+    link.say(control_peer(1), m.Contribute(number=0, what="agree", where=said))
+    (notice,) = link.news(2)
+    assert f"rank 1 called agree ({said}) while rank 0 called barrier (in no hook, after batch 10" in notice.reason
+    assert "limit_train_batches=" in notice.reason
+
+
 def test_collectives_may_overlap(link: Link) -> None:
     contribute(link, 0, number=0), contribute(link, 0, number=1), contribute(link, 1, number=1)
     assert [g.number for g, _ in contribute(link, 2, number=1)] == [1]

@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_omni.strategy.signals import Signals
+from lightning_omni.strategy.waiting import whereabouts
 
 TERMINATED = 128 + signal.SIGTERM
 
@@ -61,6 +62,15 @@ def test_a_rank_that_waits_long_in_a_collective_of_a_callback_says_where() -> No
     where = r"in barrier\(\), called in .*on_train_batch_end \(signals.py, line \d+\)"
     assert re.match(rf"rank 0 has waited for \d+ s {where}: not all ranks have called it", said)
     assert "count by batch_idx or trainer.global_step" in said
+
+
+def test_a_rank_that_calls_a_collective_of_all_says_in_which_hook_and_after_which_batch() -> None:
+    trainer: Any = SimpleNamespace(
+        lightning_module=SimpleNamespace(_current_fx_name="on_train_epoch_end"),
+        fit_loop=SimpleNamespace(batch_idx=5),
+        current_epoch=2,
+    )
+    assert whereabouts(trainer) == "in on_train_epoch_end, after batch 6 of epoch 2"
 
 
 class Looks(TorchDispatchMode):

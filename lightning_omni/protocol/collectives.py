@@ -23,6 +23,11 @@ _OF_EACH_BATCH = (
     " gather the sizes and pad to the largest, use torch.distributed.all_gather_object, or a metric of torchmetrics"
 )
 
+_ELSEWHERE = (
+    ". If ranks have data of different lengths, such as an IterableDataset each, limit_train_batches= gives all of them"
+    " as many batches as the shortest has"
+)
+
 
 class _Part(NamedTuple):
     """What a rank contributes to a collective."""
@@ -69,10 +74,10 @@ class Collectives:
         for other, theirs in present.items():
             if theirs.what != what:
                 sizes_differ = what.partition("(")[0] == theirs.what.partition("(")[0]
+                hint = _OF_EACH_BATCH if sizes_differ else _ELSEWHERE if mine.where and theirs.where else ""
                 raise CollectiveMismatch(
                     f"rank {rank} called {mine} while rank {other} called {theirs}; outside the training epoch all"
-                    " ranks must make the same collective calls in the same order, as under DDP"
-                    + (_OF_EACH_BATCH if sizes_differ else "")
+                    f" ranks must make the same collective calls in the same order, as under DDP{hint}"
                 )
         present[rank] = mine
 

@@ -46,7 +46,7 @@ def waits_in(frame: FrameType | None) -> str:
 
 def whereabouts(trainer: Trainer) -> str:
     """Return where a rank that calls a collective is: the user's call if there is one, or the hook, and the batch."""
-    called = waits_in(sys._getframe()).partition(", ")[2] or f"in {_private.hook_of(trainer) or 'the loop'}"
+    called = waits_in(sys._getframe()).partition(", ")[2] or f"in {_private.hook_of(trainer) or 'no hook'}"
     return f"{called}, after batch {trainer.fit_loop.batch_idx + 1} of epoch {trainer.current_epoch}"
 
 
