@@ -93,6 +93,28 @@ def test_more_is_said_when_the_leases_of_a_dead_group_come_back() -> None:
     assert ask(epochs, 0, 2) == [(0, "over")]
 
 
+def test_more_is_said_when_the_group_for_which_a_batch_was_left_is_gone() -> None:
+    epochs = opened(total=4)
+    draw(epochs, 0, 0)
+    assert draw(epochs, 0, 1) == []
+    assert ask(epochs, 0, 1) == [], "the other batch is for group 1"
+    epochs.evict(1)
+    assert epochs.resolve_pending() == [(0, "more")]
+    assert draw(epochs, 0, 1) == [Batch(2, 4, 0)]
+
+
+def test_more_is_said_when_the_group_for_which_several_small_batches_were_left_has_taken_one() -> None:
+    epochs = Epochs()
+    epochs.form({0: 2, 1: 1, 2: 1}, generation=4, keep_epoch=False)
+    epochs.open(EpochPlan(epoch=1, total=10, batch_size=2, budget=10))
+    draw(epochs, 0, 0)
+    assert draw(epochs, 0, 1) == []
+    assert ask(epochs, 0, 1) == []
+    for group, stop in ((1, 6), (2, 8)):
+        assert epochs.draw(group, 0, 0)[0].stop == stop
+    assert epochs.resolve_pending() == [(0, "more")]
+
+
 def test_more_is_promised_to_no_more_groups_than_there_are_batches() -> None:
     epochs = opened(total=6, groups=3)
     for group in range(3):

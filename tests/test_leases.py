@@ -135,6 +135,26 @@ def test_a_group_that_comes_too_late_repeats_the_first_batch() -> None:
     assert book.is_finished, "a repeated batch does not come back"
 
 
+def test_a_group_that_has_had_a_batch_leaves_one_to_each_that_has_had_none() -> None:
+    book = LeaseBook(EpochPlan(epoch=0, total=8, batch_size=2, budget=8, validate_every=4), {0: 1, 1: 1})
+    for number in range(3):
+        book.draw(0, number)
+    assert book.draw(0, 3) == []
+    assert book.draw(1, 0) == [Batch(6, 8, 1)]
+    assert book.is_drained
+
+
+def test_after_a_validation_a_group_leaves_a_batch_to_each_that_has_had_none_since() -> None:
+    book = LeaseBook(EpochPlan(epoch=0, total=8, batch_size=2, budget=8, validate_every=4), {0: 1, 1: 1})
+    for group in (0, 1):
+        book.draw(group, 0)
+        book.train(group, 1)
+    book.advance()
+    assert book.draw(0, 1) == [Batch(4, 6, 1)]
+    assert book.draw(0, 2) == []
+    assert book.draw(1, 1) == [Batch(6, 8, 1)]
+
+
 def test_a_group_for_which_nothing_is_left_after_a_validation_repeats_the_first_batch() -> None:
     book = LeaseBook(EpochPlan(epoch=0, total=6, batch_size=2, budget=6, validate_every=4), {0: 1, 1: 1})
     for group in (0, 1):
@@ -167,9 +187,11 @@ def test_a_group_that_had_trained_ahead_of_a_validation_has_a_batch_after_it_all
 def test_a_batch_that_a_group_repeats_goes_out_again_if_it_is_not_trained_any_more(
     trained: tuple[tuple[int, int], ...],
 ) -> None:
-    book = LeaseBook(EpochPlan(epoch=0, total=4, batch_size=2, budget=4), {0: 1, 1: 1, 2: 1})
+    book = LeaseBook(EpochPlan(epoch=0, total=4, batch_size=2, budget=4), {0: 1})
     for number in range(2):
         book.draw(0, number)
+    for group in (1, 2):
+        book.join(group, 1)
     assert book.draw(1, 0) == [Batch(0, 2, 0)]
     book.train(0, 2)
     book.go_back(trained)

@@ -158,6 +158,7 @@ class Epochs:
         """
         assert self.book is not None
         self.train(group, self.book.plan.epoch, trained)
+        self._dirty = self._dirty or not self.book.has_begun(group)  # what was left for it may be for others now
         batches = self.book.draw(group, number)
         self._journal.note(DrewEntry(group, number))
         return batches
@@ -333,7 +334,7 @@ class Epochs:
         interval = max(self.book.interval, question.interval)
         if held := self.book.drawn(group, question.trained):
             return held.interval <= interval
-        return not self.book.is_drained and self.book.next_interval <= interval
+        return self.book.has_free(group) and self.book.next_interval <= interval
 
     def all_wait(self) -> bool:
         """Whether every group waits, and none has anything to train before the next validation."""

@@ -146,6 +146,21 @@ class LeaseBook:
         """A group's batch of that number, if it was drawn."""
         return self._drawn[group][number] if number < len(self._drawn[group]) else None
 
+    def has_free(self, group: int) -> bool:
+        """Whether a group that asks gets a batch.
+
+        One that has had its first since the last validation leaves one each to those that have had none.
+        """
+        if not self._free or not self.has_begun(group):
+            return bool(self._free)
+        size = self._sizes[group] // self.plan.ranks_per_batch * self.plan.batch_size
+        batches = sum(-(-(stop - start) // size) for start, stop in self._free)
+        return batches > len(self._sizes) or batches > sum(not self.has_begun(each) for each in self._sizes)
+
+    def has_begun(self, group: int) -> bool:
+        """Whether a group has drawn a batch since the last validation."""
+        return len(self._drawn[group]) > self._before.get(group, 0)
+
     def draw(self, group: int, number: int) -> list[Batch]:
         """Batches of a group from the given batch number on: those drawn before, or else a few new ones.
 
@@ -153,7 +168,7 @@ class LeaseBook:
         batch from each validation to the next, to come to that, or to the end of the epoch, together with the others.
 
         Returns:
-            At least one batch, or none if the pool is empty at the moment.
+            At least one batch, or none if the pool is empty at the moment, but for what others need.
 
         Raises:
             ProtocolError: the group is unknown, or skips a number.
@@ -166,9 +181,9 @@ class LeaseBook:
             left = sum(stop - start for start, stop in self._free)
             ahead = left // (8 * max(1, len(self._sizes)) * size)
             for _ in range(max(1, min(MOST_AHEAD, ahead))):
-                if self._free:
+                if self.has_free(group):
                     drawn.append(self._take(size))
-            if len(drawn) == self._before.get(group, 0) and self.plan.budget:
+            if not self.has_begun(group) and self.plan.budget:
                 drawn.append(Batch(0, min(size, self.plan.budget), self.interval))
                 self._repeats.add((group, number))
         return drawn[number:]
