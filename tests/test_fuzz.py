@@ -84,6 +84,8 @@ class Examples:
             return self._value(self._source.choice(arguments))
         if hint is type(None):
             return None
+        if hint is msgspec.UnsetType:
+            return msgspec.UNSET
         if origin is Literal:
             return self._source.choice(arguments)
         if origin is dict:

@@ -76,7 +76,7 @@ def test_a_plateau_by_steps_follows_validations_inside_the_epoch_on_all_ranks_al
     assert [(each["scheduled"], each["rate"]) for each in of(fits, "plateau")] == [([4], 0.05 / 8)] * 2
 
 
-def test_loaders_that_are_made_anew_in_validations_are_trained_from_the_next_epoch_on(fits: Run) -> None:
+def test_loaders_that_are_made_once_more_in_validations_are_trained_from_the_next_epoch_on(fits: Run) -> None:
     by_epoch = [sorted(chain(*(each["samples"][epoch] for each in of(fits, "remade")))) for epoch in "01"]
     assert by_epoch == [list(range(256)), list(range(384))]
 

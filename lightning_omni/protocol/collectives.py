@@ -29,7 +29,7 @@ _ELSEWHERE = (
 )
 
 
-class _Part(NamedTuple):
+class _Contribution(NamedTuple):
     """What a rank contributes to a collective."""
 
     what: str
@@ -52,7 +52,7 @@ class Collectives:
     """
 
     def __init__(self) -> None:
-        self._open: dict[int, dict[int, _Part]] = {}
+        self._open: dict[int, dict[int, _Contribution]] = {}
 
     def contribute(self, number: int, rank: int, what: str, payload: bytes | Tensor, where: str = "") -> None:
         """A rank takes part in a collective.
@@ -70,7 +70,7 @@ class Collectives:
         """
         if number not in self._open and sum(rank in waiting for waiting in self._open.values()) >= MOST_OPEN:
             raise ProtocolError(f"rank {rank} comes to collective {number}, and waits at {MOST_OPEN} others")
-        present, mine = self._open.setdefault(number, {}), _Part(what, where, payload)
+        present, mine = self._open.setdefault(number, {}), _Contribution(what, where, payload)
         for other, theirs in present.items():
             if theirs.what != what:
                 sizes_differ = what.partition("(")[0] == theirs.what.partition("(")[0]

@@ -877,7 +877,7 @@ class _Joined:
         sync()
         for name, sizes in of_each.items():
             if metric._reductions[name] is None and min(sizes)[0] >= 0:
-                lengths = [length for length, *_ in sizes]  # of each place in a list it has what each rank has, in turn
+                lengths = [length for length, *_ in sizes]  # joined: rank by rank for each place
                 joined = enumerate(getattr(metric, name))
                 ours = [each for place, each in joined if place // len(lengths) < lengths[place % len(lengths)]]
                 setattr(metric, name, ours)

@@ -130,7 +130,7 @@ class Plateau(Net):
 
 
 class MakesLoaders(Net):
-    """Makes its loader anew in every validation, with more samples in the next epoch."""
+    """Makes its loader once more in every validation, with more samples in the next epoch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,7 +246,7 @@ def plateau() -> dict[str, Any]:
 
 
 def remade() -> dict[str, Any]:
-    """A fit whose loaders are made anew in validations inside its first epoch."""
+    """A fit whose loaders are made once more in validations inside its first epoch."""
     follows = Follows()
     run = run_of(2, follows, max_epochs=2, val_check_interval=4)
     run.fit(MakesLoaders())
