@@ -281,7 +281,7 @@ def plain_loops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]
 @pytest.fixture(scope="module")
 def changing_loops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank found in loops with more than weights, or with other groups in the middle."""
-    loops = {**BESIDE, **LAID, **REGROUPED, **UNLIKE, **FORGOTTEN, **WITHOUT_STEPS}
+    loops: dict[str, dict[str, Any]] = {**BESIDE, **LAID, **REGROUPED, **UNLIKE, **FORGOTTEN, **WITHOUT_STEPS}
     return run_loops(tmp_path_factory.mktemp("changing"), loops)
 
 
