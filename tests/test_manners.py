@@ -21,6 +21,7 @@ FITS: dict[str, dict[str, Any]] = {
 }
 MAY_DIFFER = {"strategy", "train_dataloader"}
 COUNTED_BY_GROUP = {"global_step", "batch_idx", "total_batch_idx", "is_last_batch", "done", "skip"}
+COUNTED_BY_GROUP |= {"num_training_batches"}
 """A group trains as many batches as it finds time for."""
 
 

@@ -92,11 +92,6 @@ def test_the_loop_ends_an_epoch_at_the_last_batch_or_at_the_exact_number_of_batc
     assert trainer.is_last_batch
 
 
-def test_loaders_that_are_made_again_are_where_they_were(trainer: Trainer) -> None:
-    assert not _private.reloads(trainer)
-    assert _private.reloads(Trainer(accelerator="cpu", logger=False, reload_dataloaders_every_n_epochs=2))
-
-
 def test_durations_between_validations_are_where_they_were(trainer: Trainer) -> None:
     assert not _private.validates_by_time(trainer)
     assert _private.validates_by_time(Trainer(accelerator="cpu", logger=False, val_check_interval="00:00:01:00"))

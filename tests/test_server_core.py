@@ -373,6 +373,7 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
         return st.one_of(*map(values, get_args(hint)))
     kinds: dict[Any, st.SearchStrategy[Any]] = {
         type(None): st.none(),
+        msgspec.UnsetType: st.just(msgspec.UNSET),
         int: small,
         float: st.floats(),
         bool: st.booleans(),

@@ -224,11 +224,6 @@ def batches_resumed(trainer: Trainer) -> int:
     return batches if batches < trainer.num_training_batches else 0
 
 
-def reloads(trainer: Any) -> bool:
-    """Whether loaders are made again every so many epochs, perhaps of another length."""
-    return bool(trainer.reload_dataloaders_every_n_epochs)
-
-
 def accumulation_windows(trainer: Trainer, epochs: int) -> list[int]:
     """``accumulate_grad_batches`` of each of the first epochs, if a callback has a schedule for it; empty otherwise."""
     for callback in callbacks_of(trainer):

@@ -26,6 +26,11 @@ def is_fast_dev_run(trainer: Trainer) -> bool:
     return bool(cast(Any, trainer).fast_dev_run)
 
 
+def reloads(trainer: Trainer) -> bool:
+    """Return whether loaders are made again every so many epochs, perhaps of another length."""
+    return bool(cast(Any, trainer).reload_dataloaders_every_n_epochs)
+
+
 def loader_of(trainer: Trainer) -> DataLoader[Any]:
     """What the Trainer trains on, where that is one DataLoader."""
     return cast("DataLoader[Any]", trainer.train_dataloader)

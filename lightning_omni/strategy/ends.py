@@ -43,8 +43,8 @@ class OwnEnd(NamedTuple):
     @property
     def marks(self) -> list[int]:
         """Numbers whose largest over all ranks tell `differ` whether ranks differ."""
-        rates = zlib.crc32(struct.pack(f"{len(self.rates)}d", *self.rates))
-        return [rates, -rates, int(self.unstepped > 0), int(not self.unstepped)]
+        rates, groups = zlib.crc32(struct.pack(f"{len(self.rates)}d", *self.rates)), len(self.rates)
+        return [groups, -groups, rates, -rates, int(self.unstepped > 0), int(not self.unstepped)]
 
     def sentence(self, world: World) -> str:
         """Return what the user is told where ranks differ. All live ranks call it."""
@@ -85,9 +85,12 @@ class OwnEnd(NamedTuple):
 
 
 def differ(marks: Sequence[int]) -> bool:
-    """Whether ranks differ, of which these are the largest `OwnEnd.marks`."""
-    rates, minus_rates, some, others = marks
-    return rates != -minus_rates or (some > 0 and others > 0)
+    """Return whether ranks differ, of which these are the largest `OwnEnd.marks`.
+
+    Where some have more parameter groups, others may add theirs later, and rates are not compared.
+    """
+    groups, minus_groups, rates, minus_rates, some, others = marks
+    return groups == -minus_groups and (rates != -minus_rates or (some > 0 and others > 0))
 
 
 def _bits(rate: float) -> int:

@@ -20,6 +20,7 @@ from lightning_omni.protocol.cut import Cut
 from lightning_omni.protocol.progress import Progress
 from lightning_omni.protocol.record import Spans
 from lightning_omni.strategy import _private
+from lightning_omni.strategy.declared import reloads
 from lightning_omni.strategy.leased import FitLimits, LeasedData, StepsByHand, size_of
 
 if TYPE_CHECKING:
@@ -232,7 +233,7 @@ class RunProgress:
         if self.max_steps != -1:
             bounds.append(self.max_steps - (trainer.global_step if progress is None else self.now().steps))
         batches = trainer.num_training_batches if progress is None else progress.batches
-        is_alike = batches != math.inf and not _private.reloads(trainer)
+        is_alike = batches != math.inf and not reloads(trainer)
         if epochs is not None and epochs >= 0 and is_alike:
             accumulated = int(trainer.accumulate_grad_batches)
             windows = _private.accumulation_windows(trainer, epochs)[epoch:] or [accumulated] * (epochs - epoch)

@@ -89,7 +89,7 @@ def save_inside_an_epoch(world: World, model: torch.nn.Module) -> None:
     said: list[str] = []
     checkpoints = Checkpoints(said.append)
     for _ in range(2):
-        checkpoints.collect(world, model, model.state_dict())
+        checkpoints.collect(world, model, model.state_dict)
         checkpoint: dict[str, Any] = {"optimizer_states": []}
         checkpoints.complete(world, checkpoint, EpochDriver("dynamic", said.append, said.append))
         if world.is_recorder:
