@@ -46,6 +46,7 @@ FILES_LEFT_OUT = {
     "first_batches": ALIKE,
     "hostile": NO_DEVICE,
     "manners": ALIKE,
+    "periods": "what is said before the first batch is known before there is anything on a device",
     "placement": ALIKE,
     "progress": NO_DEVICE,
     "refusals": NO_DEVICE,

@@ -148,7 +148,7 @@ def own_state() -> dict[str, Any]:
     run.fit(module, *loaders())
     if RANK:
         return {}
-    saved = torch.load(FOLDER / "own state.ckpt", weights_only=True)["state_dict"]
+    saved = torch.load(FOLDER / "own state.ckpt", map_location="cpu", weights_only=True)["state_dict"]
     first = saved.pop("nested")["first"]
     return {
         "names": sorted(saved),

@@ -108,6 +108,11 @@ class KeepsRows(Net):
         self.rows, self.rare, self.found = Rows(), Rows(), list[Any]()
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        is_ahead = FOLDER / f"ahead-{self.current_epoch}"
+        if self.global_rank == 0 and batch_idx == 40:
+            is_ahead.touch()
+        while self.global_rank == 1 and batch_idx == 4 and not is_ahead.exists():
+            time.sleep(0.01)
         self.rows.update(batch[2])
         if batch_idx > 34:
             self.rare.update(batch[2][: batch_idx % 3])
