@@ -33,6 +33,12 @@ LONGEST = """
 """Files of many seconds each, longest first: side by side, none is left to run alone in the end."""
 
 
+@pytest.fixture(scope="session")
+def is_all(request: pytest.FixtureRequest) -> bool:
+    """Return whether what is marked exhaustive is run, too."""
+    return bool(request.config.getoption("--all"))
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--all` is what `make test-all` adds."""
     parser.addoption("--all", action="store_true", help="also what is marked exhaustive")

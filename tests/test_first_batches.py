@@ -215,9 +215,9 @@ def cases(names: Iterable[str]) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def names(request: pytest.FixtureRequest) -> list[str]:
+def names(is_all: bool) -> list[str]:
     """Of the fits that are run, in their order."""
-    left_out = [] if request.config.getoption("--all") else ONLY_WITH_ALL
+    left_out = [] if is_all else ONLY_WITH_ALL
     return [*(each for each in FITS if each not in left_out), "stopped", "resumed", "slow learning"]
 
 

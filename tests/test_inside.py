@@ -81,12 +81,6 @@ def resumes(one_group: Run, four_and_two: list[dict[str, Any]]) -> list[dict[str
 
 
 @pytest.fixture(scope="module")
-def is_all(request: pytest.FixtureRequest) -> bool:
-    """Whether a few fits more are run, of claims that others make."""
-    return bool(request.config.getoption("--all"))
-
-
-@pytest.fixture(scope="module")
 def two_groups(is_all: bool, one_group: Run, four_and_two: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What ranks 0 and 1 report, the members of one group; the other group has died at the end."""
     resumed = resumes(one_group, four_and_two)

@@ -84,7 +84,7 @@ def store_of(group: Any) -> Any:
 
 
 def collectives_of(group: Any) -> int:
-    """How many collectives of a process group this rank has begun; 0 if the group's backend does not count them."""
+    """Return how many collectives of a process group this rank has begun; 0 if its backend does not count them."""
     try:
         return int(group._get_sequence_number_for_group())
     except (AttributeError, RuntimeError):

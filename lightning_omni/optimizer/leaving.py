@@ -68,7 +68,7 @@ class Leaving:
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
-        """Meanwhile Ctrl-C is noted, where Python's own handler would raise a KeyboardInterrupt, and does."""
+        """Note Ctrl-C, where Python's own handler would raise a KeyboardInterrupt, and raise it, too."""
         is_ours = threading.current_thread() is threading.main_thread()
         if not is_ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
             yield
@@ -174,7 +174,7 @@ class Leaving:
 
 
 def _are_there(store: Any, keys: list[str]) -> bool:
-    """Whether a store has these keys, within the time of a poll."""
+    """Return whether a store has these keys, within the time of a poll."""
     try:
         store.wait(keys, timedelta(seconds=POLL_S))
     except DistStoreError:

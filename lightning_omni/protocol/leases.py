@@ -147,7 +147,7 @@ class LeaseBook:
         return self._drawn[group][number] if number < len(self._drawn[group]) else None
 
     def has_free(self, group: int) -> bool:
-        """Whether a group that asks gets a batch.
+        """Return whether a group that asks gets a batch.
 
         One that has had its first since the last validation leaves one each to those that have had none.
         """
@@ -158,7 +158,7 @@ class LeaseBook:
         return batches > len(self._sizes) or batches > sum(not self.has_begun(each) for each in self._sizes)
 
     def has_begun(self, group: int) -> bool:
-        """Whether a group has drawn a batch since the last validation."""
+        """Return whether a group has drawn a batch since the last validation."""
         return len(self._drawn[group]) > self._before.get(group, 0)
 
     def draw(self, group: int, number: int) -> list[Batch]:

@@ -36,7 +36,7 @@ _rooms: list[str] = []
 
 
 def follow(room: str) -> None:
-    """Imports our module for each namespace that is imported, now or later: it names its classes to both sides.
+    """Import our module for each namespace that is imported, now or later: it names its classes to both sides.
 
     Args:
         room: where the modules are, as in ``"strategy"``.
@@ -51,12 +51,12 @@ def follow(room: str) -> None:
 
 
 def module_in(room: str, namespace: str) -> Any:
-    """Our module for a namespace, which is imported, too."""
+    """Import and return our module for a namespace."""
     return importlib.import_module(f"lightning_omni.{room}.{namespace.replace('lightning.pytorch', 'lightning')}")
 
 
 def import_installed(name: str) -> None:
-    """Imports a namespace, as none is imported yet.
+    """Import a namespace, as none is imported yet.
 
     Args:
         name: of the class that needs one.

@@ -69,7 +69,7 @@ class Checkpoints:
         is_folder: bool = False,
         is_alone: bool = False,
     ) -> dict[str, Any]:
-        """Returns the module's state, with the weights that the method evaluates in the place of this group's own.
+        """Return the module's state, with the weights that the method evaluates in the place of this group's own.
 
         At a synchronization point of all groups every rank takes part, and what the groups know each for itself is
         collected. In between the recorder speaks for itself and the server: the module holds the server's weights while
@@ -273,7 +273,7 @@ def _without_tensors(world: World, trees: Sequence[Any], tensors: dict[str, Any]
 
 
 def _evaluated(world: World, module: Module, snapshot: ServerSnapshot) -> dict[Tensor, Tensor]:
-    """Returns the module's parameters that the server has, with the weights that it has of them."""
+    """Return the module's parameters that the server has, with the server's weights of them."""
     mine = {name: parameter for parameter, name in names_of(module).items()}
     return {
         own: value
@@ -285,7 +285,7 @@ def _evaluated(world: World, module: Module, snapshot: ServerSnapshot) -> dict[T
 
 
 def _read_holding(values: Mapping[Tensor, Tensor], read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Returns a module's state while tensors of it have other values; afterwards they have their own again.
+    """Return a module's state while tensors of it have other values; afterwards they have their own again.
 
     What is read is copied to the CPU, but for shards, where it is in the memory of these tensors.
 
@@ -296,10 +296,10 @@ def _read_holding(values: Mapping[Tensor, Tensor], read: Callable[[], dict[str, 
     # What goes through ``.data`` is no edit of the user's: torch does not count it.
     pairs = [(local_of(own).data, local_of(value)) for own, value in values.items() if own.shape == value.shape]
     kept = [(own, own.to("cpu", copy=True)) for own, _ in pairs]
-    written = {_memory_of(own) for own, _ in pairs} - {0}
+    written = {_address_of(own) for own, _ in pairs} - {0}
 
     def copied(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or _memory_of(leaf) not in written:
+        if not isinstance(leaf, Tensor) or _address_of(leaf) not in written:
             return leaf
         return leaf.detach().clone() if is_part(leaf) else leaf.detach().to("cpu", copy=True)
 
@@ -315,7 +315,8 @@ def _read_holding(values: Mapping[Tensor, Tensor], read: Callable[[], dict[str, 
     return state
 
 
-def _memory_of(tensor: Tensor) -> int:
+def _address_of(tensor: Tensor) -> int:
+    """Return where the memory of a tensor begins; 0 if it has none."""
     try:
         return local_of(tensor).untyped_storage().data_ptr()
     except RuntimeError:  # of a class that has no memory itself

@@ -13,7 +13,7 @@ class OmniStrategy(OmniStrategyHooks, metaclass=ABCMeta):  # noqa: D101
 
 
 def take_base(base: type, twin: type) -> None:
-    """A namespace has been imported: if it is the first, the class and its subclasses are derived from it.
+    """Derive the class and its subclasses from a namespace that was imported, if it is the first.
 
     Args:
         base: our base class of that namespace.

@@ -16,6 +16,7 @@ from subprocess import Popen
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakMethod
 
+import torch
 from typing_extensions import override
 
 from lightning_omni.errors import ConfigurationError
@@ -65,7 +66,7 @@ class ExitStatus:
 
 
 def end_with(code: int, reason: str) -> None:
-    """This process ends with that status when its script has come to its end. Called again, does nothing."""
+    """End this process with a status when its script has come to its end. A second call changes nothing."""
     if not hasattr(sys, _STATUS):
         _log.error("%s; when the script has come to its end, this process ends with status %d", reason, code)
         setattr(sys, _STATUS, ExitStatus(code))
@@ -128,7 +129,7 @@ class OmniLauncherHooks(_Base):
 
 @contextmanager
 def _named_to_children() -> Iterator[None]:
-    """Processes that start within it find this one in their environment; those that a script starts later do not."""
+    """Name this process in the environment of those that start within the context, and of no later ones."""
     before = os.environ.get(_LAUNCHER)
     os.environ[_LAUNCHER] = str(os.getpid())
     try:
@@ -191,13 +192,12 @@ class OmniProcessesHooks(_ProcessesBase):
 
 
 def _with_results(trainer: Trainer) -> list[Any]:
-    """Callbacks that have found something in rank 0's process that users look for in the script's."""
+    """Return callbacks that find something in rank 0's process that users look for in the script's."""
     return [each for each in callbacks_of(trainer) if hasattr(each, "take_omni_results")]
 
 
 def _refuse_initialized_cuda(start_method: str) -> None:
-    import torch
-
+    """Raise `ConfigurationError` if ranks would be copies of a process that has used CUDA."""
     if start_method != "spawn" and torch.cuda.is_initialized():
         remedy = "restart the kernel" if is_interactive() else 'pass start_method="spawn"'
         raise ConfigurationError(
@@ -282,7 +282,7 @@ class ChildObserver(threading.Thread):
 
 
 def is_interactive() -> bool:
-    """Whether this is a notebook or a Python shell, where no script can be started once more for other ranks."""
+    """Return whether this is a notebook or a Python shell, where no script can be started once more for other ranks."""
     return hasattr(sys, "ps1") or hasattr(builtins, "__IPYTHON__") or bool(sys.flags.interactive)
 
 

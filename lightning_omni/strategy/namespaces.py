@@ -15,7 +15,7 @@ from lightning_omni.strategy import NAMESPACES, import_installed, module_in
 
 
 def namespace_of(kind: type) -> str | None:
-    """The namespace that a class, or the nearest of its base classes that has one, comes from."""
+    """Return the namespace that a class, or the nearest of its base classes that has one, comes from."""
     for base in kind.__mro__:
         for name in NAMESPACES:
             if base.__module__ == name or base.__module__.startswith(f"{name}."):
@@ -24,7 +24,7 @@ def namespace_of(kind: type) -> str | None:
 
 
 def need_namespace(kind: type) -> None:
-    """An object of a class of ours is being made: a namespace is imported, unless one is.
+    """Import a namespace, unless one is imported, because an object of a class of ours is being made.
 
     Args:
         kind: the object's class, which thereby gets that namespace's base class.
@@ -37,7 +37,7 @@ def need_namespace(kind: type) -> None:
 
 
 def strategy_class_in(kind: type, namespace: str) -> type:
-    """A class as it would be if it had been derived from our base class of another namespace.
+    """Return a class as it would be if it had been derived from our base class of another namespace.
 
     Args:
         kind: OmniStrategy, or a user's subclass.
@@ -60,7 +60,7 @@ def strategy_class_in(kind: type, namespace: str) -> type:
 
 
 def new_in(kind: type, namespace: str) -> Any:
-    """An object of a class in a namespace, whose ``__init__`` is not called: for what is unpickled."""
+    """Return an object of a class in a namespace, whose ``__init__`` is not called: for what is unpickled."""
     module_in("strategy", namespace)
     return object.__new__(strategy_class_in(kind, namespace))
 

@@ -16,7 +16,7 @@ class OmniTuner(OmniTunerHooks):  # noqa: D101
 
 
 def take_base(callback: type) -> None:
-    """A namespace has been imported, with a Callback of its own. Callbacks have no state, so there may be two."""
+    """Derive the tuners from the Callback of a namespace that was imported; it has no state, so there may be two."""
     for kind in (DeviceTuner, OmniTuner):
         kind.__bases__ = (*kind.__bases__, callback)
 
