@@ -27,6 +27,7 @@ from lightning_omni.optimizer.channel import Channel, Traffic
 from lightning_omni.optimizer.object_snapshot import Generators, ObjectSnapshot, Seen
 from lightning_omni.optimizer.place import Place
 from lightning_omni.optimizer.reduction import KeptMemory, Reduction
+from lightning_omni.optimizer.values import write
 from lightning_omni.protocol.group import GroupCore, LastAnswer
 from lightning_omni.protocol.lessee import Lessee
 from lightning_omni.protocol.progress import Progress
@@ -330,7 +331,7 @@ class RollbackPoint:
         """
         with torch.no_grad():
             for tensor, kept in (*self.weights, *self.buffers):
-                tensor.copy_(kept)
+                write(tensor, kept)
         for optimizer, states in self.optimizers:
             optimizer.state.clear()
             for parameter, values in states.items():

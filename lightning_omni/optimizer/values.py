@@ -44,7 +44,7 @@ def contiguous(tensor: Tensor, name: str) -> Iterator[Tensor]:
     write(own, memory, name)
 
 
-def write(tensor: Tensor, values: Tensor, name: str) -> None:
+def write(tensor: Tensor, values: Tensor, name: str = "a tensor") -> None:
     """Overwrite a tensor, each number once where several of its places share one.
 
     Args:

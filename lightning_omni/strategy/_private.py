@@ -31,6 +31,7 @@ from torchmetrics.utilities.data import dim_zero_cat
 from torchmetrics.utilities.distributed import gather_all_tensors
 from typing_extensions import override
 
+from lightning_omni.optimizer.values import write
 from lightning_omni.strategy import NAMESPACES
 from lightning_omni.strategy.declared import callbacks_of
 
@@ -345,7 +346,7 @@ def average_from_here(trainer: Trainer) -> None:
         if getattr(counted, "n_averaged", None) == 0:
             own, copies = ((*each.parameters(), *each.buffers()) for each in (trainer.lightning_module, kept))
             for tensor, copied in zip(own, copies, strict=False):
-                copied.copy_(tensor)
+                write(copied, tensor)
 
 
 def averages_weights(trainer: Trainer) -> bool:
