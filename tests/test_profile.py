@@ -641,7 +641,7 @@ class Tailed(nn.Module):
         return outputs
 
 
-@pytest.mark.parametrize("per_sample", [MS / 40, MS / 4])
+@pytest.mark.parametrize("per_sample", [MS / 40, pytest.param(MS / 4, marks=pytest.mark.exhaustive)])
 def test_accesses_to_a_merged_head_are_counted(monkeypatch: pytest.MonkeyPatch, per_sample: float) -> None:
     cluster = Cluster.even(8, MS, jitter=Jitter("lognormal", 0.2), head_seconds_per_sample=per_sample)
     monkeypatch.setitem(CLUSTERS, "head", cluster)

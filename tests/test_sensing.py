@@ -140,7 +140,7 @@ def test_a_group_that_leaves_a_synchronization_does_not_spoil_the_reading() -> N
     assert run.reading == pytest.approx(0.6, abs=0.02)
 
 
-@pytest.mark.parametrize("groups", [2, 4, 8])
+@pytest.mark.parametrize("groups", [4, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in (2, 8))])
 def test_asynchronous_groups_read_as_momentum(groups: int) -> None:
     """1 - 1/g without explicit momentum, and (1 - total) = (1 - m) / g with it."""
     for explicit in (0.0, 0.5):
