@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import Module, Parameter
+from torch.nn.parallel import DistributedDataParallel
 
-from lightning_omni.errors import ConfigurationError
-from lightning_omni.optimizer.alike import Largest, make_alike
+from lightning_omni.errors import ConfigurationError, UnsupportedError
+from lightning_omni.optimizer.alike import Largest, check_all_shared, make_alike
 
 
 class Ranks:
@@ -157,6 +158,18 @@ def test_ranks_that_register_the_same_in_another_order_take_that_of_the_first() 
     module = Unordered(1)
     Ranks(1).run(lambda rank, largest: make_alike(module, rank, largest))
     assert [*module.layers] == ["none", *"bcda"]
+
+
+def test_tensors_that_ddp_ignores_may_differ_in_one_group_and_are_refused_in_several() -> None:
+    def of(rank: int) -> Module:
+        net = changed(lambda net: setattr(net, "table", torch.zeros(3, 2)))(rank)
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["table"])
+        return net
+
+    assert compare(of) == [names_in(Net())] * 3
+    check_all_shared(Net())
+    with pytest.raises(UnsupportedError, match=r"is to ignore table.*use groups=1"):
+        check_all_shared(of(0))
 
 
 def test_an_order_on_which_something_depends_already_is_refused() -> None:

@@ -18,6 +18,7 @@ ROW_NAMES = [
     "manual",
     "several optimizers",
     "unused parameters",
+    "left to each rank",
     "synchronised logging",
     "validation in mid-epoch",
     "workers",

@@ -60,6 +60,11 @@ def new_named_group(name: str, ranks: Sequence[int], timeout: timedelta) -> Any:
         return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
 
 
+def ignored_by_ddp(module: Module) -> frozenset[str]:
+    """Return the names of parameters and buffers that the user has DistributedDataParallel leave to each rank."""
+    return frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
 @contextmanager
 def unbound(default: Any) -> Iterator[None]:
     """Make process groups as if the default process group were not bound to a device.

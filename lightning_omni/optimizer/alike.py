@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
 
-from lightning_omni.errors import ConfigurationError
-from lightning_omni.optimizer._private import put_in_order
+from lightning_omni.errors import ConfigurationError, UnsupportedError
+from lightning_omni.optimizer._private import ignored_by_ddp, put_in_order
 
 Largest = Callable[[Sequence[int]], list[int]]
 """Returns the largest of each number over all ranks that call it."""
@@ -39,11 +39,27 @@ def make_alike(module: Module, rank: int, largest: Largest, may_reorder: bool = 
     """
     remedy = "all ranks train one model: build it alike on each of them"
     order = agree(_tensors_of(module), rank, largest, remedy)
-    if order is not None and may_reorder:
+    if order is not None and may_reorder and not ignored_by_ddp(module):
         put_in_order(module, [name.partition(" ")[2] for name in order])
         order = agree(_tensors_of(module), rank, largest, remedy)
     if order is not None:
         raise ConfigurationError(f"the ranks have the tensors of the model in different orders; {remedy}")
+
+
+def check_all_shared(module: Module) -> None:
+    """Raise an error if ranks are to have tensors of their own, which groups cannot exchange.
+
+    Args:
+        module: the model.
+
+    Raises:
+        UnsupportedError: the user has DistributedDataParallel ignore some of them.
+    """
+    if ignored := ignored_by_ddp(module):
+        raise UnsupportedError(
+            f"DistributedDataParallel is to ignore {min(ignored)}, so that each rank has its own, and groups exchange"
+            " what all ranks have in common; use groups=1, or keep it outside the module"
+        )
 
 
 def agree(found: Mapping[str, str], rank: int, largest: Largest, remedy: str) -> list[str] | None:
@@ -92,19 +108,20 @@ def describe(tensor: Tensor) -> str:
 
 
 def _tensors_of(module: Module) -> dict[str, str]:
-    """Describe all tensors of a module, by kind and name, each submodule's own before those inside it."""
+    """Describe a module's tensors by kind and name: each submodule's own before those inside it, no rank's own."""
     found: dict[str, Tensor] = {}
     for prefix, each in module.named_modules(remove_duplicate=False):
         for name, parameter in Module.named_parameters(each, prefix, recurse=False, remove_duplicate=False):
             found[f"parameter {name}"] = parameter
         for name, buffer in Module.named_buffers(each, prefix, recurse=False, remove_duplicate=False):
             found[f"buffer {name}"] = buffer
-    names: dict[int, str] = {}
+    ignored, names = ignored_by_ddp(module), dict[int, str]()
     for name in sorted(found):
         names.setdefault(id(found[name]), name)
     return {
         name: describe(tensor) if names[id(tensor)] == name else f"tied to {names[id(tensor)]}"
         for name, tensor in found.items()
+        if name.partition(" ")[2] not in ignored
     }
 
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_omni.optimizer.alike import make_alike
+from lightning_omni.optimizer._private import ignored_by_ddp
+from lightning_omni.optimizer.alike import check_all_shared, make_alike
 from lightning_omni.optimizer.place import Place
 from lightning_omni.optimizer.sharding import average_over_replicas, is_sharded, shard, share_initial
 from lightning_omni.optimizer.untrained import check_dense
@@ -59,11 +60,14 @@ class HeldModel:
         """All ranks get the parameters and buffers of rank 0; called before training begins, while all are here.
 
         Raises:
-            UnsupportedError: one of them is sparse.
+            UnsupportedError: one of them is sparse, or is left to each rank although there are several groups.
             ConfigurationError: other ranks have others.
         """
+        ignored = ignored_by_ddp(module)
+        if len(self._place.topology.alive) > 1:
+            check_all_shared(module)
         self._make_alike(module)
-        named = [*module.named_parameters(), *module.named_buffers()]
+        named = [each for each in (*module.named_parameters(), *module.named_buffers()) if each[0] not in ignored]
         check_dense(named)
         self._place.process_groups.make(self._place.topology)
         take_from_rank_zero(named)

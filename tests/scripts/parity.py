@@ -82,6 +82,20 @@ class Logging(Net):
         return loss
 
 
+class Ignored(Net):
+    """Has weights that each rank trains for itself, in another number on each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rank = int(os.environ.get("LOCAL_RANK", 0))
+        self.own = torch.nn.Linear(2, 1 + rank)
+        torch.nn.init.constant_(self.own.weight, rank)
+        self._ddp_params_and_buffers_to_ignore = ["own.weight", "own.bias"]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch) + self.own(batch[0][:, :2]).square().mean()
+
+
 ROWS: dict[str, tuple[type[Net], dict[str, Any], dict[str, Any]]] = {
     "SGD": (Net, {}, {}),
     "AdamW": (AdamW, {}, {}),
@@ -95,6 +109,7 @@ ROWS: dict[str, tuple[type[Net], dict[str, Any], dict[str, Any]]] = {
     "manual": (Manual, {}, {}),
     "several optimizers": (Several, {}, {"find_unused_parameters": True}),
     "unused parameters": (Unused, {}, {"find_unused_parameters": True}),
+    "left to each rank": (Ignored, {}, {}),
     "synchronised logging": (Logging, {"max_steps": 11, "max_epochs": 5}, {}),
     "validation in mid-epoch": (OneCycle, {"val_check_interval": 0.5, "limit_train_batches": 10}, {}),
     "workers": (Net, {"workers": 1, "max_epochs": 2}, {}),
