@@ -100,6 +100,10 @@ DIFFERENT: dict[str, tuple[Callable[[int], Module], str]] = {
         changed(lambda net: setattr(net, "table", torch.zeros(3, 2))),
         "the buffer table is float32 of shape [3, 2] on rank 1, and float32 of shape [2, 3] on rank 0",
     ),
+    "an expanded buffer": (
+        changed(lambda net: net.register_buffer("table", torch.zeros(1, 3).expand(2, 3))),
+        "the buffer table is float32 of shape [2, 3], expanded along dimensions [0] on rank 1",
+    ),
     "another dtype": (
         changed(lambda net: net.register_buffer("table", torch.zeros(2, 3).half())),
         "float16",

@@ -102,6 +102,9 @@ def describe(tensor: Tensor) -> str:
         # DistributedDataParallel averages gradients as they lie in memory, and that is as the parameters do.
         strides = [stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
         words.append(f"strides {strides}")
+    elif shared := [dim for dim, size in enumerate(tensor.shape) if size > 1 and tensor.stride(dim) == 0]:
+        # It has memory for fewer numbers, which may not be those of a rank where it is not expanded.
+        words.append(f"expanded along dimensions {shared}")
     if isinstance(tensor, Parameter):
         words.append("trained" if tensor.requires_grad else "frozen")
     return ", ".join(words)
