@@ -377,6 +377,8 @@ def test_a_step_by_which_torch_fills_a_state_is_refused_on_a_rank_that_asks_for_
 def test_a_step_outside_training_is_refused_with_the_remedy(plain_loops: list[dict[str, Any]], name: str) -> None:
     for each in plain_loops:
         assert ("inside `with world.training():`" in each[name]["refused"]) == (name != "one group")
+        assert ("outside `with world.training():`" in each[name]["outside"]) == (name != "one group")
+        assert ("inside `with world.training():`" in each[name]["nested"]) == (name != "one group")
         assert each[name]["late"].endswith("make it before")
         assert "call it inside `with world.training():`" in each[name]["regroup"]
 

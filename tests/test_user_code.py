@@ -764,6 +764,23 @@ def test_two_parameters_of_one_name_are_refused_for_one_of_them_would_not_be_tra
     assert OmniOptimizer(optimizer, World(), names_of(both)).optimizer is optimizer
 
 
+@pytest.mark.usefixtures("alone")
+def test_arguments_of_a_loop_without_lightning_are_refused_by_name() -> None:
+    world, optimizer = World(), torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1)
+    wrapped: Any
+    for name, wrapped in (
+        ("world", (world, optimizer)),
+        ("optimizer", (torch.optim.SGD, world)),
+        ("optimizer", (nn.Linear(2, 2).parameters(), world)),
+        ("optimizer", (OmniOptimizer(optimizer, world), world)),
+    ):
+        with pytest.raises(ConfigurationError, match=f"^{name}="):
+            OmniOptimizer(*wrapped)
+    options: Any = {"method": "local_sgd"}
+    with pytest.raises(ConfigurationError, match=r"^options=.*pass WorldOptions\("):
+        World(options=options)
+
+
 def test_a_complex_gradient_is_finite_if_both_of_its_parts_are() -> None:
     parameter = nn.Parameter(torch.ones(2, dtype=torch.complex64))
     for number, is_finite in ((1 + 1j, True), (complex(0.0, math.nan), False), (complex(math.inf, 0.0), False)):

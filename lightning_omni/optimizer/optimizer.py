@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_omni.checks import check_kind
 from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.optimizer.sharding import state_like
 from lightning_omni.optimizer.world import World
@@ -38,7 +39,7 @@ class OmniOptimizer(Optimizer):
 
     Raises:
         UnsupportedError: the optimizer cannot run at a server; the message says what to do instead.
-        ConfigurationError: two parameters have one name.
+        ConfigurationError: two parameters have one name; or an argument is wrong.
 
     Example:
         >>> from lightning_omni import OmniOptimizer  # see World for a whole training loop
@@ -51,6 +52,12 @@ class OmniOptimizer(Optimizer):
         names: Mapping[Parameter, str] | Callable[[], Mapping[Parameter, str]] | None = None,
         merged: Collection[Parameter] = (),
     ) -> None:
+        check_kind("world", world, World, "the World of this run, as in OmniOptimizer(optimizer, world)")
+        if isinstance(optimizer, OmniOptimizer) or not hasattr(optimizer, "param_groups"):
+            raise ConfigurationError(
+                f"optimizer={optimizer!r}: pass the optimizer itself, such as SGD(model.parameters(), lr=0.1), which"
+                " no other OmniOptimizer wraps"
+            )
         if world.first_steps is not None:
             raise ConfigurationError(
                 "OmniOptimizer inside `with world.training():`, whose server was given all optimizers when it began:"

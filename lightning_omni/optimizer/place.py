@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module, Parameter
 
+from lightning_omni.checks import check_kind
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import Method
 from lightning_omni.optimizer._private import forget_meshes
@@ -117,6 +118,7 @@ class Place:
         if not dist.is_initialized():
             raise ConfigurationError("call torch.distributed.init_process_group before World(...)")
         check_none_lost()
+        check_kind("options", options, (WorldOptions, type(None)), 'WorldOptions(method="local_sgd", ...), or None')
         options = options or WorldOptions()
         options = self.options = options if groups is None else replace(options, groups=groups)
         self.core = GroupCore(

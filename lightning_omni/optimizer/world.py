@@ -273,8 +273,8 @@ class World(Place):
         Raises:
             UnsupportedError: a wrapped optimizer steps by itself while groups exchange; DDP over ranks of several
                 groups is called; or ``join=True`` was passed, which works with Lightning only.
-            ConfigurationError: the members of a group have not averaged their gradients; or weights have moved without
-                an OmniOptimizer of this world, so that groups exchange nothing.
+            ConfigurationError: the members of a group have not averaged their gradients; weights have moved without an
+                OmniOptimizer of this world, so that groups exchange nothing; or this is inside another loop.
             RankLost: ranks have died in an earlier loop; or in this one, and it cannot continue without them; or the
                 members of a group have made different numbers of steps.
         """
@@ -283,7 +283,13 @@ class World(Place):
                 "World.training() with join=True: a group that joins late must find its place in the epoch, which is"
                 " done for Lightning's loops; use OmniStrategy(join=True), or start all ranks together"
             )
-        if dist.get_world_size() < self.size:
+        is_part = dist.get_world_size() < self.size
+        if (self.is_begun and self.executor.exchanges) or (is_part and not self.ever_lost):
+            raise ConfigurationError(
+                "world.training() inside `with world.training():`, of this World or another one: one loop trains all"
+                " that the OmniOptimizers of one World hold, and further epochs belong into it; make all of them before"
+            )
+        if is_part:
             raise RankLost(
                 f"world.training(): an earlier loop has lost the ranks {', '.join(map(str, sorted(self.ever_lost)))},"
                 f" and a loop begins with all {self.size}; start the script again, from a checkpoint"
@@ -428,6 +434,11 @@ class World(Place):
         self.executor.enter_compute()
 
     def enter_world(self, module: Module | None = None) -> None:
+        if self.executor.exchanges and not self.is_begun:
+            raise ConfigurationError(
+                "world.enter_compute() outside `with world.training():`, which calls it when it begins; call it there,"
+                " after world.enter_world()"
+            )
         """The groups synchronize: every rank gets the weights to evaluate. Waits for all ranks.
 
         What no optimizer moves becomes the same on all ranks: running statistics, and the parameters of an

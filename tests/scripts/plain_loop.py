@@ -42,6 +42,15 @@ def copied(optimizer: OmniOptimizer) -> str:
     return f"{type(twin).__name__} with {len(twin.state)} states"
 
 
+def said_of(act: Callable[[], Any]) -> str:
+    """The error of a call."""
+    try:
+        act()
+    except (ConfigurationError, UnsupportedError, AttributeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def train(groups: int, merges: bool, method: str = "async_sgd") -> dict[str, Any]:
     world = World(groups, options=WorldOptions(groups=groups, method=method))
     torch.manual_seed(world.rank)  # the weights are rank 0's all the same
@@ -68,9 +77,10 @@ def train(groups: int, merges: bool, method: str = "async_sgd") -> dict[str, Any
             optimizer.step()
         except ConfigurationError as error:
             refused = str(error)
+    outside = said_of(world.enter_compute)
     target = torch.linspace(-1, 1, 8)
     first = last = 0.0
-    staleness, raw_step, late, copies = -1, "", "", [copied(optimizer)]
+    staleness, raw_step, late, nested, copies = -1, "", "", "", [copied(optimizer)]
     with torch.no_grad():
         plain[0].weight.mul_(1.0 + world.rank * (groups > 1))  # as if one rank had loaded a checkpoint
     with world.training():
@@ -84,6 +94,8 @@ def train(groups: int, merges: bool, method: str = "async_sgd") -> dict[str, Any
             OmniOptimizer(torch.optim.SGD(plain.parameters(), lr=0.1), world)
         except ConfigurationError as error:
             late = str(error)
+        if groups > 1:
+            nested = said_of(world.training().__enter__)
         for step in range(40):
             x = torch.randn(32, 8)
             optimizer.zero_grad()
@@ -111,6 +123,8 @@ def train(groups: int, merges: bool, method: str = "async_sgd") -> dict[str, Any
         "raw step": raw_step,
         "copies": copies,
         "late": late,
+        "outside": outside,
+        "nested": nested,
     }
 
 
@@ -288,27 +302,23 @@ def mistake(method: str) -> list[str]:
     optimizer = OmniOptimizer(kind(model.parameters(), lr=0.1), world)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def said_of(step: Callable[[], Any]) -> str:
-        before = model.weight.clone()
-        try:
-            step()
-        except (ConfigurationError, UnsupportedError, AttributeError) as error:
-            assert torch.equal(before, model.weight)
-            return f"{type(error).__name__}: {error}"
-        return ""
+    def refused(step: Callable[[], Any]) -> str:
+        before, said = model.weight.clone(), said_of(step)
+        assert not said or torch.equal(before, model.weight)
+        return said
 
     with world.training():
         model(torch.randn(8, 4)).square().mean().backward()
         optimizer.step()
-        said = [said_of(inner.step), said_of(lambda: optimizer.first_step())]  # type: ignore[attr-defined]
+        said = [refused(inner.step), refused(lambda: optimizer.first_step())]  # type: ignore[attr-defined]
         assert not hasattr(optimizer, "second_step")
         world.enter_world(model)
-        said.append(said_of(optimizer.step))
+        said.append(refused(optimizer.step))
         world.enter_compute()
         optimizer.step()
         optimizer.zero_grad()
         if world.rank == 0:  # in plain DistributedDataParallel no other rank is needed for it
-            said.append(said_of(lambda: get_state_dict(model, optimizer)))
+            said.append(refused(lambda: get_state_dict(model, optimizer)))
             assert optimizer.param_groups[0]["lr"] == 0.0, "which torch has not given back"
             optimizer.param_groups[0]["lr"] = 0.1
         model(torch.randn(8, 4)).square().mean().backward()
