@@ -234,6 +234,7 @@ FORGOTTEN = {
 }
 WITHOUT_STEPS = {f"steps {each}": {"stepped": each} for each in ("on one rank", "on no rank")}
 REGROUPED = {f"regrouped, {groups} groups before": {"regrouped": groups} for groups in (1, 2)}
+THEN_ONE = {f"one group after two, {each}": {"first": each} for each in ("async_sgd", "local_sgd:period=4")}
 REFUSED: dict[str, dict[str, Any]] = {
     "not wrapped": {"groups": 1, "wraps": ""},
     "not wrapped, a closure": {"groups": 1, "wraps": "closure"},
@@ -282,6 +283,7 @@ def plain_loops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]
 def changing_loops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank found in loops with more than weights, or with other groups in the middle."""
     loops: dict[str, dict[str, Any]] = {**BESIDE, **LAID, **REGROUPED, **UNLIKE, **FORGOTTEN, **WITHOUT_STEPS}
+    loops |= THEN_ONE
     return run_loops(tmp_path_factory.mktemp("changing"), loops)
 
 
@@ -381,6 +383,16 @@ def test_a_step_outside_training_is_refused_with_the_remedy(plain_loops: list[di
         assert ("inside `with world.training():`" in each[name]["nested"]) == (name != "one group")
         assert each[name]["late"].endswith("make it before")
         assert "call it inside `with world.training():`" in each[name]["regroup"]
+
+
+@pytest.mark.parametrize("name", THEN_ONE)
+def test_a_loop_of_one_group_after_one_of_several_begins_with_one_optimizer_state(
+    changing_loops: list[dict[str, Any]], name: str
+) -> None:
+    """They have left each rank another one, or only rank 0 any: members of one group would train different weights."""
+    one, other = (each[name] for each in changing_loops)
+    assert one[1] == other[1]
+    assert (one[0], other[0]) == ([0, 2], [0, 2 if "local" in name else 0])
 
 
 @pytest.mark.parametrize("name", LOOPS)

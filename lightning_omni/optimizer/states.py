@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
@@ -13,12 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from lightning_omni.methods.master import held_by
 from lightning_omni.methods.modules import describe_module
 from lightning_omni.methods.replica import learnt_by
 from lightning_omni.optimizer.channel import Channel
-from lightning_omni.optimizer.model_replica import Part
+from lightning_omni.optimizer.model_replica import Part, fingerprint
 from lightning_omni.optimizer.parameter_groups import ParameterGroups
 from lightning_omni.optimizer.place import Place
 from lightning_omni.optimizer.saved import Saved
@@ -29,6 +31,9 @@ from lightning_omni.protocol.codec import pack
 from lightning_omni.protocol.wire_format import RESIDUAL, to_wire
 
 _log = logging.getLogger(__name__)
+
+_SAMPLED = 1 << 16
+"""Numbers of a tensor by which ranks tell whether they have the same."""
 
 
 class States:
@@ -119,6 +124,19 @@ class States:
         if self._place.steps_at_worker:
             self._share([part for part in self._place.parts if self._place.steps_here(part)])
         return self._take_back_everywhere() if self._place.is_synchronous else ()
+
+    def agree(self) -> None:
+        """A loop begins: members whose optimizer states differ take those of their group's first replica.
+
+        An earlier loop in other groups has left them so. On all ranks.
+        """
+        if self._place.replicas == 1:
+            return
+        parts = [part for part in self._place.parts if self._place.steps_here(part) or self._place.is_synchronous]
+        marks = [_mark(learnt_by(part.optimizer)) for part in parts]
+        both = self._place.process_groups.largest([*marks, *(-mark for mark in marks)], self._place.replica_group)
+        least = both[len(parts) :]
+        self._share([part for part, most, less in zip(parts, both, least, strict=False) if most != -less])
 
     # --- To the server and back ---------------------------------------------------------------------------------------
 
@@ -350,6 +368,12 @@ class Residuals:
                 dist.all_reduce(torch.view_as_real(each) if each.is_complex() else each, group=place.replica_group)
             total.append(each if there else None)
         return total
+
+
+def _mark(state: Mapping[Any, Any]) -> int:
+    """Return a number by which ranks tell whether they have the same optimizer state."""
+    tensors = [each for each in tree_leaves(state) if isinstance(each, Tensor)]
+    return zlib.crc32(str([fingerprint(each, _SAMPLED) for each in tensors]).encode())
 
 
 def _describe_head(part: Part) -> dict[str, Any] | None:

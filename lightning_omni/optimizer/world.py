@@ -300,6 +300,7 @@ class World(Place):
             self.begin()
             self.enter_compute()
             with self._guarded():
+            self.states.agree()
                 yield self
             self.enter_world()
             self._forget_own()

@@ -456,6 +456,23 @@ def regroup(groups: int) -> dict[str, Any]:
     return found
 
 
+def go_on(first: str) -> list[Any]:
+    """A loop of one group after one of two with the same optimizer: its weights, and how many states there were."""
+    net = torch.nn.Linear(4, 1)
+    raw = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+    states = []
+    for groups in (2, 1):
+        world = World(groups, options=WorldOptions(method=first))
+        model, optimizer = world.wrap(net), OmniOptimizer(raw, world)
+        states.append(len(raw.state))
+        with world.training():
+            for _ in range(4):
+                optimizer.zero_grad()
+                model(torch.randn(8, 4) + world.rank).square().mean().backward()
+                optimizer.step()
+    return [states, net.weight.tolist()]
+
+
 def follow(page: str) -> dict[str, Any]:
     """The loop that a page has; process groups stay those of this script."""
     code = Path(page).read_text().partition("## Loops without Lightning")[2].partition("```python\n")[2]
@@ -488,6 +505,7 @@ def main() -> None:
         "laid": lay,
         "unlike": differ,
         "regrouped": lambda **options: regroup(options["regrouped"]),
+        "first": go_on,
         "page": follow,
     }
     results: dict[str, Any] = {
