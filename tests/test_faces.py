@@ -283,7 +283,7 @@ def plain_loops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]
 def changing_loops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank found in loops with more than weights, or with other groups in the middle."""
     loops: dict[str, dict[str, Any]] = {**BESIDE, **LAID, **REGROUPED, **UNLIKE, **FORGOTTEN, **WITHOUT_STEPS}
-    loops |= THEN_ONE
+    loops |= {**THEN_ONE, "alone": {"alone": 0}}
     return run_loops(tmp_path_factory.mktemp("changing"), loops)
 
 
@@ -393,6 +393,14 @@ def test_a_loop_of_one_group_after_one_of_several_begins_with_one_optimizer_stat
     one, other = (each[name] for each in changing_loops)
     assert one[1] == other[1]
     assert (one[0], other[0]) == ([0, 2], [0, 2 if "local" in name else 0])
+
+
+def test_a_rank_that_synchronizes_alone_ends_the_loop_for_all_and_what_each_called_is_named(
+    changing_loops: list[dict[str, Any]],
+) -> None:
+    for each in changing_loops:
+        assert "rank 0 called enter_world(module)" in each["alone"]
+        assert "rank 1 called the end of training" in each["alone"]
 
 
 @pytest.mark.parametrize("name", LOOPS)

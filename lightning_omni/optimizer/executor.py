@@ -77,8 +77,14 @@ class Executor:
     def enter_compute(self) -> None:
         """The training epoch begins or goes on."""
 
-    def enter_world(self, module: Module | None, wants_stop: bool) -> bool:
-        """The ranks synchronize: see `World.enter_world`. Returns whether any of them wants to stop."""
+    def enter_world(self, module: Module | None, wants_stop: bool, what: str) -> bool:
+        """The ranks synchronize: see `World.enter_world`. Returns whether any of them wants to stop.
+
+        Args:
+            module: as there.
+            wants_stop: whether this rank does.
+            what: this rank calls; the same on all.
+        """
         return False
 
     def is_finite(self, parameters: Iterable[Parameter]) -> bool:
@@ -197,7 +203,7 @@ class Exchanging(Executor):
             part.replica.restore(but_frozen=place.method.pushes_weights)
 
     @override
-    def enter_world(self, module: Module | None, wants_stop: bool) -> bool:
+    def enter_world(self, module: Module | None, wants_stop: bool, what: str) -> bool:
         place = self._place
         if not place.is_computing:
             return False
@@ -208,7 +214,7 @@ class Exchanging(Executor):
         self._channel.finish_exchanges()
         place.process_groups.use(place.process_groups.live)
         place.is_computing = False
-        stops = any(place.all_reduce_max([int(wants_stop)]))  # a barrier, too
+        stops = any(stop for _, stop in place.process_groups.live.meet(what, b"stop" if wants_stop else b""))
         self._pull()
         buffers = () if module is None else buffers_of(module)
         merge(place, [*buffers, *self._edits.others_written()])

@@ -116,7 +116,7 @@ class LiveWorld(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> dist.Work:
         """Waits until all live ranks are here."""
-        self._contribute("barrier", b"")
+        self.meet("barrier", b"")
         return _Done(None)
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
@@ -202,7 +202,7 @@ class LiveWorld(dist.ProcessGroup):
         nbytes = tensor.numel() * tensor.element_size()
         pieces: dict[int, list[bytes]] = {}
         for start in range(0, max(nbytes, 1), LARGEST_BROUGHT):
-            for rank, piece in self._contribute(what, data[start : start + LARGEST_BROUGHT]):
+            for rank, piece in self.meet(what, data[start : start + LARGEST_BROUGHT]):
                 pieces.setdefault(rank, []).append(piece)
         gathered = {}
         for rank, parts in pieces.items():
@@ -211,7 +211,16 @@ class LiveWorld(dist.ProcessGroup):
                 gathered[rank] = _tensor_of(whole, tensor)
         return gathered
 
-    def _contribute(self, what: str, payload: bytes) -> list[tuple[int, bytes]]:
+    def meet(self, what: str, payload: bytes = b"") -> list[tuple[int, bytes]]:
+        """Wait until all live ranks are here.
+
+        Args:
+            what: it is, in words; if other ranks call something else, all are told so.
+            payload: that the others get.
+
+        Returns:
+            The payloads of all, as (global rank, bytes) in rank order.
+        """
         if self._synchronize is None:
             raise RuntimeError("the live world is not connected to a parameter server yet")
         parts = self._synchronize(what, payload)

@@ -57,6 +57,9 @@ from lightning_omni.topology import Topology, check_groups
 
 _log = logging.getLogger(__name__)
 
+_END = "the end of training"
+"""What ranks that have left their loop meet at, as the others are told that have not."""
+
 
 class World(Place):
     """A run's compute groups, as seen from this rank. Create it after ``torch.distributed.init_process_group``.
@@ -297,12 +300,12 @@ class World(Place):
         self.ever_lost.clear()  # those that left an earlier loop, with an exception that was caught, are here again
         try:
             self._share_weights()
+            self.states.agree()
             self.begin()
             self.enter_compute()
             with self._guarded():
-            self.states.agree()
                 yield self
-            self.enter_world()
+            self._synchronize(_END)
             self._forget_own()
             if self.hands_over and self.executor.control is not None:
                 self.states.take_back()
@@ -407,7 +410,7 @@ class World(Place):
             if self.control is not None and self.enlistment is None:
                 # No rank stops the server while others still need it. Those here go on, if at all, without the lost;
                 # of a loss they may hear at different moments.
-                live = tuple(rank for rank, _ in self.channel.synchronize("survivors", b""))
+                live = tuple(rank for rank, _ in self.channel.synchronize(_END, b""))
                 if len(live) < self.size:
                     survivors = Topology((live,))
                     groups.make(survivors, self.channel.gather)
@@ -431,15 +434,15 @@ class World(Place):
 
     def enter_compute(self) -> None:
         """From here on each group trains by itself: at the start of an epoch, or after a validation inside it."""
-        reshard(self.held.sharded)
-        self.executor.enter_compute()
-
-    def enter_world(self, module: Module | None = None) -> None:
         if self.executor.exchanges and not self.is_begun:
             raise ConfigurationError(
                 "world.enter_compute() outside `with world.training():`, which calls it when it begins; call it there,"
                 " after world.enter_world()"
             )
+        reshard(self.held.sharded)
+        self.executor.enter_compute()
+
+    def enter_world(self, module: Module | None = None) -> None:
         """The groups synchronize: every rank gets the weights to evaluate. Waits for all ranks.
 
         What no optimizer moves becomes the same on all ranks: running statistics, and the parameters of an
@@ -451,11 +454,14 @@ class World(Place):
             module: the model that is meant, with all that belongs to it (a ``ModuleList`` of the model and an average
                 of its weights, say); with None each group keeps its own.
         """
-        reshard(self.held.sharded)
         if self._is_in_loop and self.is_computing:
             self._check_left()
             self.edits.watch(module)
-        stops = self.executor.enter_world(module, self.wants_stop)
+        self._synchronize(f"enter_world({'' if module is None else 'module'})", module)
+
+    def _synchronize(self, what: str, module: Module | None = None) -> None:
+        reshard(self.held.sharded)
+        stops = self.executor.enter_world(module, self.wants_stop, what)
         if stops and self.on_stop is not None:
             self.on_stop()
 

@@ -473,6 +473,22 @@ def go_on(first: str) -> list[Any]:
     return [states, net.weight.tolist()]
 
 
+def synchronize(alone: int) -> str:
+    """Why a loop ends in which one rank synchronizes, to evaluate, and the other does not."""
+    world = World(2)
+    model = world.wrap(torch.nn.Linear(4, 1))
+    optimizer = OmniOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), world)
+    try:
+        with world.training():
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+            if world.rank == alone:
+                world.enter_world(model)
+    except RankLost as error:
+        return str(error)
+    return ""
+
+
 def follow(page: str) -> dict[str, Any]:
     """The loop that a page has; process groups stay those of this script."""
     code = Path(page).read_text().partition("## Loops without Lightning")[2].partition("```python\n")[2]
@@ -506,6 +522,7 @@ def main() -> None:
         "unlike": differ,
         "regrouped": lambda **options: regroup(options["regrouped"]),
         "first": go_on,
+        "alone": synchronize,
         "page": follow,
     }
     results: dict[str, Any] = {
