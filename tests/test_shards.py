@@ -605,8 +605,9 @@ def test_a_save_counts_when_all_servers_have_written_theirs(tmp_path: Path) -> N
     for number in (2, 3):
         saving._write_save(tmp_path, number, *pack(saved[0]))
     saving._write_save(folders[1], 2, *pack(saved[1]))
-    with pytest.raises(ConfigurationError, match="a save of several servers lies there"):
-        StateDirectory(tmp_path)
+    for servers in (1, 3):
+        with pytest.raises(ConfigurationError, match="a save of 2 servers lies there; pass --shards 2, or another"):
+            StateDirectory(tmp_path, servers=servers)
     with pytest.raises(ConfigurationError, match="several servers have saved a share of the weights each"):
         saved_weights(tmp_path)
     (folders[1] / "new-1").write_bytes(b"half of a save, by a server that was killed")
@@ -640,6 +641,17 @@ def test_a_save_counts_when_all_servers_have_written_theirs(tmp_path: Path) -> N
     states.poll(cores[0])
     assert [path.name for folder in folders for path in sorted(folder.glob("state-*"))] == ["state-00000006"] * 2
     states.close()
+
+
+def test_a_save_of_one_server_is_not_removed_by_several_and_what_is_over_is_in_the_way_of_none(tmp_path: Path) -> None:
+    saved = tmp_path / "state-00000001"
+    saved.touch()
+    with pytest.raises(ConfigurationError, match="a save of 1 server lies there; pass --shards 1, or another"):
+        StateDirectory(tmp_path, servers=2)
+    saved.unlink()
+    ShareDirectory(share_directory(tmp_path, 1))
+    StateDirectory(tmp_path).close()
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 
 def linked(cores: list[ServerCore]) -> list[Out]:

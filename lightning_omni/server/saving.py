@@ -32,6 +32,7 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
+from lightning_omni.checks import counted
 from lightning_omni.errors import ConfigurationError, MalformedMessage, OmniError
 from lightning_omni.protocol.codec import Packed, pack, unpack
 from lightning_omni.protocol.journal import AnyEntry, Entry, WentOnEntry
@@ -117,14 +118,19 @@ class StateDirectory:
             raise ConfigurationError(f"--state {path}: another server saves its state there; pass another") from None
         except OSError as error:
             raise ConfigurationError(f"--state {path}: {error.strerror}; pass a directory of your own") from error
-        if not self._others and any(self._path.glob(f"{_SHARE}*")):
+        shares = [share_directory(path, number) for number in _numbers(self._path, _SHARE)]
+        if len(shares) + 1 != servers and any(_numbers(folder, _SAVED) for folder in (self._path, *shares)):
             os.close(self._lock)
             raise ConfigurationError(
-                f"--state {path}: a save of several servers lies there; pass the same --shards, or another directory"
+                f"--state {path}: a save of {counted(len(shares) + 1, 'server')} lies there; pass --shards"
+                f" {len(shares) + 1}, or another directory"
             )
-        for folder in self._folders:
+        for folder in (self._path, *shares):
             for begun in folder.glob(f"{_NEW}-*"):  # by a server that was killed meanwhile
                 begun.unlink(missing_ok=True)
+        for folder in shares[servers - 1 :]:  # of a run that is over
+            with contextlib.suppress(OSError):
+                folder.rmdir()
         files = [number for folder in self._folders for number in _numbers(folder, _SAVED)]
         self._number = max(files + _numbers(self._path, _JOURNAL) + _numbers(self._path, _GAP), default=0)
         self._gap = 0  # number of the last journal in which an entry is missing
