@@ -32,6 +32,12 @@ def test_what_is_no_key_is_refused_where_the_run_begins(monkeypatch: pytest.Monk
         WorldOptions()
 
 
+def test_a_key_file_of_random_bytes_is_refused_as_one_that_holds_no_key(tmp_path: Path) -> None:
+    (tmp_path / "key").write_bytes(b"\x82" * 32)  # as of head -c 32 /dev/urandom
+    with pytest.raises(ConfigurationError, match="does not hold a key: 32 bytes in hexadecimal are expected"):
+        load_or_create(tmp_path / "key")
+
+
 def test_servers_that_start_together_for_the_first_time_make_one_key(tmp_path: Path) -> None:
     for number in range(200):
         file, begin = tmp_path / str(number) / "key", threading.Barrier(4)

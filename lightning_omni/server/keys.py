@@ -66,7 +66,7 @@ def load(path: Path | None = None) -> bytes:
         return key
     file = path or default_path()
     try:
-        text = file.read_text()
+        text = file.read_text(errors="replace")  # of 32 random bytes it is told that they are not in hexadecimal
     except OSError as error:
         raise ConfigurationError(
             f"no key for the parameter server: cannot read {file} ({error.strerror}); copy the key file that"
