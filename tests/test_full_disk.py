@@ -326,7 +326,21 @@ def full() -> Iterator[IO[str]]:
         yield file
 
 
-def test_a_standing_server_whose_log_cannot_be_written_serves_on(run: SavedRun, full: IO[str]) -> None:
+@pytest.fixture
+def closed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[IO[str]]:
+    """A pipe that has no reader any more, as in ``lightning-omni serve 2>&1 | head -1``."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    out = (tmp_path / "out").open("w")
+    monkeypatch.setattr(sys, "stdout", out)  # which rich leads nowhere then
+    with out, contextlib.suppress(OSError), os.fdopen(writer, "w") as file:
+        yield file
+
+
+@pytest.mark.parametrize("log", ["full", "closed"])
+def test_a_standing_server_whose_log_cannot_be_written_serves_on(
+    run: SavedRun, log: str, request: pytest.FixtureRequest
+) -> None:
     settings = ServerSettings(
         key=KEY.hex(),
         host="127.0.0.1",
@@ -337,7 +351,7 @@ def test_a_standing_server_whose_log_cannot_be_written_serves_on(run: SavedRun, 
         allow_optimizers=(),
     )
     options = Options(1, 0, "off", upstream="", once=False, http=None, http_host="", key_file=None)
-    console, signals = Console(file=full), StopSignals()
+    console, signals = Console(file=request.getfixturevalue(log)), StopSignals()
     RunLog(run.core, console).write(at_once=True)
     assert run.core.happenings
     before = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]

@@ -74,7 +74,7 @@ def print_sentence(sentence: str) -> None:
 
 
 def log(console: Console, line: str, style: str | None = None, highlight: bool | None = None) -> None:
-    """Writes a line that is never broken. If it cannot be (the disk is full, the terminal is gone), it is lost.
+    """Writes a line that is never broken. If it cannot be (the disk is full, the reader is gone), it is lost.
 
     Args:
         console: where to.
@@ -82,7 +82,7 @@ def log(console: Console, line: str, style: str | None = None, highlight: bool |
         style: of all of it.
         highlight: whether numbers and the like stand out; None for as the console does.
     """
-    with suppress(OSError):
+    with suppress(OSError, SystemExit):  # rich ends the program where a pipe has no reader any more
         console.print(line, style=style, soft_wrap=True, markup=False, highlight=highlight)
 
 
