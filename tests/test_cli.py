@@ -209,3 +209,4 @@ def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
         ran = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, timeout=START)
     assert "Traceback" not in ran.stderr
     assert "Exception" not in ran.stderr
+    assert (tmp_path / "async_sgd.npz").exists(), "what was simulated is lost"

@@ -66,8 +66,10 @@ def device(
             tolerance=tolerance,
             progress=progress,
         )
-    show(report.table(), report.tall_table())
-    for line in subject.lines_of(report).splitlines():
-        print_line(line)
-    subject.write(report, json, picture)  # last: what was measured is not to be lost because a disk is full
+    try:
+        show(report.table(), report.tall_table())
+        for line in subject.lines_of(report).splitlines():
+            print_line(line)
+    finally:  # what was measured is not to be lost because a disk is full, or standard output closed
+        subject.write(report, json, picture)
     return 0

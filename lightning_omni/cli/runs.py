@@ -126,9 +126,11 @@ def run(names: Sequence[str], settings: SimulationSettings, together: bool = Fal
     files.check([entrant.name for entrant in entrants], settings.picture)
     torch.set_num_threads(settings.threads)
     runs, code = _runs(entrants, task, finds_rates=together and not task.rates)
-    _report(runs, task, together)
-    for each in runs:
-        each.trace.save(files.trace(each.entrant.name))
+    try:
+        _report(runs, task, together)
+    finally:  # what was simulated is not to be lost because standard output is full or closed
+        for each in runs:
+            each.trace.save(files.trace(each.entrant.name))
     if settings.picture and together:
         traces = {each.entrant.name: each.trace for each in runs}
         plot_comparison(traces, files.picture, _title(task, settings), task.target)
