@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import secrets
@@ -21,7 +22,7 @@ from runs import free_port
 from test_observation import say, watch
 from test_server_core import Link, expect_refusal
 
-from lightning_omni.cli import main
+from lightning_omni.cli import live_table, main
 from lightning_omni.cli.console import telling
 from lightning_omni.protocol import ServerCore
 from lightning_omni.protocol import messages as m
@@ -133,6 +134,26 @@ def test_another_key_and_no_key_have_remedies(
             assert "copy the server's key file here, or set LIGHTNING_OMNI_KEY" in capsys.readouterr().out.replace(
                 "\n", " "
             )
+
+
+def test_where_an_encoding_has_not_all_characters_others_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="latin-1"))
+    with serving() as server:
+        assert main(["doctor", server.address]) == 0
+    sys.stdout.flush()
+    assert rb"\u2713" in written.getvalue()
+
+
+def test_in_a_terminal_in_which_nothing_can_be_written_over_the_table_is_printed_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"TTY_COMPATIBLE": "1", "TERM": "dumb"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(live_table, "watch", lambda *_: pytest.fail("nothing would be seen"))
+    with serving() as server:
+        assert main(["top", server.address, "--every", "0.1"]) == 0
+    assert "No run: the server waits for ranks." in capsys.readouterr().out
 
 
 def test_a_key_file_that_others_can_read_is_warned_of_at_both_ends(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import io
 import sys
 import textwrap
 from collections.abc import Callable
@@ -89,6 +90,8 @@ def main(arguments: list[str] | None = None) -> int:
         server died too often to be started again, or 130 after Ctrl-C.
     """
     given = sys.argv[1:] if arguments is None else arguments
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what its encoding has not is written as to standard error
+        sys.stdout.reconfigure(errors="backslashreplace")
     # To read the signatures of all commands takes half a second, so only the one that is run is read.
     commands: dict[str, Any] = {given[0]: _COMMANDS[given[0]]} if given and given[0] in _COMMANDS else _COMMANDS
     try:

@@ -28,7 +28,8 @@ def top(
         address: Address of the server, as in tcp://host:5555.
         key_file: File with the shared key, by default the one that lightning-omni serve creates.
         every: Time between two requests to the server, as in 2s, or in seconds.
-        once: Print the table once and exit. This is the default if standard output is not a terminal.
+        once: Print the table once and exit. This is the default if standard output is not a terminal, or one
+            in which nothing can be written over (TERM=dumb).
         encryption: "curve" or "off", the same as the server's.
     """
     # Not above: --help is not to wait for torch.
@@ -42,7 +43,7 @@ def top(
     key = load(key_file)
     observer = Observer(address, key, encryption, CONNECT_TIME)
     console = Console()
-    if not once and console.is_terminal:
+    if not once and console.is_terminal and not console.is_dumb_terminal:
         return watch(console, observer, lambda: Observer(address, key, encryption, AGAIN), seconds)
     try:
         rates = Rates()
