@@ -43,6 +43,19 @@ def test_more_groups_than_ranks_are_refused_before_any_process_starts() -> None:
         Trainer(accelerator="cpu", devices=2, strategy=OmniStrategy(groups=3), logger=False)
 
 
+def test_where_others_start_ranks_than_lightning_and_too_few_the_error_says_who(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in an interactive shell of a SLURM job with a name of its own."""
+    for name, value in {"NTASKS": "1", "JOB_NAME": "mine", "PROCID": "0", "LOCALID": "0", "NODEID": "0"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    says = r"groups=2 and devices=2, but only 1 rank of 2 came: SLURMEnvironment .* set SLURM_JOB_NAME=interactive"
+    with pytest.raises(ConfigurationError, match=says):
+        Trainer(accelerator="cpu", devices=2, strategy=OmniStrategy(groups=2), logger=False)
+    monkeypatch.setenv("SLURM_JOB_NAME", "interactive")
+    Trainer(accelerator="cpu", devices=2, strategy=OmniStrategy(groups=2), logger=False)
+
+
 def test_configuration_errors_are_value_errors_and_omni_errors() -> None:
     assert issubclass(ConfigurationError, ValueError)
     assert issubclass(ConfigurationError, omni.OmniError)

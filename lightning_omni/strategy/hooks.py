@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from lightning_omni.checks import counted
 from lightning_omni.errors import ConfigurationError, ConnectionLost, Evicted, OmniError, UnsupportedError
 from lightning_omni.methods import Method
 from lightning_omni.optimizer import World, WorldOptions
@@ -291,12 +292,19 @@ class OmniStrategyHooks(SavingStrategy):
                 f"save_distributed_checkpoint=True and {type(self.checkpoint_io).__name__}: each rank writes its share"
                 " by itself, and there is no whole checkpoint to hand to a CheckpointIO; leave one of them out"
             )
-        ranks = self.num_nodes * self.num_processes
+        ranks = asked = self.num_nodes * self.num_processes
         groups = self._world_options.groups
         if groups is not None and self.cluster_environment is not None:
             if self.cluster_environment.creates_processes_externally:
                 ranks = self.cluster_environment.world_size()
             with self._asked.naming_variables():
+                if ranks < groups <= asked:
+                    raise ConfigurationError(
+                        f"groups={groups} and devices={self.num_processes}, but only {counted(ranks, 'rank')} of"
+                        f" {asked} came: {type(self.cluster_environment).__name__} has Lightning start none; start"
+                        " as many by torchrun --nproc-per-node or srun --ntasks-per-node, or, in an interactive shell"
+                        " of a SLURM job, set SLURM_JOB_NAME=interactive"
+                    )
                 check_groups(groups, ranks)
                 if self.is_sharded:
                     nodes = [ranks // self.num_nodes] * self.num_nodes
