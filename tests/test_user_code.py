@@ -186,6 +186,51 @@ def test_an_optimizer_that_needs_a_closure_is_named_when_it_fails_at_the_server(
         master.update([torch.ones(3)], [{"lr": 0.1}])
 
 
+def updated(keep: Callable[[torch.optim.Optimizer, Parameter], object], steps: int = 1) -> torch.optim.Optimizer:
+    """An optimizer that keeps something in each of its steps, after so many of them at the server.
+
+    Args:
+        keep: is given the optimizer, and a parameter.
+        steps: how many.
+    """
+    weight = Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([{"params": [weight], "d": 0.1}], lr=0.1)
+
+    def kept(*_: Any) -> None:
+        keep(optimizer, weight)
+
+    optimizer.register_step_post_hook(kept)
+    master = Master({"weight": weight}, optimizer)
+    for _ in range(steps):
+        master.update([torch.ones(3)], [{"lr": 0.1, "d": 0.1}], step_scale=0.5)
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("keep", "words"),
+    [
+        (lambda optimizer, _: optimizer.param_groups[0].update(d=0.2), r"its step\(\) has changed 'd' of a parameter"),
+        (lambda optimizer, _: optimizer.state["k"].update(steps=1), "its state 'k' is that of no parameter"),
+        (lambda optimizer, weight: optimizer.state[weight].update(q=[object()]), "its state 'q' is a list"),
+    ],
+    ids=["Prodigy", "MADGRAD", "GaLore"],
+)
+def test_what_a_step_keeps_where_it_would_be_lost_or_cannot_be_saved_is_refused_at_the_server(
+    keep: Any, words: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=rf"SGD cannot run at the parameter server: {words}.*local_sgd"):
+        updated(keep)
+
+
+def test_what_a_step_keeps_in_a_parameters_state_or_in_a_setting_that_only_it_knows_of_is_the_servers() -> None:
+    def keep(optimizer: torch.optim.Optimizer, weight: Parameter) -> None:
+        group = optimizer.param_groups[0]
+        group["step"] = group.get("step", 0) + 1
+        optimizer.state[weight].update(lists=[torch.eye(2), None, (1.0, {"text": torch.zeros(2, dtype=torch.uint8)})])
+
+    assert updated(keep, 3).param_groups[0]["step"] == 3
+
+
 def test_an_optimizer_that_swaps_weights_for_evaluation_is_refused_at_the_server() -> None:
     with pytest.raises(UnsupportedError, match=r"ScheduleFree moves the weights in its train\(\).*local_sgd"):
         check_servable(ScheduleFree([Parameter(torch.ones(3))], lr=0.1))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from lightning_omni.errors import MalformedMessage, OmniError, UnsupportedError
 from lightning_omni.methods.fragments import cut, read, sizes_of
@@ -59,6 +60,7 @@ class Master:
         self._servers = servers
         self._fragments = [self._ordered]
         self._parked: dict[Tensor, Any] = {}
+        self._has_checked_state = False
 
     def grow(self, parameters: Mapping[str, Parameter]) -> None:
         """Further parameters, behind the others, which no parameter group holds yet."""
@@ -122,11 +124,39 @@ class Master:
             step_scale: multiplies the learning rate of this one step.
         """
         assert self.optimizer is not None, "this method's optimizer runs at the workers"
-        for group, values in zip(self.optimizer.param_groups, hyperparameters, strict=True):
-            group.update({key: value for key, value in values.items() if key not in _NOT_SETTINGS})
+        given = [{key: value for key, value in of.items() if key not in _NOT_SETTINGS} for of in hyperparameters]
+        for group, values in zip(self.optimizer.param_groups, given, strict=True):
+            group.update(values)
             if step_scale != 1.0:
-                group["lr"] = group["lr"] * step_scale
+                group["lr"] = values["lr"] = group["lr"] * step_scale
         self.step(self.optimizer, gradients)
+        self._check_kept(given)
+
+    def _check_kept(self, settings: Sequence[Mapping[str, Any]]) -> None:
+        """Raises `UnsupportedError` if a step keeps what it learns where it is lost or cannot be saved.
+
+        Args:
+            settings: those of each parameter group that the step was given.
+        """
+        assert self.optimizer is not None
+        kind = type(self.optimizer)
+        for group, given in zip(self.optimizer.param_groups, settings, strict=True):
+            for key, value in given.items():
+                if group[key] is not value and group[key] != value:
+                    raise UnsupportedError(
+                        f"{kind.__qualname__} cannot run at the parameter server: its step() has changed {key!r} of a"
+                        f" parameter group, and each push brings the value that the ranks have; {_STEP_ON_RANKS}"
+                    )
+        for owner, values in () if self._has_checked_state else self.optimizer.state.items():
+            if not isinstance(owner, Tensor):
+                raise UnsupportedError(
+                    f"{kind.__qualname__} cannot run at the parameter server: its state {owner!r} is that of no"
+                    f" parameter, and would be in no checkpoint; {_STEP_ON_RANKS}"
+                )
+            for key, value in values.items():
+                without_tensors = tree_map(lambda leaf: None if isinstance(leaf, Tensor) else leaf, value)
+                _checked(kind, "its state", key, without_tensors)
+        self._has_checked_state = True
 
     def step(self, optimizer: Optimizer, gradients: Sequence[Tensor | None], fragment: int | None = None) -> None:
         """One step of any optimizer over the parameters, or a fragment; a method's own perhaps. The clock ticks."""
