@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -229,6 +229,27 @@ def test_what_a_step_keeps_in_a_parameters_state_or_in_a_setting_that_only_it_kn
         optimizer.state[weight].update(lists=[torch.eye(2), None, (1.0, {"text": torch.zeros(2, dtype=torch.uint8)})])
 
     assert updated(keep, 3).param_groups[0]["step"] == 3
+
+
+def test_a_step_that_was_put_on_the_optimizer_itself_is_refused_and_that_of_a_scheduler_is_not() -> None:
+    unused: Any = SimpleNamespace(is_sharded=False, steps_at_worker=True)
+    executor = Exchanging(unused, unused, unused, unused, heads=())
+    optimizer = torch.optim.SGD([Parameter(torch.ones(2))], lr=0.1)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    executor.check_optimizer(optimizer)
+    before = optimizer.step
+
+    def step(self: torch.optim.Optimizer, *arguments: Any) -> Any:
+        return before(*arguments)
+
+    for schedules in (False, True):  # what a scheduler has wrapped is found as well
+        optimizer = torch.optim.SGD([Parameter(torch.ones(2))], lr=0.1)
+        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+        if schedules:
+            torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        with pytest.raises(UnsupportedError, match=r"step was replaced on this SGD itself.*register_step_post_hook"):
+            executor.check_optimizer(optimizer)
+        Executor(heads=()).check_optimizer(optimizer)
 
 
 def test_an_optimizer_that_swaps_weights_for_evaluation_is_refused_at_the_server() -> None:

@@ -319,6 +319,14 @@ def describe(optimizer: Optimizer, names: Mapping[Tensor, str], with_state: bool
     }
 
 
+def has_own_step(optimizer: Optimizer) -> bool:
+    """Tell whether the optimizer has a step that is not its class's, as apex's ASP and others put on an instance."""
+    step = vars(optimizer).get("step")
+    while hasattr(step, "_wrapped_by_lr_sched") or hasattr(step, "_torchdynamo_orig_callable"):
+        step = getattr(step, "__wrapped__", None)  # torch's schedulers only count steps, torch.compile only compiles
+    return getattr(step, "__func__", step) not in (None, type(optimizer).step)
+
+
 def held_by(optimizer: Optimizer) -> list[Parameter]:
     """The parameters of an optimizer, in its order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]

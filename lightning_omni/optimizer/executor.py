@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.methods import Gradient, NextGradient
-from lightning_omni.methods.master import check_servable, hyperparameters_of
+from lightning_omni.methods.master import check_servable, has_own_step, hyperparameters_of
 from lightning_omni.methods.replica import Replica
 from lightning_omni.optimizer.channel import Channel
 from lightning_omni.optimizer.edits import Edits
@@ -146,6 +146,12 @@ class Exchanging(Executor):
 
     @override
     def check_optimizer(self, optimizer: Optimizer) -> None:
+        if has_own_step(optimizer):
+            raise UnsupportedError(
+                f"step was replaced on this {type(optimizer).__name__} itself, and groups step as its class does, so"
+                " that what replaced it would not be called: override step in a subclass, register a hook"
+                " (optimizer.register_step_post_hook), or use groups=1"
+            )
         if self._place.is_sharded:
             check_by_parts(self._place.method, optimizer, shown(self._place.options.inside))
         if not self._place.steps_at_worker or isinstance(optimizer, torch.optim.SparseAdam):
