@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import MethodType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import pytorch_lightning as pl
@@ -24,9 +24,10 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from lightning_omni import OmniStrategy
 from lightning_omni.errors import ConfigurationError, OmniError, UnsupportedError
 from lightning_omni.methods import LocalSGD
-from lightning_omni.methods.master import Master, check_servable, hyperparameters_of
+from lightning_omni.methods.master import Master, check_servable, describe, hyperparameters_of
 from lightning_omni.methods.replica import Replica
 from lightning_omni.optimizer import OmniOptimizer, World, WorldOptions, names_of
+from lightning_omni.optimizer.edits import Edits
 from lightning_omni.optimizer.executor import Exchanging, Executor, evaluating
 from lightning_omni.optimizer.live_world import LiveWorld, device_types, register
 from lightning_omni.optimizer.place import default_device
@@ -229,6 +230,43 @@ def test_what_a_step_keeps_in_a_parameters_state_or_in_a_setting_that_only_it_kn
         optimizer.state[weight].update(lists=[torch.eye(2), None, (1.0, {"text": torch.zeros(2, dtype=torch.uint8)})])
 
     assert updated(keep, 3).param_groups[0]["step"] == 3
+
+
+class Rated(torch.optim.SGD):
+    """Has a setting in an attribute."""
+
+    rates: list[float]
+
+
+def test_an_attribute_that_others_change_reaches_the_server_where_groups_synchronize_and_is_refused_between_steps() -> (
+    None
+):
+    weight = Parameter(torch.ones(2))
+    optimizer, theirs = Rated([weight], lr=0.1), []
+    optimizer.rates = [0.1]
+
+    def nothing(*_: Any, **__: Any) -> list[str]:
+        return []
+
+    replica = SimpleNamespace(written=nothing, ordered=[weight], know=nothing, abandon=nothing, load=nothing)
+    replica.begin_layout, part = nothing, SimpleNamespace(optimizer=optimizer, head=None, replica=replica)
+    place: Any = SimpleNamespace(parts=[part], speaks=True, steps_here=lambda _: False, all_reduce_max=list)
+    states = SimpleNamespace(keep=nothing, forget=nothing)
+    states.seed = lambda: theirs.append(describe(optimizer, {weight: "weight"})["attributes"])
+    edits = Edits(place, cast(Any, SimpleNamespace(fetch=nothing)), cast(Any, states))
+    edits.begin()
+    edits.follow()
+    assert theirs == []
+    optimizer.rates[0] = 0.2
+    edits.follow()
+    edits.check(cast(Any, part))
+    optimizer.noted = 1  # what others add, its step does not read
+    edits.follow()
+    edits.check(cast(Any, part))
+    assert theirs == [{"rates": [0.2]}]
+    optimizer.rates = [0.3]
+    with pytest.raises(UnsupportedError, match=r"'rates' of Rated was changed between two steps.*an epoch's start"):
+        edits.check(cast(Any, part))
 
 
 def test_a_step_that_was_put_on_the_optimizer_itself_is_refused_and_that_of_a_scheduler_is_not() -> None:

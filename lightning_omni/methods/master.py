@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from collections import defaultdict
 from collections.abc import Callable, Container, Mapping, Sequence
+from functools import cache
 from typing import Any, TypeVar
 
 import numpy
@@ -305,11 +306,10 @@ def describe(optimizer: Optimizer, names: Mapping[Tensor, str], with_state: bool
         UnsupportedError: it cannot be served; the message says why and what to do instead.
     """
     check_servable(optimizer)
-    own = {key: value for key, value in vars(optimizer).items() if key not in _torch_attributes()}
     return {
         "class": class_path(type(optimizer)),
         "defaults": {key: _plain(value) for key, value in optimizer.defaults.items()},
-        "attributes": {key: _plain(value) for key, value in own.items()},
+        "attributes": {key: _plain(value) for key, value in attributes_of(optimizer).items()},
         "groups": [
             {**values, "params": [names[parameter] for parameter in group["params"] if parameter in names]}
             for group, values in zip(optimizer.param_groups, hyperparameters_of(optimizer), strict=True)
@@ -317,6 +317,11 @@ def describe(optimizer: Optimizer, names: Mapping[Tensor, str], with_state: bool
         ],
         "state": state_of(optimizer, names) if with_state else {},
     }
+
+
+def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
+    """Return an optimizer's own attributes, without those that any torch optimizer has."""
+    return {key: value for key, value in vars(optimizer).items() if key not in _torch_attributes()}
 
 
 def has_own_step(optimizer: Optimizer) -> bool:
@@ -466,8 +471,7 @@ def check_servable(optimizer: Optimizer) -> None:
             f"{kind.__qualname__} moves the weights in its train() and eval(), by a state that would be at the"
             f" parameter server: other weights would be evaluated than with one group; {_STEP_ON_RANKS}"
         )
-    own = {key: value for key, value in vars(optimizer).items() if key not in _torch_attributes()}
-    for where, values in (("its attribute", own), ("the default", optimizer.defaults)):
+    for where, values in (("its attribute", attributes_of(optimizer)), ("the default", optimizer.defaults)):
         for key, value in values.items():
             _checked(kind, where, key, value)
     hyperparameters_of(optimizer)
@@ -511,6 +515,7 @@ def _is_plain(value: Any) -> bool:
     return True
 
 
+@cache
 def _torch_attributes() -> frozenset[str]:
     """Attributes that ``Optimizer.__init__`` itself makes, or that torch and schedulers hang on an instance."""
     bare = object.__new__(Optimizer)

@@ -10,6 +10,7 @@ Rule 2: while several groups train, written weights and states are refused in th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence, Set
+from copy import deepcopy
 from itertools import compress
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_omni.errors import UnsupportedError
+from lightning_omni.methods.master import attributes_of
 from lightning_omni.optimizer.channel import Channel
 from lightning_omni.optimizer.meshes import shown
 from lightning_omni.optimizer.model_replica import Part, fingerprint
@@ -59,6 +61,7 @@ class Edits:
         self._buffers_seen: list[int] = []
         self._others_seen: list[int] = []
         self._states_seen: dict[Optimizer, Any] = {}
+        self._attributes_seen: dict[Optimizer, dict[str, Any]] = {}
 
     def watch(self, module: Module | None) -> None:
         """A loop without Lightning says which module it means, of whose parameters no optimizer may move some."""
@@ -93,14 +96,15 @@ class Edits:
     def follow(self) -> None:
         """The groups are about to part: what was written since they synchronized is followed. On all ranks."""
         is_state_written = any(map(self._is_state_written, self._place.parts))
-        written = [*self._written(), int(self.switched()), int(is_state_written)]
-        weights, loose, switched, states = self._all_reduce_max(written)
+        is_other = is_state_written or any(map(self._changed_attribute, self._place.parts))
+        written = [*self._written(), int(self.switched()), int(is_other)]
+        weights, loose, switched, others = self._all_reduce_max(written)
         if loose:
             self._share_loose()
             self.others_followed()
         if switched:
             self._switch()
-        if weights or switched or states:
+        if weights or switched or others:
             self._hand_over(keep_states=not switched)
         self._know_states()
 
@@ -151,6 +155,14 @@ class Edits:
                 " it, or use a method whose optimizer steps on the ranks"
                 ' (method="local_sgd"), or groups=1'
             )
+        if place.speaks and part.head is None and (name := self._changed_attribute(part)):
+            raise UnsupportedError(
+                f"the attribute {name!r} of {type(part.optimizer).__name__} was changed between two steps, and the"
+                " optimizer that steps is the parameter server's: do so at an epoch's start or end (without Lightning:"
+                " between world.enter_world() and world.enter_compute()), where all groups hear of it, keep the value"
+                " in the optimizer's parameter groups, which each push brings, or use a method whose optimizer steps on"
+                ' the ranks (method="local_sgd"), or groups=1'
+            )
 
     # --- How ----------------------------------------------------------------------------------------------------------
 
@@ -161,8 +173,13 @@ class Edits:
         ]
 
     def _know_states(self) -> None:
-        """What the state of optimizers is now, the server knows."""
+        """What state and attributes of optimizers are now, the server knows."""
         self._states_seen = {part.optimizer: part.optimizer.state for part in self._place.parts}
+        self._attributes_seen = {
+            part.optimizer: deepcopy(attributes_of(part.optimizer))
+            for part in self._place.parts
+            if not self._place.steps_here(part)
+        }
 
     def _is_state_written(self, part: Part) -> bool:
         """Whether others wrote the state of an optimizer that steps at the server, and so has none here."""
@@ -171,6 +188,14 @@ class Edits:
         state: Any = part.optimizer.state
         is_replaced = state is not self._states_seen.get(part.optimizer, state)
         return is_replaced or any(state.get(parameter) for parameter in part.replica.ordered)
+
+    def _changed_attribute(self, part: Part) -> str:
+        """The name of an attribute that others changed of an optimizer that steps at the server, or ``""``."""
+        now = attributes_of(part.optimizer)
+        for name, then in self._attributes_seen.get(part.optimizer, {}).items():
+            if now.get(name) is not then and now.get(name) != then:
+                return name
+        return ""
 
     def _switch(self) -> None:
         """Other optimizers take the place of those that were attached; those that stay get their state back."""
