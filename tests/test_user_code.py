@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from lightning_omni import OmniStrategy
 from lightning_omni.errors import ConfigurationError, OmniError, UnsupportedError
 from lightning_omni.methods import LocalSGD
-from lightning_omni.methods.master import Master, check_servable, describe, hyperparameters_of
+from lightning_omni.methods.master import Master, check_servable, describe, hyperparameters_of, rebuild
 from lightning_omni.methods.replica import Replica
 from lightning_omni.optimizer import OmniOptimizer, World, WorldOptions, names_of
 from lightning_omni.optimizer.edits import Edits
@@ -230,6 +230,28 @@ def test_what_a_step_keeps_in_a_parameters_state_or_in_a_setting_that_only_it_kn
         optimizer.state[weight].update(lists=[torch.eye(2), None, (1.0, {"text": torch.zeros(2, dtype=torch.uint8)})])
 
     assert updated(keep, 3).param_groups[0]["step"] == 3
+
+
+class Skipping(torch.optim.SGD):
+    """Leaves alone what is marked."""
+
+    def step(self, closure: Any = None) -> Any:
+        for each in self.param_groups[0]["params"]:
+            if getattr(each, "skipped", False):
+                each.grad = None
+        return super().step(closure)
+
+
+def test_marks_that_a_program_has_put_on_parameters_are_there_where_the_server_steps_them() -> None:
+    weights = {name: Parameter(torch.ones(2)) for name in ("body", "head")}
+    weights["body"].skipped, weights["head"].made_by = True, object()  # type: ignore[attr-defined]
+    names: dict[Tensor, str] = {weight: name for name, weight in weights.items()}
+    theirs = {name: Parameter(torch.ones(2)) for name in weights}
+    description = describe(Skipping(weights.values(), lr=0.5), names)
+    assert description["parameters"] == {"body": {"skipped": True}}
+    Master(theirs, rebuild(description, theirs, lambda _: Skipping)).update([torch.ones(2)] * 2, [{"lr": 0.5}])
+    assert [theirs[name].tolist() for name in weights] == [[1.0, 1.0], [0.5, 0.5]]
+    assert "parameters" not in describe(torch.optim.SGD(weights.values(), lr=0.5), names)
 
 
 class Rated(torch.optim.SGD):

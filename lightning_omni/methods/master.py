@@ -306,7 +306,9 @@ def describe(optimizer: Optimizer, names: Mapping[Tensor, str], with_state: bool
         UnsupportedError: it cannot be served; the message says why and what to do instead.
     """
     check_servable(optimizer)
+    marks = {} if type(optimizer).__module__.startswith("torch.optim.") else _marks_of(names)
     return {
+        **({"parameters": marks} if marks else {}),
         "class": class_path(type(optimizer)),
         "defaults": {key: _plain(value) for key, value in optimizer.defaults.items()},
         "attributes": {key: _plain(value) for key, value in attributes_of(optimizer).items()},
@@ -317,6 +319,15 @@ def describe(optimizer: Optimizer, names: Mapping[Tensor, str], with_state: bool
         ],
         "state": state_of(optimizer, names) if with_state else {},
     }
+
+
+def _marks_of(names: Mapping[Tensor, str]) -> dict[str, dict[str, Any]]:
+    """Return, by parameters' names, plain attributes that a program has put on them: its optimizer may read them."""
+    marks = {
+        name: {key: _plain(value) for key, value in vars(parameter).items() if _is_plain(value)}
+        for parameter, name in names.items()
+    }
+    return {name: values for name, values in marks.items() if values}
 
 
 def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
@@ -376,6 +387,9 @@ def rebuild(
     # The base class alone: a subclass's constructor may want arguments that no description can hold.
     Optimizer.__init__(optimizer, groups, dict(description["defaults"]))
     vars(optimizer).update(description["attributes"])
+    for name, marks in description.get("parameters", {}).items():
+        if name in parameters:  # of several servers, each has its own
+            vars(parameters[name]).update(marks)
     if description["state"]:
         optimizer.load_state_dict(
             {"state": description["state"], "param_groups": optimizer.state_dict()["param_groups"]}
