@@ -31,6 +31,7 @@ from lightning_omni.optimizer.edits import Edits
 from lightning_omni.optimizer.executor import Exchanging, Executor, evaluating
 from lightning_omni.optimizer.live_world import LiveWorld, device_types, register
 from lightning_omni.optimizer.place import default_device
+from lightning_omni.optimizer.states import States
 from lightning_omni.optimizer.untrained import buffers_of, merge
 from lightning_omni.protocol.progress import Progress, ReferenceBatch
 from lightning_omni.strategy.epochs import EpochDriver
@@ -252,6 +253,15 @@ def test_marks_that_a_program_has_put_on_parameters_are_there_where_the_server_s
     Master(theirs, rebuild(description, theirs, lambda _: Skipping)).update([torch.ones(2)] * 2, [{"lr": 0.5}])
     assert [theirs[name].tolist() for name in weights] == [[1.0, 1.0], [0.5, 0.5]]
     assert "parameters" not in describe(torch.optim.SGD(weights.values(), lr=0.5), names)
+
+
+def test_state_that_no_checkpoint_of_several_groups_can_hold_is_refused_as_that() -> None:
+    replica = SimpleNamespace(own_state=lambda whole: {"optimizer": {0: {"projector": object()}}})
+    place: Any = SimpleNamespace(parts=[SimpleNamespace(replica=replica)], speaks=True, steps_here=lambda _: True)
+    residuals, unused = SimpleNamespace(saved=lambda _: {}), SimpleNamespace()
+    states = States(place, cast(Any, unused), cast(Any, residuals))
+    with pytest.raises(UnsupportedError, match=r"a checkpoint of several groups cannot hold .*a object cannot be sent"):
+        states.gather_group_state()
 
 
 class Rated(torch.optim.SGD):

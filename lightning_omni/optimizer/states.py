@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from lightning_omni.errors import MalformedMessage, UnsupportedError
 from lightning_omni.methods.master import held_by
 from lightning_omni.methods.modules import describe_module
 from lightning_omni.methods.replica import learnt_by
@@ -195,7 +196,14 @@ class States:
                 {**part.replica.own_state(whole=self._place.steps_here(part)), **self._residuals.saved(index)}
                 for index, part in enumerate(self._place.parts)
             ]
-            self._channel.store.store_group_state(*pack(states))
+            try:
+                packed = pack(states)
+            except MalformedMessage as error:
+                raise UnsupportedError(
+                    f"a checkpoint of several groups cannot hold what an optimizer keeps in its state: {error}; save"
+                    " none, or use groups=1"
+                ) from error
+            self._channel.store.store_group_state(*packed)
         self._place.barrier()
 
     def _give_back(self, snapshot: ServerSnapshot) -> None:
