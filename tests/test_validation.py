@@ -220,6 +220,7 @@ FITS: dict[str, dict[str, Any]] = {
     },
     "mean of all groups": {"strategy": {**PUBLISHED, "groups": 2, "method": "local_sgd"}, "trainer": EVERY},
     "no DataLoader": {"strategy": {**PUBLISHED, "groups": 2}, "no_loader": True, "trainer": EVERY},
+    "no batch": {"strategy": {**PUBLISHED, "groups": 2}, "held_out": 0, "trainer": {**EVERY, "max_epochs": 2}},
 }
 
 
@@ -240,6 +241,9 @@ def test_all_ranks_hear_of_the_same_validations_with_the_same_steps(runs: tuple[
     assert steps == sorted(set(steps))
     assert len({str(each["validations"]) for each in every}) == 1
     worlds = every[0]["validation_worlds"]
+    if name == "no batch":  # no callback hears of them, as under DDP, and the groups train on after each
+        assert [worlds, {(each["epoch"], each["weights"]) for each in every}] == [[], {(2, every[0]["weights"])}]
+        return
     assert worlds[-1] == 4 or name.startswith("metrics"), "at an epoch's end all are together"
     if name in ("mean of all groups", "no DataLoader"):
         assert worlds == [4] * 4
@@ -278,6 +282,7 @@ def test_what_cannot_be_published_waits_and_says_so(runs: tuple[Run, Path]) -> N
         " weights",
         'OmniStrategy: validation="published" is validation="wait" here: the validation data has a sampler of its own,'
         " or is iterable, so that one group cannot read it all",
+        'OmniStrategy: validation="published" is validation="wait" here: the validation data has no batch',
     ]
 
 

@@ -651,6 +651,8 @@ class EpochDriver:
         self.before_validation(self.trainer.lightning_module)
         before = _private.metrics_by_now(self.trainer)
         returned = self._validate_together(run)
+        if not self.world.is_computing:  # without a batch, the loop calls no hook of its end
+            self.after_validation()
         self._step_plateaus(before, self._epoch.is_over)
         return returned
 

@@ -146,6 +146,8 @@ class PublishedValidation:
         if _private.averaged_models(trainer):
             return "a WeightAveraging callback evaluates its own weights"
         loaders = _private.validation_loaders(trainer)
+        if not any(trainer.num_val_batches):
+            return "the validation data has no batch"
         if not all(is_given(loader) and isinstance(loader.sampler, DistributedSampler) for loader in loaders):
             return "the validation data has a sampler of its own, or is iterable, so that one group cannot read it all"
         return ""

@@ -358,7 +358,7 @@ def fit(options: dict[str, Any]) -> dict[str, Any]:
             run.validate(module, loaders()[1], verbose=False)
             notes.validations.clear()
             notes.validation_worlds.clear()
-        held_out = loaders()[1]
+        held_out = DataLoader(dataset(options.get("held_out", 64)), batch_size=8)
         run.fit(module, train, Batches(held_out) if options.get("no_loader") else held_out, ckpt_path=resume)
     except Exception as problem:
         if not options.get("expect_error"):
