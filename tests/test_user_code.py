@@ -292,7 +292,7 @@ def test_an_attribute_that_others_change_reaches_the_server_where_groups_synchro
     optimizer.rates[0] = 0.2
     edits.follow()
     edits.check(cast(Any, part))
-    optimizer.noted = 1  # what others add, its step does not read
+    vars(optimizer)["noted"] = 1  # what others add, its step does not read
     edits.follow()
     edits.check(cast(Any, part))
     assert theirs == [{"rates": [0.2]}]
