@@ -101,11 +101,11 @@ def check_address(address: str, given: str = "") -> None:
 
 
 def _is_address(address: str) -> bool:
+    if is_private(address):
+        return address.startswith(f"{_SCHEME}/")  # a path may have any characters
     try:
         parts = urlsplit(address)
         good = not (parts.query or parts.fragment or parts.username or " " in address)
-        if parts.scheme == "ipc":
-            return good and not parts.netloc and parts.path.startswith("/")
         return good and parts.scheme == "tcp" and bool(parts.hostname) and bool(parts.port) and not parts.path
     except ValueError:
         return False
