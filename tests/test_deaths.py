@@ -105,6 +105,29 @@ def test_the_status_of_a_run_that_had_a_failure_is_1_after_all_that_the_script_h
     assert done.stdout == "the script\nthe last handler"
 
 
+@pytest.mark.parametrize(("end", "status"), [("1", 1), ("0", 0)])
+def test_a_rank_whose_script_fails_while_that_of_rank_0_ends_is_in_the_status(end: str, status: int) -> None:
+    """Rank 0 has a batch less to predict, say; under DDP its status would be 0."""
+    program = f"""
+import subprocess, sys
+from lightning_omni.strategy.launcher import ChildObserver, OmniLauncherHooks
+child = [sys.executable, "-c", "import time; time.sleep(1); raise SystemExit({end})"]
+class Launcher(OmniLauncherHooks):
+    num_processes, num_nodes = 2, 1
+    class cluster_environment:
+        validate_settings, creates_processes_externally = staticmethod(lambda **_: None), False
+        node_rank = local_rank = staticmethod(lambda: 1)
+    def _call_children_scripts(self): self.procs = [subprocess.Popen(child)]
+    def on_death(self, rank, code): return False
+    def is_writing(self): return False
+    def failures(self): return ()
+launcher = Launcher()
+launcher.launch(print, "the fit")"""
+    done = interpret(program)
+    assert (done.returncode, done.stdout) == (status, "the fit\n"), done.stderr
+    assert ("the process of local rank 1 ended with exit code 1" in done.stderr) == bool(status)
+
+
 def test_a_group_that_is_stopped_for_half_of_the_run_holds_up_none_and_takes_part_again() -> None:
     method = "decoupled_diloco:period=4,fragments=2,outer_momentum=0.5"
     fit = {

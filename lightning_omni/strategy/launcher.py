@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import logging
 import os
@@ -104,6 +105,7 @@ class OmniLauncherHooks(_Base):
                 self._call_children_scripts()
             _observer = ChildObserver(self.procs, self.on_death, self.is_writing)
             _observer.start()
+            atexit.register(_observer.finish)
         elif _observer is not None:
             _observer.ask(self.on_death, self.is_writing)  # the script's next fit, with a strategy of its own
         _share_threads(self.num_processes)
@@ -222,7 +224,7 @@ class ChildObserver(threading.Thread):
     ) -> None:
         super().__init__(name="omni-child-observer", daemon=True)
         self._children = children
-        self._is_dismissed = False
+        self._is_dismissed = self._is_finishing = False
         self.ask(on_death, is_writing)
 
     def ask(self, on_death: Callable[[int, int], bool], is_writing: Callable[[], bool]) -> None:
@@ -233,6 +235,12 @@ class ChildObserver(threading.Thread):
     def count(self) -> int:
         """How many children there were at the beginning."""
         return len(self._children)
+
+    def finish(self) -> None:
+        """The script has come to its end: waits a while for those of the children, which may end with an error."""
+        self._is_finishing = True
+        if not hasattr(sys, "last_value"):  # or this script ends with one, and children may wait for what it did not do
+            self.join(GRACE)
 
     def dismiss(self) -> None:
         """The children end at once, and no death of theirs means anything any more."""
@@ -253,9 +261,13 @@ class ChildObserver(threading.Thread):
                     continue
                 del watched[rank]
                 on_death = self._on_death()
-                if code != 0 and not (on_death is not None and on_death(rank, code)):
+                if code == 0 or (on_death is not None and on_death(rank, code)):
+                    continue
+                if not self._is_finishing:
                     self._end_everything(rank, code)
                     return
+                if code > 0 and on_death is not None:
+                    end_with(1, f"the process of local rank {rank} ended with {say_exit(code)}")
 
     def _end_everything(self, rank: int, code: int) -> None:
         # By Ctrl-C, as all are; but this one hears no signal while it waits for the others to start.
