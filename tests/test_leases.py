@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from lightning_omni.errors import ProtocolError
-from lightning_omni.optimizer.loaders import LeasedBatchSampler, Leases, can_lease
+from lightning_omni.errors import ConfigurationError, ProtocolError
+from lightning_omni.optimizer.loaders import LeasedBatchSampler, Leases, can_lease, permutation
 from lightning_omni.protocol.leases import (
     MOST_AHEAD,
     Batch,
@@ -271,6 +271,21 @@ def test_one_group_trains_the_batches_of_distributed_sampler(count: int, world_s
     for rank, sampler in enumerate(samplers):
         mine = [[order[position] for position in positions(batch, rank, world_size)] for batch in drawn]
         assert mine == list(BatchSampler(sampler, batch_size, drop_last=False))
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_dataset_that_has_grown_is_refused_where_distributed_sampler_refuses_it(drop_last: bool) -> None:
+    dataset = list(range(64))
+    sampler: DistributedSampler[int] = DistributedSampler(dataset, 2, 0, drop_last=drop_last)  # type: ignore[arg-type]
+    assert len(permutation(sampler)) == 64
+    dataset += [64]
+    if drop_last:
+        assert len(permutation(sampler)) == len(list(sampler)) * 2
+        return
+    with pytest.raises(AssertionError):
+        list(sampler)
+    with pytest.raises(ConfigurationError, match=r"has 65 samples, and had 64 or fewer .*reload_dataloaders_every_n_"):
+        permutation(sampler)
 
 
 @varied

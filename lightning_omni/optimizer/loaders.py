@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
+from lightning_omni.errors import ConfigurationError
 from lightning_omni.protocol.leases import Batch, EpochPlan, LeaseBook, apportion
 from lightning_omni.protocol.lessee import Lessee
 from lightning_omni.protocol.messages import Drawn, EpochOpened, Left, OpenEpoch, Verdict
@@ -309,8 +310,17 @@ def can_lease(loader: object) -> bool:
 
 
 def permutation(sampler: DistributedSampler[Any]) -> Tensor:
-    """The epoch's order of dataset indices, padded, before DistributedSampler deals it out to ranks."""
+    """The epoch's order of dataset indices, padded, before DistributedSampler deals it out to ranks.
+
+    Raises:
+        ConfigurationError: the dataset has grown, and samples would be left out, which DistributedSampler refuses, too.
+    """
     count = len(sampler.dataset)  # type: ignore[arg-type]
+    if count > sampler.total_size and not sampler.drop_last:
+        raise ConfigurationError(
+            f"the dataset has {count} samples, and had {sampler.total_size} or fewer when its DataLoader was made: have"
+            " the loader made again, with reload_dataloaders_every_n_epochs=1"
+        )
     if sampler.shuffle:
         order = torch.randperm(count, generator=torch.Generator().manual_seed(sampler.seed + sampler.epoch))
     else:
