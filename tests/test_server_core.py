@@ -26,7 +26,7 @@ from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import Packed, pack, unpack
 from lightning_omni.protocol.collectives import MOST_OPEN
 from lightning_omni.protocol.cut import Cut
-from lightning_omni.protocol.handshake import attach_mac, derive, rank_mac, server_mac, session_key
+from lightning_omni.protocol.handshake import attach_mac, derive, fingerprint_problem, rank_mac, server_mac, session_key
 from lightning_omni.protocol.layout import Layout, TensorSpec
 from lightning_omni.protocol.rank_numbers import MOST_RANKS
 from lightning_omni.protocol.router import types_on
@@ -308,6 +308,14 @@ def test_another_model_is_refused_by_naming_both_ranks_and_their_sizes() -> None
     answer = greet_and_prove(link, 2, 2, fingerprint="f" * 64, tensors=7, numbers=99)
     expect_refusal(answer, "fingerprint", "rank 2 has another model than rank 0: 7 parameters with 99 numbers")
     assert "2 with 9" in answer.reason
+    assert "--state" not in answer.reason
+
+
+def test_a_group_that_comes_with_another_model_than_that_of_the_run_hears_how_to_begin_another_run() -> None:
+    """It may be the only one: the run is one that an earlier server has saved, of a script that was changed since."""
+    problem = fingerprint_problem(hello(1, world_size=0, fingerprint="f" * 64), hello(0))
+    assert problem.startswith("rank 1 has another model than rank 0: ")
+    assert problem.endswith("to begin another one, use another server, with another --state directory")
 
 
 @pytest.mark.parametrize("changes", [{"run": "another run"}, {"world_size": 4}])

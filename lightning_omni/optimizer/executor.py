@@ -220,7 +220,7 @@ class Exchanging(Executor):
         self._channel.finish_exchanges()
         place.process_groups.use(place.process_groups.live)
         place.is_computing = False
-        stops = any(stop for _, stop in place.process_groups.live.meet(what, b"stop" if wants_stop else b""))
+        stops = any(stop for _, stop in place.process_groups.live.contribute(what, b"stop" if wants_stop else b""))
         self._pull()
         buffers = () if module is None else buffers_of(module)
         merge(place, [*buffers, *self._edits.others_written()])

@@ -116,7 +116,7 @@ class LiveWorld(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> dist.Work:
         """Waits until all live ranks are here."""
-        self.meet("barrier", b"")
+        self.contribute("barrier", b"")
         return _Done(None)
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
@@ -202,7 +202,7 @@ class LiveWorld(dist.ProcessGroup):
         nbytes = tensor.numel() * tensor.element_size()
         pieces: dict[int, list[bytes]] = {}
         for start in range(0, max(nbytes, 1), LARGEST_BROUGHT):
-            for rank, piece in self.meet(what, data[start : start + LARGEST_BROUGHT]):
+            for rank, piece in self.contribute(what, data[start : start + LARGEST_BROUGHT]):
                 pieces.setdefault(rank, []).append(piece)
         gathered = {}
         for rank, parts in pieces.items():
@@ -211,7 +211,7 @@ class LiveWorld(dist.ProcessGroup):
                 gathered[rank] = _tensor_of(whole, tensor)
         return gathered
 
-    def meet(self, what: str, payload: bytes = b"") -> list[tuple[int, bytes]]:
+    def contribute(self, what: str, payload: bytes = b"") -> list[tuple[int, bytes]]:
         """Wait until all live ranks are here.
 
         Args:

@@ -58,7 +58,7 @@ from lightning_omni.topology import Topology, check_groups
 _log = logging.getLogger(__name__)
 
 _END = "the end of training"
-"""What ranks that have left their loop meet at, as the others are told that have not."""
+"""Names the last collective of a loop, in the message to ranks that call another one."""
 
 
 class World(Place):

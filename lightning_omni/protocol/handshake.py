@@ -237,10 +237,16 @@ def fingerprint_problem(hello: Hello, first: Hello) -> str:
             "rank {} has the model of rank {}, and its group holds it {}, not {}: all groups need the same inside=, the"
             " same number of ranks and the same configure_model".format(hello.rank, first.rank, *held)
         )
+    otherwise = ""
+    if not hello.world_size:  # a group that joins on its own, perhaps the only one of a run that was saved
+        otherwise = (
+            f"; rank {first.rank} has begun the run at this server, and may be gone: to begin another one, use another"
+            " server, with another --state directory"
+        )
     return (
         f"rank {hello.rank} has another model than rank {first.rank}: {hello.tensors} parameters with {hello.numbers}"
         f" numbers ({hello.fingerprint[:8]}) against {first.tensors} with {first.numbers} ({first.fingerprint[:8]});"
-        " names, shapes, dtypes and order of the optimizers' parameters must be the same on every rank"
+        f" names, shapes, dtypes and order of the optimizers' parameters must be the same on every rank{otherwise}"
     )
 
 
