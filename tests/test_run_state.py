@@ -206,11 +206,12 @@ def test_weights_are_spoilt_where_a_number_is_not_finite_that_was() -> None:
 
 def test_an_expanded_buffer_is_rolled_back() -> None:
     module = torch.nn.Linear(2, 2)
-    module.register_buffer("mask", torch.ones(1, 4).expand(3, 4))
+    mask = torch.ones(1, 4).expand(3, 4)
+    module.register_buffer("mask", mask)
     point = RollbackPoint.of(module, [], GroupCore(AsyncSGD()))
-    module.mask[:1].fill_(5.0)
+    mask[:1].fill_(5.0)
     point.put_back(GroupCore(AsyncSGD()))
-    assert module.mask.tolist() == [[1.0] * 4] * 3
+    assert mask.tolist() == [[1.0] * 4] * 3
 
 
 def test_a_tuner_touches_nothing_private_of_the_strategy() -> None:
