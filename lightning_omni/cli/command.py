@@ -8,6 +8,7 @@ import io
 import sys
 import textwrap
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from jsonargparse import ActionYesNo, ArgumentParser, DefaultHelpFormatter, auto_cli
@@ -91,7 +92,8 @@ def main(arguments: list[str] | None = None) -> int:
     """
     given = sys.argv[1:] if arguments is None else arguments
     if isinstance(sys.stdout, io.TextIOWrapper):  # what its encoding has not is written as to standard error
-        sys.stdout.reconfigure(errors="backslashreplace")
+        with suppress(OSError):  # "Illegal seek", where a pipe took a file's place; it is set up all the same
+            sys.stdout.reconfigure(errors="backslashreplace")
     # To read the signatures of all commands takes half a second, so only the one that is run is read.
     commands: dict[str, Any] = {given[0]: _COMMANDS[given[0]]} if given and given[0] in _COMMANDS else _COMMANDS
     try:
