@@ -166,14 +166,17 @@ def test_ranks_that_register_the_same_in_another_order_take_that_of_the_first() 
 
 def test_tensors_that_ddp_ignores_may_differ_in_one_group_and_are_refused_in_several() -> None:
     def of(rank: int) -> Module:
-        net = changed(lambda net: setattr(net, "table", torch.zeros(3, 2)))(rank)
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["table"])
+        net = changed(lambda net: setattr(net, "head", nn.Linear(4, 2, bias=False)))(rank)
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["table", "head.weight"])
         return net
 
     assert compare(of) == [names_in(Net())] * 3
-    check_all_shared(Net())
-    with pytest.raises(UnsupportedError, match=r"is to ignore table.*use groups=1"):
+    with pytest.raises(UnsupportedError, match=r"is to ignore head.weight.*use groups=1"):
         check_all_shared(of(0))
+    frozen = of(0)
+    assert isinstance(frozen, Net)
+    frozen.head.requires_grad_(False)
+    check_all_shared(frozen)
 
 
 def test_an_order_on_which_something_depends_already_is_refused() -> None:

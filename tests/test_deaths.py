@@ -105,13 +105,15 @@ def test_the_status_of_a_run_that_had_a_failure_is_1_after_all_that_the_script_h
     assert done.stdout == "the script\nthe last handler"
 
 
-@pytest.mark.parametrize(("end", "status"), [("1", 1), ("0", 0)])
-def test_a_rank_whose_script_fails_while_that_of_rank_0_ends_is_in_the_status(end: str, status: int) -> None:
+@pytest.mark.parametrize(("end", "status", "first"), [("1", 1, False), ("1", 1, True), ("0", 0, False)])
+def test_a_rank_whose_script_fails_while_that_of_rank_0_ends_is_in_the_status(
+    end: str, status: int, first: bool
+) -> None:
     """Rank 0 has a batch less to predict, say; under DDP its status would be 0."""
     program = f"""
 import subprocess, sys
 from lightning_omni.strategy.launcher import ChildObserver, OmniLauncherHooks
-child = [sys.executable, "-c", "import time; time.sleep(1); raise SystemExit({end})"]
+child = [sys.executable, "-c", "import time; time.sleep({int(not first)}); raise SystemExit({end})"]
 class Launcher(OmniLauncherHooks):
     num_processes, num_nodes = 2, 1
     class cluster_environment:
@@ -122,7 +124,8 @@ class Launcher(OmniLauncherHooks):
     def is_writing(self): return False
     def failures(self): return ()
 launcher = Launcher()
-launcher.launch(print, "the fit")"""
+launcher.launch(print, "the fit")
+if {first}: launcher.procs[0].wait(); import time; time.sleep(0.5)"""
     done = interpret(program)
     assert (done.returncode, done.stdout) == (status, "the fit\n"), done.stderr
     assert ("the process of local rank 1 ended with exit code 1" in done.stderr) == bool(status)

@@ -188,15 +188,19 @@ def test_an_optimizer_that_needs_a_closure_is_named_when_it_fails_at_the_server(
         master.update([torch.ones(3)], [{"lr": 0.1}])
 
 
-def updated(keep: Callable[[torch.optim.Optimizer, Parameter], object], steps: int = 1) -> torch.optim.Optimizer:
+def updated(
+    keep: Callable[[torch.optim.Optimizer, Parameter], object], steps: int = 1, **more: Any
+) -> torch.optim.Optimizer:
     """An optimizer that keeps something in each of its steps, after so many of them at the server.
 
     Args:
         keep: is given the optimizer, and a parameter.
         steps: how many.
+        more: settings that ranks send.
     """
     weight = Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([{"params": [weight], "d": 0.1}], lr=0.1)
+    optimizer.defaults["d"] = 0.1
 
     def kept(*_: Any) -> None:
         keep(optimizer, weight)
@@ -204,7 +208,7 @@ def updated(keep: Callable[[torch.optim.Optimizer, Parameter], object], steps: i
     optimizer.register_step_post_hook(kept)
     master = Master({"weight": weight}, optimizer)
     for _ in range(steps):
-        master.update([torch.ones(3)], [{"lr": 0.1, "d": 0.1}], step_scale=0.5)
+        master.update([torch.ones(3)], [{"lr": 0.1, "d": 0.1, **more}], step_scale=0.5)
     return optimizer
 
 
@@ -231,6 +235,7 @@ def test_what_a_step_keeps_in_a_parameters_state_or_in_a_setting_that_only_it_kn
         optimizer.state[weight].update(lists=[torch.eye(2), None, (1.0, {"text": torch.zeros(2, dtype=torch.uint8)})])
 
     assert updated(keep, 3).param_groups[0]["step"] == 3
+    assert updated(keep, 3, step=5).param_groups[0]["step"] == 8, "ranks that were one group have counted"
 
 
 class Skipping(torch.optim.SGD):
@@ -246,10 +251,12 @@ class Skipping(torch.optim.SGD):
 def test_marks_that_a_program_has_put_on_parameters_are_there_where_the_server_steps_them() -> None:
     weights = {name: Parameter(torch.ones(2)) for name in ("body", "head")}
     weights["body"].skipped, weights["head"].made_by = True, object()  # type: ignore[attr-defined]
+    weights["head"].places = {(0, 1): "dp"}  # type: ignore[attr-defined]
     names: dict[Tensor, str] = {weight: name for name, weight in weights.items()}
     theirs = {name: Parameter(torch.ones(2)) for name in weights}
     description = describe(Skipping(weights.values(), lr=0.5), names)
     assert description["parameters"] == {"body": {"skipped": True}}
+    description["parameters"]["head"] = {"detach": 1}  # of a peer that means ill
     Master(theirs, rebuild(description, theirs, lambda _: Skipping)).update([torch.ones(2)] * 2, [{"lr": 0.5}])
     assert [theirs[name].tolist() for name in weights] == [[1.0, 1.0], [0.5, 0.5]]
     assert "parameters" not in describe(torch.optim.SGD(weights.values(), lr=0.5), names)

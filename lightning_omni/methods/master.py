@@ -62,6 +62,7 @@ class Master:
         self._fragments = [self._ordered]
         self._parked: dict[Tensor, Any] = {}
         self._has_checked_state = False
+        self._kept_settings: set[str] = set()
 
     def grow(self, parameters: Mapping[str, Parameter]) -> None:
         """Further parameters, behind the others, which no parameter group holds yet."""
@@ -125,7 +126,8 @@ class Master:
             step_scale: multiplies the learning rate of this one step.
         """
         assert self.optimizer is not None, "this method's optimizer runs at the workers"
-        given = [{key: value for key, value in of.items() if key not in _NOT_SETTINGS} for of in hyperparameters]
+        left_out = {*_NOT_SETTINGS, *self._kept_settings}
+        given = [{key: value for key, value in of.items() if key not in left_out} for of in hyperparameters]
         for group, values in zip(self.optimizer.param_groups, given, strict=True):
             group.update(values)
             if step_scale != 1.0:
@@ -143,7 +145,12 @@ class Master:
         kind = type(self.optimizer)
         for group, given in zip(self.optimizer.param_groups, settings, strict=True):
             for key, value in given.items():
-                if group[key] is not value and group[key] != value:
+                if key in group and (group[key] is value or group[key] == value):
+                    continue
+                # A count of steps, say, which ranks have from training in one group.
+                if key not in self.optimizer.defaults:
+                    self._kept_settings.add(key)
+                else:
                     raise UnsupportedError(
                         f"{kind.__qualname__} cannot run at the parameter server: its step() has changed {key!r} of a"
                         f" parameter group, and each push brings the value that the ranks have; {_STEP_ON_RANKS}"
@@ -157,7 +164,7 @@ class Master:
             for key, value in values.items():
                 without_tensors = tree_map(lambda leaf: None if isinstance(leaf, Tensor) else leaf, value)
                 _checked(kind, "its state", key, without_tensors)
-        self._has_checked_state = True
+        self._has_checked_state = bool(self.optimizer.state)
 
     def step(self, optimizer: Optimizer, gradients: Sequence[Tensor | None], fragment: int | None = None) -> None:
         """One step of any optimizer over the parameters, or a fragment; a method's own perhaps. The clock ticks."""
@@ -324,10 +331,16 @@ def describe(optimizer: Optimizer, names: Mapping[Tensor, str], with_state: bool
 def _marks_of(names: Mapping[Tensor, str]) -> dict[str, dict[str, Any]]:
     """Return, by parameters' names, plain attributes that a program has put on them: its optimizer may read them."""
     marks = {
-        name: {key: _plain(value) for key, value in vars(parameter).items() if _is_plain(value)}
+        name: {key: value for key, value in vars(parameter).items() if _is_mark(key, value)}
         for parameter, name in names.items()
     }
     return {name: values for name, values in marks.items() if values}
+
+
+def _is_mark(name: str, value: Any) -> bool:
+    """Tell whether an attribute is sent: a number or a text whose name means nothing to torch."""
+    is_number = isinstance(value, float) or (isinstance(value, int) and abs(value) < 1 << 63)
+    return (value is None or is_number or isinstance(value, str)) and not hasattr(Parameter, name)
 
 
 def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
@@ -335,10 +348,17 @@ def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
     return {key: value for key, value in vars(optimizer).items() if key not in _torch_attributes()}
 
 
+def plain_attributes_of(optimizer: Optimizer) -> dict[str, Any]:
+    """Return those attributes that are plain values, as a copy."""
+    return {key: _plain(value) for key, value in attributes_of(optimizer).items() if _is_plain(value)}
+
+
 def has_own_step(optimizer: Optimizer) -> bool:
     """Tell whether the optimizer has a step that is not its class's, as apex's ASP and others put on an instance."""
     step = vars(optimizer).get("step")
-    while hasattr(step, "_wrapped_by_lr_sched") or hasattr(step, "_torchdynamo_orig_callable"):
+    while step is not type(optimizer).step and (
+        hasattr(step, "_wrapped_by_lr_sched") or hasattr(step, "_torchdynamo_orig_callable")
+    ):
         step = getattr(step, "__wrapped__", None)  # torch's schedulers only count steps, torch.compile only compiles
     return getattr(step, "__func__", step) not in (None, type(optimizer).step)
 
@@ -389,7 +409,7 @@ def rebuild(
     vars(optimizer).update(description["attributes"])
     for name, marks in description.get("parameters", {}).items():
         if name in parameters:  # of several servers, each has its own
-            vars(parameters[name]).update(marks)
+            vars(parameters[name]).update({key: value for key, value in marks.items() if _is_mark(key, value)})
     if description["state"]:
         optimizer.load_state_dict(
             {"state": description["state"], "param_groups": optimizer.state_dict()["param_groups"]}

@@ -47,7 +47,7 @@ def make_alike(module: Module, rank: int, largest: Largest, may_reorder: bool = 
 
 
 def check_all_shared(module: Module) -> None:
-    """Raise an error if ranks are to have tensors of their own, which groups cannot exchange.
+    """Raise an error if ranks are to train weights of their own, which groups cannot exchange.
 
     Args:
         module: the model.
@@ -55,10 +55,11 @@ def check_all_shared(module: Module) -> None:
     Raises:
         UnsupportedError: the user has DistributedDataParallel ignore some of them.
     """
-    if ignored := ignored_by_ddp(module):
+    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    if ignored := trained & ignored_by_ddp(module):
         raise UnsupportedError(
-            f"DistributedDataParallel is to ignore {min(ignored)}, so that each rank has its own, and groups exchange"
-            " what all ranks have in common; use groups=1, or keep it outside the module"
+            f"DistributedDataParallel is to ignore {min(ignored)} (_ddp_params_and_buffers_to_ignore of the module), so"
+            " that each rank has its own, and groups exchange what all ranks have in common; use groups=1"
         )
 
 

@@ -10,7 +10,6 @@ Rule 2: while several groups train, written weights and states are refused in th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence, Set
-from copy import deepcopy
 from itertools import compress
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_omni.errors import UnsupportedError
-from lightning_omni.methods.master import attributes_of
+from lightning_omni.methods.master import plain_attributes_of
 from lightning_omni.optimizer.channel import Channel
 from lightning_omni.optimizer.meshes import shown
 from lightning_omni.optimizer.model_replica import Part, fingerprint
@@ -175,10 +174,11 @@ class Edits:
     def _know_states(self) -> None:
         """What state and attributes of optimizers are now, the server knows."""
         self._states_seen = {part.optimizer: part.optimizer.state for part in self._place.parts}
+        stepping = {part.optimizer for part in self._place.parts if self._place.steps_here(part)}
         self._attributes_seen = {
-            part.optimizer: deepcopy(attributes_of(part.optimizer))
+            part.optimizer: plain_attributes_of(part.optimizer)
             for part in self._place.parts
-            if not self._place.steps_here(part)
+            if part.optimizer not in stepping
         }
 
     def _is_state_written(self, part: Part) -> bool:
@@ -191,11 +191,10 @@ class Edits:
 
     def _changed_attribute(self, part: Part) -> str:
         """The name of an attribute that others changed of an optimizer that steps at the server, or ``""``."""
-        now = attributes_of(part.optimizer)
-        for name, then in self._attributes_seen.get(part.optimizer, {}).items():
-            if now.get(name) is not then and now.get(name) != then:
-                return name
-        return ""
+        if not (seen := self._attributes_seen.get(part.optimizer)):
+            return ""
+        now = plain_attributes_of(part.optimizer)
+        return next((name for name, then in seen.items() if repr(now.get(name)) != repr(then)), "")
 
     def _switch(self) -> None:
         """Other optimizers take the place of those that were attached; those that stay get their state back."""

@@ -129,6 +129,11 @@ class ProcessGroups:
         return _cache_beside(self.original)
 
     @property
+    def had_several(self) -> bool:
+        """Whether ranks of this process have trained in several groups before."""
+        return self._cache.live is not None
+
+    @property
     def live(self) -> LiveWorld:
         """The group of all ranks that live; there is one once the server was joined."""
         live = self._cache.live() if self._cache.live is not None else None

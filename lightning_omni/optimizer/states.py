@@ -127,12 +127,13 @@ class States:
         return self._take_back_everywhere() if self._place.is_synchronous else ()
 
     def agree(self) -> None:
-        """A loop begins: members whose optimizer states differ take those of their group's first replica.
+        """Members whose optimizer states differ take those of their group's first replica, as a loop begins.
 
-        An earlier loop in other groups has left them so. On all ranks.
+        An earlier loop in several groups may have left them so. All ranks call it.
         """
-        if self._place.replicas == 1:
+        if self._place.replicas == 1 or not self._place.process_groups.had_several:
             return
+        self._place.make_groups()
         parts = [part for part in self._place.parts if self._place.steps_here(part) or self._place.is_synchronous]
         marks = [_mark(learnt_by(part.optimizer)) for part in parts]
         both = self._place.process_groups.largest([*marks, *(-mark for mark in marks)], self._place.replica_group)

@@ -20,6 +20,7 @@ from lightning_omni.checks import counted
 from lightning_omni.errors import ConfigurationError, OmniError, UnsupportedError
 from lightning_omni.metrics import RunReport
 from lightning_omni.optimizer import World, WorldOptions
+from lightning_omni.optimizer.alike import check_all_shared
 from lightning_omni.optimizer.balance import Balance, gather
 from lightning_omni.optimizer.held_model import frozen
 from lightning_omni.optimizer.meshes import shown
@@ -396,6 +397,7 @@ class SeveralGroups(Grouping):
             raise UnsupportedError(
                 "process_group= is that of each compute group where there are several; leave it out, or use groups=1"
             )
+        check_all_shared(trainer.lightning_module)
         strategy.merged.check(trainer)
 
     @override

@@ -266,7 +266,7 @@ class ChildObserver(threading.Thread):
                 if not self._is_finishing:
                     self._end_everything(rank, code)
                     return
-                if code > 0 and on_death is not None:
+                if code > 0:
                     end_with(1, f"the process of local rank {rank} ended with {say_exit(code)}")
 
     def _end_everything(self, rank: int, code: int) -> None:
@@ -276,7 +276,9 @@ class ChildObserver(threading.Thread):
             text = say_exit(code)
             _log.error("the process of local rank %d ended with %s; the run cannot go on without it", rank, text)
         self._give_grace()
-        if self._is_dismissed:
+        if self._is_finishing:
+            end_with(1, f"the process of local rank {rank} ended with {say_exit(code)}")
+        if self._is_dismissed or self._is_finishing:
             return
         for child in self._children:
             child.send_signal(signal.SIGKILL)
@@ -287,7 +289,7 @@ class ChildObserver(threading.Thread):
     def _give_grace(self) -> None:
         # A rank that writes a checkpoint waits for none that is gone, and it may be all that is left of the run.
         left = GRACE
-        while left > 0 and not self._is_dismissed:
+        while left > 0 and not self._is_dismissed and not self._is_finishing:
             time.sleep(POLL_SECONDS)
             is_writing = self._is_writing()
             left = GRACE if is_writing is not None and is_writing() else left - POLL_SECONDS
