@@ -155,7 +155,7 @@ def run_with(
         if stands:
             server = Standing(stack, save_every)
             strategy["server"], environment["LIGHTNING_OMNI_KEY"] = server.address(), server.key
-        options = {"fits": [fit(method, save_every, **strategy)], "servers": 1}
+        options = {"fits": [fit(method, save_every, **strategy)], "servers": 2}  # the second goes on for the first
         running = stack.enter_context(Running("groups.py", options, environment))
         if server is not None:
             yield running, lambda: any(map(has_saved, server.serving)), server.die
