@@ -131,9 +131,11 @@ class States:
 
         An earlier loop in several groups may have left them so. All ranks call it.
         """
-        if self._place.replicas == 1 or not self._place.process_groups.had_several:
+        if not self._place.process_groups.had_several:
             return
         self._place.make_groups()
+        if self._place.replicas == 1:
+            return
         parts = [part for part in self._place.parts if self._place.steps_here(part) or self._place.is_synchronous]
         marks = [_mark(learnt_by(part.optimizer)) for part in parts]
         both = self._place.process_groups.largest([*marks, *(-mark for mark in marks)], self._place.replica_group)

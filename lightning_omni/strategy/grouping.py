@@ -397,7 +397,8 @@ class SeveralGroups(Grouping):
             raise UnsupportedError(
                 "process_group= is that of each compute group where there are several; leave it out, or use groups=1"
             )
-        check_all_shared(trainer.lightning_module)
+        if (module := strategy.lightning_module) is not None:
+            check_all_shared(module)
         strategy.merged.check(trainer)
 
     @override
