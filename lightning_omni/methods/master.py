@@ -136,7 +136,7 @@ class Master:
         self._check_kept(given)
 
     def _check_kept(self, settings: Sequence[Mapping[str, Any]]) -> None:
-        """Raises `UnsupportedError` if a step keeps what it learns where it is lost or cannot be saved.
+        """Raise `UnsupportedError` if a step keeps what it learns where it is lost or cannot be saved.
 
         Args:
             settings: those of each parameter group that the step was given.

@@ -190,7 +190,7 @@ class Edits:
         return is_replaced or any(state.get(parameter) for parameter in part.replica.ordered)
 
     def _changed_attribute(self, part: Part) -> str:
-        """The name of an attribute that others changed of an optimizer that steps at the server, or ``""``."""
+        """Return the name of an attribute that others changed of an optimizer that steps at the server, or ``""``."""
         if not (seen := self._attributes_seen.get(part.optimizer)):
             return ""
         now = plain_attributes_of(part.optimizer)

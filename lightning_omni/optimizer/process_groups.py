@@ -130,7 +130,7 @@ class ProcessGroups:
 
     @property
     def had_several(self) -> bool:
-        """Whether ranks of this process have trained in several groups before."""
+        """Return whether ranks of this process have trained in several groups before."""
         return self._cache.live is not None
 
     @property

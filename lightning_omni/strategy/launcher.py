@@ -237,7 +237,7 @@ class ChildObserver(threading.Thread):
         return len(self._children)
 
     def finish(self) -> None:
-        """The script has come to its end: waits a while for those of the children, which may end with an error."""
+        """Wait a while for the children's scripts, as this one's has come to its end: they may end with an error."""
         self._is_finishing = True
         if not hasattr(sys, "last_value"):  # or this script ends with one, and children may wait for what it did not do
             self.join(GRACE)
@@ -276,9 +276,11 @@ class ChildObserver(threading.Thread):
             text = say_exit(code)
             _log.error("the process of local rank %d ended with %s; the run cannot go on without it", rank, text)
         self._give_grace()
+        if self._is_dismissed:
+            return
         if self._is_finishing:
-            end_with(1, f"the process of local rank {rank} ended with {say_exit(code)}")
-        if self._is_dismissed or self._is_finishing:
+            if not is_interrupted:
+                end_with(1, f"the process of local rank {rank} ended with {say_exit(code)}")
             return
         for child in self._children:
             child.send_signal(signal.SIGKILL)
