@@ -648,6 +648,12 @@ def test_a_save_of_one_server_is_not_removed_by_several_and_what_is_over_is_in_t
     saved.touch()
     with pytest.raises(ConfigurationError, match="a save of 1 server lies there; pass --shards 1, or another"):
         StateDirectory(tmp_path, servers=2)
+    orphan = share_directory(tmp_path, 1) / "state-00000007"  # of a run whose first server's saves are gone
+    orphan.parent.mkdir()
+    orphan.touch()
+    StateDirectory(tmp_path, servers=1).close()
+    assert saved.exists()
+    orphan.unlink()
     saved.unlink()
     ShareDirectory(share_directory(tmp_path, 1))
     StateDirectory(tmp_path).close()

@@ -119,11 +119,14 @@ class StateDirectory:
         except OSError as error:
             raise ConfigurationError(f"--state {path}: {error.strerror}; pass a directory of your own") from error
         shares = [share_directory(path, number) for number in _numbers(self._path, _SHARE)]
-        if len(shares) + 1 != servers and any(_numbers(folder, _SAVED) for folder in (self._path, *shares)):
+        saved = set(_numbers(self._path, _SAVED))
+        found = [set(_numbers(folder, _SAVED)) for folder in shares]
+        count = 1 + sum(not numbers or not saved.isdisjoint(numbers) for numbers in found)  # the others are of no run
+        if saved and count != servers:
             os.close(self._lock)
             raise ConfigurationError(
-                f"--state {path}: a save of {counted(len(shares) + 1, 'server')} lies there; pass --shards"
-                f" {len(shares) + 1}, or another directory"
+                f"--state {path}: a save of {counted(count, 'server')} lies there; pass --shards {count}, or another"
+                " directory"
             )
         for folder in (self._path, *shares):
             for begun in folder.glob(f"{_NEW}-*"):  # by a server that was killed meanwhile
