@@ -526,6 +526,8 @@ def left_loops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]
         "alike": {"caught": [0, 1, 2]},
         "alike again": {"caught": [0, 1, 2]},
         "alone": {"caught": [1]},
+        "unlike": {"caught": [], "calls": True},
+        "alike after one that ended unlike": {"caught": []},
         "late": {"steps": {"0": 4, "1": 4, "2": 4}},
         "early": {"steps": {"0": 40, "1": 6, "2": 5}},
     }
@@ -539,6 +541,14 @@ def test_a_loop_that_is_interrupted_in_one_member_of_a_group_and_catches_it_keep
         assert (each["alike"], each["alike again"]) == ("", "")
         assert "rank 1 was interrupted (Ctrl-C) after 6 steps and has left its loop" in each["alone"]
         assert "catch KeyboardInterrupt outside" in each["alone"]
+
+
+def test_a_loop_after_one_that_failed_trains_although_the_script_still_holds_the_model_of_that_one(
+    left_loops: list[dict[str, Any]],
+) -> None:
+    for each in left_loops:
+        assert "rank 0 called enter_world(module) while rank" in each["unlike"]
+        assert each["alike after one that ended unlike"] == ""
 
 
 def test_a_group_whose_members_make_different_numbers_of_steps_ends_with_the_reason_and_others_go_on(

@@ -27,7 +27,10 @@ _TOLERANCE = 1e-3
 def ranks_elsewhere(module: Module, members: Collection[int]) -> set[int]:
     """Ranks of other compute groups with which a module has collectives, as DDP and SyncBatchNorm have them."""
     group = getattr(module, "process_group", None)
-    return set(dist.get_process_group_ranks(group)) - {*members} if isinstance(group, dist.ProcessGroup) else set()
+    try:
+        return set(dist.get_process_group_ranks(group)) - {*members} if isinstance(group, dist.ProcessGroup) else set()
+    except KeyError:  # it is destroyed, and the module is one of an earlier loop
+        return set()
 
 
 class FirstSteps:

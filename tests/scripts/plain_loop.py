@@ -204,10 +204,21 @@ def interrupt(interrupted: str) -> dict[str, Any]:
     return {"lost": [lost, sorted(world.ever_lost)], "weights": model.weight.tolist()}
 
 
-def leave(caught: list[int]) -> str:
-    """Why a loop ends that some ranks of three in two groups leave early, for they are interrupted."""
+OUTLIVED: list[torch.nn.Module] = []
+"""Models of loops that have ended, as a script holds them that catches the error of one."""
+
+
+def leave(caught: list[int], calls: bool = False) -> str:
+    """Why a loop ends that some ranks of three in two groups leave early, for they are interrupted.
+
+    Args:
+        caught: those ranks.
+        calls: whether rank 0 makes a call behind the loop that the others do not make.
+    """
     world = World(2)
     model = world.wrap(torch.nn.Linear(4, 1))
+    if calls:
+        OUTLIVED.append(model)
     optimizer = OmniOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), world)
     try:
         with world.training():
@@ -220,6 +231,8 @@ def leave(caught: list[int]) -> str:
                     optimizer.step()
             except KeyboardInterrupt:
                 pass
+            if calls and world.rank == 0:
+                world.enter_world(model)
     except RuntimeError as error:  # also gloo's
         return str(error)
     return ""
@@ -532,6 +545,7 @@ def main() -> None:
     Path(os.environ["OMNI_TEST_FOLDER"], f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
     # DistributedDataParallel is part of reference cycles; collected by the dying interpreter only, it would take the
     # process group down with it, and torch aborts now and then.
+    OUTLIVED.clear()
     gc.collect()
     dist.barrier(group=everyone)
     dist.destroy_process_group()
