@@ -29,6 +29,7 @@ from lightning_omni.methods.replica import Replica
 from lightning_omni.optimizer import OmniOptimizer, World, WorldOptions, names_of
 from lightning_omni.optimizer.edits import Edits
 from lightning_omni.optimizer.executor import Exchanging, Executor, evaluating
+from lightning_omni.optimizer.first_steps import ranks_elsewhere
 from lightning_omni.optimizer.live_world import LiveWorld, device_types, register
 from lightning_omni.optimizer.place import default_device
 from lightning_omni.optimizer.states import States
@@ -350,7 +351,10 @@ def test_whole_numbers_in_an_optimizer_are_refused_where_weights_are_averaged(av
     codes = Parameter(torch.ones(3, dtype=torch.uint8), requires_grad=False)
     replica = SimpleNamespace(parameters={"weight": Parameter(torch.ones(2)), "codes": codes})
     place: Any = SimpleNamespace(
-        parts=[SimpleNamespace(replica=replica, head=None)], steps_at_worker=averages, method=LocalSGD()
+        parts=[SimpleNamespace(replica=replica, head=None, optimizer=None)],
+        steps_at_worker=averages,
+        method=LocalSGD(),
+        members=(0,),
     )
     unused: Any = None
     executor = Exchanging(place, unused, unused, unused, heads=())
@@ -360,6 +364,28 @@ def test_whole_numbers_in_an_optimizer_are_refused_where_weights_are_averaged(av
         else nullcontext()
     ):
         executor.check_parts()
+
+
+def test_an_optimizer_with_collectives_over_ranks_of_other_groups_is_refused(alone: None) -> None:
+    weight = Parameter(torch.ones(2))
+    optimizer: Any = torch.optim.SGD([weight], lr=0.1)
+    optimizer.process_group = dist.group.WORLD  # as that of ZeroRedundancyOptimizer
+    part = SimpleNamespace(replica=SimpleNamespace(parameters={"weight": weight}), head=None, optimizer=optimizer)
+    place: Any = SimpleNamespace(parts=[part], steps_at_worker=True, method=LocalSGD(), members=(0,))
+    unused: Any = None
+    executor = Exchanging(place, unused, unused, unused, heads=())
+    executor.check_parts()
+    place.members = (1,)
+    with pytest.raises(UnsupportedError, match=r"SGD whose process group has ranks of.*\(0\)"):
+        executor.check_parts()
+
+
+def test_a_module_over_a_process_group_that_is_no_more_waits_for_no_rank(alone: None) -> None:
+    group = dist.new_group([0])
+    module: Any = SimpleNamespace(process_group=group)
+    assert ranks_elsewhere(module, [1]) == {0}
+    dist.destroy_process_group(group)
+    assert ranks_elsewhere(module, [1]) == set()
 
 
 class Probing(pl.Callback):

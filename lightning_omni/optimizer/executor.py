@@ -23,6 +23,7 @@ from lightning_omni.methods.master import check_servable, has_own_step, hyperpar
 from lightning_omni.methods.replica import Replica
 from lightning_omni.optimizer.channel import Channel
 from lightning_omni.optimizer.edits import Edits
+from lightning_omni.optimizer.first_steps import ranks_elsewhere
 from lightning_omni.optimizer.meshes import shown
 from lightning_omni.optimizer.model_replica import Part
 from lightning_omni.optimizer.parameter_groups import ParameterGroups
@@ -166,6 +167,12 @@ class Exchanging(Executor):
     def check_parts(self) -> None:
         seen: set[int] = set()
         for part in self._place.parts:
+            if others := ranks_elsewhere(part.optimizer, self._place.members):
+                raise UnsupportedError(
+                    f"a {type(part.optimizer).__name__} whose process group has ranks of other compute groups"
+                    f" ({', '.join(map(str, sorted(others)))}): groups make different numbers of steps, and would wait"
+                    " for each other in its collectives; use the optimizer that it wraps"
+                )
             for name, parameter in part.replica.parameters.items():
                 if id(parameter) in seen:
                     raise UnsupportedError(

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_omni.errors import ConfigurationError, UnsupportedError
@@ -24,12 +25,12 @@ _TOLERANCE = 1e-3
 """By how much sums of averaged gradients may differ: members need not have devices of one kind."""
 
 
-def ranks_elsewhere(module: Module, members: Collection[int]) -> set[int]:
-    """Ranks of other compute groups with which a module has collectives, as DDP and SyncBatchNorm have them."""
-    group = getattr(module, "process_group", None)
+def ranks_elsewhere(what: Module | Optimizer, members: Collection[int]) -> set[int]:
+    """Ranks of other compute groups with which a module or optimizer has collectives: DDP, SyncBatchNorm, ZeRO."""
+    group = getattr(what, "process_group", None)
     try:
         return set(dist.get_process_group_ranks(group)) - {*members} if isinstance(group, dist.ProcessGroup) else set()
-    except KeyError:  # it is destroyed, and the module is one of an earlier loop
+    except KeyError:  # it was destroyed, when an earlier loop failed, say, and no rank waits in it
         return set()
 
 
