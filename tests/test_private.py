@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader
 
 from lightning_omni.optimizer._private import (
     _states_of_gloo,
+    check_reduced,
     collectives_of,
     forget_meshes,
     new_named_group,
@@ -39,6 +40,32 @@ from lightning_omni.optimizer._private import (
 from lightning_omni.optimizer.failing import forget, have_failed_alike
 from lightning_omni.optimizer.process_groups import ProcessGroups
 from lightning_omni.strategy import _private
+
+
+def test_ddp_says_that_it_waits_for_a_gradient_before_the_next_forward_pass(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        net = torch.nn.ModuleDict({"body": torch.nn.Linear(2, 2), "head": torch.nn.Linear(2, 1)})
+        module = torch.nn.parallel.DistributedDataParallel(Skipping(net))
+        for skips in (False, False, True):
+            check_reduced(module)  # twice is as good as once
+            check_reduced(module)
+            module(torch.ones(3, 2), skips).sum().backward()
+        with pytest.raises(RuntimeError, match="Expected to have finished reduction in the prior iteration"):
+            check_reduced(module)
+    finally:
+        dist.destroy_process_group()
+
+
+class Skipping(torch.nn.Module):
+    """Leaves its body out, if it is told to."""
+
+    def __init__(self, net: torch.nn.ModuleDict) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, inputs: Tensor, skips: bool) -> Any:
+        return self.net["head"](inputs if skips else self.net["body"](inputs))
 
 
 @pytest.fixture

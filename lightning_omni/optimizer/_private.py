@@ -24,6 +24,7 @@ from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, _redistribute
 from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_omni.errors import UnsupportedError
 
@@ -58,6 +59,15 @@ def new_named_group(name: str, ranks: Sequence[int], timeout: timedelta) -> Any:
     named = patch.object(distributed_c10d, "_process_group_name", lambda ranks, use_hashed_name: name)
     with unbound(dist.group.WORLD), named:
         return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+
+
+def check_reduced(module: DistributedDataParallel) -> None:
+    """Raise torch's error if a backward pass has left gradients that are not averaged, as the next forward pass would.
+
+    Args:
+        module: that was wrapped. After its first backward pass it makes other buckets here, which it does just once.
+    """
+    module.reducer._rebuild_buckets()
 
 
 def ignored_by_ddp(module: Module) -> frozenset[str]:

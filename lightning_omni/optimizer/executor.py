@@ -299,6 +299,7 @@ class Exchanging(Executor):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._place.reduction.check_reduced()
         for head in self._heads:
             head.step_done()
         self._edits.check(part)

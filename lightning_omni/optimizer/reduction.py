@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_omni.optimizer._private import check_reduced
 from lightning_omni.optimizer.timing import wait_for
 from lightning_omni.protocol.all_reduce import AllReduce, Exact, Memory, run_through
 
@@ -50,6 +52,7 @@ class Reduction:
         self.seconds = 0.0
         self.memory: Memory = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._wrapped: list[ref[DistributedDataParallel]] = []
 
     def ddp_options(self, module: torch.nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
         """What DistributedDataParallel is made with.
@@ -69,11 +72,23 @@ class Reduction:
             module: that was wrapped, or was not, because its group has one rank.
             group: the process group of its compute group.
         """
+        if isinstance(module, DistributedDataParallel):
+            known = [each for each in self._wrapped if (ddp := each()) is not None and ddp.process_group is group]
+            self._wrapped = [*known, ref(module)]
         if isinstance(self.format, Exact) or not isinstance(module, DistributedDataParallel):
             self.forget()
             return
         # A lambda, for torch compares annotations with types, and here they are texts.
         module.register_comm_hook((self.format, group), lambda state, bucket: self._hook(state, bucket))
+
+    def check_reduced(self) -> None:
+        """Raise torch's error if a backward pass has left gradients to be averaged, for which other members wait.
+
+        torch finds it in the next forward pass, before which the members would wait for each other in an exchange.
+        """
+        for each in self._wrapped:
+            if (module := each()) is not None:
+                check_reduced(module)
 
     def forget(self) -> None:
         """What was not sent yet belongs to gradients that are no more."""
