@@ -303,9 +303,10 @@ class World(Place):
             self.states.agree()
             self.begin()
             self.enter_compute()
-            with self._guarded():
+            with self._guarded() as leaving:
                 yield self
             self._synchronize(_END)
+            self._warn_of_no_update(leaving.steps)
             self._forget_own()
             if self.hands_over and self.executor.control is not None:
                 self.states.take_back()
@@ -322,8 +323,19 @@ class World(Place):
         for part in self.parts:
             part.replica.abandon()
 
+    def _warn_of_no_update(self, steps: int) -> None:
+        """Say so, if groups have trained in a loop and the weights that all ranks have now know nothing of it."""
+        is_lost = self.executor.exchanges and self.method.evaluated != "mean"
+        if steps and is_lost and self.is_recorder and not any(part.replica.clock for part in self.parts):
+            _log.warning(
+                "world.training(): the parameter server has made no update in the %d steps of this rank's group, none"
+                " of which is in the model: with %r a group pushes every %d steps; pass settings with which it pushes"
+                " more often, or train for longer",
+                *(steps, self.method, self.method.push_period),
+            )
+
     @contextmanager
-    def _guarded(self) -> Iterator[None]:
+    def _guarded(self) -> Iterator[Leaving]:
         """Refuses meanwhile what would have groups train by themselves."""
         if not self.options.is_sharded:
             self.first_steps = FirstSteps(self.members, self.compute_group)
@@ -332,7 +344,7 @@ class World(Place):
         first_steps = nullcontext() if self.first_steps is None else self.first_steps.watch()
         try:
             with first_steps, leaving.watch(), self._raw_steps.watch(lambda: leaving.steps):
-                yield
+                yield leaving
             self._check_left()
         finally:
             self.first_steps = self._leaving = None
