@@ -232,6 +232,8 @@ FORGOTTEN = {
     f"no OmniOptimizer steps, {each}": {"stepped": each}
     for each in ("the optimizer", "one of two", "a stranger", "by hand")
 }
+SHORT = {each: {"short": each} for each in ("diloco:period=9", "downpour:n_push=9,n_fetch=9", "diloco:period=2")}
+CHANGED = {each: {"changed": each} for each in ("unfrozen", "wrapped again")}
 WITHOUT_STEPS = {f"steps {each}": {"stepped": each} for each in ("on one rank", "on no rank")}
 REGROUPED = {f"regrouped, {groups} groups before": {"regrouped": groups} for groups in (1, 2)}
 THEN_ONE = {f"one group after two, {each}": {"first": each} for each in ("async_sgd", "local_sgd:period=4")}
@@ -275,7 +277,7 @@ def quickstart_loop(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, 
 @pytest.fixture(scope="module")
 def plain_loops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank found in loops that train, fail or are refused."""
-    loops: dict[str, dict[str, Any]] = {**INTERRUPTED, **LOOPS, **MISTAKES, **REFUSED, "last": {"rank": 1}}
+    loops: dict[str, dict[str, Any]] = {**INTERRUPTED, **LOOPS, **MISTAKES, **REFUSED, **CHANGED, "last": {"rank": 1}}
     return run_loops(tmp_path_factory.mktemp("loops"), loops)
 
 
@@ -283,7 +285,7 @@ def plain_loops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]
 def changing_loops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank found in loops with more than weights, or with other groups in the middle."""
     loops: dict[str, dict[str, Any]] = {**BESIDE, **LAID, **REGROUPED, **UNLIKE, **FORGOTTEN, **WITHOUT_STEPS}
-    loops |= {**THEN_ONE, "alone": {"alone": 0}}
+    loops |= {**THEN_ONE, **SHORT, "alone": {"alone": 0}}
     return run_loops(tmp_path_factory.mktemp("changing"), loops)
 
 
@@ -462,6 +464,26 @@ def test_tensors_that_are_not_contiguous_become_rank_zeros_as_others_do(
     ] == [set(one[0]), set(), set(one[0]), set()]
     assert one[0] == one[1]
     assert one[2] == one[3]
+
+
+def test_what_is_unfrozen_in_a_module_that_is_not_wrapped_again_is_refused(plain_loops: list[dict[str, Any]]) -> None:
+    for each in plain_loops:
+        assert each["unfrozen"].startswith(
+            "step 3: OmniOptimizer.step(): the members of this compute group have differ"
+        )
+        assert "whenever parameters are unfrozen or added" in each["unfrozen"]
+        assert each["wrapped again"] == ""
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_a_loop_that_is_shorter_than_its_period_says_that_no_step_is_in_the_model(
+    changing_loops: list[dict[str, Any]], name: str
+) -> None:
+    for rank, each in enumerate(changing_loops):
+        is_short = name != "diloco:period=2"
+        assert (each[name]["moved"] == 0.0) is is_short
+        said = [text for text in each[name]["said"] if "has made no update in the 4 steps" in text]
+        assert len(said) == (is_short and rank == 0), each[name]["said"]
 
 
 def test_ranks_with_other_models_or_optimizers_hear_of_it_before_they_wait_for_each_other(

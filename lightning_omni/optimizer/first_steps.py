@@ -1,4 +1,4 @@
-"""Whether a loop without Lightning averages its gradients in the compute group alone, as its first step shows.
+"""Whether a loop without Lightning averages its gradients in the compute group alone, as first steps show.
 
 Lightning's strategy wraps the module itself. In a loop the user does, and a module that is not wrapped trains, too:
 with the gradients of each group's leader, and without those of its other members.
@@ -7,7 +7,7 @@ with the gradients of each group's leader, and without those of its other member
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -35,16 +35,17 @@ def ranks_elsewhere(what: Module | Optimizer, members: Collection[int]) -> set[i
 
 
 class FirstSteps:
-    """Looks at each optimizer's first step, and at the first one of other groups.
+    """Looks at each optimizer's first step, at the first one of other groups, and at the first of what is unfrozen.
 
     Args:
         members: ranks of this rank's group.
         group: its process group.
+        check_reduced: raises an error if DDP has not averaged all gradients, for which other members wait.
     """
 
-    def __init__(self, members: Collection[int], group: Any) -> None:
-        self._members, self._group = members, group
-        self._seen: set[int] = set()
+    def __init__(self, members: Collection[int], group: Any, check_reduced: Callable[[], None]) -> None:
+        self._members, self._group, self._check_reduced = members, group, check_reduced
+        self._seen: dict[int, list[bool]] = {}
         self._handles: list[RemovableHandle] = []
 
     @contextmanager
@@ -85,7 +86,7 @@ class FirstSteps:
     def checked(
         self, index: int, parameters: Iterable[Parameter], closure: Callable[[], Any] | None
     ) -> Callable[[], Any] | None:
-        """The closure of a step, or none if there is none; in an optimizer's first, gradients are compared.
+        """The closure of a step, or none if there is none; in the first of each parameter, gradients are compared.
 
         Args:
             index: the optimizer's number.
@@ -95,26 +96,33 @@ class FirstSteps:
         Raises:
             ConfigurationError: the members of the group have not averaged them.
         """
-        if index in self._seen:
+        if len(self._members) == 1:
+            return closure
+        parameters = list(parameters)
+        flags, known = [each.requires_grad for each in parameters], self._seen.get(index, [])
+        if flags == known:
+            return closure
+        self._seen[index] = flags
+        before = [*known, *[False] * (len(flags) - len(known))]
+        fresh = [each for each, now, then in zip(parameters, flags, before, strict=True) if now and not then]
+        if not fresh:
             return closure
         if closure is None:
-            self._compare(index, parameters)
+            self._compare(fresh)
             return None
 
         def checked() -> Any:
             loss = closure()
-            if index not in self._seen:
-                self._compare(index, parameters)
+            if fresh:
+                self._compare(fresh)
+                fresh.clear()
             return loss
 
         return checked
 
-    def _compare(self, index: int, parameters: Iterable[Parameter]) -> None:
+    def _compare(self, parameters: Sequence[Parameter]) -> None:
         """On all members of the group."""
-        self._seen.add(index)
-        if len(self._members) == 1:
-            return
-        parameters = list(parameters)
+        self._check_reduced()
         gradients = [each.grad.detach() for each in parameters if each.grad is not None]
         sums = [torch.stack([each.real.sum().float(), each.abs().sum().float()]) for each in gradients]
         mine = torch.zeros(2, device=parameters[0].device)
@@ -127,8 +135,9 @@ class FirstSteps:
         if scale.isfinite() and bool((both - both[0]).abs().max() > _TOLERANCE * scale):
             raise ConfigurationError(
                 "OmniOptimizer.step(): the members of this compute group have different gradients, and a group trains"
-                " with their mean: use model = world.wrap(model) for what you call, again after world.regroup(), or"
-                " average the gradients over world.compute_group before each step"
+                " with their mean: use model = world.wrap(model) for what you call, again after world.regroup() and"
+                " whenever parameters are unfrozen or added; or average gradients over world.compute_group before each"
+                " step"
             )
 
 

@@ -338,7 +338,7 @@ class World(Place):
     def _guarded(self) -> Iterator[Leaving]:
         """Refuses meanwhile what would have groups train by themselves."""
         if not self.options.is_sharded:
-            self.first_steps = FirstSteps(self.members, self.compute_group)
+            self.first_steps = FirstSteps(self.members, self.compute_group, self.reduction.check_reduced)
         self._is_in_loop = True
         leaving = self._leaving = Leaving(self)
         first_steps = nullcontext() if self.first_steps is None else self.first_steps.watch()

@@ -6,6 +6,7 @@ import copy
 import gc
 import hashlib
 import json
+import logging
 import os
 import pickle
 import signal
@@ -300,6 +301,52 @@ def part(steps: dict[str, int]) -> list[Any] | str:
     return [sorted(world.ever_lost), done]
 
 
+def fall_short(short: str) -> dict[str, Any]:
+    """What a loop says at its end that is shorter than its method's period, and how far its weights have moved."""
+    said: list[str] = []
+    logger, handler = logging.getLogger("lightning_omni"), logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    world = World(2, options=WorldOptions(method=short))
+    net = torch.nn.Linear(4, 1)
+    model = world.wrap(net)
+    before = net.weight.clone()
+    optimizer = OmniOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), world)
+    with world.training():
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+    logger.removeHandler(handler)
+    return {"said": said, "moved": (net.weight - before).abs().max().item()}
+
+
+def change(changed: str) -> str:
+    """Why a loop ends in which a layer is unfrozen.
+
+    Args:
+        changed: the module is not wrapped again then, or it is.
+    """
+    world = World(1)
+    torch.manual_seed(world.rank)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    net[0].requires_grad_(False)
+    model = world.wrap(net)
+    optimizer = OmniOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), world)
+    try:
+        with world.training():
+            for step in range(6):
+                if step == 3:
+                    net[0].requires_grad_(True)
+                    model = world.wrap(net) if changed == "wrapped again" else model
+                optimizer.zero_grad()
+                model(torch.randn(8, 4)).square().mean().backward()
+                optimizer.step()
+    except ConfigurationError as error:
+        return f"step {step}: {error}"
+    return ""
+
+
 class OfItsOwn(torch.optim.SGD):
     """Has another step beside its own, as SAM has."""
 
@@ -533,6 +580,8 @@ def main() -> None:
         "beside": lambda **options: accompany(options["beside"]),
         "laid": lay,
         "unlike": differ,
+        "changed": change,
+        "short": fall_short,
         "regrouped": lambda **options: regroup(options["regrouped"]),
         "first": go_on,
         "alone": synchronize,
