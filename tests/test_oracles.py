@@ -55,7 +55,7 @@ from lightning_omni.methods import (
 )
 from lightning_omni.methods.contract import GroupSide, Sum
 from lightning_omni.methods.master import describe, hyperparameters_of, resolver
-from lightning_omni.methods.replica import Pulled, Replica
+from lightning_omni.methods.replica import Pulled, Replica, is_sound
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.group import Ask, GroupCore
 from lightning_omni.protocol.layout import Layout
@@ -629,6 +629,16 @@ def test_weights_that_are_not_finite_are_not_gossiped_on() -> None:
     cluster.published[1] = [weight * torch.inf for weight in start()]
     cluster.compute(0)
     assert same(cluster.weights(0), start())
+    assert is_sound([torch.ones(1 << 17, dtype=torch.float16)]), "the sum alone is too large"
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="newer releases of torch have it")
+def test_a_buffer_that_is_no_velocity_of_the_weights_is_not_taken_off_them() -> None:
+    weight = Parameter(torch.ones(2, 3))
+    optimizer = torch.optim.Muon([weight], lr=0.1)  # its momentum is Nesterov's, of what it makes orthogonal then
+    weight.grad = torch.ones(2, 3)
+    optimizer.step()
+    assert same(Replica([weight], optimizer).base(), [weight.detach()])
 
 
 def test_gossip_draws_only_from_groups_that_are_alive() -> None:
@@ -676,6 +686,40 @@ def test_delay_compensation_follows_its_equation_with_one_backup_for_each_group(
         ]
         backup[group] = weights
         assert_close(cluster.weights(), weights, 1e-10)
+
+
+RISING = sgd(0.1, maximize=True)
+
+
+def rising(weights: Sequence[Tensor], group: int, step: int) -> list[Tensor]:
+    """The gradient of what is maximized, which is minus the one that is minimized."""
+    return [-each for each in noisy(weights, group, step)]
+
+
+@pytest.mark.parametrize(
+    "method", [DelayCompensated(strength=0.5), DelayCompensated(adaptive=True), Downpour(n_push=2, n_fetch=3)], ids=str
+)
+def test_maximizing_is_minimizing_the_negative(method: Method) -> None:
+    clusters = [
+        Cluster(method, 3, make=make, gradient=gradient) for make, gradient in ((sgd(0.1), noisy), (RISING, rising))
+    ]
+    for cluster in clusters:
+        cluster.run(shuffled(3, 40))
+    assert_close(clusters[0].everything(), clusters[1].everything())
+
+
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_delay_compensation_takes_a_complex_number_for_two_real_ones(adaptive: bool) -> None:
+    numbers = torch.randn(4, 6, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = []
+    for view in (torch.view_as_complex, torch.clone):
+        weight = Parameter(view(numbers[0].clone()))
+        method = DelayCompensated(strength=0.5, adaptive=adaptive)
+        side = method.server_side(Master({"w": weight}, torch.optim.SGD([weight], lr=0.1)), [0, 1, 2])
+        for group, each in enumerate(numbers[1:]):
+            side.receive(Push(group, 0, [view(each)], [{"lr": 0.1}]))
+        found.append(torch.view_as_real(weight.detach()) if weight.is_complex() else weight.detach())
+    assert_close(found[:1], found[1:])
 
 
 def test_delay_compensation_skips_parameters_without_a_gradient() -> None:

@@ -182,6 +182,31 @@ def test_arguments_of_a_users_own_step_are_refused_by_name_where_it_steps_at_the
         executor.step(0, optimizer, None, {"scale": 0.5})
 
 
+def test_members_hear_of_a_gradient_that_is_not_averaged_before_they_wait_for_each_other() -> None:
+    """Otherwise some would wait in an exchange, and those whose backward pass is not over in that, without an end."""
+
+    def check_reduced() -> None:
+        raise RuntimeError("Expected to have finished reduction")
+
+    reduction = SimpleNamespace(check_reduced=check_reduced)
+    place: Any = SimpleNamespace(parts=[None], control=object(), steps_here=lambda part: True, reduction=reduction)
+    unused: Any = None
+    executor = Exchanging(place, unused, unused, unused, heads=())
+    for closure in (None, lambda: 1.0):
+        with pytest.raises(RuntimeError, match="Expected to have finished reduction"):
+            executor.step(0, torch.optim.SGD([Parameter(torch.ones(2))], lr=0.1), closure, {})
+
+
+def test_an_optimizer_without_a_rate_is_refused_by_name_where_a_method_needs_one() -> None:
+    weight = Parameter(torch.ones(3))
+    optimizer = Scaled([weight], lr=0.1)
+    optimizer.param_groups[0]["lr"] = None  # as those say that find a rate by themselves
+    with pytest.raises(UnsupportedError, match=r"Scaled has no learning rate \(its lr is None\).*async_sgd"):
+        Master({"weight": weight}, optimizer).update([torch.ones(3)], [{"lr": None}], step_scale=0.5)
+    with pytest.raises(UnsupportedError, match=r"Scaled has no learning rate \(its lr is None\).*async_sgd"):
+        Replica([weight], optimizer).descend([torch.ones(3)])
+
+
 def test_an_optimizer_that_needs_a_closure_is_named_when_it_fails_at_the_server() -> None:
     weight = Parameter(torch.ones(3))
     master = Master({"weight": weight}, Twice([weight], lr=0.1))

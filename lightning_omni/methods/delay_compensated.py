@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_omni.checks import check_number
 from lightning_omni.methods.contract import Method, Push, Reply, ServerSide
+from lightning_omni.methods.master import directions_of
 from lightning_omni.methods.replica import copies
 
 _EPSILON = 1e-7
@@ -63,21 +64,28 @@ class _Compensate(ServerSide):
         # Of several reads, the one that this push was computed from.
         reads = self._read[push.group]
         _, read = next((each for each in reads if each[0] >= push.read_at), reads[-1])
-        for index, (gradient, now, then) in enumerate(zip(push.tensors, self.master.weights(), read, strict=True)):
+        assert self.master.optimizer is not None
+        directions = directions_of(self.master.optimizer)
+        for index, (parameter, gradient, then) in enumerate(
+            zip(self.master.parameters.values(), push.tensors, read, strict=True)
+        ):
             if gradient is None:
                 corrected.append(None)
                 continue
-            square = gradient * gradient
-            strength = self._strength(push.group, index, square)
-            corrected.append(gradient + strength * square * (now - then))
+            moved = _real(parameter.detach() - then)
+            square = _real(gradient).square()
+            # What is maximized curves down where its negative, which is what descends, curves up.
+            strength = directions.get(id(parameter), 1.0) * self._strength(push.group, index, square)
+            change = strength * square * moved
+            corrected.append(gradient + (torch.view_as_complex(change) if gradient.is_complex() else change))
         return corrected
 
     def _strength(self, group: int, index: int, square: Tensor) -> Tensor | float:
         if not self.method.adaptive:
             return self.method.strength
         means = self._square.setdefault(group, [torch.zeros_like(weight) for weight in self.master.weights()])
-        means[index].mul_(self.method.decay).add_(square, alpha=1 - self.method.decay)
-        return self.method.strength / torch.sqrt(means[index] + _EPSILON)
+        mean = _real(means[index]).mul_(self.method.decay).add_(square, alpha=1 - self.method.decay)
+        return self.method.strength / torch.sqrt(mean + _EPSILON)
 
     def state(self) -> dict[str, Any]:
         # What groups have read they read again when they resume.
@@ -85,6 +93,11 @@ class _Compensate(ServerSide):
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._square = {int(group): copies(means) for group, means in state["square"].items()}
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """Return the numbers of a tensor; a complex one is two, each with its own curvature, as in torch's Adam."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 class DelayCompensated(Method, frozen=True, kw_only=True, tag="delay_compensated"):

@@ -131,7 +131,7 @@ class Master:
         for group, values in zip(self.optimizer.param_groups, given, strict=True):
             group.update(values)
             if step_scale != 1.0:
-                group["lr"] = values["lr"] = group["lr"] * step_scale
+                group["lr"] = values["lr"] = rate_of(self.optimizer, group) * step_scale
         self.step(self.optimizer, gradients)
         self._check_kept(given)
 
@@ -366,6 +366,30 @@ def has_own_step(optimizer: Optimizer) -> bool:
 def held_by(optimizer: Optimizer) -> list[Parameter]:
     """The parameters of an optimizer, in its order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def rate_of(optimizer: Optimizer, group: Mapping[str, Any]) -> float:
+    """Return the learning rate of one of its parameter groups, which a method scales or steps with.
+
+    Raises:
+        UnsupportedError: there is none, for the optimizer has none or finds one by itself (``lr=None``).
+    """
+    rate = group.get("lr")
+    if not isinstance(rate, (int, float, Tensor)):
+        raise UnsupportedError(
+            f"{type(optimizer).__qualname__} has no learning rate (its lr is {rate!r}), and this method scales it by"
+            ' staleness, or steps with it: use one that does not, such as method="async_sgd", or groups=1'
+        )
+    return float(rate)
+
+
+def directions_of(optimizer: Optimizer) -> dict[int, float]:
+    """Return, by the identity of each parameter, -1.0 where steps go up along the gradient (``maximize``), else 1.0."""
+    return {
+        id(parameter): -1.0 if group.get("maximize") else 1.0
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
 
 
 def holds(group: Mapping[str, Any], of: Container[Tensor]) -> bool:

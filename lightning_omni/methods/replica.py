@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_omni.methods.fragments import Piece, Pieces, cut, read, sizes_of, write
-from lightning_omni.methods.master import held_by
+from lightning_omni.methods.master import directions_of, held_by, rate_of
 
 Hyperparameters = Sequence[Mapping[str, Any]]
 """One mapping for each parameter group of the optimizer: lr, momentum, betas, ... without ``params``."""
@@ -149,13 +149,16 @@ class Replica:
                 weight.add_(change.to(weight.device), alpha=factor)
 
     def descend(self, gradient: Sequence[Tensor | None]) -> None:
-        """A step of plain SGD: ``weights -= lr * gradient``, with the lr of each parameter group."""
+        """A step of plain SGD: ``weights -= lr * gradient`` by each parameter group's lr; ``+=`` where it maximizes."""
         rates = {
-            id(parameter): float(group["lr"]) for group in self.optimizer.param_groups for parameter in group["params"]
+            id(parameter): rate_of(self.optimizer, group)
+            for group in self.optimizer.param_groups
+            for parameter in group["params"]
         }
+        directions = directions_of(self.optimizer)
         for parameter, weight, direction in zip(self.ordered, self.weights(), gradient, strict=True):
             if direction is not None:
-                weight.add_(direction, alpha=-rates[id(parameter)])
+                weight.add_(direction, alpha=-rates[id(parameter)] * directions[id(parameter)])
         self.drift.move(self._trained_by(gradient))
 
     def step(self, gradient: Sequence[Tensor | None]) -> None:
@@ -287,17 +290,18 @@ class Replica:
         other optimizer it returns copies of the weights.
         """
         bases = [weight.clone() for weight in self.weights()]
+        if not isinstance(self.optimizer, torch.optim.SGD):  # Muon's buffer, say, is no velocity of the weights
+            return bases
         where = {id(parameter): base for parameter, base in zip(self.ordered, bases, strict=True)}
+        directions = directions_of(self.optimizer)
         for group in self.optimizer.param_groups:
             if not group.get("nesterov"):
                 continue
             for parameter in (each for each in group["params"] if id(each) in where):
                 buffer = self.optimizer.state.get(parameter, {}).get("momentum_buffer")
                 if buffer is not None:
-                    sign = -1.0 if group.get("maximize") else 1.0
-                    where[id(parameter)].add_(
-                        self.here(buffer), alpha=sign * float(group["lr"]) * float(group["momentum"])
-                    )
+                    ahead = directions[id(parameter)] * float(group["lr"]) * float(group["momentum"])
+                    where[id(parameter)].add_(self.here(buffer), alpha=ahead)
         return bases
 
     def state(self) -> dict[str, Any]:
@@ -342,7 +346,10 @@ def is_sound(tensors: Sequence[Tensor] | None) -> bool:
 
     All members of a group that have the model in shares must see the same.
     """
-    return tensors is not None and all(bool(torch.isfinite(tensor.sum())) for tensor in tensors)
+    # The sum is quick; that of many numbers in float16 may be infinite though none of them is.
+    return tensors is not None and all(
+        bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all()) for tensor in tensors
+    )
 
 
 def minus(first: Sequence[Tensor], second: Sequence[Tensor]) -> list[Tensor]:
