@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from runs import Run, run
@@ -134,6 +136,30 @@ def test_gradients_keep_their_dtype(dtype: torch.dtype) -> None:
     mine = [each.to(dtype) for each in gradients(0)]
     average(PowerSGD(rank=4), [mine], [{}])
     assert {each.dtype for each in mine} == {dtype}
+
+
+@pytest.mark.parametrize("name", ["bf16", "powersgd:2"])
+def test_both_parts_of_all_complex_gradients_are_averaged(name: str, tmp_path: Path) -> None:
+    weight = torch.nn.Parameter(torch.zeros(40, 30, dtype=torch.complex64))
+    gradient = torch.randn(40, 30, generator=torch.Generator().manual_seed(0), dtype=torch.complex64)
+    model: Any = torch.nn.Module()
+    model.weight = weight
+    model.forward = lambda: torch.linalg.vecdot(gradient.flatten(), model.weight.flatten()).real
+    reduction = Reduction(all_reduce_of(name))
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        wrapped: Any = torch.nn.parallel.DistributedDataParallel(model)
+        reduction.install(wrapped, dist.group.WORLD)
+        wrapped().backward()
+    finally:
+        dist.destroy_process_group()
+    assert weight.grad is not None
+    found, expected = torch.view_as_real(weight.grad), torch.view_as_real(gradient)
+    if name == "bf16":
+        assert torch.equal(found, expected.bfloat16().float())
+    else:
+        assert not torch.equal(found[20:], expected[20:])
+        torch.testing.assert_close(found + reduction.memory[weight].error, expected)
 
 
 def test_bytes_are_those_of_what_is_averaged() -> None:

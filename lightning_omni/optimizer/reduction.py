@@ -130,7 +130,7 @@ class Reduction:
             dist.all_reduce(message.div_(size), group=group)  # divided before, for 16 bits do not hold every sum
             return message
 
-        run_through(format_.average(bucket.gradients(), bucket.parameters(), self.memory), mean)
+        run_through(format_.average(_reals(bucket), bucket.parameters(), self.memory), mean)
 
 
 @dataclass(frozen=True)
@@ -181,6 +181,21 @@ def seconds_of_arithmetic(format_: AllReduce, shapes: Iterable[Sequence[int]], d
         wait_for(device)
         seconds = time.perf_counter() - began
     return seconds * sum(map(math.prod, shapes)) / numbers
+
+
+def _reals(bucket: Any) -> list[Tensor]:
+    """Return the gradients of a bucket, in its memory; a complex number as two real ones, in one more dimension.
+
+    Of complex parameters torch has twice as many real numbers in the bucket, and ``gradients()`` has half of them.
+    """
+    parameters: list[Tensor] = bucket.parameters()
+    if not any(each.is_complex() for each in parameters):
+        gradients: list[Tensor] = bucket.gradients()
+        return gradients
+    flat = bucket.buffer()
+    real = torch.view_as_real(flat).flatten() if flat.is_complex() else flat
+    parts = real.split([2 * each.numel() for each in parameters])
+    return [part.view(*each.shape, 2) for each, part in zip(parameters, parts, strict=True)]
 
 
 def _done(flat: Tensor) -> torch.futures.Future[Tensor]:
