@@ -171,6 +171,8 @@ def _with_settings(kind: type[Kind], plain: Mapping[str, Any], settings: str) ->
         name, equals, setting = (each.strip() for each in part.partition("="))
         if not equals and name and kind.__struct_fields__:
             name, setting = kind.__struct_fields__[0], name
+        if name in changes:
+            raise ConfigurationError(f"{plain['name']}: {name} is given twice, as {changes[name]} and as {setting}")
         if name:
             changes[name] = setting
     known = kind.__struct_fields__

@@ -247,6 +247,12 @@ def test_formats_have_names_and_settings() -> None:
         assert wire_format.from_wire(wire_format.to_wire(wire)) == wire
 
 
+class Fixed(wire_format.WireFormat, frozen=True, kw_only=True, tag="fixed"):
+    """A format of a user's own, which does not look at its setting itself."""
+
+    digits: int = 2
+
+
 @pytest.mark.parametrize(
     ("wire", "says"),
     [
@@ -259,11 +265,16 @@ def test_formats_have_names_and_settings() -> None:
         ({"push": {"push": "int8"}}, "pass a format of one direction for each"),
         ("bf16:3", "wire='bf16:3': bf16 has no setting 3; it has none"),
         (8, "wire=8"),
+        ("topk:0.01,0.1", "topk: fraction is given twice, as 0.01 and as 0.1"),
+        (lambda: Int8(block="64"), "block='64': pass 8 or more numbers"),  # type: ignore[arg-type]
+        (lambda: TopK(fraction="0.1"), "fraction='0.1': pass a part"),  # type: ignore[arg-type]
+        (lambda: {"push": Int8(block=64.5)}, "block=64.5"),  # type: ignore[arg-type]
+        (lambda: Fixed(digits=1.5), "Fixed(digits=1.5): Expected `int`, got `float`"),  # type: ignore[arg-type]
     ],
 )
 def test_a_wrong_format_is_refused_where_it_is_named(wire: Any, says: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        OmniStrategy(groups=2, wire=wire)
+        OmniStrategy(groups=2, wire=wire() if callable(wire) else wire)
     assert says in str(caught.value)
 
 

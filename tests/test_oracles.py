@@ -1555,6 +1555,12 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("delay_compensated", {"decay": 1}, r"decay=1.*decay < 1"),
     ("delay_compensated", {"decay": -0.1}, r"decay=-0.1.*0 <= decay"),
 ]
+WRONG_TYPES: list[tuple[str, dict[str, Any], str]] = [
+    ("async_sgd", {"bound": "3"}, r"bound='3': pass .* pushes"),
+    ("elastic_averaging", {"moving_rate": "0.5"}, r"moving_rate='0.5'.*0 to 1"),
+    ("async_diloco", {"buffer": "2"}, r"buffer='2'.*1 or more"),
+    ("async_diloco", {"activation": "0.1"}, r"activation='0.1'.*0 to 1"),
+]
 WRONG_WORDS: list[tuple[str, dict[str, Any], str]] = [
     ("softsync", {"modulation": "some"}, r"modulation='some'.*\"average\""),
     ("downpour", {"send": "x"}, r"send='x'.*\"updates\""),
@@ -1562,7 +1568,7 @@ WRONG_WORDS: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "arguments", "message"), [*WRONG, *WRONG_WORDS])
+@pytest.mark.parametrize(("name", "arguments", "message"), [*WRONG, *WRONG_TYPES, *WRONG_WORDS])
 def test_a_wrong_setting_is_refused_by_name_and_with_its_bound(
     name: str, arguments: dict[str, Any], message: str
 ) -> None:

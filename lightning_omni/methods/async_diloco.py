@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_omni.checks import check_whole
+from lightning_omni.checks import check_number, check_whole
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods.contract import (
     Exchange,
@@ -171,13 +171,11 @@ class AsyncDiLoCo(Method, frozen=True, kw_only=True, tag="async_diloco"):
     def __post_init__(self) -> None:
         check_period(self.period)
         check_outer(self.outer_lr, self.outer_momentum)
-        if self.buffer is not None and self.buffer < 1:
-            raise ConfigurationError(f"buffer={self.buffer}: pass 1 or more arrivals, or None for the number of groups")
-        if not 0 <= self.activation <= 1 / (self.buffer or 1):
-            raise ConfigurationError(
-                f"activation={self.activation}: momentum is shared out over the {self.buffer or 'N'} arrivals of a"
-                f" block; pass 0 to {1 / (self.buffer or 1):g}"
-            )
+        if self.buffer is not None:
+            check_whole("buffer", self.buffer, "1 or more arrivals, or None for the number of groups", 1)
+        most = 1 / (self.buffer or 1)
+        shared = f"0 to {most:g}: momentum is shared out over the {self.buffer or 'N'} arrivals of a block"
+        check_number("activation", self.activation, shared, 0, most)
         check_whole("min_steps", self.min_steps, f"1 to period={self.period}", 1, self.period)
         check_fragments(self.fragments, self.period)
 

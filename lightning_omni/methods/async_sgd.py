@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_omni.errors import ConfigurationError
+from lightning_omni.checks import check_whole
 from lightning_omni.methods.contract import Method, Push, Reply, ServerSide
 
 
@@ -101,11 +101,9 @@ class AsyncSGD(Method, frozen=True, kw_only=True, tag="async_sgd"):
     bound: int | None = None
 
     def __post_init__(self) -> None:
-        if self.bound is not None and self.bound < 0:
-            raise ConfigurationError(
-                f"bound={self.bound}: a group cannot be fewer than 0 pushes ahead of the slowest; pass 0 for lock-step,"
-                " more for looser coupling, or None for no bound"
-            )
+        if self.bound is not None:
+            pushes = "the pushes that a group may be ahead of the slowest, 0 for lock-step, or None for no bound"
+            check_whole("bound", self.bound, pushes)
 
     @property
     def has_barrier(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_omni.errors import ConfigurationError
+from lightning_omni.checks import check_number
 from lightning_omni.methods.contract import (
     Exchange,
     Fetch,
@@ -92,12 +92,12 @@ class ElasticAveraging(Method, frozen=True, kw_only=True, tag="elastic_averaging
 
     def __post_init__(self) -> None:
         check_period(self.period)
-        if self.moving_rate is not None and not 0 <= self.moving_rate <= 1:
-            raise ConfigurationError(
-                f"moving_rate={self.moving_rate}: the spring is stable from 0 to (4 - 2h) / (4 - h) for a learning rate"
-                " times curvature of h, so to 1 at most; pass a number from 0 to 1, or None for 0.9 over the number of"
-                " groups"
+        if self.moving_rate is not None:
+            rate = (
+                "a number from 0 to 1, or None for 0.9 over the number of groups; the spring is stable from 0 to"
+                " (4 - 2h) / (4 - h) for a learning rate times curvature of h"
             )
+            check_number("moving_rate", self.moving_rate, rate, 0, 1)
 
     def group_side(self, replica: Replica) -> GroupSide:
         """Local steps; every ``period``-th, move towards the centre."""

@@ -23,6 +23,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from lightning_omni.checks import check_choice, check_whole
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.registry import Registry
 
@@ -140,10 +141,8 @@ class PowerSGD(AllReduce, frozen=True, kw_only=True, tag="powersgd"):
     dtype: Literal["fp32", "bf16"] = "fp32"
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ConfigurationError(f"rank={self.rank}: pass the columns of the thin matrices, 1 or more")
-        if self.dtype not in ("fp32", "bf16"):
-            raise ConfigurationError(f'dtype={self.dtype!r}: pass "fp32" or "bf16"')
+        check_whole("rank", self.rank, "the columns of the thin matrices, 1 or more", 1)
+        check_choice("dtype", self.dtype, ("fp32", "bf16"))
 
     def nbytes(self, shapes: Iterable[Sequence[int]]) -> int:
         return (2 if self.dtype == "bf16" else 4) * sum(self._numbers(shape) for shape in shapes)

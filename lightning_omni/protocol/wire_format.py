@@ -291,6 +291,11 @@ def registered(text: str) -> WireFormat:
     return _registry.named(text, {"fp32": RAW})
 
 
+def checked(wire_format: WireFormat) -> WireFormat:
+    """The same format, if all its settings are of the right type: see `lightning_omni.registry.Registry.checked`."""
+    return _registry.checked(wire_format)
+
+
 def register(kind: type[WireFormat]) -> type[WireFormat]:
     """Makes a wire format of your own known by its tag. A class decorator.
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.protocol.wire_format import WireFormat, registered, to_wire
+from lightning_omni.protocol.wire_format import WireFormat, checked, registered, to_wire
 from lightning_omni.protocol.wire_formats.both_ways import BothWays
 from lightning_omni.protocol.wire_formats.int8 import Int8
 from lightning_omni.protocol.wire_formats.rounded import BF16, FP16
@@ -42,7 +42,7 @@ def wire_of(given: Wire) -> WireFormat:
     if isinstance(given, str):
         return wire_named(given)
     if isinstance(given, WireFormat):
-        return given
+        return checked(given)
     if not isinstance(given, Mapping) or not given or set(given) - {"push", "pull"}:
         raise ConfigurationError(
             f'wire={given!r}: pass a name such as "int8", a value such as TopK(fraction=0.001), or one for each'

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lightning_omni.errors import ConfigurationError
+from lightning_omni.checks import check_whole
 from lightning_omni.protocol.wire_format import WireFormat, register
 from lightning_omni.protocol.wire_formats.lossy import Lossy
 
@@ -35,8 +35,7 @@ class Int8(Lossy, frozen=True, kw_only=True, tag="int8"):
     block: int = 128
 
     def __post_init__(self) -> None:
-        if self.block < 8:
-            raise ConfigurationError(f"block={self.block}: pass 8 or more numbers to a scale")
+        check_whole("block", self.block, "8 or more numbers to a scale", 8)
 
     @property
     def activations(self) -> WireFormat:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_omni.checks import check_number
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import Method
 from lightning_omni.protocol.wire_format import register
@@ -33,8 +34,7 @@ class TopK(Lossy, frozen=True, kw_only=True, tag="topk"):
     fraction: float = 0.01
 
     def __post_init__(self) -> None:
-        if not 0 < self.fraction <= 1:
-            raise ConfigurationError(f"fraction={self.fraction}: pass a part of the numbers, above 0 to 1")
+        check_number("fraction", self.fraction, "a part of the numbers, above 0 to 1", high=1, above=0)
 
     def check(self, method: Method) -> None:
         if method.pushes_weights:
