@@ -124,7 +124,9 @@ def test_wrong_settings_are_one_line_with_the_remedy(model: str, capsys: pytest.
     assert "pass --data file.py:DataModule, or random data with --input" in said(f"{model}:Model")
     assert "--data and --input exclude each other" in said(f"{model}:Model", *RANDOM, "--data", f"{model}:Data")
     assert "--batch-size and --classes are for random data" in said(f"{model}:Whole", "--batch-size", "8")
-    assert "--input and --classes: pass numbers of 1 or more" in said(f"{model}:Model", "--input", "[0]")
+    assert "--input: pass numbers of 1 or more" in said(f"{model}:Model", "--input", "[0]")
+    for option in ("--batch-size", "--classes"):
+        assert f"{option} 0: pass a number above 0" in said(f"{model}:Model", *RANDOM, option, "0")
     assert "--allow half: pass some of precision, batch_size, workers" in said(f"{model}:Whole", "--allow", "half")
     assert "--budget 0.0: pass a time above 0" in said(f"{model}:Whole", "--budget", "0")
     assert "cannot be trained with the defaults: RuntimeError" in said(

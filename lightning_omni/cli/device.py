@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_omni.cli.console import print_line, progress_bar, show
 from lightning_omni.cli.outputs import check_file, check_picture
-from lightning_omni.cli.units import Quantity, time_of
+from lightning_omni.cli.units import Quantity, check_above_zero, time_of
 from lightning_omni.errors import ConfigurationError
 
 
@@ -47,6 +47,7 @@ def device(
         check_file("--json", json)
     if picture is not None:
         check_picture("--picture", picture)
+    check_above_zero({"batch_size": batch_size, "classes": classes})
     seconds = time_of("--budget", budget)
     from lightning_omni.cli import subject  # not above: --help is not to wait for torch
 

@@ -62,8 +62,8 @@ def data_of(
     if shape is not None:
         if data is not None:
             raise ConfigurationError("--data and --input exclude each other; leave one out")
-        if not shape or min(shape) < 1 or (classes is not None and classes < 1):
-            raise ConfigurationError("--input and --classes: pass numbers of 1 or more, as in --input '[3, 32, 32]'")
+        if not shape or min(shape) < 1:
+            raise ConfigurationError("--input: pass numbers of 1 or more, as in --input '[3, 32, 32]'")
         batches = [_random(shape, classes, batch_size or 64, number) for number in range(_SYNTHETIC_BATCHES)]
         return {"train_dataloaders": torch.utils.data.DataLoader([0])}, batches  # type: ignore[arg-type]
     if batch_size is not None or classes is not None:
