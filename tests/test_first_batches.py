@@ -186,6 +186,7 @@ FITS: dict[str, dict[str, Any]] = {  # of those with "emulated", the time that s
         "trainer": EPOCHS,
     },
     "no budget": {"tuner": {**TUNER, "budget": 0.0}, "strategy": {"groups": 2}, "trainer": EPOCHS},
+    "too short": {"tuner": TUNER, "trainer": {**EPOCHS, "max_epochs": 1, "limit_train_batches": 1}},
     "a slow link": {**SLOW_LINK},
     "sparse gradients on a slow link": {**SLOW_LINK, "sparse": True},
     "a hook of the user's on a slow link": {**SLOW_LINK, "hook": True},
@@ -256,7 +257,11 @@ ENDS_OTHERWISE = (
     "it is stopped in a trial",
     "it diverges in groups",
 )
-TUNED = [name for name, fit in FITS.items() if "tuner" in fit and name not in ("nothing can be tuned", "no budget")]
+TUNED = [
+    name
+    for name, fit in FITS.items()
+    if "tuner" in fit and name not in ("nothing can be tuned", "no budget", "too short")
+]
 
 
 @pytest.mark.parametrize("name", cases([*TUNED, "resumed"]))
@@ -536,6 +541,14 @@ def test_without_a_budget_groups_are_those_that_the_user_asked_for(fits: dict[st
         assert rank["problem"] == "budget=0"
         assert rank["world"] == [2, "AsyncSGD"]
         assert rank["updates"] > 0
+
+
+def test_a_run_that_ends_before_it_has_shown_what_is_faster_says_so(
+    fits: dict[str, list[dict[str, Any]]], finished: Run
+) -> None:
+    for rank in fits["too short"]:
+        assert (rank["problem"], rank["searches"]) == ("the run has ended before it has shown what is faster", 0)
+    assert "nothing is tuned: the run has ended before" in said_by_tuners(finished)
 
 
 def test_epochs_before_a_resume_count_for_whether_a_loss_is_flat(fits: dict[str, list[dict[str, Any]]]) -> None:

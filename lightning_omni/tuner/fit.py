@@ -345,6 +345,9 @@ class TunedFit(Fit):
     def ended(self) -> None:
         self.plateau.ended()
         self.by_first_batches.ended()
+        if not self.run.problem and self.run.state.setting is None:
+            self.run.problem = "the run has ended before it has shown what is faster"
+            self.run.info(f"OmniTuner: nothing is tuned: {self.run.problem}")
         self.reports.ended()
 
     @override
