@@ -161,6 +161,17 @@ def test_good_values_are_taken() -> None:
     check_whole("seed", 0, "a whole number")
 
 
+@pytest.mark.parametrize("monitor", ["val_rmse", "perplexity", "val/MAE"])
+def test_a_target_of_a_metric_whose_name_does_not_say_what_is_better_needs_a_mode(monitor: str) -> None:
+    """Taken for one that has to rise, it would be reached by the worst of models, and at once."""
+    with pytest.raises(ConfigurationError, match=r'monitor=.* pass mode="min" or mode="max"'):
+        OmniTuner(target=0.3, monitor=monitor)
+    assert OmniTuner(target=0.3, monitor=monitor, mode="min")._options.is_reached(0.2)
+    assert OmniTuner(target=0.3, monitor="val/Loss")._options.is_reached(0.2)
+    assert OmniTuner(target=0.3, monitor="val_F1")._options.is_reached(0.4)
+    assert OmniTuner(monitor=monitor).target is None
+
+
 def test_numbers_of_numpy_are_counts_like_any_other_and_are_kept_as_pythons() -> None:
     numpy = pytest.importorskip("numpy")
     two, four = numpy.int64(2), numpy.int32(4)

@@ -60,8 +60,17 @@ FITS: dict[str, dict[str, Any]] = {
 WRONG: dict[str, Any] = {"is_refused": True, **LONGER, "trainer": {"max_epochs": 2, "num_sanity_val_steps": 1}}
 MONITORS: dict[str, dict[str, Any]] = {
     "a metric of steps": {**WRONG, "tuner": {"target": 1e-4, "monitor": "train_loss"}, "logs": True},
-    "a wrong name": {**WRONG, "tuner": {"target": 1e-4, "monitor": "val_los"}, "strategy": {"groups": 2}, "logs": True},
-    "a wrong name, unchecked": {**WRONG, "tuner": {"target": 1e-4, "monitor": "los"}, "trainer": {"max_epochs": 9}},
+    "a wrong name": {
+        **WRONG,
+        "tuner": {"target": 1e-4, "monitor": "val_los", "mode": "min"},
+        "strategy": {"groups": 2},
+        "logs": True,
+    },
+    "a wrong name, unchecked": {
+        **WRONG,
+        "tuner": {"target": 1e-4, "monitor": "los", "mode": "min"},
+        "trainer": {"max_epochs": 9},
+    },
     "no validation": {**WRONG, "tuner": {"target": 1e-4}, "trainer": {"limit_val_batches": 0}},
 }
 NOWHERE = {"strategy": {"host": "203.0.113.9"}}

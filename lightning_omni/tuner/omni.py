@@ -39,6 +39,8 @@ else:
 
 _MOST_SEED = (1 << 32) - (1 << 16)
 """Libraries take seeds below 2³², and a search adds small numbers to its own."""
+_SMALLER, _LARGER = ("loss", "error"), ("acc", "auc", "auroc", "f1", "precision", "recall", "iou", "bleu")
+"""What the names of metrics contain of which smaller, or larger, values are better."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,8 @@ class OmniTunerHooks(_CallbackBase):
             chosen it (``method=``, ``wire=``, ``overlap=`` or ``all_reduce=`` of the strategy).
         retune_every: epochs between two checks whether the setting is still the best; None for no checks.
         mode: ``"min"`` or ``"max"``: whether a smaller or a larger ``monitor`` is better; None decides by its name
-            (``"min"`` if it contains "loss" or "error", otherwise ``"max"``).
+            (``"min"`` if it contains "loss" or "error", otherwise ``"max"``), and with a ``target`` a name that says
+            neither, such as "val_rmse", is refused.
         seed: of the search, and of the samples that probes train on.
 
     Attributes:
@@ -138,6 +141,11 @@ class OmniTunerHooks(_CallbackBase):
             check_whole("retune_every", retune_every, "a number of epochs, or None", low=1)
         if mode not in (None, "min", "max"):
             raise ConfigurationError(f'mode={mode!r}: pass "min", "max" or None')
+        if mode is None and target is not None and not any(each in monitor.lower() for each in (*_SMALLER, *_LARGER)):
+            raise ConfigurationError(
+                f"target={target} and monitor={monitor!r}: its name does not say whether a smaller or a larger value is"
+                ' better; pass mode="min" or mode="max"'
+            )
         check_whole("seed", seed, "a whole number from 0 up", high=_MOST_SEED)
         self._space = dict(space or {})
         self._further = Space.of(self._space, ranks=1 << 30).further
@@ -145,7 +153,7 @@ class OmniTunerHooks(_CallbackBase):
             check_libraries(sampler.uses_scikit_optimize)
         self.target, self.monitor, self.budget, self.search = plain(target), monitor, plain(budget), search
         self.retune_every, self.seed = plain(retune_every), plain(seed)
-        self._mode = mode or ("min" if "loss" in monitor or "error" in monitor else "max")
+        self._mode = mode or ("min" if any(each in monitor.lower() for each in _SMALLER) else "max")
         self._fit: Fit | None = None
         self._kept: dict[str, Any] = {}
         self._found = Found()
