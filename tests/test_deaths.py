@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -189,18 +191,21 @@ def test_a_death_in_the_first_group_ends_the_run_and_says_why() -> None:
     assert not finished.results
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_the_end_of_the_main_process_leaves_nothing_running(number: signal.Signals) -> None:
-    with Running("groups.py", {"fits": [{**FIT, "trainer": {"max_epochs": 200}}]}) as running:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGHUP])
+def test_the_end_of_the_main_process_leaves_nothing_running_and_no_files(number: signal.Signals) -> None:
+    fits = {"fits": [{**FIT, "trainer": {"max_epochs": 200}}]}
+    with TemporaryDirectory(prefix="omni-") as files, Running("groups.py", fits, {"TMPDIR": files}) as running:
         until(lambda: all(begun(running, rank) for rank in range(4)), 120, "training never began")
         assert len(running.servers) == 2, "the server has a process of its own, and one that watches it"
         assert len(running.survivors) == 4 + 2
-        if number == signal.SIGINT:
-            os.killpg(running.process.pid, signal.SIGINT)  # as a terminal's Ctrl-C does
-        else:
+        assert list(Path(files).glob("lightning-omni-*"))
+        if number == signal.SIGKILL:
             running.process.kill()
+        else:
+            os.killpg(running.process.pid, number)  # as a terminal does, by Ctrl-C and when it is closed
         running.process.wait(180)
         until(lambda: not running.survivors, 30, "processes are left behind")
+        assert not list(Path(files).glob("lightning-omni-*"))
         assert running.process.returncode != 0
         if number == signal.SIGINT:
             assert "Detected KeyboardInterrupt" in running.output

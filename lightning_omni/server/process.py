@@ -21,9 +21,10 @@ from lightning_omni.server.addresses import remove_if_abandoned
 STARTS_WITHIN = 120.0
 """Seconds in which a server must listen once it was told where: on a slow disk torch takes long to import."""
 
-# Ctrl-C reaches the whole foreground group, torchrun and SLURM send SIGTERM to all that rank 0 has started. The run's
-# ranks decide what it means; the server ends with them, and tells the other nodes why.
-IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# Ctrl-C and the end of a terminal reach the whole foreground group; torchrun and SLURM send SIGTERM to all that rank 0
+# has started. The run's ranks decide what it means; the server ends with them, tells the other nodes why, and removes
+# its files.
+IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class ServerSettings(msgspec.Struct, frozen=True):
