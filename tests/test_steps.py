@@ -71,6 +71,10 @@ def test_metrics_that_keep_lists_are_of_every_row_although_groups_have_trained_d
         assert (mine[-1], theirs[-1]) == (mine[0], theirs[0]), "each has its own again"
 
 
+def test_a_mean_over_an_odd_number_of_batches_is_divided_by_that_number(fits: Run) -> None:
+    assert [each["one"] for each in of(fits, "lists")] == [1.0, 1.0]
+
+
 def test_a_plateau_by_steps_follows_validations_inside_the_epoch_on_all_ranks_alike(fits: Run) -> None:
     """After 16 and 32 batches of DDP in each of two epochs; the first is the best so far."""
     assert [(each["scheduled"], each["rate"]) for each in of(fits, "plateau")] == [([4], 0.05 / 8)] * 2

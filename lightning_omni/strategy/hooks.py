@@ -12,6 +12,7 @@ from dataclasses import replace
 from multiprocessing import get_all_start_methods
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
@@ -773,10 +774,17 @@ class OmniStrategyHooks(SavingStrategy):
             return super().all_gather(tensor, group=group, sync_grads=sync_grads)
 
     @override
-    def reduce(self, *args: Any, **kwargs: Any) -> Any:
-        """Reduces over the default process group. What waits for others is no work of this rank's."""
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over the default process group. What waits for others is no work of this rank's.
+
+        Groups train different numbers of batches. Lightning divides a metric of an epoch by the mean of these numbers,
+        which torch rounds down to a whole one.
+        """
+        is_mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
+        if is_mean and self.has_had_groups and isinstance(tensor, Tensor) and tensor.dtype == torch.long:
+            tensor = tensor.float()
         with self.waiting():
-            return super().reduce(*args, **kwargs)
+            return super().reduce(tensor, group=group, reduce_op=reduce_op)
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:

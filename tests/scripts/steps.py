@@ -116,6 +116,8 @@ class KeepsRows(Net):
         self.rows.update(batch[2])
         if batch_idx > 34:
             self.rare.update(batch[2][: batch_idx % 3])
+        if self.global_rank or batch_idx:  # in 63 of 64 batches
+            self.log("one", 1.0, on_step=False, on_epoch=True, sync_dist=True, batch_size=1)
         return super().training_step(batch, batch_idx)
 
     def on_train_epoch_end(self) -> None:
@@ -240,7 +242,8 @@ def by_count(known: str) -> dict[str, Any]:
 def lists() -> dict[str, Any]:
     """A fit with metrics that keep lists."""
     module = KeepsRows()
-    return {**limited(module, 2, max_epochs=2), "found": module.found}
+    found = limited(module, 2, max_epochs=2)
+    return {**found, "found": module.found, "one": float(module.trainer.callback_metrics["one"])}
 
 
 def plateau() -> dict[str, Any]:
