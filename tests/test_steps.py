@@ -75,6 +75,13 @@ def test_a_mean_over_an_odd_number_of_batches_is_divided_by_that_number(fits: Ru
     assert [each["one"] for each in of(fits, "lists")] == [1.0, 1.0]
 
 
+def test_a_metric_that_one_group_alone_has_logged_in_an_epoch_is_computed_on_all_ranks(fits: Run) -> None:
+    one, other = of(fits, "lists")
+    batches = one["found"][-1][0]  # of the fast group, which has logged the numbers of those from the 36th on
+    for name in ("rare", "rare, of a metric"):
+        assert one[name] == other[name] == (35 + batches - 1) / 2
+
+
 def test_a_plateau_by_steps_follows_validations_inside_the_epoch_on_all_ranks_alike(fits: Run) -> None:
     """After 16 and 32 batches of DDP in each of two epochs; the first is the best so far."""
     assert [(each["scheduled"], each["rate"]) for each in of(fits, "plateau")] == [([4], 0.05 / 8)] * 2

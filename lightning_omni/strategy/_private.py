@@ -6,6 +6,7 @@ these names is gone or behaves otherwise.
 
 from __future__ import annotations
 
+import builtins
 import inspect
 import math
 import os
@@ -15,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -917,6 +919,52 @@ def separate_lists() -> None:
     joined = vars(Metric)["_sync_dist"]
     if isinstance(joined, _Joined):
         Metric._sync_dist = joined.sync  # type: ignore[method-assign]
+
+
+# --- What is logged over an epoch, which all ranks compute together ---------------------------------------------------
+
+_TOLD = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
+
+
+def logged_together(trainer: Trainer) -> list[Any]:
+    """Return what this rank has logged in the epoch that ranks compute by collectives: keys and plain values."""
+    results: Any = trainer.fit_loop.epoch_loop._results
+    found = []
+    for key, result in results.items():
+        meta, sync, reduce_fx = result.meta, result.meta.sync, result.meta.reduce_fx
+        is_common = not result.is_tensor or (sync.should and not sync.rank_zero_only and sync.group is None)
+        if is_common and meta.on_epoch and not result.has_reset:
+            is_torchs = getattr(torch, reduce_fx.__name__, None) is reduce_fx
+            reduced = (reduce_fx.__name__, is_torchs, sync.should, meta.metric_attribute)
+            found.append((key, result.is_tensor, reduced, {name: getattr(meta, name) for name in _TOLD}))
+    return found
+
+
+def log_together(trainer: Trainer, of_all: Iterable[list[Any]]) -> None:
+    """Have all ranks compute what any of them has logged in the epoch, in one order.
+
+    A group that trains few batches may not come to one in which a program logs something. Lightning computes on each
+    rank what this rank has logged: one rank would reduce a metric with the next metric of another.
+
+    Args:
+        trainer: whose epoch is over.
+        of_all: what `logged_together` has returned on each rank, in the order of ranks.
+    """
+    results: Any = trainer.fit_loop.epoch_loop._results
+    made = sys.modules[type(results).__module__]
+    for key, is_tensor, reduced, told in {each[0]: each for logged in of_all for each in logged}.values():
+        result = results.pop(key, None)
+        if result is None:
+            name, is_torchs, should, attribute = reduced
+            reduce_fx = getattr(torch if is_torchs else builtins, name)
+            meta = made._Metadata(**told, reduce_fx=reduce_fx, metric_attribute=attribute)
+            meta.sync = made._Sync(_should=should, fn=trainer.strategy.reduce)
+            result = made._ResultMetric(meta, is_tensor).to(trainer.strategy.root_device)
+            if not is_tensor:
+                result.value = attrgetter(attribute)(trainer.lightning_module)
+        if result.has_reset or not result.update_called:  # not logged in this epoch here: it adds nothing
+            result.has_reset, result._computed, result._update_count = False, None, 1
+        results[key] = result
 
 
 # --- A validation by one group, whose end all groups hear of ----------------------------------------------------------

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
 from lightning_omni.errors import UnsupportedError
@@ -222,6 +223,7 @@ class Listener:
             return
         self._watch_staleness()
         if self._strategy.world.executor.exchanges:
+            self._log_together()
             # Ranks compute it together, and NCCL takes no tensors on the CPU.
             for name, value in self._staleness.to(self._strategy.world.device).compute().items():
                 if name in ("mean", "max"):
@@ -231,6 +233,11 @@ class Listener:
         can_rebalance = self._strategy.epochs.leases is not None and not (self._strategy.balance.is_on or is_parallel)
         if control.status is not None and (sentence := straggler_sentence(control.status, can_rebalance)):
             self._strategy.rank_zero_info(f"OmniStrategy: {sentence}")
+
+    def _log_together(self) -> None:
+        live, mine = self._strategy.world.process_groups.live, _private.logged_together(self._trainer)
+        of_all = live.contribute("the metrics of an epoch", msgspec.json.encode(mine))
+        _private.log_together(self._trainer, [msgspec.json.decode(each) for _, each in of_all])
 
     def _watch_staleness(self) -> None:
         world = self._strategy.world

@@ -106,6 +106,7 @@ class KeepsRows(Net):
     def __init__(self) -> None:
         super().__init__()
         self.rows, self.rare, self.found = Rows(), Rows(), list[Any]()
+        self.number = torchmetrics.MeanMetric()
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         is_ahead = FOLDER / f"ahead-{self.current_epoch}"
@@ -116,6 +117,9 @@ class KeepsRows(Net):
         self.rows.update(batch[2])
         if batch_idx > 34:
             self.rare.update(batch[2][: batch_idx % 3])
+            self.number.update(batch_idx)
+            self.log("rare", float(batch_idx), on_step=False, on_epoch=True, sync_dist=True, batch_size=1)
+            self.log("rare, of a metric", self.number, on_step=False, on_epoch=True)
         if self.global_rank or batch_idx:  # in 63 of 64 batches
             self.log("one", 1.0, on_step=False, on_epoch=True, sync_dist=True, batch_size=1)
         return super().training_step(batch, batch_idx)
@@ -243,7 +247,8 @@ def lists() -> dict[str, Any]:
     """A fit with metrics that keep lists."""
     module = KeepsRows()
     found = limited(module, 2, max_epochs=2)
-    return {**found, "found": module.found, "one": float(module.trainer.callback_metrics["one"])}
+    names = ("one", "rare", "rare, of a metric")
+    return {**found, "found": module.found, **{name: float(module.trainer.callback_metrics[name]) for name in names}}
 
 
 def plateau() -> dict[str, Any]:
