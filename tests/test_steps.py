@@ -75,6 +75,10 @@ def test_a_mean_over_an_odd_number_of_batches_is_divided_by_that_number(fits: Ru
     assert [each["one"] for each in of(fits, "lists")] == [1.0, 1.0]
 
 
+def test_a_metric_that_is_reduced_over_the_world_by_name_is_that_of_all_ranks(fits: Run) -> None:
+    assert [each["number"] for each in of(fits, "lists")] == [64.0, 64.0]
+
+
 def test_a_metric_that_one_group_alone_has_logged_in_an_epoch_is_computed_on_all_ranks(fits: Run) -> None:
     one, other = of(fits, "lists")
     batches = one["found"][-1][0]  # of the fast group, which has logged the numbers of those from the 36th on

@@ -778,8 +778,12 @@ class OmniStrategyHooks(SavingStrategy):
         """Reduce over the default process group. What waits for others is no work of this rank's.
 
         Groups train different numbers of batches. Lightning divides a metric of an epoch by the mean of these numbers,
-        which torch rounds down to a whole one.
+        which torch rounds down to a whole one. If ``sync_dist_group=dist.group.WORLD`` was given in the training step,
+        it was the compute group by then.
         """
+        was_world = group is not None and self.has_had_groups and self._world is not None
+        if was_world and not self.world.is_computing and group is self.world.compute_group:
+            group = None
         is_mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
         if is_mean and self.has_had_groups and isinstance(tensor, Tensor) and tensor.dtype == torch.long:
             tensor = tensor.float()

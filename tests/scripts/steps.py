@@ -120,6 +120,8 @@ class KeepsRows(Net):
             self.number.update(batch_idx)
             self.log("rare", float(batch_idx), on_step=False, on_epoch=True, sync_dist=True, batch_size=1)
             self.log("rare, of a metric", self.number, on_step=False, on_epoch=True)
+        everyone = {"sync_dist": True, "sync_dist_group": torch.distributed.group.WORLD}
+        self.log("number", 1.0, on_step=False, on_epoch=True, reduce_fx="sum", **everyone)
         if self.global_rank or batch_idx:  # in 63 of 64 batches
             self.log("one", 1.0, on_step=False, on_epoch=True, sync_dist=True, batch_size=1)
         return super().training_step(batch, batch_idx)
@@ -247,7 +249,7 @@ def lists() -> dict[str, Any]:
     """A fit with metrics that keep lists."""
     module = KeepsRows()
     found = limited(module, 2, max_epochs=2)
-    names = ("one", "rare", "rare, of a metric")
+    names = ("one", "number", "rare", "rare, of a metric")
     return {**found, "found": module.found, **{name: float(module.trainer.callback_metrics[name]) for name in names}}
 
 
