@@ -32,8 +32,10 @@ from lightning_omni.optimizer.executor import Exchanging, Executor, evaluating
 from lightning_omni.optimizer.first_steps import ranks_elsewhere
 from lightning_omni.optimizer.live_world import LiveWorld, device_types, register
 from lightning_omni.optimizer.place import default_device
+from lightning_omni.optimizer.reduction import Reduction
 from lightning_omni.optimizer.states import States
 from lightning_omni.optimizer.untrained import buffers_of, merge
+from lightning_omni.protocol.all_reduce import Exact
 from lightning_omni.protocol.progress import Progress, ReferenceBatch
 from lightning_omni.strategy.epochs import EpochDriver
 from lightning_omni.strategy.leased import LeasedData
@@ -185,16 +187,44 @@ def test_arguments_of_a_users_own_step_are_refused_by_name_where_it_steps_at_the
 def test_members_hear_of_a_gradient_that_is_not_averaged_before_they_wait_for_each_other() -> None:
     """Otherwise some would wait in an exchange, and those whose backward pass is not over in that, without an end."""
 
-    def check_reduced() -> None:
+    def check_reduced(parameters: list[Parameter]) -> None:
         raise RuntimeError("Expected to have finished reduction")
 
     reduction = SimpleNamespace(check_reduced=check_reduced)
-    place: Any = SimpleNamespace(parts=[None], control=object(), steps_here=lambda part: True, reduction=reduction)
+    part = SimpleNamespace(replica=SimpleNamespace(ordered=[]))
+    place: Any = SimpleNamespace(parts=[part], control=object(), steps_here=lambda part: True, reduction=reduction)
     unused: Any = None
     executor = Exchanging(place, unused, unused, unused, heads=())
     for closure in (None, lambda: 1.0):
         with pytest.raises(RuntimeError, match="Expected to have finished reduction"):
             executor.step(0, torch.optim.SGD([Parameter(torch.ones(2))], lr=0.1), closure, {})
+
+
+def test_a_step_asks_for_the_backward_pass_of_its_own_module_alone(alone: None) -> None:
+    """That of another module may come in two parts, and its optimizer steps after both."""
+    reduction = Reduction(Exact())
+    nets = nn.Linear(2, 1), UsesOne()
+    modules = [nn.parallel.DistributedDataParallel(net) for net in nets]
+    for module in modules:
+        reduction.install(module, module.process_group)
+        module(torch.ones(3, 2)).sum().backward()
+    reduction.check_reduced(list(nets[0].parameters()))
+    with pytest.raises(RuntimeError, match="Expected to have finished reduction"):
+        reduction.check_reduced(list(nets[1].parameters()))
+    again = nn.parallel.DistributedDataParallel(nets[1])
+    reduction.install(again, again.process_group)
+    reduction.check_reduced(list(nets[1].parameters()))  # what the module was wrapped in before is of no use any more
+
+
+class UsesOne(nn.Module):
+    """Has a layer that it does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(2, 1), nn.Linear(2, 1)
+
+    def forward(self, inputs: Tensor) -> Any:
+        return self.used(inputs)
 
 
 def test_an_optimizer_without_a_rate_is_refused_by_name_where_a_method_needs_one() -> None:
@@ -379,7 +409,7 @@ def test_whole_numbers_in_an_optimizer_are_refused_where_weights_are_averaged(av
         parts=[SimpleNamespace(replica=replica, head=None, optimizer=None)],
         steps_at_worker=averages,
         method=LocalSGD(),
-        members=(0,),
+        torch_members=(0,),
     )
     unused: Any = None
     executor = Exchanging(place, unused, unused, unused, heads=())
@@ -396,11 +426,13 @@ def test_an_optimizer_with_collectives_over_ranks_of_other_groups_is_refused(alo
     optimizer: Any = torch.optim.SGD([weight], lr=0.1)
     optimizer.process_group = dist.group.WORLD  # as that of ZeroRedundancyOptimizer
     part = SimpleNamespace(replica=SimpleNamespace(parameters={"weight": weight}), head=None, optimizer=optimizer)
-    place: Any = SimpleNamespace(parts=[part], steps_at_worker=True, method=LocalSGD(), members=(0,))
+    place: Any = SimpleNamespace(parts=[part], steps_at_worker=True, method=LocalSGD(), torch_members=(0,))
+    place.enlistment, place.is_sharded, place.size = None, False, 1
     unused: Any = None
     executor = Exchanging(place, unused, unused, unused, heads=())
     executor.check_parts()
-    place.members = (1,)
+    executor.check_optimizer(optimizer)
+    place.torch_members = (1,)
     with pytest.raises(UnsupportedError, match=r"SGD whose process group has ranks of.*\(0\)"):
         executor.check_parts()
 

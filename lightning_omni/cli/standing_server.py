@@ -18,12 +18,11 @@ from rich.console import Console
 from lightning_omni.cli.console import INTERRUPTED, log
 from lightning_omni.cli.run_log import TIMES, RunLog, stamped
 from lightning_omni.protocol import transport as transports
-from lightning_omni.server import ZeroMQ
+from lightning_omni.server import ZeroMQ, shard_link
 from lightning_omni.server.addresses import EVERYWHERE
 from lightning_omni.server.keys import is_open_to_others
 from lightning_omni.server.process import ServerProcess, ServerSettings, raise_limit_of_files
 from lightning_omni.server.saving import StateDirectory, share_directory
-from lightning_omni.server.shard_link import CONNECT_TIME
 from lightning_omni.server.startup import core_from, load_plugins
 from lightning_omni.server.supervisor import Lifeline, can_supervise, preload, supervise
 from lightning_omni.server.web import StatusServer
@@ -160,7 +159,7 @@ class StandingServer:
         """The driver of the state machine, bound to its ports."""
         ports = settings.host, settings.port, self._options.data_port
         if upstream := settings.coordinator or self._options.upstream:
-            log(self._console, f"waiting for the server at {upstream}, up to {CONNECT_TIME:.0f} s")
+            log(self._console, f"waiting for the server at {upstream}, up to {shard_link.CONNECT_TIME:.0f} s")
             return self._transport.follow(self._core, upstream, *ports)
         return self._transport.serve(self._core, *ports)
 

@@ -10,6 +10,7 @@ import importlib
 from collections import defaultdict
 from collections.abc import Callable, Container, Mapping, Sequence
 from functools import cache
+from numbers import Real
 from typing import Any, TypeVar
 
 import numpy
@@ -375,7 +376,7 @@ def rate_of(optimizer: Optimizer, group: Mapping[str, Any]) -> float:
         UnsupportedError: there is none, for the optimizer has none or finds one by itself (``lr=None``).
     """
     rate = group.get("lr")
-    if not isinstance(rate, (int, float, Tensor)):
+    if not isinstance(rate, (Real, Tensor)):
         raise UnsupportedError(
             f"{type(optimizer).__qualname__} has no learning rate (its lr is {rate!r}), and this method scales it by"
             ' staleness, or steps with it: use one that does not, such as method="async_sgd", or groups=1'

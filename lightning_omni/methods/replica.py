@@ -149,7 +149,7 @@ class Replica:
                 weight.add_(change.to(weight.device), alpha=factor)
 
     def descend(self, gradient: Sequence[Tensor | None]) -> None:
-        """A step of plain SGD: ``weights -= lr * gradient`` by each parameter group's lr; ``+=`` where it maximizes."""
+        """Make a step of plain SGD: ``weights -= lr * gradient`` by each group's lr; ``+=`` where it maximizes."""
         rates = {
             id(parameter): rate_of(self.optimizer, group)
             for group in self.optimizer.param_groups
@@ -286,11 +286,12 @@ class Replica:
         r"""The weights without Nesterov's look-ahead: what momentum methods send to each other.
 
         ``torch.optim.SGD(nesterov=True)`` keeps the point :math:`\tilde x = x + \delta v` at which the next gradient is
-        taken; with :math:`v = -\eta b` for its buffer b, this returns :math:`x = \tilde x + \eta\delta b`. For any
-        other optimizer it returns copies of the weights.
+        taken; with :math:`v = -\eta b` for its buffer b, this returns :math:`x = \tilde x + \eta\delta b`. So it does
+        for classes with SGD in their names; for any other optimizer it returns copies of the weights.
         """
         bases = [weight.clone() for weight in self.weights()]
-        if not isinstance(self.optimizer, torch.optim.SGD):  # Muon's buffer, say, is no velocity of the weights
+        kinds = type(self.optimizer).__mro__
+        if not any("SGD" in kind.__name__ for kind in kinds):  # Muon's buffer, say, is no velocity of the weights
             return bases
         where = {id(parameter): base for parameter, base in zip(self.ordered, bases, strict=True)}
         directions = directions_of(self.optimizer)

@@ -64,10 +64,15 @@ def new_named_group(name: str, ranks: Sequence[int], timeout: timedelta) -> Any:
 def check_reduced(module: DistributedDataParallel) -> None:
     """Raise torch's error if a backward pass has left gradients that are not averaged, as the next forward pass would.
 
+    All members of its group call it. Once, after its first backward pass, it makes other buckets here, as it would in
+    that forward pass: the members agree on them by a collective.
+
     Args:
-        module: that was wrapped. After its first backward pass it makes other buckets here, which it does just once.
+        module: that was wrapped.
     """
-    module.reducer._rebuild_buckets()
+    reducer = getattr(module, "reducer", None)  # none, if it delays the averages of all parameters
+    if reducer is not None and reducer._rebuild_buckets():
+        module._has_rebuilt_buckets = True
 
 
 def ignored_by_ddp(module: Module) -> frozenset[str]:

@@ -8,7 +8,7 @@ its path; `Exchanging` is for several.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -153,6 +153,8 @@ class Exchanging(Executor):
                 " that what replaced it would not be called: override step in a subclass, register a hook"
                 " (optimizer.register_step_post_hook), or use groups=1"
             )
+        if self._place.enlistment is None and len(ranks_elsewhere(optimizer, ())) == self._place.size > 1:
+            _check_collectives(optimizer, ())  # of all ranks, whichever groups will be formed
         if self._place.is_sharded:
             check_by_parts(self._place.method, optimizer, shown(self._place.options.inside))
         if not self._place.steps_at_worker or isinstance(optimizer, torch.optim.SparseAdam):
@@ -167,12 +169,7 @@ class Exchanging(Executor):
     def check_parts(self) -> None:
         seen: set[int] = set()
         for part in self._place.parts:
-            if others := ranks_elsewhere(part.optimizer, self._place.members):
-                raise UnsupportedError(
-                    f"a {type(part.optimizer).__name__} whose process group has ranks of other compute groups"
-                    f" ({', '.join(map(str, sorted(others)))}): groups make different numbers of steps, and would wait"
-                    " for each other in its collectives; use the optimizer that it wraps"
-                )
+            _check_collectives(part.optimizer, self._place.torch_members)
             for name, parameter in part.replica.parameters.items():
                 if id(parameter) in seen:
                     raise UnsupportedError(
@@ -299,7 +296,7 @@ class Exchanging(Executor):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._place.reduction.check_reduced()
+        self._place.reduction.check_reduced(part.replica.ordered)
         for head in self._heads:
             head.step_done()
         self._edits.check(part)
@@ -348,3 +345,13 @@ def evaluating(
         yield
     finally:
         replica.closure, replica.loss, replica.arguments = None, None, {}
+
+
+def _check_collectives(optimizer: Optimizer, members: Collection[int]) -> None:
+    """Raise `UnsupportedError` if an optimizer has collectives with ranks that are none of these, as ZeRO may."""
+    if others := ranks_elsewhere(optimizer, members):
+        raise UnsupportedError(
+            f"a {type(optimizer).__name__} whose process group has ranks of other compute groups"
+            f" ({', '.join(map(str, sorted(others)))}): groups make different numbers of steps, and would wait for each"
+            " other in its collectives; use the optimizer that it wraps"
+        )

@@ -26,7 +26,7 @@ _TOLERANCE = 1e-3
 
 
 def ranks_elsewhere(what: Module | Optimizer, members: Collection[int]) -> set[int]:
-    """Ranks of other compute groups with which a module or optimizer has collectives: DDP, SyncBatchNorm, ZeRO."""
+    """Return the ranks beside these with which a module or optimizer has collectives, as DDP or ZeRO has them."""
     group = getattr(what, "process_group", None)
     try:
         return set(dist.get_process_group_ranks(group)) - {*members} if isinstance(group, dist.ProcessGroup) else set()
@@ -40,10 +40,12 @@ class FirstSteps:
     Args:
         members: ranks of this rank's group.
         group: its process group.
-        check_reduced: raises an error if DDP has not averaged all gradients, for which other members wait.
+        check_reduced: raises an error if DDP has not averaged the gradients of these, for which other members wait.
     """
 
-    def __init__(self, members: Collection[int], group: Any, check_reduced: Callable[[], None]) -> None:
+    def __init__(
+        self, members: Collection[int], group: Any, check_reduced: Callable[[Collection[Parameter]], None]
+    ) -> None:
         self._members, self._group, self._check_reduced = members, group, check_reduced
         self._seen: dict[int, list[bool]] = {}
         self._handles: list[RemovableHandle] = []
@@ -86,7 +88,7 @@ class FirstSteps:
     def checked(
         self, index: int, parameters: Iterable[Parameter], closure: Callable[[], Any] | None
     ) -> Callable[[], Any] | None:
-        """The closure of a step, or none if there is none; in the first of each parameter, gradients are compared.
+        """Compare gradients in the first step of each parameter; return the closure of the step, if there is one.
 
         Args:
             index: the optimizer's number.
@@ -122,7 +124,7 @@ class FirstSteps:
 
     def _compare(self, parameters: Sequence[Parameter]) -> None:
         """On all members of the group."""
-        self._check_reduced()
+        self._check_reduced(parameters)
         gradients = [each.grad.detach() for each in parameters if each.grad is not None]
         sums = [torch.stack([each.real.sum().float(), each.abs().sum().float()]) for each in gradients]
         mine = torch.zeros(2, device=parameters[0].device)

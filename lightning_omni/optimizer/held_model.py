@@ -48,7 +48,7 @@ class HeldModel:
         """
         place = self._place
         if len(place.members) == 1:
-            place.reduction.forget()
+            place.reduction.install(module, place.compute_group)
             return module
         with frozen(self._not_reduced()):
             options = place.reduction.ddp_options(module, ddp_options)

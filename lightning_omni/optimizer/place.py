@@ -193,6 +193,11 @@ class Place:
         return self.topology.members(self.group)
 
     @property
+    def torch_members(self) -> Sequence[int]:
+        """Ranks of this rank's group, as torch.distributed numbers them."""
+        return self.members if self.enlistment is None else range(self.size)
+
+    @property
     def is_leader(self) -> bool:
         """Whether this rank speaks for its group."""
         return self.members[0] == self.rank

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from weakref import ref
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_omni.optimizer._private import check_reduced
@@ -72,22 +73,31 @@ class Reduction:
             module: that was wrapped, or was not, because its group has one rank.
             group: the process group of its compute group.
         """
-        if isinstance(module, DistributedDataParallel):
-            known = [each for each in self._wrapped if (ddp := each()) is not None and ddp.process_group is group]
-            self._wrapped = [*known, ref(module)]
-        if isinstance(self.format, Exact) or not isinstance(module, DistributedDataParallel):
+        if not isinstance(module, DistributedDataParallel):
+            self._wrapped = []
+            self.forget()
+            return
+        # Not what the garbage collector has left on some ranks: what is asked of these is a collective.
+        known = [(each, ddp) for each in self._wrapped if (ddp := each()) is not None]
+        stay = [each for each, ddp in known if ddp.process_group is group and ddp.module is not module.module]
+        self._wrapped = [*stay, ref(module)]
+        if isinstance(self.format, Exact):
             self.forget()
             return
         # A lambda, for torch compares annotations with types, and here they are texts.
         module.register_comm_hook((self.format, group), lambda state, bucket: self._hook(state, bucket))
 
-    def check_reduced(self) -> None:
+    def check_reduced(self, parameters: Collection[Parameter]) -> None:
         """Raise torch's error if a backward pass has left gradients to be averaged, for which other members wait.
 
         torch finds it in the next forward pass, before which the members would wait for each other in an exchange.
+
+        Args:
+            parameters: that are to be stepped. Of other modules the backward pass may be still to come.
         """
-        for each in self._wrapped:
-            if (module := each()) is not None:
+        wrapped = [module for each in self._wrapped if (module := each()) is not None]
+        for module in wrapped:
+            if len(wrapped) == 1 or _holds(module, parameters):
                 check_reduced(module)
 
     def forget(self) -> None:
@@ -181,6 +191,12 @@ def seconds_of_arithmetic(format_: AllReduce, shapes: Iterable[Sequence[int]], d
         wait_for(device)
         seconds = time.perf_counter() - began
     return seconds * sum(map(math.prod, shapes)) / numbers
+
+
+def _holds(module: torch.nn.Module, parameters: Iterable[Parameter]) -> bool:
+    """Return whether some of these parameters are a module's."""
+    held = set(map(id, module.parameters()))
+    return any(id(each) in held for each in parameters)
 
 
 def _reals(bucket: Any) -> list[Tensor]:

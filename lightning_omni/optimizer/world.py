@@ -303,10 +303,12 @@ class World(Place):
             self.states.agree()
             self.begin()
             self.enter_compute()
+            before = self._clocks if self.executor.exchanges else None
             with self._guarded() as leaving:
                 yield self
             self._synchronize(_END)
-            self._warn_of_no_update(leaving.steps)
+            if self._clocks == before:
+                self._warn_of_no_update(leaving.steps)
             self._forget_own()
             if self.hands_over and self.executor.control is not None:
                 self.states.take_back()
@@ -323,10 +325,14 @@ class World(Place):
         for part in self.parts:
             part.replica.abandon()
 
+    @property
+    def _clocks(self) -> list[int]:
+        """How many updates of the server are in what each optimizer of this rank moves."""
+        return [part.replica.clock for part in self.parts]
+
     def _warn_of_no_update(self, steps: int) -> None:
-        """Say so, if groups have trained in a loop and the weights that all ranks have now know nothing of it."""
-        is_lost = self.executor.exchanges and self.method.evaluated != "mean"
-        if steps and is_lost and self.is_recorder and not any(part.replica.clock for part in self.parts):
+        """Say so, if groups have trained in a loop in which the server has made no update, and all ranks have its."""
+        if steps and self.executor.exchanges and self.method.evaluated != "mean" and self.is_recorder:
             _log.warning(
                 "world.training(): the parameter server has made no update in the %d steps of this rank's group, none"
                 " of which is in the model: with %r a group pushes every %d steps; pass settings with which it pushes"

@@ -292,7 +292,7 @@ def registered(text: str) -> WireFormat:
 
 
 def checked(wire_format: WireFormat) -> WireFormat:
-    """The same format, if all its settings are of the right type: see `lightning_omni.registry.Registry.checked`."""
+    """Return the same format if its settings are of the right types: see `lightning_omni.registry.Registry.checked`."""
     return _registry.checked(wire_format)
 
 

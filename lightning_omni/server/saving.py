@@ -119,14 +119,13 @@ class StateDirectory:
         except OSError as error:
             raise ConfigurationError(f"--state {path}: {error.strerror}; pass a directory of your own") from error
         shares = [share_directory(path, number) for number in _numbers(self._path, _SHARE)]
-        saved = set(_numbers(self._path, _SAVED))
-        found = [set(_numbers(folder, _SAVED)) for folder in shares]
-        count = 1 + sum(not numbers or not saved.isdisjoint(numbers) for numbers in found)  # the others are of no run
-        if saved and count != servers:
+        if servers == 1:
+            _remove_leftovers(self._path, shares)
+        if len(shares) + 1 != servers and any(_numbers(folder, _SAVED) for folder in (self._path, *shares)):
             os.close(self._lock)
             raise ConfigurationError(
-                f"--state {path}: a save of {counted(count, 'server')} lies there; pass --shards {count}, or another"
-                " directory"
+                f"--state {path}: a save of {counted(len(shares) + 1, 'server')} lies there; pass --shards"
+                f" {len(shares) + 1}, or another directory"
             )
         for folder in (self._path, *shares):
             for begun in folder.glob(f"{_NEW}-*"):  # by a server that was killed meanwhile
@@ -498,6 +497,19 @@ def _numbers(folder: Path, kind: str) -> list[int]:
         return []
     found = (name.removeprefix(kind) for name in names if name.startswith(kind))
     return sorted(int(number) for number in found if number.isdigit())
+
+
+def _remove_leftovers(path: Path, shares: list[Path]) -> None:
+    """Take out of a list, and away, what other servers have saved of runs whose first server has saved nothing here."""
+    saved = set(_numbers(path, _SAVED))
+    for folder in list(shares):
+        numbers = _numbers(folder, _SAVED)
+        if numbers and saved.isdisjoint(numbers):
+            for number in numbers:
+                _file(folder, _SAVED, number).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+            shares.remove(folder)
 
 
 def _write_save(folder: Path, number: int, packed: Packed, buffer: Tensor) -> OSError | None:

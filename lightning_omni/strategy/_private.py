@@ -12,7 +12,7 @@ import math
 import os
 import sys
 from collections import ChainMap
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -33,6 +33,7 @@ from torchmetrics.utilities.data import dim_zero_cat
 from torchmetrics.utilities.distributed import gather_all_tensors
 from typing_extensions import override
 
+from lightning_omni.errors import UnsupportedError
 from lightning_omni.optimizer.values import write
 from lightning_omni.strategy import NAMESPACES
 from lightning_omni.strategy.declared import callbacks_of
@@ -923,24 +924,51 @@ def separate_lists() -> None:
 
 # --- What is logged over an epoch, which all ranks compute together ---------------------------------------------------
 
-_TOLD = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
+_TOLD = (
+    "fx",
+    "name",
+    "prog_bar",
+    "logger",
+    "on_step",
+    "on_epoch",
+    "enable_graph",
+    "add_dataloader_idx",
+    "metric_attribute",
+)
+"""What the ranks tell each other of the metadata of a result."""
 
 
-def logged_together(trainer: Trainer) -> list[Any]:
-    """Return what this rank has logged in the epoch that ranks compute by collectives: keys and plain values."""
+def logged_together(trainer: Trainer, group: Any) -> list[Any]:
+    """Return what this rank has logged in the epoch that ranks compute by collectives: keys and plain values.
+
+    Args:
+        trainer: whose epoch is over.
+        group: the process group that was ``dist.group.WORLD`` in the epoch.
+    """
     results: Any = trainer.fit_loop.epoch_loop._results
     found = []
     for key, result in results.items():
-        meta, sync, reduce_fx = result.meta, result.meta.sync, result.meta.reduce_fx
-        is_common = not result.is_tensor or (sync.should and not sync.rank_zero_only and sync.group is None)
-        if is_common and meta.on_epoch and not result.has_reset:
+        meta, reduce_fx = result.meta, result.meta.reduce_fx
+        if meta.on_epoch and not result.has_reset and _is_common(result, group):
+            dtype = str(result.value.dtype).removeprefix("torch.") if result.is_tensor else ""
             is_torchs = getattr(torch, reduce_fx.__name__, None) is reduce_fx
-            reduced = (reduce_fx.__name__, is_torchs, sync.should, meta.metric_attribute)
-            found.append((key, result.is_tensor, reduced, {name: getattr(meta, name) for name in _TOLD}))
+            reduced = (reduce_fx.__name__, is_torchs, meta.sync.should, meta.sync.group is not None)
+            told = {name: getattr(meta, name) for name in _TOLD}
+            found.append((key, dtype, reduced, told))
     return found
 
 
-def log_together(trainer: Trainer, of_all: Iterable[list[Any]]) -> None:
+def _is_common(result: Any, group: Any) -> bool:
+    """Return whether all ranks compute a result together."""
+    sync = result.meta.sync
+    if sync.rank_zero_only:
+        return False
+    if not result.is_tensor:
+        return bool(result.value.sync_on_compute)
+    return bool(sync.should) and (sync.group is None or sync.group is group)
+
+
+def log_together(trainer: Trainer, group: Any, of_all: Sequence[list[Any]]) -> None:
     """Have all ranks compute what any of them has logged in the epoch, in one order.
 
     A group that trains few batches may not come to one in which a program logs something. Lightning computes on each
@@ -948,23 +976,42 @@ def log_together(trainer: Trainer, of_all: Iterable[list[Any]]) -> None:
 
     Args:
         trainer: whose epoch is over.
+        group: the process group that was ``dist.group.WORLD`` in the epoch.
         of_all: what `logged_together` has returned on each rank, in the order of ranks.
+
+    Raises:
+        UnsupportedError: another rank has logged a metric that the module does not have here.
     """
     results: Any = trainer.fit_loop.epoch_loop._results
-    made = sys.modules[type(results).__module__]
-    for key, is_tensor, reduced, told in {each[0]: each for logged in of_all for each in logged}.values():
+    doubles = {key for logged in of_all for key, dtype, *_ in logged if dtype == "float64"}
+    for key, dtype, reduced, told in {each[0]: each for logged in of_all for each in logged}.values():
         result = results.pop(key, None)
         if result is None:
-            name, is_torchs, should, attribute = reduced
-            reduce_fx = getattr(torch if is_torchs else builtins, name)
-            meta = made._Metadata(**told, reduce_fx=reduce_fx, metric_attribute=attribute)
-            meta.sync = made._Sync(_should=should, fn=trainer.strategy.reduce)
-            result = made._ResultMetric(meta, is_tensor).to(trainer.strategy.root_device)
-            if not is_tensor:
-                result.value = attrgetter(attribute)(trainer.lightning_module)
+            result = _not_logged(trainer, group if reduced[-1] else None, bool(dtype), reduced, told)
         if result.has_reset or not result.update_called:  # not logged in this epoch here: it adds nothing
             result.has_reset, result._computed, result._update_count = False, None, 1
+        if dtype:  # of one type on all ranks, or they could not be added up
+            result.value = result.value.to(torch.float64 if key in doubles else torch.float32)
         results[key] = result
+
+
+def _not_logged(trainer: Trainer, group: Any, is_tensor: bool, reduced: Any, told: Mapping[str, Any]) -> Any:
+    """Return a result as another rank has it, to which this rank adds nothing."""
+    results: Any = trainer.fit_loop.epoch_loop._results
+    made: Any = sys.modules[type(results).__module__]
+    name, is_torchs, should, _ = reduced
+    meta = made._Metadata(**told, reduce_fx=getattr(torch if is_torchs else builtins, name))
+    meta.sync = made._Sync(_should=should, fn=trainer.strategy.reduce, _group=group)
+    result = made._ResultMetric(meta, is_tensor).to(trainer.strategy.root_device)
+    if not is_tensor:
+        try:
+            result.value = attrgetter(meta.metric_attribute)(trainer.lightning_module)
+        except AttributeError as error:
+            raise UnsupportedError(
+                f"self.log({meta.name!r}, ...): another rank has logged the metric {meta.metric_attribute}, and the"
+                " LightningModule has none here: make metrics where all ranks do, as in __init__"
+            ) from error
+    return result
 
 
 # --- A validation by one group, whose end all groups hear of ----------------------------------------------------------

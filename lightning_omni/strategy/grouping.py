@@ -175,7 +175,7 @@ class GroupedStrategy(_Base):
         if self.world.held.sharded is not None:
             return
         if exchanges and len(self.world.members) == 1:
-            self.world.reduction.forget()
+            self.world.reduction.install(self.model, self.world.compute_group)
             return  # a single rank in one group is wrapped, as under DDPStrategy
         options = self.world.reduction.ddp_options(self.pl_module, self.ddp_options)
         options |= {"process_group": self.world.compute_group, "init_sync": False}
@@ -423,7 +423,7 @@ class SeveralGroups(Grouping):
 
     @override
     def begin_epoch(self) -> None:
-        check_wrapped(self._strategy.pl_module.trainer, self._strategy.world.members)
+        check_wrapped(self._strategy.pl_module.trainer, self._strategy.world.torch_members)
 
     @override
     def begin_batch(self) -> None:

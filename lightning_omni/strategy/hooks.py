@@ -781,12 +781,12 @@ class OmniStrategyHooks(SavingStrategy):
         which torch rounds down to a whole one. If ``sync_dist_group=dist.group.WORLD`` was given in the training step,
         it was the compute group by then.
         """
-        was_world = group is not None and self.has_had_groups and self._world is not None
-        if was_world and not self.world.is_computing and group is self.world.compute_group:
-            group = None
-        is_mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
-        if is_mean and self.has_had_groups and isinstance(tensor, Tensor) and tensor.dtype == torch.long:
-            tensor = tensor.float()
+        if self.has_had_groups and self._world is not None and self._world.is_begun and not self._world.is_computing:
+            if group is not None and group is self._world.compute_group:
+                group = None
+            is_mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
+            if is_mean and isinstance(tensor, Tensor) and tensor.dtype == torch.long:
+                tensor = tensor.float()
         with self.waiting():
             return super().reduce(tensor, group=group, reduce_op=reduce_op)
 

@@ -222,8 +222,8 @@ class Listener:
         if control is None:
             return
         self._watch_staleness()
+        self._log_together()
         if self._strategy.world.executor.exchanges:
-            self._log_together()
             # Ranks compute it together, and NCCL takes no tensors on the CPU.
             for name, value in self._staleness.to(self._strategy.world.device).compute().items():
                 if name in ("mean", "max"):
@@ -235,9 +235,14 @@ class Listener:
             self._strategy.rank_zero_info(f"OmniStrategy: {sentence}")
 
     def _log_together(self) -> None:
-        live, mine = self._strategy.world.process_groups.live, _private.logged_together(self._trainer)
-        of_all = live.contribute("the metrics of an epoch", msgspec.json.encode(mine))
-        _private.log_together(self._trainer, [msgspec.json.decode(each) for _, each in of_all])
+        """Agree on the metrics of the epoch, in which there were several groups, or may have been."""
+        world = self._strategy.world
+        mine = _private.logged_together(self._trainer, world.compute_group)
+        # NumPy's truth values are no plain ones.
+        of_all = world.process_groups.live.contribute(
+            "the metrics of an epoch", msgspec.json.encode(mine, enc_hook=bool)
+        )
+        _private.log_together(self._trainer, world.compute_group, [msgspec.json.decode(each) for _, each in of_all])
 
     def _watch_staleness(self) -> None:
         world = self._strategy.world

@@ -24,7 +24,7 @@ def check_wrapped(trainer: Trainer, members: Collection[int]) -> None:
 
     Args:
         trainer: whose module and callbacks.
-        members: ranks of this rank's group.
+        members: ranks of this rank's group, as torch.distributed numbers them.
     """
     for name, module in _modules(trainer):
         if others := ranks_elsewhere(module, members):

@@ -7,6 +7,7 @@ groups join and leave.
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 from collections.abc import Mapping
@@ -39,8 +40,10 @@ else:
 
 _MOST_SEED = (1 << 32) - (1 << 16)
 """Libraries take seeds below 2³², and a search adds small numbers to its own."""
-_SMALLER, _LARGER = ("loss", "error"), ("acc", "auc", "auroc", "f1", "precision", "recall", "iou", "bleu")
-"""What the names of metrics contain of which smaller, or larger, values are better."""
+_SMALLER = ("loss", "error")
+"""What the names of metrics contain of which smaller values are better."""
+_LARGER = {"acc", "accuracy", "auc", "auroc", "f1", "precision", "recall", "dice", "iou", "bleu", "map", "ndcg", "r2"}
+"""Words in the names of metrics of which larger values are better."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +144,9 @@ class OmniTunerHooks(_CallbackBase):
             check_whole("retune_every", retune_every, "a number of epochs, or None", low=1)
         if mode not in (None, "min", "max"):
             raise ConfigurationError(f'mode={mode!r}: pass "min", "max" or None')
-        if mode is None and target is not None and not any(each in monitor.lower() for each in (*_SMALLER, *_LARGER)):
+        is_lower_better = any(each in monitor.lower() for each in _SMALLER)
+        is_named = is_lower_better or not _LARGER.isdisjoint(re.split(r"[^a-z0-9]+", monitor.lower()))
+        if mode is None and target is not None and not is_named:
             raise ConfigurationError(
                 f"target={target} and monitor={monitor!r}: its name does not say whether a smaller or a larger value is"
                 ' better; pass mode="min" or mode="max"'
@@ -153,7 +158,7 @@ class OmniTunerHooks(_CallbackBase):
             check_libraries(sampler.uses_scikit_optimize)
         self.target, self.monitor, self.budget, self.search = plain(target), monitor, plain(budget), search
         self.retune_every, self.seed = plain(retune_every), plain(seed)
-        self._mode = mode or ("min" if any(each in monitor.lower() for each in _SMALLER) else "max")
+        self._mode = mode or ("min" if is_lower_better else "max")
         self._fit: Fit | None = None
         self._kept: dict[str, Any] = {}
         self._found = Found()

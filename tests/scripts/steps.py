@@ -120,7 +120,11 @@ class KeepsRows(Net):
             self.number.update(batch_idx)
             self.log("rare", float(batch_idx), on_step=False, on_epoch=True, sync_dist=True, batch_size=1)
             self.log("rare, of a metric", self.number, on_step=False, on_epoch=True)
+            double = torch.tensor(float(batch_idx), dtype=torch.float64)
+            self.log("rare, of double precision", double, on_step=False, on_epoch=True, sync_dist=True, batch_size=1)
         everyone = {"sync_dist": True, "sync_dist_group": torch.distributed.group.WORLD}
+        if batch_idx > 34:
+            self.log("rare, by name", float(batch_idx), on_step=False, on_epoch=True, batch_size=1, **everyone)
         self.log("number", 1.0, on_step=False, on_epoch=True, reduce_fx="sum", **everyone)
         if self.global_rank or batch_idx:  # in 63 of 64 batches
             self.log("one", 1.0, on_step=False, on_epoch=True, sync_dist=True, batch_size=1)
@@ -249,7 +253,7 @@ def lists() -> dict[str, Any]:
     """A fit with metrics that keep lists."""
     module = KeepsRows()
     found = limited(module, 2, max_epochs=2)
-    names = ("one", "number", "rare", "rare, of a metric")
+    names = ("one", "number", "rare", "rare, of a metric", "rare, of double precision", "rare, by name")
     return {**found, "found": module.found, **{name: float(module.trainer.callback_metrics[name]) for name in names}}
 
 
