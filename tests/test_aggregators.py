@@ -436,8 +436,8 @@ def test_options_that_are_of_no_use_to_an_aggregator_are_refused() -> None:
 def test_real_groups_train_with_aggregators_as_one_would_and_one_that_is_killed_costs_nothing() -> None:
     with Running("tree.py") as running:
         finished = running.wait(120)
+        assert finished.code == 0, finished.output[-4000:]
         assert running.survivors == []
-    assert finished.code == 0, finished.output[-4000:]
     assert sorted(finished.results) == [0, 1, 2, 3]
     lost = [result["cases"][1]["by_aggregator"][-1] for result in finished.results.values()].count(False)
     assert lost == 2, "the children of the one that was killed push to the server itself"

@@ -74,9 +74,10 @@ def served(**options: Any) -> tuple[int, str]:
         os.dup2(theirs, 2)
         end(lambda: serve(port=0, key_file=FOLDER / "key", **options))
     os.close(theirs)
-    found = re.search(r" on (tcp://127\.0\.0\.1:\d+), key from", os.fdopen(ours).readline())
-    assert found
-    return process, found.group(1)
+    for line in os.fdopen(ours):  # one that has another above it says first that it waits for that
+        if found := re.search(r" on (tcp://127\.0\.0\.1:\d+), key from", line):
+            return process, found.group(1)
+    raise AssertionError("the server has ended")
 
 
 def end(does: Callable[[], Any]) -> NoReturn:

@@ -102,6 +102,7 @@ def become(job: dict, output: int) -> None:
     os.close(output)
     os.close(nothing)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup has ignored, if the tests were started with that
     os.environ.clear()
     os.environ.update(job["environment"])
     os.chdir(job["folder"])
