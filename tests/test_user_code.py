@@ -365,7 +365,7 @@ def test_an_attribute_that_others_change_reaches_the_server_where_groups_synchro
 
 
 def test_a_step_that_was_put_on_the_optimizer_itself_is_refused_and_that_of_a_scheduler_is_not() -> None:
-    unused: Any = SimpleNamespace(is_sharded=False, steps_at_worker=True)
+    unused: Any = SimpleNamespace(is_sharded=False, steps_at_worker=True, enlistment=None, size=2)
     executor = Exchanging(unused, unused, unused, unused, heads=())
     optimizer = torch.optim.SGD([Parameter(torch.ones(2))], lr=0.1)
     torch.optim.lr_scheduler.StepLR(optimizer, 1)

@@ -13,7 +13,7 @@ import torch
 from lightning_omni.device.setting import DeviceSetting
 from lightning_omni.device.trial import TrainingSetup, Trial
 
-_START_SECONDS = 60.0
+_START_SECONDS = 180.0
 """To import torch and make the first step, on a busy machine."""
 
 _INTERVAL_SECONDS = 0.2

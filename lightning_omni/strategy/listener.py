@@ -238,7 +238,7 @@ class Listener:
         """Agree on the metrics of the epoch, in which there were several groups, or may have been."""
         world = self._strategy.world
         mine = _private.logged_together(self._trainer, world.compute_group)
-        # NumPy's truth values are no plain ones.
+        # NumPy's booleans are not Python's.
         of_all = world.process_groups.live.contribute(
             "the metrics of an epoch", msgspec.json.encode(mine, enc_hook=bool)
         )
