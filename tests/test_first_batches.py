@@ -80,7 +80,7 @@ FITS: dict[str, dict[str, Any]] = {  # of those with "emulated", the time that s
         "tuner": {**TUNER, "space": {"wire": "fp32"}},
         "seconds": {"0": 3e-3, "1": 15e-3},
         "per_step": True,
-        "trainer": EPOCHS,
+        "trainer": {**EPOCHS, "max_epochs": 3},  # on a busy machine it may be decided as late as in the second
     },
     "random": {
         "emulated": True,
@@ -336,8 +336,7 @@ def test_proportional_batches_that_gain_nothing_are_seen_to_and_groups_take_thei
     assert min(slow["sizes"]) < 8 < max(fast["sizes"]), "first it was taken for slow for each sample"
     assert fast["setting"]["groups"] == 2
     # When groups were formed depends on how soon it was decided; in the last epoch they are there.
-    # On a busy machine they are less far apart; if one waited for the other, both would have trained as much.
-    assert len(fast["last_epoch"]) > 1.2 * len(slow["last_epoch"]), "a slow group delays no fast one"
+    assert len(fast["last_epoch"]) > 1.5 * len(slow["last_epoch"]), "a slow group delays no fast one"
 
 
 def test_random_step_times_ask_for_groups_in_mid_epoch(fits: dict[str, list[dict[str, Any]]]) -> None:
