@@ -70,11 +70,13 @@ class Pushing:
         except BaseException as error:
             self.failure = error
 
-    def rate(self, seconds: float) -> float:
-        """Pushes a second, from now on for so long."""
+    def rate(self, seconds: float, least: int = 5) -> float:
+        """Return the pushes a second, from now on for so long, and until there are enough of them."""
         began, before = time.monotonic(), self.pushes
-        while (lasted := time.monotonic() - began) < seconds:
-            time.sleep(min(0.05, seconds - lasted + 0.001))
+        while (lasted := time.monotonic() - began) < seconds or self.pushes < before + least:
+            self._check()
+            assert lasted < seconds + SOON, "the pushes do not go on"
+            time.sleep(0.01)
         return (self.pushes - before) / lasted
 
     def go_on(self, pushes: int) -> None:

@@ -33,6 +33,10 @@ LONGEST = """
 """Files of many seconds each, longest first: side by side, none is left to run alone in the end."""
 
 
+MOST_AGAIN = 3
+"""Tests that may fail beside others, if they pass alone."""
+
+
 @pytest.fixture(scope="session")
 def is_all(request: pytest.FixtureRequest) -> bool:
     """Return whether what is marked exhaustive is run, too."""
@@ -42,6 +46,8 @@ def is_all(request: pytest.FixtureRequest) -> bool:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--all` is what `make test-all` adds."""
     parser.addoption("--all", action="store_true", help="also what is marked exhaustive")
+    help_text = f"up to {MOST_AGAIN} tests with processes that have failed beside others, again, with nothing beside them"
+    parser.addoption("--again", action="store_true", help=help_text)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -61,14 +67,32 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
         runs.keep_warm()
 
 
+@pytest.hookimpl(trylast=True)  # after --last-failed
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Long files first, the others as they come; of products only a part, unless all is asked for."""
+    """Run long files first, the others as they come; of products only a part, unless all is asked for."""
+    if config.getoption("--again"):
+        _check_again(items)
     left_out = [] if config.getoption("--all") else [item for item in items if item.get_closest_marker("exhaustive")]
     if left_out:
         items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
         config.hook.pytest_deselected(items=left_out)
     places = {f"test_{name}": place for place, name in enumerate(LONGEST.split())}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+
+
+def _check_again(items: list[pytest.Item]) -> None:
+    """Refuse to repeat what cannot have failed for lack of processor time, or too much of it.
+
+    What starts processes waits for them, for a while: that it fails where a machine stands still for a minute says
+    nothing of the program. That it fails twice, the second time with nothing beside it, does.
+    """
+    if len(items) > MOST_AGAIN:
+        raise pytest.UsageError(f"{len(items)} tests have failed: that is not for lack of processor time")
+    alone = [item.nodeid for item in items if not item.get_closest_marker("processes")]
+    if alone:
+        raise pytest.UsageError(f"these start no processes, and have failed: {', '.join(alone)}")
+    for item in items:
+        sys.stderr.write(f"failed beside other tests, now alone: {item.nodeid}\n")
 
 
 def pytest_collection_finish() -> None:

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import device_library
+import pytest
 import selection
 
 TESTS = Path(__file__).parents[1]
@@ -28,10 +29,17 @@ def main(arguments: list[str]) -> int:
     ]
     files = [] if chosen else [str(TESTS / "accelerator"), *(str(TESTS / name) for name in selection.selected())]
     left_out = [part for test in selection.TESTS_LEFT_OUT for part in ("--deselect", f"tests/{test}")]
-    command = [sys.executable, "-m", "pytest", "-n", str(WORKERS), "--dist", "loadfile", "--no-loadscope-reorder"]
+    command = [sys.executable, "-m", "pytest"]
+    beside = ["--cache-clear", "-n", str(WORKERS), "--dist", "loadfile", "--no-loadscope-reorder"]
+    again = ["--again", "--last-failed", "--last-failed-no-failures", "none"]  # as `make test` does
     environment = {**os.environ, "OMNI_TEST_ACCELERATOR": "gpu", "OMP_NUM_THREADS": "1"}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    return subprocess.run([*command, *left_out, *files, *arguments], cwd=TESTS.parent, env=environment).returncode
+    for options in (beside, again):
+        tests = [*command, *options, *left_out, *files, *arguments]
+        code = subprocess.run(tests, cwd=TESTS.parent, env=environment).returncode
+        if code != pytest.ExitCode.TESTS_FAILED:
+            break
+    return code
 
 
 if __name__ == "__main__":

@@ -186,7 +186,7 @@ def one_death(stands: bool, method: str, save_every: float, delay: float, both: 
         if finished.code or any(missing) or running.survivors or not found:
             death.problem = (
                 f"exit code {finished.code}, samples missing {missing}, left running {len(running.survivors)}, back:"
-                f" {bool(found)}\n{finished.output[-4000:]}"
+                f" {bool(found)}\n{finished.output[-40000:]}"
             )
     return death
 
