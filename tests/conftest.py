@@ -46,7 +46,9 @@ def is_all(request: pytest.FixtureRequest) -> bool:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--all` is what `make test-all` adds."""
     parser.addoption("--all", action="store_true", help="also what is marked exhaustive")
-    help_text = f"up to {MOST_AGAIN} tests with processes that have failed beside others, again, with nothing beside them"
+    help_text = (
+        f"up to {MOST_AGAIN} tests with processes that have failed beside others, again, with nothing beside them"
+    )
     parser.addoption("--again", action="store_true", help=help_text)
 
 
