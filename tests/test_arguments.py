@@ -41,7 +41,7 @@ ROOT = Path(__file__).parent.parent
         (OmniStrategy, {"xyz": 1}, "it takes groups, method, data"),
         (OmniStrategy, {"device_ids": [0]}, "Lightning passes it to DistributedDataParallel"),
         (OmniTuner, {"buget": 0.2}, "OmniTuner(buget=0.2): there is no argument buget; did you mean budget=0.2?"),
-        (OmniTuner, {"metric": "val_loss"}, "it takes target, monitor, budget"),
+        (OmniTuner, {"metric": "val_loss"}, "it takes target, monitor, space"),
         (DeviceTuner, {"alow": ()}, "did you mean allow=()?"),
     ],
 )
@@ -79,7 +79,6 @@ BAD: dict[Any, dict[str, list[Any]]] = {
         "target": ["0.88", True, math.nan, math.inf, torch.tensor(1.0)],
         "monitor": [None, 3],
         "budget": ["0.1", True, -0.1, 1.0, math.nan, None],
-        "search": ["best", None, 3],
         "space": [["groups"], "groups", 3],
         "retune_every": [0, True, 1.5, "1", math.nan],
         "mode": ["least", 1, True],
@@ -225,16 +224,13 @@ def miss(*names):
 sys.meta_path.insert(0, Blocker())
 real = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name.partition(".")[0] in gone else real(name, *rest)
-miss("scipy", "skopt", "sklearn", "matplotlib")
+miss("matplotlib")
 import lightning_omni
 for module in pkgutil.walk_packages(lightning_omni.__path__, "lightning_omni."):
     if not module.name.endswith("__main__"):
         importlib.import_module(module.name)
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.device import DeviceReport, DeviceSetting
-from lightning_omni.performance.forecast import Setting
-from lightning_omni.report import Round, TuningReport
-from lightning_omni.search import SearchSpec, Search, Space
 from lightning_omni.tuner.pytorch_lightning import DeviceTuner, OmniTuner
 
 def refusal(call):
@@ -245,20 +241,11 @@ def refusal(call):
         return str(error)
 
 def refusals():
-    job = SearchSpec(Setting(1, 0.9, 0.1), batch=64, horizon=100, share=0.1, space=Space((1, 2)))
-    report = TuningReport((Round(Search(job), epoch=0, seconds_run=0.0),), target=None, monitor="loss")
     device = DeviceReport((), DeviceSetting(), DeviceSetting(), 1.0, 1.0, None, 8)
-    searches = ("bayes", "omnivore", "grid", "random")
-    calls = {search: lambda search=search: OmniTuner(search=search) for search in searches}
-    calls |= {"no budget": lambda: OmniTuner(budget=0), "device": DeviceTuner}
-    calls |= {"page": report.html, "figure": report.figure, "plot": lambda: device.plot("/dev/null")}
+    calls = {"tuner": OmniTuner, "device": DeviceTuner, "plot": lambda: device.plot("/dev/null")}
     return {name: said for name, call in calls.items() if (said := refusal(call))}
 
-found = []
-for names in (["scipy"], ["skopt", "sklearn"], ["matplotlib"]):
-    miss(*names)
-    found.append(refusals())
-print(json.dumps(found))
+print(json.dumps(refusals()))
 """
 
 
@@ -266,14 +253,10 @@ print(json.dumps(found))
 def test_without_an_extra_everything_imports_and_what_needs_it_says_so_at_once() -> None:
     ended = interpret(WITHOUT)
     assert ended.returncode == 0, ended.stderr[-3000:]
-    needed = [
-        ({"bayes", "omnivore", "grid", "random"}, "OmniTuner needs SciPy; install it with: pip install"),
-        ({"bayes"}, "OmniTuner needs scikit-optimize; install it with: pip install"),
-        ({"figure", "plot"}, "pictures need matplotlib; install it with: pip install"),
-    ]
-    for said, (refused, words) in zip(json.loads(ended.stdout.splitlines()[-1]), needed, strict=True):
-        assert set(said) == refused
-        assert all(text.startswith(words) and "lightning-omni[" in text for text in said.values())
+    said = json.loads(ended.stdout.splitlines()[-1])
+    assert set(said) == {"plot"}
+    assert said["plot"].startswith("pictures need matplotlib; install it with: pip install")
+    assert "lightning-omni[" in said["plot"]
 
 
 DISTRIBUTIONS = {
@@ -291,7 +274,7 @@ def test_whatever_is_imported_is_among_the_dependencies_or_an_extra() -> None:
     extras = project["optional-dependencies"]
     listed = [
         *project["dependencies"],
-        *(each for name in ("tune", "plot", "metrics", "lightning", "pytorch-lightning") for each in extras[name]),
+        *(each for name in ("plot", "metrics", "lightning", "pytorch-lightning") for each in extras[name]),
     ]
     names = {inspect.cleandoc(each).split("[")[0].split(">")[0].split("=")[0].strip() for each in listed}
     for path in sorted((ROOT / "lightning_omni").rglob("*.py")):

@@ -155,7 +155,7 @@ def test_measuring_leaves_weights_data_order_and_rng_state_bitwise(monkeypatch: 
     plain, tuned = made(Linear), made(Linear)
     fit(plain, loader=data((3,)))
     made(Linear)  # the same RNG state again
-    tuner = DeviceTuner(budget=15, propose=("precision", "batch_size"))
+    tuner = DeviceTuner(budget=150, propose=("precision", "batch_size"))  # it ends when both are measured
     fit(tuned, tuner, loader=data((3,)))
     assert tuner.report is not None
     measured = {each.step for each in tuner.report.findings if each.gain is not None}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_omni.methods import AsyncSGD, Replica
-from lightning_omni.optimizer.run_state import RollbackPoint
+from lightning_omni.optimizer.rollback import RollbackPoint
 from lightning_omni.protocol.group import GroupCore
 from lightning_omni.search.constants import NON_FINITE_TOLERATED
 from lightning_omni.tuner.divergence import DivergenceGuard

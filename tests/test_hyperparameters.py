@@ -11,15 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim import lr_scheduler as s
 from torch.optim.swa_utils import SWALR
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.optimizer.reduction import Reduction
-from lightning_omni.optimizer.run_state import ShardScope
-from lightning_omni.performance.forecast import Setting
-from lightning_omni.protocol.all_reduce import EXACT
 from lightning_omni.tuner.hyperparameters import Hyperparameters
 
 FEW = settings(max_examples=15, deadline=None)
@@ -186,60 +182,9 @@ def test_a_rate_that_is_a_tensor_stays_one_and_is_scaled_once(shared: bool) -> N
     groups = [{"params": each.parameters(), "lr": rate if shared else rate.clone()} for each in (first, second)]
     optimizer = AdamW(groups, lr=rate)
     hyperparameters = Hyperparameters(optimizer)
-    snapshot = ShardScope.of(nn.Sequential(first, second), [optimizer], Reduction(EXACT))
-    hyperparameters.set(Setting(1, 0.9, 0.4), hyperparameters.lr)
-    assert rates_of(optimizer) == pytest.approx([0.4, 0.4])
-    snapshot.put_back()
     hyperparameters.scale(3.0)
     assert rates_of(optimizer) == pytest.approx([3 * LR, 3 * LR])
     assert optimizer.param_groups[0]["lr"] is groups[0]["lr"]
-
-
-# --- For a probe -----------------------------------------------------------------------------------------------------
-
-
-@FEW
-@given(
-    rates=st.lists(st.floats(1e-4, 1.0), min_size=1, max_size=3).map(tuple),
-    lr=st.floats(1e-5, 10.0),
-    momentum=st.floats(0, 0.95),
-    name=st.sampled_from(["none", "warm-up", "cosine", "steps", "polynomial"]),
-    begun=st.integers(0, 6),
-    now=st.booleans(),
-)
-def test_a_probe_has_the_rate_of_its_setting_and_other_groups_go_with_it(
-    rates: tuple[float, ...], lr: float, momentum: float, name: str, begun: int, now: bool
-) -> None:
-    optimizer = optimizer_of(rates=rates, momentum=0.9)
-    schedule = SCHEDULES[name](optimizer)
-    for _ in steps(optimizer, schedule, begun):
-        pass
-    hyperparameters = Hyperparameters(optimizer, [schedule] if schedule is not None else [])
-    before = rates_of(optimizer) if now else list(rates)
-    began = hyperparameters.lr_now if now else hyperparameters.lr
-    assert began == before[0]
-    for _ in range(2):  # the second time from where the first has come
-        hyperparameters.set(Setting(1, momentum, lr), began)
-        assert rates_of(optimizer) == pytest.approx([rate * lr / began for rate in before])
-        assert rates_of(optimizer)[0] == lr
-        assert hyperparameters.momentum == momentum
-
-
-@pytest.mark.parametrize("name", ["none", "warm-up", "cosine", "one cycle", "cyclic", "sequential", "plateau"])
-@pytest.mark.parametrize("kind", [SGD, RMSprop])
-def test_a_snapshot_puts_back_what_was_set_for_a_probe(name: str, kind: Any) -> None:
-    net = module()
-    groups = [{"params": net[0].parameters(), "lr": LR}, {"params": net[1].parameters(), "lr": 0.04}]
-    optimizer = kind(groups, momentum=0.9)
-    schedule = SCHEDULES[name](optimizer)
-    hyperparameters = Hyperparameters(optimizer, [schedule] if schedule is not None else [])
-    was, lr, snapshot = optimizer.state_dict(), hyperparameters.lr, ShardScope.of(net, [optimizer], Reduction(EXACT))
-    for setting in (Setting(4, 0.3, 7.0), Setting(1, 0.0, 0.001)):
-        hyperparameters.set(setting, lr)
-        assert optimizer.state_dict() != was
-        snapshot.put_back()
-        assert optimizer.state_dict() == was
-        assert hyperparameters.lr == lr
 
 
 # --- Momentum --------------------------------------------------------------------------------------------------------
@@ -259,14 +204,10 @@ def test_a_beta_that_is_a_tensor_stays_one() -> None:
     betas = torch.tensor(0.75), torch.tensor(0.5)
     net = module()
     optimizer = Adam([{"params": part.parameters()} for part in net], lr=torch.tensor(LR), betas=betas, capturable=True)
-    hyperparameters, snapshot = Hyperparameters(optimizer), ShardScope.of(net, [optimizer], Reduction(EXACT))
-    kept = [group["betas"] for group in optimizer.param_groups]
+    hyperparameters = Hyperparameters(optimizer)
     hyperparameters.set_momentum(0.25)
     assert [[float(each) for each in group["betas"]] for group in optimizer.param_groups] == [[0.25, 0.5]] * 3
     assert all(isinstance(each, torch.Tensor) for group in optimizer.param_groups for each in group["betas"])
-    snapshot.put_back()
-    assert all(group["betas"] is each for group, each in zip(optimizer.param_groups, kept, strict=True))
-    assert hyperparameters.momentum == 0.75
 
 
 def test_momentum_of_sgd_is_set_in_all_groups() -> None:
@@ -281,7 +222,7 @@ def test_momentum_of_sgd_is_set_in_all_groups() -> None:
 def test_momentum_that_stays_as_it_is_stays_different_in_groups() -> None:
     first, second, _ = module()
     optimizer = SGD([{"params": first.parameters(), "momentum": 0.9}, {"params": second.parameters()}], lr=LR)
-    Hyperparameters(optimizer).set(Setting(1, 0.9, 1.0), LR)
+    Hyperparameters(optimizer).set_momentum(0.9)
     assert [group["momentum"] for group in optimizer.param_groups] == [0.9, 0]
 
 
@@ -289,9 +230,8 @@ def test_an_optimizer_without_momentum_has_none_to_choose() -> None:
     optimizer = optimizer_of(Adagrad)
     hyperparameters = Hyperparameters(optimizer)
     assert (hyperparameters.has_momentum, hyperparameters.is_momentum_free, hyperparameters.momentum) == (0, 0, 0.0)
-    hyperparameters.set(Setting(2, 0.7, 0.3), LR)
+    hyperparameters.set_momentum(0.7)
     assert "momentum" not in optimizer.param_groups[0]
-    assert rates_of(optimizer) == [0.3]
 
 
 @pytest.mark.parametrize("make", [SCHEDULES["one cycle"], SCHEDULES["triangular"]])
@@ -302,7 +242,6 @@ def test_momentum_that_a_schedule_moves_is_not_free(kind: Any, make: Make) -> No
     was = hyperparameters.momentum
     assert hyperparameters.has_momentum
     assert not hyperparameters.is_momentum_free
-    hyperparameters.set(Setting(2, 0.123, 0.3), hyperparameters.lr)
     hyperparameters.set_momentum(0.123)
     assert hyperparameters.momentum == was
 

@@ -23,7 +23,6 @@ OPTIONS = TunerOptions(
     monitor="val_loss",
     is_lower_better=True,
     budget=0.1,
-    search="forecast",
     space={},
     further=(),
     retune_every=1,
@@ -104,7 +103,6 @@ def test_bounds_of_the_user_hold_and_the_rate_makes_up_for_a_momentum_that_stays
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"search": "bayes"}, "search='bayes' with join=True"),
         ({"space": {"groups": [1, 2]}}, "space={'groups': ...} with join=True"),
         ({"space": {"method": "diloco"}}, "pass some of 'momentum', 'lr', 'rebalance'"),
     ],

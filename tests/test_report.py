@@ -13,25 +13,19 @@ from functools import cache
 from html.parser import HTMLParser
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 import pytest
 from jinja2 import UndefinedError
 from rich.console import Console
-from searches import FOUND, PROBLEM, START, found, observed, search, smaller
+from searches import START, found, later, observed, search, space_of
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.performance.forecast import Setting, TrialResult
-from lightning_omni.performance.measured import Measured
 from lightning_omni.report import Round, RunTimes, TuningReport
-from lightning_omni.report.digest import duration, interval, rate_of, span, times
+from lightning_omni.report.digest import Digest, duration, interval, span, times
 from lightning_omni.report.page import templates
-from lightning_omni.search import Observation, Search, SearchSpec, Space
+from lightning_omni.search import Space
 from lightning_omni.tuner.throughput import RunThroughput
 
-LOST = observed(Setting(8, 0.2, 0.05), 1.0, PROBLEM)
-NOTHING = replace(LOST, tried=replace(LOST.tried, losses=(math.nan, math.inf) * (len(LOST.tried.losses) // 2)))
-"""A probe without a finite loss."""
 UNSAFE = "\"><script>alert('x')</script><b>loss"
 """What a metric may be called."""
 
@@ -63,8 +57,7 @@ def words_of(report: TuningReport) -> str:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[TuningReport, Path]:
     """A report of two searches, and the folder that it was saved to."""
     folder = tmp_path_factory.mktemp("report") / "made" / "for it"
-    second = search(observed(Setting(4, 0.6, 0.05)), observed(START, 0.9))
-    whole = report(Round(found(), 0, 0.0), Round(second, 7, 3600.0, {4: 900.0}), target=0.9)
+    whole = report(Round(found(), 0, 0.0), Round(later(), 7, 3600.0, {4: 900.0}), target=0.9)
     names = [path.name for path in whole.save(folder)]
     assert names == ["omni-tuning.json", "omni-tuning.html", "omni-tuning.png"]
     return whole, folder
@@ -85,15 +78,12 @@ def test_a_report_that_is_read_says_what_the_written_one_said(saved: tuple[Tunin
         assert read.rounds[0].search.choice() == whole.rounds[0].search.choice()
 
 
-def test_reading_needs_no_scikit_optimize_and_loses_no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = report().to_dict()
-    plain["rounds"][0]["search"]["strategy"] = "bayes"  # which would never have asked for these
+def test_reading_asks_no_scikit_optimize_and_loses_nothing_that_was_considered(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = json.loads(json.dumps(report().to_dict()))
     monkeypatch.setitem(sys.modules, "skopt", None)
     read = TuningReport.from_dict(plain)
-    assert [each.setting for each in read.rounds[0].search.tried] == [setting for setting, _, _ in FOUND]
+    assert read.rounds[0].search.phase.considered == found().phase.considered
     assert read.statement == report().statement
-    plain["rounds"][0]["reasons"] = []  # none can be asked
-    assert "4 groups" in words_of(TuningReport.from_dict(plain))
 
 
 def test_the_picture_is_as_wide_as_a_page(saved: tuple[TuningReport, Path]) -> None:
@@ -125,25 +115,28 @@ def test_the_tags_of_the_page_fit(saved: tuple[TuningReport, Path]) -> None:
     assert parser.opened == []
 
 
-def test_the_page_has_the_choice_its_reason_and_every_probe(saved: tuple[TuningReport, Path]) -> None:
+def test_the_page_has_the_choice_its_reason_and_all_that_was_compared(
+    saved: tuple[TuningReport, Path],
+) -> None:
     whole, folder = saved
     text = html.unescape((folder / "omni-tuning.html").read_text())
     for each in whole.rounds:
         choice = each.search.choice()
         assert f"<td>{choice.setting}</td>" in text
         assert f"<td>{choice.why}</td>" in text
-        for tried in each.search.tried:
-            assert f"<td>{tried.setting}</td>" in text
+        for considered in each.search.phase.considered:
+            assert f"<td>{considered.setting}</td>" in text
+            assert f"<td>{considered.by}</td>" in text
+    (segment,) = later().segments
+    assert f"<td>{segment.setting}</td>" in text
+    assert f'<td class="number">{times(math.exp(segment.log_ratio))}</td>' in text
     for name in whole.digests[0].systems:
         assert name in text
     assert "Retuning 1, epoch 7" in text
     assert "all-reduce" in text
 
 
-def test_what_users_and_errors_say_is_escaped() -> None:
-    page = page_of()
-    assert html.escape(PROBLEM) in page
-    assert "<nan>" not in page
+def test_what_users_say_is_escaped() -> None:
     assert "<b>" not in page_of(1.0, UNSAFE)
 
 
@@ -151,14 +144,13 @@ def test_what_users_and_errors_say_is_escaped() -> None:
 @pytest.mark.parametrize(
     "made",
     [
-        search(horizon=100),
-        search(observed(Setting(8, 0.2, 0.05), 1.0, PROBLEM), observed(START, 1.0, PROBLEM)),
-        search(NOTHING, replace(NOTHING, tried=replace(NOTHING.tried, setting=START))),
-        pytest.param(search(observed(START)), marks=pytest.mark.exhaustive),
-        pytest.param(search(observed(START), space=Space((1,))), marks=pytest.mark.exhaustive),
-        search(observed(START), space=Space(tuple(range(1, 9)))),
+        search(observed(steps=2)),
+        search(space=Space((1,))),
+        search(space=space_of(groups=list(range(1, 9)))),
+        search(space=space_of(momentum=0.9)),
+        search(replace(observed(), batches=replace(observed().batches, losses=(math.nan,) * 16))),
     ],
-    ids=["no probe", "all diverged", "no number at all", "one probe", "one group", "all numbers of groups"],
+    ids=["two batches", "one group", "all numbers of groups", "one momentum", "no number at all"],
 )
 def test_whatever_was_found_can_be_shown(made: object) -> None:
     shown = report(Round(made, 0, 0.0), target=0.5)  # type: ignore[arg-type]
@@ -168,34 +160,12 @@ def test_whatever_was_found_can_be_shown(made: object) -> None:
     assert TuningReport.from_dict(again).statement == shown.statement
 
 
-def test_a_search_for_the_step_alone_is_shown_as_that_and_the_search_for_groups_beside_it() -> None:
-    whole = report(Round(found(), 0, 0.0), Round(smaller(), 1, 60.0))
-    step = whole.digests[1]
-    assert whole.main == 0
-    assert step.start == START  # not what the first search had chosen
-    assert step.systems == {}
-    assert "steps a third as large lower the loss" in whole.statement
-    page = html.unescape(whole.html())
-    assert page.count("What others would have cost") == 1
-    assert page.count(f"<td>{START}</td>") >= 2
-    assert png_size(whole.picture() or b"") == (1400, 1150)
-    width, height = png_size(whole.picture(-1) or b"")
-    assert width == 1400
-    assert height < 600
-
-
 def test_a_ratio_to_the_choice_is_as_sure_as_their_difference() -> None:
     digest = report().digests[0]
     own = digest.time(digest.choice.setting)
     assert own.low == own.value == own.high == pytest.approx(1.0)
-    assert digest.time(Setting(8, 0.0, 0.01)).low < digest.time(Setting(8, 0.0, 0.01)).high
-
-
-def test_what_was_not_timed_is_not_drawn() -> None:
-    made = search(*(replace(each, measured=None) for each in found().observations))
-    shown = report(Round(made, 0, 0.0))
-    assert "Nothing was timed" in words_of(shown)
-    assert shown.picture()
+    other = digest.time(replace(digest.curve[8], momentum=0.0))
+    assert other.low < other.high
 
 
 def test_without_matplotlib_there_is_a_page_that_says_how_to_get_it(
@@ -219,16 +189,7 @@ def test_times_are_relative_to_the_choice_and_product_of_both_efficiencies() -> 
         gain = digest.search.throughput(digest.choice.setting) / digest.search.throughput(setting)
         more = digest.samples(setting).value / digest.samples(digest.choice.setting).value
         assert digest.time(setting).value == pytest.approx(gain * more)
-    assert min(row.samples for row in digest.probes) == 1.0
-    assert digest.probes[3].time == float("inf")
-
-
-def test_what_a_probe_measured_is_its_samples_over_its_seconds() -> None:
-    for observation in found().observations:
-        segment = observation.measured
-        assert segment is not None
-        every = [sum(map(sum, segment.samples)) / len(segment.groups) / sum(steps) for steps in segment.steps]
-        assert rate_of(segment) == pytest.approx(sum(every))
+    assert digest.considered[0].samples == 1.0, "the run's own"
 
 
 def test_seconds_are_told_only_for_a_target_of_a_loss() -> None:
@@ -253,7 +214,6 @@ def test_what_is_told_twice_is_told_alike() -> None:
     assert "<td>reached after 80 s, 5 s of them for tuning</td>" in page
     assert whole.times is not None
     assert whole.times.metrics == {"omni/tuner/seconds": 6.0, "omni/tuner/target_seconds": 80.0}
-    assert [row.loss for row in digest.probes[:3]] == [each.last_loss for each in whole.rounds[0].search.tried[:3]]
     read = TuningReport.from_dict(json.loads(json.dumps(whole.to_dict())))
     assert (read.times, read.statement) == (whole.times, whole.statement)
 
@@ -289,43 +249,13 @@ def test_a_rate_counts_what_was_trained_in_the_time_that_it_took() -> None:
         assert trained.timed / trained.seconds == pytest.approx(16 / 0.005)
 
 
-def test_what_is_told_of_machines_is_what_they_can_do() -> None:
-    """Four ranks with known step times in a simulated cluster: 16 samples in 0.1 s each, and nothing waits."""
-    step, size, ranks = 0.1, 16, 4
-    groups = tuple((rank,) for rank in range(ranks))
-    rows = ((float(size),) * 12,) * ranks
-    times_ = ((step,) * 12,) * ranks
-    seen = []
-    for together in (True, False):
-        members = (tuple(range(ranks)),) if together else groups
-        count = len(members)
-        measured = Measured(members, rows, times_, ((step,) * 12,) * count, ((0.0,) * 12,) * count, 0.0)
-        ends = tuple(float(size * ranks / count * (batch + 1)) for batch in range(12 * count))
-        losses = tuple(2.0 / (1 + end / 500) for end in ends)
-        tried = TrialResult(Setting(count, 0.9 if together else 0.6, 0.05), ends, losses, 12 * step + 1.0)
-        seen.append(Observation(tried, measured))
-    job = SearchSpec(START, size * ranks, 1e5, 0.1, Space.of({}, ranks))
-    made = Search(job)
-    for each in seen:
-        made.tell(each)
-    digest = TuningReport((Round(made, 0, 0.0, {1: 640.0}),), None, "loss").digests[0]
-    physical = ranks * size / step
-    assert [row.rate for row in digest.probes] == pytest.approx([physical] * 2)
-    assert [each.samples_per_second.value for each in digest.predictions.values()] == pytest.approx(
-        [physical] * len(digest.predictions), rel=0.01
-    )
-    assert made.spent == pytest.approx(2 * (12 * step + 1.0))
-    assert digest.probes[0].tried.first_loss == pytest.approx(2.0 / (1 + size * ranks / 500))
-
-
-def test_the_table_has_every_probe(saved: tuple[TuningReport, Path]) -> None:
-    console = Console(width=200, record=True, file=io.StringIO())
+def test_the_table_has_all_that_was_considered(saved: tuple[TuningReport, Path]) -> None:
+    console = Console(width=240, record=True, file=io.StringIO())
     console.print(saved[0].table())
     text = console.export_text()
-    for setting, _, _ in FOUND:
-        assert str(setting) in text
-    assert PROBLEM in text
-    assert "∞" in text
+    for made in (found(), later()):
+        for each in made.phase.considered:
+            assert str(each.setting) in text
     assert "epoch 7" in text
 
 
@@ -358,51 +288,26 @@ def test_nothing_reaches_the_page_unescaped() -> None:
         templates().from_string("{{ nothing }}").render()
 
 
-def from_the_run(seen: Observation, start: Setting, **space: Any) -> Search:
-    """A search that was shown the run's own first batches."""
-    made = Search(SearchSpec(start, 128, 1e5, 0.1, Space.of(space, 8)), "forecast")
-    assert made.next() is not None
-    made.tell(seen)
-    return made
-
-
-def test_first_batches_whose_loss_rises_are_no_probe_that_diverged() -> None:
-    seen = observed(replace(START, method="async_sgd", wire="fp32"))
-    rising = tuple(0.6 + 0.01 * batch for batch in range(len(seen.tried.losses)))
-    made = from_the_run(replace(seen, tried=replace(seen.tried, losses=rising)), seen.tried.setting)
-    whole = report(Round(made, 0, 0.0))
-    (digest,) = whole.digests
-    assert digest.choice.setting != digest.start
-    (row,) = digest.probes
-    assert row.time == pytest.approx(digest.time(digest.start).value)
-    assert f">{times(row.time)}</td>" in (page := html.unescape(words_of(whole)))
-    assert "∞" not in page
+def test_first_batches_whose_loss_rises_are_drawn_as_they_are() -> None:
+    seen = observed()
+    rising = tuple(0.6 + 0.01 * batch for batch in range(len(seen.batches.losses)))
+    whole = report(Round(search(replace(seen, batches=replace(seen.batches, losses=rising))), 0, 0.0))
     losses = next(axes for axes in whole.figure().axes if axes.get_ylabel() == "training loss")
     low, top = losses.get_ylim()
     assert low < min(rising) < max(rising) < top
 
 
-@pytest.mark.parametrize("learns_from_run", [False, True], ids=["with probes", "from the run's first batches"])
-def test_what_each_part_of_the_choice_gives_multiplies_to_what_all_of_it_gives(learns_from_run: bool) -> None:
-    made = found()
-    if learns_from_run:
-        start = replace(START, method="async_sgd", wire="fp32")
-        seen = observed(start)
-        assert seen.measured is not None
-        slow = tuple(tuple(seconds + 1.0 for seconds in row) for row in seen.measured.steps)  # all-reduce
-        seen = replace(seen, measured=replace(seen.measured, steps=slow))
-        made = from_the_run(seen, start, method=["local_sgd"], wire=["fp32", "int8"], period=[32])
-    whole = report(Round(made, 0, 0.0))
-    (digest,) = whole.digests
-    choice, parts = digest.choice.setting, digest.contributions
+def test_what_each_part_of_the_choice_gives_multiplies_to_what_all_of_it_gives() -> None:
+    space = space_of(method=["local_sgd"], wire=["fp32", "int8"], period=[32])
+    made = search(observed(allreduce=1.0), space)
+    digest, choice = Digest(made), made.choice().setting
+    parts = digest.contributions
     assert choice.groups > 1
-    if learns_from_run:
-        assert "local_sgd, period 32" in [each.part for each in parts]
+    assert "local_sgd, period 32" in [each.part for each in parts]
     own, chosen = (digest.forecast.log_seconds(each) for each in (digest.start, choice))
     assert math.prod(each.speed_up for each in parts) == pytest.approx(math.exp(own - chosen))
     rates = [made.throughput(each) for each in (digest.start, choice)]
     assert math.prod(each.rate for each in parts) == pytest.approx(rates[1] / rates[0])
-    if not learns_from_run:
-        text = words_of(whole)
-        assert "What each part of it gives" in text
-        assert all(html.escape(each.part) in text for each in parts)
+    text = words_of(report(Round(made, 0, 0.0)))
+    assert "What each part of it gives" in text
+    assert all(html.escape(each.part) in text for each in parts)

@@ -13,7 +13,6 @@ from lightning_omni.device.setting import DeviceSetting
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.performance.forecast import Setting
 from lightning_omni.performance.profile import Profile
-from lightning_omni.search import Probe
 from lightning_omni.tuner.state import Command
 
 DATA = Path(__file__).parent / "data"
@@ -42,10 +41,8 @@ def test_a_device_report_of_an_earlier_version_is_read_whole() -> None:
 
 
 def test_what_rank_0_says_arrives_as_it_was_said() -> None:
-    probe = Probe(3, Setting(2, 0.5, 0.1, further=(("wire", "bfloat16"),)), 512, "grid")
     command = Command(
-        probe.setting,
-        probe,
+        Setting(2, 0.5, 0.1, further=(("wire", "bfloat16"),)),
         speeds={0: 10.0, 11: 20.5},
         by_speed=True,
         divergence_threshold=2.5,

@@ -178,16 +178,6 @@ def test_sigterm_after_the_last_batch_of_a_fit_lets_it_end_as_one_that_is_finish
     assert "rank 1 was told to end by SIGTERM; the run ends at the start of a batch" in finished.output
 
 
-def test_sigterm_while_the_tuner_probes_ends_all_ranks() -> None:
-    with Running("signals.py", {"tuner": {}, "devices": 2, "samples": 2048, "ready": 20}) as running:
-        processes(running.folder, 2, lambda: running.output)
-        os.killpg(running.process.pid, signal.SIGTERM)
-        finished = finish(running)
-        assert finished.code == TERMINATED, finished.output[-6000:]
-        assert [seen["exception"] for seen in finished.results.values()] == ["SIGTERMException"] * 2
-        assert (running.folder / "exception.ckpt").exists()
-
-
 def test_a_rank_that_sigterm_finds_blocked_ends_after_a_while() -> None:
     options = {"strategy": {"groups": 1}, "devices": 2, "ready": 2, "block": {"1": 3}, "grace": 1.0}
     with Running("signals.py", options) as running:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from runs import run
-from test_by_forecast import EVERYTHING, OWN, equal, exponential, search, seen
+from test_choices import EVERYTHING, OWN, equal, exponential, search, seen
 
 from lightning_omni import OmniTuner
 from lightning_omni.errors import ConfigurationError
@@ -23,7 +23,6 @@ PLAIN = Space((1, 2, 4), method=("async_sgd",), wire=("fp32",))
 
 
 def with_head(observation: Observation, head: HeadMeasured = HEAD) -> Observation:
-    assert observation.measured is not None
     return replace(observation, measured=replace(observation.measured, heads={"net.7": head}))
 
 
@@ -85,7 +84,6 @@ def test_a_submodule_of_which_nothing_was_seen_is_not_merged() -> None:
 
 def test_what_was_measured_of_heads_travels_and_files_without_load() -> None:
     measured = with_head(seen(equal())).measured
-    assert measured is not None
     plain = measured.to_dict()
     assert Measured.from_dict(plain) == measured
     del plain["heads"]
@@ -103,7 +101,7 @@ def test_names_that_are_none_are_refused(wrong: Any) -> None:
 
 # --- Real processes ---------------------------------------------------------------------------------------------------
 
-TUNER = {"search": "forecast", "budget": 0.1}
+TUNER = {"budget": 0.1}
 BUSY: dict[str, Any] = {
     "emulated": True,  # how long steps take is no matter of this machine
     "tail": 2048,
@@ -126,14 +124,6 @@ FITS: dict[str, dict[str, Any]] = {
     },
     # In whose first four steps, after which it is clear that it stays as it is, a merged head would be far faster.
     "is advised": {**BUSY, "seed": 4, "per_byte": 4e-7, "tuner": {**TUNER, "space": PLAIN_SPACE}},
-    "probes": {
-        **BUSY,
-        "data": {"samples": 64},
-        "seconds": {},
-        "strategy": {"merged": "net.3"},
-        "tuner": {"search": "bayes"},
-        "trainer": {"max_epochs": 1, "num_sanity_val_steps": 0},
-    },
     "cannot be merged": {
         **BUSY,
         "data": {"samples": 64},
@@ -196,13 +186,6 @@ def test_a_run_that_merges_nothing_says_what_a_merged_head_would_gain(fits: dict
     assert "with net.3 merged" in lines[0]
     for rank in fits["is advised"]:
         assert (rank["merged"], rank["hooks"]) == (None, 0)
-
-
-@marked
-def test_probes_are_not_made_with_a_merged_head(fits: dict[str, list[dict[str, Any]]]) -> None:
-    for rank in fits["probes"]:
-        assert "merged='net.3'" in rank["problem"]
-        assert rank["merged"] == "net.3"
 
 
 @marked

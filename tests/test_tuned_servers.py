@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from runs import run_nodes
-from test_by_forecast import equal, search, seen
+from test_choices import equal, search, seen
 
 from lightning_omni.search import Search
 from lightning_omni.search.choice import gain_of_servers
@@ -18,7 +18,6 @@ SPACE = {"rebalance": False, "all_reduce": "fp32", "wire": "fp32"}
 
 def with_servers(allreduce: float, servers: int) -> Search:
     known = seen(equal(), allreduce=allreduce)
-    assert known.measured is not None
     return search(replace(known, measured=replace(known.measured, servers=servers, per_node=servers > 1)))
 
 
@@ -54,7 +53,6 @@ def test_nodes_whose_links_hold_groups_up_are_advised_to_have_a_server_each_and_
         "data": {"samples": 1024},
         "trainer": {"max_epochs": 2, "num_nodes": 4, "num_sanity_val_steps": 0},
         "tuner": {
-            "search": "forecast",
             "retune_every": None,
             "space": {**SPACE, "method": METHODS[-1], "period": [4, 8]},
         },

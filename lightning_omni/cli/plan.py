@@ -40,15 +40,13 @@ def plan(
             measured.
         nodes: Nodes of the planned machines, for per-node. By default each device is a node.
         batch_size: Samples in one device's batch. By default as measured.
-        method: How groups exchange, as in local_sgd. By default the best of those that OmniTuner searches; with a file
-            that has probes, the one of the probes.
+        method: How groups exchange, as in local_sgd. By default the best of those that OmniTuner searches.
         wire: Wire format of pushes and answers, as in int8 or int8/bf16. The default follows the rule for the method.
-        period: Local steps between two exchanges. By default the best; with a file that has probes, those of the
-            probes.
+        period: Local steps between two exchanges. By default the best.
         all_reduce: How the members of a group average gradients, as in powersgd:8; fp32 for uncompressed. The default
             follows the rule for the method.
-        samples: Number of samples that training takes with the sample efficiency of the best probe. With it, the time
-            of the whole training is predicted.
+        samples: Number of samples that training takes with one group. With it, the time of the whole training is
+            predicted.
         momentum: Momentum that suits a single group. By default the file's; 0.9 if it has none.
         lr: Learning rate that suits a single group. By default the file's; if it has none, rates are multiples of it.
         out: Folder for a picture.
@@ -74,7 +72,7 @@ def plan(
     if out is not None:
         make_folder("--out", out)
         check_file("--out", out / of.PICTURE)
-    planned = of.Plan(cluster, known, known.theory(momentum, lr), ways, period, has_lr)
+    planned = of.Plan(cluster, known, known.theory(momentum, lr), ways, has_lr)
     show(of.table(planned, samples), of.tall_table(planned, samples))
     for line in of.sentences(planned, samples):
         print_sentence(line)

@@ -19,7 +19,7 @@ from lightning_omni.cli.console import table_of
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import method_named, text_of
 from lightning_omni.palette import CHOSEN, EXPECTED, new_figure, plot_interval, save_figure
-from lightning_omni.performance.forecast import SampleEfficiency, Scaling, Setting, Theory, TrialResult
+from lightning_omni.performance.forecast import Scaling, Setting, Theory
 from lightning_omni.performance.profile import Prediction, Profile
 from lightning_omni.performance.statistical import Estimate
 from lightning_omni.protocol.all_reduce import EXACT, all_reduce_of
@@ -29,8 +29,6 @@ from lightning_omni.report.digest import duration
 from lightning_omni.search import Search, SearchSpec, Space
 from lightning_omni.search.choice import best_by_forecast
 from lightning_omni.search.evidence import Evidence, scatter
-from lightning_omni.search.experience import Experience
-from lightning_omni.search.prior import Prior
 from lightning_omni.search.rules import careful, is_faster, least
 from lightning_omni.search.space import ALL_REDUCES, METHODS, WIRES, group_counts, wire_given
 
@@ -58,13 +56,11 @@ class PlanSource:
 
     Args:
         profile: of the cluster that was measured.
-        search: the last one that looked at groups; None if the file is a profile only.
-        factor: by which steps have changed since.
+        search: the last one of the run; None if the file is a profile only.
     """
 
     profile: Profile
     search: Search | None
-    factor: float = 1.0
 
     @classmethod
     def of(cls, path: Path) -> PlanSource:
@@ -77,33 +73,12 @@ class PlanSource:
             plain = json.loads(path.read_text(encoding="utf-8"))
             if "measured" in plain:
                 return cls(Profile.from_dict(plain), None)
-            report = TuningReport.from_dict(plain)
-            search, *since = (each.search for each in report.rounds[report.main :])
-            factor = math.prod(each.choice().setting.lr / each.spec.start.lr for each in since)
+            search = TuningReport.from_dict(plain).rounds[-1].search
         except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-            if isinstance(error, ConfigurationError) and "SciPy" in str(error):
-                raise
             missing = f"it has no {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
             reason = getattr(error, "strerror", None) or missing
             raise ConfigurationError(f"file {str(path)!r}: {reason}; {_FILE}") from error
-        if search.profile is None:
-            raise ConfigurationError(f"file {str(path)!r}: no probe was timed in it; {_FILE}")
-        return cls(search.profile, search, factor)
-
-    @property
-    def tried(self) -> list[TrialResult]:
-        """The probes, as if their steps had been those of by now."""
-        tried = self.search.tried if self.search is not None else []
-        return [replace(each, setting=replace(each.setting, lr=each.setting.lr * self.factor)) for each in tried]
-
-    def largest_step(self, groups: int) -> float:
-        """By what the step has to be multiplied with that many groups; 0 if all probes of several diverged."""
-        return self.search.largest_step(groups) if self.search is not None else 1.0
-
-    @property
-    def has_probes(self) -> bool:
-        """Whether settings were tried one after the other; else what they cost in samples is the prior's."""
-        return self.search is not None and self.search.prior is None
+        return cls(search.profile, search)
 
     @property
     def rebalance(self) -> bool:
@@ -117,8 +92,9 @@ class PlanSource:
             momentum: that suits one group; None for the file's.
             lr: that suits one group; None for the file's.
         """
-        theory = self.search.theory if self.search is not None else Theory(Setting(1, _USUAL_MOMENTUM, 1.0), Scaling())
-        theory = replace(theory, start=replace(theory.start, lr=theory.start.lr * self.factor))
+        theory: Theory = Theory(Setting(1, _USUAL_MOMENTUM, 1.0), Scaling())
+        if self.search is not None:
+            theory = self.search.theory
         if momentum is not None or lr is not None:
             alone = theory.setting(1)
             base = replace(
@@ -150,8 +126,8 @@ class Ways:
 
 def ways_of(
     known: PlanSource, method: str | None, wire: str | None, period: int | None, all_reduce: str | None = None
-) -> Ways | None:
-    """How groups may exchange; None as those of the file's probes did.
+) -> Ways:
+    """How groups may exchange.
 
     Args:
         known: what the file says.
@@ -165,9 +141,7 @@ def ways_of(
     """
     if period is not None:
         _as_option(lambda: check_whole("period", period, "local steps between two exchanges, 1 or more", low=1))
-    if known.has_probes and method is None and wire is None and all_reduce is None:
-        return None
-    spec = known.search.spec if known.search is not None and not known.has_probes else None
+    spec = known.search.spec if known.search is not None else None
     methods: tuple[str, ...] = METHODS
     wires: tuple[str, ...] = WIRES
     if spec is not None:
@@ -200,7 +174,7 @@ def _asked_all_reduce(all_reduce: str, known: PlanSource) -> tuple[str, ...]:
     if not known.profile.shapes:
         raise ConfigurationError(
             f"--all-reduce {all_reduce}: how many bytes that is depends on the parameters' shapes, which the file does"
-            ' not have; pass one that OmniTuner(search="forecast") wrote, or leave it out'
+            " not have; pass one that OmniTuner wrote, or leave it out"
         )
     return (all_reduce,)
 
@@ -223,14 +197,14 @@ class PlannedEvidence(Evidence):
     """
 
     def __init__(self, spec: SearchSpec, profile: Profile) -> None:
-        super().__init__(spec, profile.measured, Prior.load())
+        super().__init__(spec, profile.measured)
         self._planned = profile
-        if isinstance(self.theory, Experience) and profile.measured:
+        if profile.measured:
             self.theory = replace(self.theory, scatter=scatter(profile.measured))
 
     @property
     @override
-    def profile(self) -> Profile:
+    def profile(self) -> Profile:  # it is known, and not fitted
         return self._planned
 
 
@@ -289,19 +263,15 @@ class PlanRow:
         setting: the best that is known for it.
         prediction: of the hardware.
         efficiency: logarithm of the samples to a target, but for a constant, and its standard deviation.
-        diverges: whether probes with several groups came to no good, however small their steps.
     """
 
     setting: Setting
     prediction: Prediction
     efficiency: tuple[float, float]
-    diverges: bool = False
 
     @property
     def log_seconds(self) -> float:
         """Logarithm of the time to a target, but for a constant."""
-        if self.diverges:
-            return math.inf
         return self.efficiency[0] - math.log(self.prediction.samples_per_second.value)
 
     @property
@@ -318,16 +288,14 @@ class Plan:
         cluster: the machines.
         known: what the file says.
         theory: what suits one group.
-        ways: how groups may exchange, with what the prior says of it; None as those of the file's probes did.
-        period: local steps between exchanges of these; None for what was measured.
+        ways: how groups may exchange.
         has_lr: whether learning rates are known; otherwise they are multiples of the user's.
     """
 
     cluster: PlannedCluster
     known: PlanSource
     theory: Theory
-    ways: Ways | None
-    period: int | None
+    ways: Ways
     has_lr: bool
 
     def describe(self, setting: Setting) -> str:
@@ -338,26 +306,20 @@ class Plan:
         return f"{str(setting).rpartition(', lr')[0]}, {factor}your lr"
 
     @cached_property
-    def efficiency(self) -> SampleEfficiency:
-        """Samples that settings need."""
-        if self._evidence is not None:
-            return self._evidence.efficiency()
-        return SampleEfficiency.of(self.theory, self.known.tried)
-
-    @cached_property
     def rows(self) -> list[PlanRow]:
         """Powers of two, and as many groups as ranks."""
-        counts = group_counts(self.cluster.profile.ranks)
-        if self._evidence is None:
-            return [self._as_probed(groups) for groups in counts]
-        return [self._as_foreseen(self._evidence, groups) for groups in counts]
+        return list(map(self._row, group_counts(self.cluster.profile.ranks)))
+
+    def _row(self, groups: int) -> PlanRow:
+        evidence = self._evidence
+        best = best_by_forecast(evidence, groups)
+        theory = evidence.forecast().theory
+        return PlanRow(best, evidence.prediction(best), (theory(best), theory.error(best)))
 
     @cached_property
-    def _evidence(self) -> PlannedEvidence | None:
-        """What a run would know; None where the file's probes say it."""
-        if (ways := self.ways) is None:
-            return None
-        profile = self.cluster.profile
+    def _evidence(self) -> PlannedEvidence:
+        """What a run would know."""
+        profile, ways = self.cluster.profile, self.ways
         space = Space(
             tuple(group_counts(profile.ranks)),
             rebalance=self.known.rebalance,
@@ -368,30 +330,7 @@ class Plan:
         )
         batch = max(1, round(profile.ranks * profile.batch_size))
         start = replace(self.theory.setting(1), period=1)
-        return PlannedEvidence(SearchSpec(start, batch, batch, 0.1, space, self.theory.scaling), profile)
-
-    @staticmethod
-    def _as_foreseen(evidence: PlannedEvidence, groups: int) -> PlanRow:
-        best = best_by_forecast(evidence, groups)
-        return PlanRow(best, evidence.prediction(best), evidence.efficiency()(best))
-
-    def _as_probed(self, groups: int) -> PlanRow:
-        prediction, rebalance = self._predict(groups, False), False
-        if self.known.rebalance and groups < self.cluster.profile.ranks:
-            split = self._predict(groups, True)
-            if is_faster(split.samples_per_second.value, prediction.samples_per_second.value):
-                prediction, rebalance = split, True
-        period = self.period or self.theory.start.period
-        tried = self.known.tried
-        known = [each.setting for each in tried if each.setting.groups == groups and not each.has_failed]
-        factor = self.known.largest_step(groups)
-        options = [self.theory.setting(groups, factor=factor or 1.0), *known]
-        found = [replace(each, rebalance=rebalance, period=period) for each in dict.fromkeys(options)]
-        best = min(found, key=lambda each: careful(*self.efficiency(each)))
-        return PlanRow(best, prediction, self.efficiency(best), diverges=not factor)
-
-    def _predict(self, groups: int, rebalance: bool) -> Prediction:
-        return self.cluster.profile.predict(groups, rebalance=rebalance, period=self.period)
+        return PlannedEvidence(SearchSpec(start, batch, batch, space, self.theory.scaling), profile)
 
     @cached_property
     def best(self) -> PlanRow:
@@ -403,15 +342,12 @@ class Plan:
         return math.exp(row.log_seconds - self.best.log_seconds)
 
     def seconds(self, row: PlanRow, samples: float) -> float:
-        """Time for so many samples, as efficient as the best probe's (or as one group's, if nothing was tried)."""
-        offset = self.efficiency.offset if self.ways is None else self.rows[0].efficiency[0]
-        return samples * math.exp(row.log_seconds - offset)
+        """Time for so many samples, as efficient as one group's."""
+        return samples * math.exp(row.log_seconds - self.rows[0].efficiency[0])
 
     def deviation(self, row: PlanRow) -> float:
         """The standard deviation of the logarithm of the samples, relative to the best's; 0 for the best."""
-        if row is self.best or self.ways is None:
-            return self.efficiency.deviation(row.setting, self.best.setting)
-        return math.hypot(row.efficiency[1], self.best.efficiency[1])
+        return 0.0 if row is self.best else math.hypot(row.efficiency[1], self.best.efficiency[1])
 
     def with_cluster(self, **changes: Any) -> Plan:
         """The same question for other machines."""
@@ -430,8 +366,7 @@ def tall_table(plan: Plan, samples: float | None) -> Group:
     """The same for narrow terminals: the hardware, and below it what becomes of training."""
     rows = _rows(plan, samples)
     first, *heads = (head for head in rows[0] if head != "exchange")
-    parts = [["exchange"]] if "exchange" in rows[0] else []
-    parts += [heads[:4], heads[4:]]
+    parts = [["exchange"], heads[:4], heads[4:]]
     titles = [_title(plan), *(None for _ in parts[1:])]
     return Group(*(_table_of(plan, rows, [first, *part], title) for part, title in zip(parts, titles, strict=True)))
 
@@ -449,16 +384,16 @@ def _title(plan: Plan) -> str:
 
 
 def _rows(plan: Plan, samples: float | None) -> list[dict[str, str]]:
-    fewest = min(each.efficiency[0] for each in plan.rows if not each.diverges)
+    fewest = min(each.efficiency[0] for each in plan.rows)
     return [
         {
             "groups": f"{'★ ' if row is plan.best else ''}{row.setting.groups}",
             "batches": "proportional" if row.setting.rebalance else "equal",
-            **({"exchange": row.setting.exchange or "-"} if plan.ways is not None else {}),
+            "exchange": row.setting.exchange or "-",
             "samples/s": str(row.prediction.samples_per_second),
             "ms/update": f"{1000 * row.prediction.seconds_per_update.value:.4g}",
             "bottleneck": _BOTTLENECKS[row.prediction.bottleneck],
-            "samples": "diverges" if row.diverges else f"{math.exp(row.efficiency[0] - fewest):.2f}×",
+            "samples": f"{math.exp(row.efficiency[0] - fewest):.2f}×",
             "time": f"{plan.relative(row):.2f}×",
             **({"hours": f"{plan.seconds(row, samples) / 3600:.3g}"} if samples is not None else {}),
             "momentum": f"{row.setting.momentum:.3g}",
@@ -492,8 +427,7 @@ def sentences(plan: Plan, samples: float | None) -> list[str]:
             f"batches of all ranks together are {growth:.3g} times those that were measured; the samples to a target"
             " are taken to be the same"
         )
-    if plan.ways is not None:
-        lines.append("the samples that groups need, their momentum and rate are what other tasks showed in simulation")
+    lines.append("the samples that groups need, their momentum and rate are what other tasks showed in simulation")
     return lines
 
 
@@ -575,7 +509,7 @@ def _draw_speed(axes: Any, plan: Plan) -> None:
 
 
 def _draw_time(axes: Any, plan: Plan) -> None:
-    rows = [row for row in plan.rows if not row.diverges]
+    rows = plan.rows
     groups = [row.setting.groups for row in rows]
     times = [plan.relative(row) for row in rows]
     widths = [math.exp(1.2816 * plan.deviation(row)) for row in rows]

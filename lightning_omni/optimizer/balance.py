@@ -69,6 +69,7 @@ class Balance:
         self._info = info
         self._world: World | None = None
         self._leases: Callable[[], Leases | None] = lambda: None
+        self._samples = 0
         self._module: Module | None = None
         self._clock = clock
         self._own = OwnTime(clock or HostClock())
@@ -86,17 +87,19 @@ class Balance:
 
     # --- The run -----------------------------------------------------------------------------------------------------
 
-    def begin(self, world: World, module: Module, leases: Callable[[], Leases | None]) -> None:
+    def begin(self, world: World, module: Module, leases: Callable[[], Leases | None], samples: int = 0) -> None:
         """Training begins.
 
         Args:
             world: this rank's place.
             module: what is trained.
             leases: gives this rank's view of the data, if it is leased.
+            samples: of each batch where it is not, to measure what these take; 0 to do nothing then.
         """
+        self._samples = samples
         if not self.is_on:
             return
-        if leases() is None:
+        if leases() is None and not samples:
             self._info(
                 'OmniStrategy: rebalance="auto" does nothing in this run: the training data has a sampler of its own,'
                 " is iterable, or comes from several loaders, so every rank's part of a batch is fixed"
@@ -172,18 +175,19 @@ class Balance:
     def end_batch(self) -> None:
         """A batch has ended; every few, the members of the group tell each other what they manage."""
         leases = self._leases()
-        if self._world is None or leases is None:
+        if self._world is None or (leases is None and not self._samples):
             return
         if not self._world.executor.exchanges:  # the optimizer waits for no other rank
             if self._only_measures:
                 wait_for(self._world.device)  # what the batch took is to be known now
             self._own.pause()
-        for samples, seconds in self._own.finish(leases.samples, self._elsewhere):
+        trained = self._samples if leases is None else leases.samples
+        for samples, seconds in self._own.finish(trained, self._elsewhere):
             self._throughput.note(samples, seconds)
             if self._only_measures:
                 self.measured.append((samples, seconds))
         self._until_agreement -= 1
-        if self._until_agreement <= 0 and not self._only_measures:
+        if self._until_agreement <= 0 and not self._only_measures and leases is not None:
             is_known = len(self._world.members) == 1 or self._agree(self._world, leases)
             self._until_agreement = EVERY if is_known else c.SPLIT_FEWEST
         self._own.start()

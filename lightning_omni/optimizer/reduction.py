@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 from weakref import ref
 
@@ -104,10 +103,6 @@ class Reduction:
         """What was not sent yet belongs to gradients that are no more."""
         self.memory.clear()
 
-    def kept(self) -> KeptMemory:
-        """What this rank remembers now, to be put back later."""
-        return KeptMemory(self, dict(self.memory))
-
     def _hook(self, state: tuple[AllReduce, Any], bucket: Any) -> torch.futures.Future[Tensor]:
         """One bucket of gradients (a ``torch.distributed.GradBucket``), which becomes the mean."""
         flat = bucket.buffer()
@@ -141,23 +136,6 @@ class Reduction:
             return message
 
         run_through(format_.average(_reals(bucket), bucket.parameters(), self.memory), mean)
-
-
-@dataclass(frozen=True)
-class KeptMemory:
-    """What a rank remembered at one moment. Of it nothing is ever changed in place.
-
-    Attributes:
-        reduction: whose.
-        memory: by parameter.
-    """
-
-    reduction: Reduction
-    memory: Memory
-
-    def put_back(self) -> None:
-        """It is remembered again."""
-        self.reduction.memory = dict(self.memory)
 
 
 def timed_part(items: Iterable[T], nbytes: Callable[[T], int]) -> list[T]:

@@ -70,19 +70,9 @@ LEAST_SPREAD, MOST_SPREAD = 0.5, 1.5
 # --- Forecast (`forecast`) -------------------------------------------------------------------------------------------
 
 BLOCKS, TAIL = 8, 3
-"""A probe's losses are averaged over so many equal segments, of which the last few say where it came."""
-WORSE = 0.25
-"""A probe failed that ended above where the best began by this part of what the best gained."""
-SLOWEST_PROBE = 0.02
-"""No sample efficiency is read off as lower than that: such a probe learned nothing."""
-FAILED = 3.0
-"""A setting that diverged counts as so many times as slow as the slowest that did not."""
-THEORY_ERROR, PROBE_ERROR = 0.25, 1.0
-"""Standard deviations of what theory is off by, and of what a short probe from a cold start says of the whole run, in
-logarithms."""
-NEAR_GROUPS, NEAR_MOMENTUM, NEAR_STEP, NEAR_PERIOD = 2.5, 0.4, 3.0, 4.0
-"""How far settings are from each other when theory's errors for them have a correlation of exp(-1/2): factors for
-groups, step and period, a difference for momentum."""
+"""The losses of a run's first batches are averaged over so many equal segments; the last few say where it is."""
+THEORY_ERROR = 0.25
+"""Standard deviation of what theory is off by, in logarithms, where there is no prior."""
 
 # --- Splits of a batch, and what is said of a step (`batch_split`, `step_parts`) -------------------------------------
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from lightning_omni.errors import ConfigurationError
 from lightning_omni.performance import constants as c
 from lightning_omni.performance.cost_model import first_draw
 from lightning_omni.performance.measured import servers_of
@@ -184,14 +183,5 @@ def _least_squares(
 
 
 def scipy(part: str) -> Any:
-    """A part of SciPy, such as its optimizers.
-
-    Raises:
-        ConfigurationError: it is not installed.
-    """
-    try:
-        return importlib.import_module(f"scipy.{part}")
-    except ImportError as error:
-        raise ConfigurationError(
-            "a profile needs SciPy; install it with: pip install 'lightning-omni[tune]'"
-        ) from error
+    """Import a part of SciPy, such as its optimizers, where it is first used: that takes a while."""
+    return importlib.import_module(f"scipy.{part}")

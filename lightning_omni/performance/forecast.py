@@ -1,8 +1,6 @@
 """Time to a target = hardware efficiency × statistical efficiency, for any setting, with an interval.
 
-Probes that start from the same weights and train on the same samples are compared where they end: one that is at a
-loss which the best had reached after two thirds of the samples has two thirds of its sample efficiency. Theory says
-what to expect of settings that were not tried, and the probes correct it (`SampleEfficiency`). A profile of the cluster
+What settings cost in samples a prior says (`lightning_omni.search.experience`), or theory; a profile of the cluster
 (`lightning_omni.performance.profile`) adds the samples per second.
 
 Rule 1: what is compared are samples, not updates: groups of different size make updates of different size.
@@ -12,7 +10,7 @@ Rule 2: the sample efficiency of proportional batches is that of equal ones; the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Any
@@ -151,48 +149,53 @@ class Scaling:
         return step / math.sqrt(groups) if self.is_adaptive else round(step * (1 - momentum) / groups, 12)
 
 
-# --- Probes ----------------------------------------------------------------------------------------------------------
+# --- The first batches of a run --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class TrialResult(Serializable):
-    """What a probe showed.
+class TrainedBatches(Serializable):
+    """The losses of batches that a run has trained with one setting.
 
     Attributes:
-        setting: what was tried.
+        setting: what they were trained with.
         samples: samples that had been trained when each batch ended, ascending, shape (batches,).
         losses: mean training loss of each batch, before it was learnt from, shape (batches,).
-        seconds: how long the probe took, with all that belongs to it.
-        problem: why it ended early; empty if it did not.
-        gathers: whether its momentum began at nothing and had to be gathered first. (Adam corrects for that by itself.)
     """
 
     setting: Setting
     samples: tuple[float, ...]
     losses: tuple[float, ...]
-    seconds: float = 0.0
-    problem: str = ""
-    gathers: bool = True
 
     @property
     def end(self) -> float:
-        """Samples that it trained."""
+        """Samples that were trained."""
         return self.samples[-1] if self.samples else 0.0
 
     @property
     def first_loss(self) -> float:
-        """Mean loss of each group's first batch, from the weights that the probe began with; NaN if there is none."""
+        """Mean loss of each group's first batch; NaN if there is none."""
         return float(np.mean(self.losses[: self.setting.groups])) if self.losses else math.nan
 
     @property
     def last_loss(self) -> float:
         """Mean loss of the last eighth of the samples; NaN if there is none."""
-        return float(self.blocks(self.end)[-1]) if self.samples else math.nan
+        return float(self.blocks()[-1]) if self.samples else math.nan
 
     @property
-    def has_failed(self) -> bool:
-        """Whether it diverged, or came to no end."""
-        return bool(self.problem) or not self.samples or not all(map(math.isfinite, self.losses))
+    def is_finite(self) -> bool:
+        """Whether there are losses, and all of them are numbers."""
+        return bool(self.samples) and all(map(math.isfinite, self.losses))
+
+    @property
+    def level(self) -> float:
+        """The loss at which they ended: of the last segments."""
+        return float(self.blocks()[-c.TAIL :].mean())
+
+    @property
+    def scatter(self) -> float:
+        """Standard deviation of a batch's loss about what is learnt meanwhile: by differences of successive ones."""
+        differences = np.diff(self.losses)
+        return float(np.sqrt(np.mean(differences**2) / 2)) if len(differences) else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; a loss that is not finite is None, which JSON knows."""
@@ -200,86 +203,17 @@ class TrialResult(Serializable):
         return {**super().to_dict(), "losses": losses}
 
     @classmethod
-    def from_dict(cls, plain: Mapping[str, Any]) -> TrialResult:
+    def from_dict(cls, plain: Mapping[str, Any]) -> TrainedBatches:
         """What `to_dict` gave."""
         return super().from_dict({**plain, "losses": [math.nan if loss is None else loss for loss in plain["losses"]]})
 
-    def blocks(self, until: float, count: int = c.BLOCKS) -> Array:
-        """Mean loss of each of ``count`` equal segments of the first ``until`` samples, shape (count,)."""
-        edges = np.linspace(0, until, count + 1)
+    def blocks(self, count: int = c.BLOCKS) -> Array:
+        """Mean loss of each of ``count`` equal segments of the samples, shape (count,)."""
+        edges = np.linspace(0, self.end, count + 1)
         ends = np.asarray(self.samples)
         # The integral of a loss that is constant over its batch, read at the edges.
         total = np.concatenate([[0.0], np.cumsum(np.diff(ends, prepend=0.0) * np.asarray(self.losses))])
         return np.asarray(np.diff(np.interp(edges, np.concatenate([[0.0], ends]), total)) / np.diff(edges))
-
-
-def log_costs(tried: Sequence[TrialResult]) -> list[tuple[float, float]]:
-    """How many times as many samples each probe needs as the one that came furthest, in logarithms, with errors.
-
-    All must have started at one snapshot. They are compared at the samples at which the shortest ended, on the same
-    samples: their noise is the same, and the difference is free of most of it. A probe starts without momentum, which
-    holds it up for m / (1 - m) updates, and a run only once; so these are not counted against it.
-
-    Returns:
-        For each probe the logarithm and its standard error: 0 for the one that came furthest, less for one that is
-        only held up by its beginning, infinite for one that diverged.
-
-    Example:
-        >>> samples = tuple(range(10, 330, 10))
-        >>> def probe(speed):
-        ...     return TrialResult(Setting(1, 0.0, 0.1), samples, tuple(1 / (1 + speed * end / 50) for end in samples))
-        >>> [round(math.exp(cost), 1) for cost, _ in log_costs([probe(1.0), probe(0.5)])]
-        [1.0, 2.0]
-    """
-    sound = [each for each in tried if not each.has_failed]
-    if not sound:
-        return [(math.inf, 0.0)] * len(tried)
-    until = min(each.end for each in sound)
-    curves = [None if each.has_failed else _Curve.of(each, until) for each in tried]
-    best = min((curve for curve in curves if curve is not None), key=lambda curve: curve.level)
-    return [(math.inf, 0.0) if curve is None else curve.log_cost(best) for curve in curves]
-
-
-@dataclass(frozen=True, eq=False)
-class _Curve:
-    """A probe's losses, smoothed, over the samples that count."""
-
-    losses: Array
-    places: Array
-
-    @classmethod
-    def of(cls, tried: TrialResult, until: float) -> _Curve:
-        centres = (np.arange(c.BLOCKS) + 0.5) * until / c.BLOCKS
-        update = tried.end / len(tried.samples)  # samples of one
-        momentum = min(tried.setting.momentum, 0.99) if tried.gathers else 0.0
-        held_up = momentum / (1 - momentum) * (1 - momentum ** (centres / update)) * update
-        # Half an update at least: before the first one nothing is learnt.
-        return cls(tried.blocks(until), np.maximum(centres - held_up, 0.5 * centres))
-
-    @property
-    def level(self) -> float:
-        """The loss at the end."""
-        return float(self.losses[-c.TAIL :].mean())
-
-    @property
-    def place(self) -> float:
-        """The samples that led to it."""
-        return float(self.places[-c.TAIL :].mean())
-
-    def log_cost(self, best: _Curve) -> tuple[float, float]:
-        """Samples to come where this is, relative to those of the best."""
-        curve = np.minimum.accumulate(best.losses)
-        span = float(curve[0] - curve[-1])
-        if not np.isfinite(self.losses).all() or self.level >= curve[0] + c.WORSE * max(span, 1e-12):
-            return math.inf, 0.0  # worse than where all began
-        if span <= 0:
-            return 0.0, 1.0  # no probe learns anything
-        reached, middle = (float(np.interp(-level, -curve, best.places)) for level in (self.level, best.level))
-        efficiency = max(c.SLOWEST_PROBE, reached / middle * best.place / self.place)
-        # What the paired differences scatter, in units of samples by the slope of the best.
-        scatter = float(np.std((self.losses - best.losses)[-c.TAIL :], ddof=1)) / math.sqrt(c.TAIL)
-        error = scatter / span * float(best.places[-1]) / max(reached, 0.1 * middle)
-        return -math.log(efficiency), min(1.0, error)
 
 
 # --- Sample efficiency -----------------------------------------------------------------------------------------------
@@ -291,7 +225,7 @@ class Theory:
 
     Staleness costs: much at once, like the momentum 1 - 1 / g that it acts as, and then little; about as much explicit
     momentum is wanted as implicit momentum leaves room for; the step should be near the one that the user chose. How
-    strongly is a matter of experience, and probes correct it.
+    strongly is a matter of experience.
 
     Args:
         start: the setting that all others are measured by: the user's own, or what a run trains with by now.
@@ -348,96 +282,6 @@ class Theory:
         return math.log1p(stale) + steepness * away**2 + momentum
 
 
-class SampleEfficiency:
-    """The samples that settings need, from theory and probes: a Gaussian process about the theory.
-
-    Its length scales are fixed (a factor of 2.5 in the number of groups, 0.4 of momentum, a factor of 3 in the step):
-    half a dozen probes would not tell them.
-
-    Args:
-        theory: what is expected.
-        settings: what was tried.
-        costs: logarithms of the samples that each needs, but for a constant.
-        errors: their standard errors.
-        noise: how much less they say of the whole run than of themselves, as a standard deviation.
-        further: coordinates of a setting in dimensions of a user's own; None for none.
-
-    Example:
-        >>> theory = Theory(Setting(1, 0.9, 0.1), Scaling())
-        >>> efficiency = SampleEfficiency(theory)
-        >>> mean, error = efficiency(theory.setting(groups=4))
-        >>> round(math.exp(mean), 2), error > 0.2
-        (1.33, True)
-    """
-
-    def __init__(
-        self,
-        theory: Theory,
-        settings: Sequence[Setting] = (),
-        costs: Sequence[float] = (),
-        errors: Sequence[float] = (),
-        noise: float = c.PROBE_ERROR,
-        further: Callable[[Setting], list[float]] | None = None,
-    ) -> None:
-        self.theory, self._further = theory, further
-        self.costs = list(costs)
-        self._places = np.array([self._place(each) for each in settings])
-        expected = np.array([theory(each) for each in settings])
-        # Only differences between probes are known; theory says where the whole lies.
-        self.offset = float(np.mean(expected - self.costs)) if len(costs) else 0.0
-        variances = np.array([noise + error for error in errors or [0.0] * len(costs)]) ** 2
-        self._left = np.array(self.costs) + self.offset - expected
-        if len(costs):
-            self._inverse = np.linalg.inv(_kernel(self._places, self._places) + np.diag(variances))
-
-    @classmethod
-    def of(
-        cls, theory: Theory, tried: Sequence[TrialResult], further: Callable[[Setting], list[float]] | None = None
-    ) -> SampleEfficiency:
-        """From probes of one start; what diverged is `constants.FAILED` times slower than the slowest of the others."""
-        costs = log_costs(tried)
-        worst = max((cost for cost, _ in costs if math.isfinite(cost)), default=0.0) + math.log(c.FAILED)
-        return cls(
-            theory,
-            [each.setting for each in tried],
-            [min(cost, worst) for cost, _ in costs],
-            [error for _, error in costs],
-            further=further,
-        )
-
-    def __call__(self, setting: Setting) -> tuple[float, float]:
-        """The logarithm of the samples to the target, relative to the theory's start, and its standard deviation."""
-        expected = self.theory(setting)
-        if not len(self._left):
-            return expected, self.theory.error(setting)
-        near = _kernel(np.array([self._place(setting)]), self._places)[0]
-        variance = c.THEORY_ERROR**2 - near @ self._inverse @ near
-        return float(expected + near @ self._inverse @ self._left), math.sqrt(max(float(variance), 1e-6))
-
-    def deviation(self, one: Setting, other: Setting) -> float:
-        """The standard deviation of the logarithm of the ratio of their samples: 0 if they are the same."""
-        places = np.array([self._place(one), self._place(other)])
-        covariance = _kernel(places, places)
-        if len(self._left):
-            near = _kernel(places, self._places)
-            covariance = covariance - near @ self._inverse @ near.T
-        difference = np.array([1.0, -1.0])
-        return math.sqrt(max(float(difference @ covariance @ difference), 0.0))
-
-    def _place(self, setting: Setting) -> list[float]:
-        return [
-            math.log(setting.groups) / math.log(c.NEAR_GROUPS),
-            setting.momentum / c.NEAR_MOMENTUM,
-            math.log(max(self.theory.scaling.step(setting), 1e-12)) / math.log(c.NEAR_STEP),
-            math.log(setting.period) / math.log(c.NEAR_PERIOD),
-            *(self._further(setting) if self._further is not None else ()),
-        ]
-
-
-def _kernel(a: Array, b: Array) -> Array:
-    return np.asarray(c.THEORY_ERROR**2 * np.exp(-0.5 * ((a[:, None] - b[None]) ** 2).sum(-1)))
-
-
 # --- Forecast --------------------------------------------------------------------------------------------------------
 
 
@@ -449,55 +293,52 @@ class SettingEstimate:
         setting: the setting.
         seconds: time to the target; if no target is known only its ratios to those of other settings mean anything.
         samples_per_second: hardware efficiency.
-        samples: samples to the target, or relative to those of the best probe.
-        is_measured: whether a probe tried this very setting.
+        samples: samples to the target, or relative to those of the setting that theory starts from.
     """
 
     setting: Setting
     seconds: Estimate
     samples_per_second: float
     samples: Estimate
-    is_measured: bool
 
 
 class Forecast:
     """Time to the target of any setting.
 
     Args:
-        efficiency: samples that settings need.
+        theory: says what settings cost in samples, and what it may be off by.
         throughput: samples per second of a setting.
-        samples: samples to the target with the sample efficiency of the best probe, or None if that is not known: then
-            all times are relative to the best setting's.
-        tried: settings that were tried.
+        samples: samples to the target with the setting that theory starts from, or None if that is not known: then
+            all times are relative to its.
         level: probability of the intervals.
     """
 
     def __init__(
         self,
-        efficiency: SampleEfficiency,
+        theory: Theory,
         throughput: Callable[[Setting], float],
         samples: Estimate | None = None,
-        tried: Sequence[Setting] = (),
         level: float = 0.8,
     ) -> None:
-        self.efficiency, self.throughput, self.samples = efficiency, throughput, samples
-        self._tried = set(tried)
+        self.theory, self.throughput, self.samples = theory, throughput, samples
         self._width = _deviations(level)
 
     def log_seconds(self, setting: Setting) -> float:
         """The logarithm of the time to the target, but for a constant: what a search makes small."""
-        return self.efficiency(setting)[0] - math.log(max(self.throughput(setting), 1e-12))
+        return self.theory(setting) - math.log(max(self.throughput(setting), 1e-12))
+
+    def deviation(self, one: Setting, other: Setting) -> float:
+        """The standard deviation of the logarithm of the ratio of their samples: 0 if they are as good as the same."""
+        alike = replace(one, rebalance=other.rebalance) == other
+        return 0.0 if alike else math.hypot(self.theory.error(one), self.theory.error(other))
 
     def of(self, setting: Setting) -> SettingEstimate:
         """The estimate of a setting."""
-        mean, error = self.efficiency(setting)
-        mean -= self.efficiency.offset
+        mean, error = self.theory(setting), self.theory.error(setting)
         rate = max(self.throughput(setting), 1e-12)
         low, high = math.exp(mean - self._width * error), math.exp(mean + self._width * error)
         samples = _times(self.samples or Estimate(1.0, 1.0, 1.0), math.exp(mean), low, high)
-        return SettingEstimate(
-            setting, _times(samples, 1 / rate, 1 / rate, 1 / rate), rate, samples, setting in self._tried
-        )
+        return SettingEstimate(setting, _times(samples, 1 / rate, 1 / rate, 1 / rate), rate, samples)
 
     def of_systems(self, ranks: int, saturating: int, own: Setting | None = None) -> dict[str, SettingEstimate]:
         """What well-known systems would have set, and what it would have cost.
@@ -510,31 +351,28 @@ class Forecast:
             saturating: groups at which a serial part saturates.
             own: the user's setting; None for the theory's start.
         """
-        theory = self.efficiency.theory
-        start = own or theory.start
+        start = own or self.theory.start
         alone = Setting(1, start.momentum, start.lr)
         systems = {
             "DDP, Horovod (synchronous)": alone,
             "proportional batches": Setting(1, start.momentum, start.lr, rebalance=True),
             "Downpour, A-SGD (asynchronous, untuned)": Setting(ranks, start.momentum, start.lr),
             "Rudra (asynchronous, lr by staleness)": Setting(ranks, start.momentum, start.lr / max(1, ranks - 1)),
-            "Omnivore (groups where a part saturates)": theory.setting(saturating),
+            "Omnivore (groups where a part saturates)": self.theory.setting(saturating),
         }
         return {name: self.of(setting) for name, setting in systems.items()}
 
 
-def samples_to(target: float, tried: Sequence[TrialResult]) -> Estimate | None:
-    """Samples to a training loss, extrapolated from the probe that came furthest; None if that says nothing.
+def samples_to(target: float, batches: TrainedBatches) -> Estimate | None:
+    """Samples to a training loss, extrapolated from the first batches of a run; None if they say nothing.
 
     Args:
         target: the loss.
-        tried: probes from one start.
+        batches: that were trained.
     """
-    costs = log_costs(tried)
-    best = min(range(len(tried)), key=lambda i: costs[i][0], default=None)
-    if best is None or tried[best].has_failed or len(tried[best].samples) < 8:
+    if not batches.is_finite or len(batches.samples) < c.FEWEST_POINTS:
         return None
-    fit = fit_decay(LossCurve(np.array(tried[best].samples), np.array(tried[best].losses)), lowest=-math.inf)
+    fit = fit_decay(LossCurve(np.array(batches.samples), np.array(batches.losses)), lowest=-math.inf)
     if not isinstance(fit, DecayFit):
         return None
     found = fit.updates_to(target)

@@ -59,6 +59,11 @@ class Estimate:
             return "never reached"
         return f"{self.value:.4g} ({self.low:.4g} to {self.high:.4g})"
 
+    @property
+    def log_deviation(self) -> float:
+        """Standard deviation of the logarithm, if that is normal and the interval holds 80 % of it."""
+        return math.log(self.high / self.low) / 2 / NormalDist().inv_cdf(0.9)
+
     def times(self, factor: float) -> Estimate:
         """Of so many times as much, with the same probability."""
         return Estimate(self.value * factor, self.low * factor, self.high * factor, self.probability)
@@ -77,7 +82,7 @@ class LossCurve:
     """Losses over updates, or over samples.
 
     Args:
-        moments: updates or samples at each point, shape (n,), counted from the start of the run or probe; rising.
+        moments: updates or samples at each point, shape (n,), counted from the start of the run; rising.
         losses: loss at each point, shape (n,), the lower the better; NaN and infinity are allowed and mean trouble.
 
     Raises:
@@ -353,7 +358,7 @@ def _check(curve: LossCurve, lowest: float) -> None:
     # Trouble in most of the points is a verdict, not a lack of points.
     if len(curve) < c.FEWEST_POINTS:
         raise ConfigurationError(
-            f"{len(curve)} points: a decay needs at least {c.FEWEST_POINTS}; log more often or lengthen the probe"
+            f"{len(curve)} points: a decay needs at least {c.FEWEST_POINTS}; log more often, or train for longer"
         )
     if len(finite) and finite.min() < lowest:
         raise ConfigurationError(

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from lightning_omni.checks import counted
-from lightning_omni.errors import ConfigurationError
-from lightning_omni.performance.forecast import Forecast, Setting, SettingEstimate, TrialResult, log_costs, samples_to
-from lightning_omni.performance.measured import Measured
+from lightning_omni.performance.forecast import Forecast, Setting, SettingEstimate, samples_to
 from lightning_omni.performance.profile import Prediction, Profile
 from lightning_omni.performance.statistical import Estimate
-from lightning_omni.search import Choice, Search, StepSearchSpec
+from lightning_omni.search import Choice, Search
 from lightning_omni.search.choice import best_by_forecast
-from lightning_omni.search.experience import Experience
 
 PARTS = {
     "compute": "compute",
@@ -29,31 +26,24 @@ PARTS = {
 
 
 @dataclass(frozen=True)
-class ProbeRow:
-    """One probe.
+class ConsideredRow:
+    """One setting that was considered.
 
     Attributes:
-        number: from 1.
-        tried: what it showed.
-        why: it was tried, in a few words; empty if that is not known.
-        time: to the target, relative to the choice's; infinite if the probe diverged.
-        samples: to the target, relative to the best probe's; infinite if the probe diverged.
-        error: standard error of the logarithm of ``samples``.
-        rate: samples per second while it ran; NaN if nothing was timed.
+        setting: the setting.
+        by: what proposed it.
+        rate: samples per second that are predicted.
+        samples: to the target, relative to the user's own setting's.
+        time: to the target, relative to the choice's.
+        gain: that was expected of it: the time of the run's setting over its, in the mean where it is faster.
     """
 
-    number: int
-    tried: TrialResult
-    why: str
-    time: float
-    samples: float
-    error: float
+    setting: Setting
+    by: str
     rate: float
-
-    @property
-    def loss(self) -> float:
-        """At the end of the probe; NaN if nothing was trained."""
-        return self.tried.last_loss
+    samples: float
+    time: float
+    gain: float
 
 
 @dataclass(frozen=True)
@@ -81,16 +71,14 @@ class Digest:
 
     Args:
         search: what was found.
-        reasons: why each probe was tried; where there are none the search is asked once more.
         target: loss at which the run is over; None if none was named.
     """
 
-    def __init__(self, search: Search, reasons: Sequence[str] = (), target: float | None = None) -> None:
+    def __init__(self, search: Search, target: float | None = None) -> None:
         self.search = search
-        self.reasons = tuple(reasons) or asked_again(search)
-        samples = samples_to(target, search.tried) if target is not None and search.profile is not None else None
-        tried = [each.setting for each in search.tried]
-        self.forecast = Forecast(search.efficiency(), search.throughput, samples, tried)
+        samples = samples_to(target, search.observation.batches) if target is not None else None
+        search.profile  # noqa: B018 - what is known of samples depends on how step times scatter
+        self.forecast = Forecast(search.theory, search.throughput, samples)
 
     @cached_property
     def choice(self) -> Choice:
@@ -98,8 +86,8 @@ class Digest:
         return self.search.choice()
 
     @property
-    def profile(self) -> Profile | None:
-        """The hardware model; None if nothing was timed."""
+    def profile(self) -> Profile:
+        """The hardware model."""
         return self.search.profile
 
     def bottleneck(self, prediction: Prediction) -> str:
@@ -108,18 +96,13 @@ class Digest:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks, as far as is known."""
-        return self.profile.ranks if self.profile is not None else max(self.search.spec.space.groups)
+        """Number of ranks."""
+        return self.profile.ranks
 
     @property
     def start(self) -> Setting:
         """The user's own setting."""
         return self.search.spec.own or self.search.spec.start
-
-    @property
-    def is_about_steps(self) -> bool:
-        """Whether only the size of the step was searched: by what losses say at once, not by a forecast of time."""
-        return isinstance(self.search.spec, StepSearchSpec)
 
     @property
     def groups(self) -> tuple[int, ...]:
@@ -144,27 +127,27 @@ class Digest:
     def time(self, setting: Setting) -> Estimate:
         """Time to the target with a setting, relative to the choice's."""
         unit = math.exp(self.forecast.log_seconds(self.choice.setting))
-        error = self.forecast.efficiency.deviation(setting, self.choice.setting)
+        error = self.forecast.deviation(setting, self.choice.setting)
         return self._relative(setting, 1 / self.search.throughput(setting) / unit, error)
 
     def samples(self, setting: Setting) -> Estimate:
-        """Samples to the target with a setting, relative to the best probe's."""
-        return self._relative(setting, math.exp(-self.forecast.efficiency.offset), self.forecast.efficiency(setting)[1])
+        """Samples to the target with a setting, relative to the user's own."""
+        return self._relative(setting, 1.0, self.forecast.theory.error(setting))
 
     def _relative(self, setting: Setting, factor: float, error: float) -> Estimate:
-        mean, width = self.forecast.efficiency(setting)[0], _QUANTILE * error
+        mean, width = self.forecast.theory(setting), _QUANTILE * error
         return Estimate(*(factor * math.exp(each) for each in (mean, mean - width, mean + width)))
 
     @cached_property
     def contributions(self) -> list[Contribution]:
-        """From the user's own setting to the choice, part by part; none if it stays, or only the step was searched."""
-        if self.profile is None or self.is_about_steps or self.choice.setting == self.start:
+        """From the user's own setting to the choice, part by part; none if it stays."""
+        if self.choice.setting == self.start:
             return []
         found = []
         before = self.start
         for part, setting in self._on_the_way(self.choice.setting):
             rate = self.search.throughput(setting) / self.search.throughput(before)
-            more = self.forecast.efficiency(setting)[0] - self.forecast.efficiency(before)[0]
+            more = self.forecast.theory(setting) - self.forecast.theory(before)
             found.append(Contribution(part, rate, math.exp(more)))
             before = setting
         return found
@@ -192,45 +175,29 @@ class Digest:
             parts.append(("overlapped" if at.overlap else "not overlapped", at))
         if not parts:
             parts.append(("momentum and learning rate", choice))
-        return [*((part, self._suited(setting)) for part, setting in parts[:-1]), (parts[-1][0], choice)]
-
-    def _suited(self, setting: Setting) -> Setting:
-        """With the momentum and rate that are expected to suit it."""
-        if isinstance(self.search.theory, Experience):
-            return self.search.theory.suggested(setting)
-        suited = self.search.proposal(setting.groups)
-        return replace(setting, momentum=suited.momentum, lr=suited.lr)
+        suited = self.search.theory.suggested  # the momentum and rate that are expected to suit it
+        return [*((part, suited(setting)) for part, setting in parts[:-1]), (parts[-1][0], choice)]
 
     # --- Settings ----------------------------------------------------------------------------------------------------
 
     @cached_property
     def curve(self) -> dict[int, Setting]:
         """For each number of groups the setting that is expected to be at the target first."""
-        best = {}
-        for groups in self.groups:
-            sound = [self.search.as_it_would_be(each.setting) for each in self.search.tried if not each.has_failed]
-            options = [self.search.proposal(groups), *(each for each in sound if each.groups == groups)]
-            if self.search.prior is not None:  # groups may exchange in many ways
-                options = [best_by_forecast(self.search, groups)]
-            best[groups] = min(options, key=self.forecast.log_seconds)
+        best = {groups: best_by_forecast(self.search, groups) for groups in self.groups}
         if self.choice.setting.groups in best:
             best[self.choice.setting.groups] = self.choice.setting
         return best
 
     @cached_property
     def systems(self) -> dict[str, SettingEstimate]:
-        """The user's own setting, and those of well-known systems; none if only the step was searched."""
-        if self.is_about_steps:
-            return {}
-        saturating = self.profile.saturating_groups() if self.profile is not None else self.ranks
+        """The user's own setting, and those of well-known systems."""
+        saturating = self.profile.saturating_groups()
         own = self.forecast.of(self.start)
         return {"your own setting": own, **self.forecast.of_systems(self.ranks, saturating, self.start)}
 
     @cached_property
     def predictions(self) -> dict[tuple[int, bool], Prediction]:
         """What the hardware model says of groups, with equal batches and, where they pay, with proportional ones."""
-        if self.profile is None:
-            return {}
         return {
             (setting.groups, rebalance): self.search.prediction(replace(setting, rebalance=rebalance))
             for setting in (replace(self.choice.setting, groups=groups) for groups in self.groups)
@@ -242,33 +209,25 @@ class Digest:
         """The faster of the two, for a number of groups.
 
         Raises:
-            KeyError: nothing was timed, or it is none of `groups`.
+            KeyError: it is none of `groups`.
         """
         return self.predictions.get((groups, True)) or self.predictions[groups, False]
 
     @cached_property
-    def probes(self) -> list[ProbeRow]:
-        """All probes, in their order."""
-        unit = self.forecast.log_seconds(self.choice.setting) - self.forecast.efficiency.offset
-        rows = []
-        seen, judged = self.search.observations, self.search.tried
-        # The run's own batches are of one setting: there is no other curve that tells whether their loss is high.
-        is_run = self.search.sampler.learns_from_run and not self.is_about_steps
-        costs = [(math.inf if each.has_failed else 0.0, 0.0) for each in judged] if is_run else log_costs(judged)
-        for number, (observation, tried, (cost, error)) in enumerate(zip(seen, judged, costs, strict=True)):
-            rate = self.search.throughput(tried.setting if is_run else self.search.as_it_would_be(tried.setting))
-            rows.append(
-                ProbeRow(
-                    number + 1,
-                    tried,
-                    self.reasons[number] if number < len(self.reasons) else "",
-                    math.exp(cost - math.log(rate) - unit) if math.isfinite(cost) else math.inf,
-                    math.exp(cost) if math.isfinite(cost) else math.inf,
-                    error,
-                    rate_of(observation.measured) if observation.measured is not None else math.nan,
-                )
+    def considered(self) -> list[ConsideredRow]:
+        """The setting that the run had, the best of the list and what scikit-optimize proposed."""
+        _ = self.choice
+        return [
+            ConsideredRow(
+                each.setting,
+                each.by,
+                self.search.throughput(each.setting),
+                self.samples(each.setting).value,
+                self.time(each.setting).value,
+                math.exp(each.improvement),
             )
-        return rows
+            for each in self.search.phase.considered
+        ]
 
     # --- Sentences ---------------------------------------------------------------------------------------------------
 
@@ -279,45 +238,18 @@ class Digest:
             return f"{self.choice.setting}: {self.choice.why}"
         if self.choice.setting == self.start:
             return f"your own setting stays: {self.choice.setting}"
-        if self.search.spec.current and self.choice.setting == self.search.spec.start:
-            return f"what was chosen before stays: {self.choice.setting}"
         text = f"{self.choice.setting}: expected speed-up {span(self.speed_up)} over your own setting, {self.start}"
         return text if self.seconds is None else f"{text}; target expected after {interval(self.seconds)} of training"
 
     @property
     def expense(self) -> str:
-        """How many probes there were, and what they took."""
-        budget = self.search.budget
-        text = f"{counted(len(self.search.tried), 'probe')} in {duration(self.search.spent)}"
-        return text if math.isinf(budget) else f"{text} of a budget of {duration(budget)}"
+        """From what it was chosen, and how long that took."""
+        batches = len(self.search.observation.batches.losses)
+        return f"chosen from {batches} batches, in {duration(self.search.overhead)}"
 
 
 _QUANTILE = 1.2816
 """Of the normal distribution: intervals hold with a probability of 0.8, as the forecast's."""
-
-
-def asked_again(search: Search) -> tuple[str, ...]:
-    """Why each probe was tried, from a search that is told the same once more; empty where it asks otherwise."""
-    again = Search(search.spec, search.strategy)
-    reasons = []
-    try:
-        for observation in search.observations:
-            probe = again.next()
-            same = probe is not None and probe.setting == observation.tried.setting
-            reasons.append(probe.why if probe is not None and same else "")
-            again.tell(observation)
-    except ConfigurationError:  # scikit-optimize is missing
-        return ("",) * len(search.observations)
-    return tuple(reasons)
-
-
-def rate_of(measured: Measured) -> float:
-    """Samples per second of all groups together, as they were measured."""
-    rate = 0.0
-    for members, steps in zip(measured.groups, measured.steps, strict=True):
-        rows = [measured.samples[measured.ranks.index(rank)] for rank in members]
-        rate += sum(map(sum, rows)) / sum(steps)
-    return rate
 
 
 def shares(parts: Mapping[str, float], seconds_per_update: float, groups: int) -> dict[str, float]:

@@ -94,24 +94,18 @@ class Section:
     def choice(self) -> TextTable:
         """What was chosen, and what it cost to find."""
         digest, search = self.digest, self.digest.search
-        setting, budget = digest.choice.setting, search.budget
+        setting = digest.choice.setting
         rows = [
             ["choice", str(setting)],
             ["why", digest.choice.why],
             ["your own setting", str(digest.start)],
-            ["search", f"{search.strategy}, {digest.ranks} ranks, batches of {search.spec.batch} in all"],
-            ["spent", digest.expense],
+            ["search", f"{digest.ranks} ranks, batches of {search.spec.batch} in all; {digest.expense}"],
         ]
-        if not math.isinf(budget) and budget > 0:
-            rows[-1][1] += f" ({search.spent / budget:.0%}), which is {search.spec.share:.3g} of the run"
         if (setting.groups, False) in digest.predictions:
             rows.insert(2, ["bottleneck", digest.bottleneck(digest.prediction(setting.groups))])
         if digest.seconds is not None:
             rows.append(["time to the target", interval(digest.seconds)])
-        if not digest.is_about_steps and digest.choice.estimate is not None:
-            rows.append(["speed-up over your own setting", span(digest.speed_up)])
-        if search.stopped:
-            rows.append(["ended early", search.stopped])
+        rows.append(["speed-up over your own setting", span(digest.speed_up)])
         return TextTable([], rows)
 
     @property
@@ -128,18 +122,24 @@ class Section:
         return TextTable(heads, rows, len(rows) - 1, {3: [value / max(full) for value in full]})
 
     @property
-    def probes(self) -> TextTable:
-        """What was tried."""
-        digest = self.digest
-        heads = ["#", "setting", "why", "samples", "loss at the end", "samples/s", "time", "seconds", "problem"]
-        rows, chosen = [], None
-        for place, row in enumerate(digest.probes):
-            if digest.search.as_it_would_be(row.tried.setting) == digest.choice.setting:
-                chosen = place
-            time = "" if digest.is_about_steps else times(row.time)
-            numbers = [number(row.tried.end), number(row.loss), number(row.rate), time, number(row.tried.seconds)]
-            rows.append([str(row.number), str(row.tried.setting), row.why, *numbers, row.tried.problem])
+    def considered(self) -> TextTable:
+        """What was compared."""
+        rows = [
+            [str(row.setting), row.by, number(row.rate), times(row.samples), times(row.time), times(row.gain)]
+            for row in self.digest.considered
+        ]
+        chosen = [row.setting for row in self.digest.considered].index(self.digest.choice.setting) if rows else None
+        heads = ["setting", "proposed by", "samples/s", "samples", "time", "expected gain"]
         return TextTable(heads, rows, chosen)
+
+    @property
+    def segments(self) -> TextTable:
+        """What was trained in several groups before, and how fast that was."""
+        rows = [
+            [str(each.setting), times(math.exp(each.log_ratio)), f"{100 * math.sqrt(each.variance):.2g} %"]
+            for each in self.digest.search.segments
+        ]
+        return TextTable(["trained with", "seconds, measured over predicted", "standard error"], rows)
 
     @property
     def systems(self) -> TextTable:
@@ -160,11 +160,9 @@ class Section:
         return [] if seconds is None else [duration(relative * seconds.value)]
 
     @property
-    def hardware(self) -> TextTable | None:
-        """What each number of groups would do; None if nothing was timed."""
+    def hardware(self) -> TextTable:
+        """What each number of groups would do."""
         digest, setting = self.digest, self.digest.choice.setting
-        if digest.profile is None:
-            return None
         rows = []
         for (groups, rebalance), prediction in digest.predictions.items():
             has_trained = groups != setting.groups or rebalance == setting.rebalance
@@ -181,7 +179,7 @@ class Section:
     @property
     def ranks(self) -> TextTable:
         """How fast each rank is by itself."""
-        speeds = self.digest.profile.speeds if self.digest.profile is not None else ()
+        speeds = self.digest.profile.speeds
         rows = [[str(rank), number(speed)] for rank, speed in enumerate(speeds)]
         return TextTable(["rank", "samples/s"], rows, bars={1: [speed / max(speeds) for speed in speeds]})
 
@@ -226,7 +224,6 @@ def templates() -> Environment:
 def _run(run: RunTimes, has_target: bool) -> TextTable:
     """What became of the run."""
     rows = [["trained", duration(run.training)], ["tuned", duration(run.tuning)]]
-    rows.append(["wrote reports", duration(run.reports)])
     if has_target:
         reached = "not reached" if run.to_target is None else run.sentence.removeprefix("the target was ")
         rows.append(["target", reached])

@@ -1,4 +1,4 @@
-"""The picture of one search, on one page: both efficiencies, their product, and what the probes did.
+"""The picture of one search, on one page: both efficiencies, their product, and where the choice lies.
 
 Its colours mean what they mean in all pictures, see `lightning_omni.palette`.
 """
@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -22,13 +23,11 @@ from lightning_omni.palette import (
     QUANTITY,
     YOURS,
     new_figure,
-    number_colours,
     plot_interval,
 )
 from lightning_omni.palette import PARTS as PARTS_COLOURS
-from lightning_omni.performance.forecast import Setting, TrialResult
 from lightning_omni.performance.statistical import Estimate
-from lightning_omni.report.digest import Digest, ProbeRow, interval, shares, times
+from lightning_omni.report.digest import Digest, interval, shares, times
 
 _PART_LABELS = {
     "compute": "compute",
@@ -44,7 +43,7 @@ _MOST = 12.0
 
 
 def draw(digest: Digest, when: str, measured_after: Mapping[int, float]) -> Any:
-    """The picture, as a matplotlib figure. Of a search for the size of a step alone there is less to show.
+    """The picture, as a matplotlib figure.
 
     Args:
         digest: of the search.
@@ -54,25 +53,18 @@ def draw(digest: Digest, when: str, measured_after: Mapping[int, float]) -> Any:
     Raises:
         ConfigurationError: matplotlib is missing.
     """
-    figure = new_figure(14, 5.2 if digest.is_about_steps else 11.5, dpi=100, facecolor="white")
+    figure = new_figure(14, 11.5, dpi=100, facecolor="white")
     from matplotlib import rc_context
 
     with rc_context(_STYLE):
         engine: Any = figure.get_layout_engine()
         engine.set(w_pad=0.11, h_pad=0.09)
         figure.suptitle(_heading(digest, when), fontsize=13, x=0.01, ha="left", linespacing=1.5)
-        if digest.is_about_steps:
-            losses, hardware, step = figure.subplots(1, 3)
-            _losses(losses, digest)
-            _hardware(hardware, digest, measured_after)
-            hardware.legend(*_entries(digest, measured_after, has_systems=False), loc="lower right")
-            _step(step, digest)
-            return figure
         # Rows of their own, so that the long names of the last do not move the margins of all.
         bands: Any = figure.subfigures(3, 1, height_ratios=[1.06, 1, 0.62], hspace=0.03)
         upper, middle, lower = bands
         hardware, statistics, time = upper.subplots(1, 3)
-        step, losses, plane = middle.subplots(1, 3)
+        step, losses, phase = middle.subplots(1, 3)
         _hardware(hardware, digest, measured_after)
         _statistics(statistics, digest)
         _time(time, digest)
@@ -80,14 +72,12 @@ def draw(digest: Digest, when: str, measured_after: Mapping[int, float]) -> Any:
         upper.legend(handles, texts, loc="outside upper left", ncols=len(texts), columnspacing=1.4)
         _step(step, digest)
         _losses(losses, digest)
-        _plane(plane, digest, middle)
+        _phase(phase, digest, middle)
         _systems(lower.subplots(), digest)
     return figure
 
 
-def _entries(
-    digest: Digest, measured_after: Mapping[int, float], has_systems: bool = True
-) -> tuple[list[Any], list[str]]:
+def _entries(digest: Digest, measured_after: Mapping[int, float]) -> tuple[list[Any], list[str]]:
     """Of a legend: what is drawn, and what it is."""
     from matplotlib.lines import Line2D
 
@@ -95,15 +85,12 @@ def _entries(
     if any(rebalance for _, rebalance in digest.predictions):
         entries.append(("with proportional batches", {"color": PROPORTIONAL, "marker": "o"}))
     alone: dict[str, Any] = {"linestyle": "", "markersize": 8}
-    entries.append(("a probe", {**alone, "marker": "D", "color": "white", "markeredgecolor": "black"}))
-    if not all(math.isfinite(row.time) for row in digest.probes) and has_systems:
-        entries.append(("diverged", {**alone, "marker": "x", "color": "black"}))
+    entries.append(("considered", {**alone, "marker": "D", "color": "white", "markeredgecolor": "black"}))
     if measured_after:
         entries.append(("measured in training", {**alone, "marker": "X", "color": MEASURED}))
     entries.append(("the choice", {**alone, "marker": "*", "color": CHOSEN, "markersize": 15}))
-    if has_systems:
-        letters = {**alone, "marker": "s", "color": "white", "markeredgecolor": YOURS, "markersize": 11}
-        entries.append(("yours and other systems' (letters: see below)", letters))
+    letters = {**alone, "marker": "s", "color": "white", "markeredgecolor": YOURS, "markersize": 11}
+    entries.append(("yours and other systems' (letters: see below)", letters))
     return [Line2D([], [], **{"markersize": 5, **style}) for _, style in entries], [text for text, _ in entries]
 
 
@@ -130,26 +117,21 @@ def _heading(digest: Digest, when: str) -> str:
     return "\n".join([*textwrap.wrap(digest.statement, 130), "  ·  ".join(parts)])
 
 
-def _empty(axes: Any, text: str) -> None:
-    axes.set_axis_off()
-    axes.text(0.5, 0.5, textwrap.fill(text, 34), ha="center", va="center", color=GREY, transform=axes.transAxes)
-
-
-def _over_groups(axes: Any, digest: Digest, expected: Sequence[Estimate], probed: str, chosen: float) -> None:
-    """What is expected of each number of groups, what the probes came to, and the choice.
+def _over_groups(axes: Any, digest: Digest, expected: Sequence[Estimate], name: str, chosen: float) -> None:
+    """What is expected of each number of groups, of what was considered, and of the choice.
 
     Args:
         axes: on which powers of two will be equally far apart.
         digest: of the search.
         expected: for each number of groups.
-        probed: the attribute of a `ProbeRow` that says the same of a probe.
+        name: the attribute of a `ConsideredRow` that says the same of it.
         chosen: and that of the choice.
     """
     groups = digest.groups
     plot_interval(axes, groups, expected, EXPECTED)
-    rows = [row for row in digest.probes if math.isfinite(getattr(row, probed))]
-    places, heights = [_beside(row, digest) for row in rows], [getattr(row, probed) for row in rows]
-    colours = [PROPORTIONAL if row.tried.setting.rebalance else EXPECTED for row in rows]
+    rows = digest.considered
+    places, heights = [row.setting.groups for row in rows], [getattr(row, name) for row in rows]
+    colours = [PROPORTIONAL if row.setting.rebalance else EXPECTED for row in rows]
     axes.scatter(places, heights, marker="D", s=40, facecolor="none", edgecolor=colours, linewidth=1.7, zorder=7)
     axes.scatter(digest.choice.setting.groups, chosen, **_CHOSEN)
     axes.set_xscale("log", base=2)
@@ -165,8 +147,6 @@ def _over_groups(axes: Any, digest: Digest, expected: Sequence[Estimate], probed
 
 
 def _hardware(axes: Any, digest: Digest, measured_after: Mapping[int, float]) -> None:
-    if not digest.predictions:
-        return _empty(axes, "Nothing was timed: how fast groups would be is not known")
     rates = {key: each.samples_per_second for key, each in digest.predictions.items()}
     even, chosen = [rates[g, False] for g in digest.groups], digest.search.throughput(digest.choice.setting)
     _over_groups(axes, digest, even, "rate", chosen)
@@ -189,8 +169,6 @@ def _of_hardware(digest: Digest) -> str:
 
 def _step(axes: Any, digest: Digest) -> None:
     """Of what a group's step consists."""
-    if not digest.predictions:
-        return _empty(axes, "Nothing was timed: the bottleneck is not known")
     places = range(len(digest.groups))
     bottom = np.zeros(len(digest.groups))
     found = [digest.prediction(g) for g in digest.groups]
@@ -222,21 +200,8 @@ def _step(axes: Any, digest: Digest) -> None:
 def _statistics(axes: Any, digest: Digest) -> None:
     values = [digest.samples(digest.curve[g]) for g in digest.groups]
     _over_groups(axes, digest, values, "samples", digest.samples(digest.choice.setting).value)
-    sound = [row for row in digest.probes if math.isfinite(row.samples)]
-    top = 1.15 * max([*(row.samples for row in sound), *(min(each.high, 3 * each.value) for each in values)])
-    for row in sound:
-        ends = [row.samples * math.exp(sign * row.error) for sign in (-1, 1)]
-        axes.plot([_beside(row, digest)] * 2, ends, color=GREY, linewidth=1, zorder=3)
-    gone = [_beside(row, digest) for row in digest.probes if not math.isfinite(row.samples)]
-    axes.scatter(gone, [0.96 * top] * len(gone), marker="x", s=55, color="black", zorder=4)
-    axes.set(ylabel="samples to the target  (1: the best probe)", ylim=(0, top), title=_of_statistics(digest))
-
-
-def _beside(row: ProbeRow, digest: Digest) -> float:
-    """Where a probe stands, so that those of one number of groups stand side by side."""
-    alike = [each.number for each in digest.probes if each.tried.setting.groups == row.tried.setting.groups]
-    away = alike.index(row.number) - (len(alike) - 1) / 2
-    return float(row.tried.setting.groups * 2 ** (0.09 * away))
+    top = 1.15 * max(min(each.high, 3 * each.value) for each in values)
+    axes.set(ylabel="samples to the target  (1: yours)", ylim=(0, top), title=_of_statistics(digest))
 
 
 def _of_statistics(digest: Digest) -> str:
@@ -248,89 +213,14 @@ def _of_statistics(digest: Digest) -> str:
 
 
 def _losses(axes: Any, digest: Digest) -> None:
-    curves = [_ProbeCurve(row, *_smooth(row.tried)) for row in digest.probes if len(row.tried.samples) > 1]
-    if not curves:
-        return _empty(axes, "No probe was run")
-    bounds = _bounds_of_losses(curves)
-    if bounds is None:
-        return _empty(axes, "No probe had a finite loss")
-    low, top = bounds
-    is_step = digest.is_about_steps
-    colours = number_colours(sorted({curve.setting.lr for curve in curves}) if is_step else digest.groups)
-    for place, curve in enumerate(curves):
-        is_choice = digest.search.as_it_would_be(curve.setting) == digest.choice.setting
-        # The choice is the thick one and lies below the others, the first of which are wider: none hides another.
-        width = 3.4 if is_choice else max(1.0, 2.2 - 0.3 * place)
-        style = {"linestyle": ":" if curve.has_failed else "-", "linewidth": width, "zorder": 2 if is_choice else 3}
-        axes.plot(curve.samples, curve.losses, color=colours[_kind(curve.setting, is_step)], **style)
-        if curve.has_failed:
-            _mark_failure(axes, curve, low, top)
-    axes.set(xlabel="samples", ylabel="training loss", ylim=(low - 0.05 * (top - low), top))
-    failed = sum(curve.has_failed for curve in curves)
-    count = counted(len(curves), "probe")
-    axes.set_title(f"{count} from the same weights" + (f", {failed} failed (×)" if failed else ""))
-    shown = {_kind(curve.setting, is_step) for curve in curves}
-    names = {kind: f"lr {kind:.3g}" if is_step else counted(int(kind), "group") for kind in colours if kind in shown}
-    _name_colours(axes, {name: colours[kind] for kind, name in names.items()})
-
-
-class _ProbeCurve(NamedTuple):
-    """A probe's training loss over samples, smoothed."""
-
-    row: ProbeRow
-    samples: Any
-    losses: Any
-
-    @property
-    def setting(self) -> Setting:
-        return self.row.tried.setting
-
-    @property
-    def has_failed(self) -> bool:
-        return self.row.tried.has_failed
-
-
-def _bounds_of_losses(curves: Sequence[_ProbeCurve]) -> tuple[float, float] | None:
-    """The least loss, and a little above the first, or the last if that is higher and its probe has not failed.
-
-    None where no loss is finite.
-    """
-    alive = [curve.losses for curve in curves if not curve.has_failed]
-    having = alive or [curve.losses for curve in curves]
-    sound = [finite for losses in having if len(finite := losses[np.isfinite(losses)])]
-    if not sound:
-        return None
-    ends = (0, -1) if alive else (0,)
-    high, low = max(float(losses[end]) for losses in sound for end in ends), min(float(each.min()) for each in sound)
-    above = 0.25 if any(curve.has_failed for curve in curves) else 0.05
-    return low, high + above * max(high - low, 1e-9)
-
-
-def _mark_failure(axes: Any, curve: _ProbeCurve, low: float, top: float) -> None:
-    """A cross where the loss leaves the picture, or where it ends."""
-    gone = np.flatnonzero(~(curve.losses < top))
-    place = gone[0] if len(gone) else len(curve.losses) - 1
-    height = curve.losses[place] if curve.losses[place] < top else top - 0.03 * (top - low)
-    axes.scatter(curve.samples[place], height, marker="x", s=60, color="black", zorder=5)
-
-
-def _kind(setting: Setting, is_step: bool) -> float:
-    """By which probes are coloured."""
-    return setting.lr if is_step else setting.groups
-
-
-def _name_colours(axes: Any, colours: Mapping[str, Any]) -> None:
-    from matplotlib.lines import Line2D
-
-    axes.legend([Line2D([], [], color=colour) for colour in colours.values()], list(colours), loc="lower left")
-
-
-def _smooth(tried: TrialResult) -> tuple[Any, Any]:
-    """A loss curve, each point the mean of a twentieth of the batches."""
-    window = max(1, len(tried.losses) // 20)
-    losses = np.convolve(tried.losses, np.ones(window) / window, mode="valid")
-    samples = np.convolve(tried.samples, np.ones(window) / window, mode="valid")
-    return samples, losses
+    """The training loss of the batches that were timed, each point the mean of a twentieth of them."""
+    batches = digest.search.observation.batches
+    window = max(1, len(batches.losses) // 20)
+    losses = np.convolve(batches.losses, np.ones(window) / window, mode="valid")
+    samples = np.convolve(batches.samples, np.ones(window) / window, mode="valid")
+    axes.plot(samples, losses, color=MEASURED, marker="." if len(losses) < 40 else "")
+    axes.set(xlabel="samples", ylabel="training loss")
+    axes.set_title(f"The {len(batches.losses)} batches that were timed")
 
 
 # --- Time ------------------------------------------------------------------------------------------------------------
@@ -339,12 +229,10 @@ def _smooth(tried: TrialResult) -> tuple[Any, Any]:
 def _time(axes: Any, digest: Digest) -> None:
     values = [digest.time(digest.curve[g]) for g in digest.groups]
     _over_groups(axes, digest, values, "time", 1.0)
-    times_of = [row.time for row in digest.probes if math.isfinite(row.time)]
-    top = min(1.25 * max([*times_of, *(min(each.high, 2.5 * each.value) for each in values), 1.6]), _MOST)
+    top = min(1.25 * max([*(min(each.high, 2.5 * each.value) for each in values), 1.6]), _MOST)
     _letters(axes, digest, top)
-    what = "time" if digest.profile is not None else "samples"
     title = f"Both together: {counted(digest.choice.setting.groups, 'group')} for the least time"
-    axes.set(ylabel=f"{what} to the target  (1: the choice)", ylim=(0, top), title=title)
+    axes.set(ylabel="time to the target  (1: the choice)", ylim=(0, top), title=title)
 
 
 def _letters(axes: Any, digest: Digest, top: float) -> None:
@@ -398,8 +286,7 @@ def _systems(axes: Any, digest: Digest) -> None:
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
     axes.axvline(1, color=CHOSEN, linewidth=1, linestyle="--", zorder=0)
-    what = "time" if digest.profile is not None else "samples"
-    axes.set(xlabel=f"{what} to the target (1: the choice), with 80 % intervals in brackets", xlim=(0, 1.62 * most))
+    axes.set(xlabel="time to the target (1: the choice), with 80 % intervals in brackets", xlim=(0, 1.62 * most))
     axes.set_title(_of_systems(digest))
 
 
@@ -411,71 +298,53 @@ def _of_systems(digest: Digest) -> str:
     return f"What others would have taken: at least {times(others[best])} the time, with {best.partition(' (')[0]}"
 
 
-# --- The plane of momentum and learning rate -------------------------------------------------------------------------
+# --- The phase -------------------------------------------------------------------------------------------------------
+
+_MOMENTA = 20
+"""Rows of the map."""
 
 
-def _plane(axes: Any, digest: Digest, figure: Any) -> None:
-    theory = [digest.search.proposal(g) for g in digest.groups]
-    rates, momenta = [each.lr for each in theory], [each.momentum for each in theory]
-    axes.plot(rates, momenta, color=GREY, linewidth=1, marker=".", label="theory's settings", zorder=1)
-    axes.plot([], [], "o", color=GREY, markersize=9, label="probes (number: groups)")
-    axes.legend(loc="upper left", bbox_to_anchor=(0, 1.0), ncols=1)
-    rows = [row for row in digest.probes if math.isfinite(row.time)]
-    failed = [row for row in digest.probes if not math.isfinite(row.time)]
+def _phase(axes: Any, digest: Digest, figure: Any) -> None:
+    """The predicted time over groups and momentum, with what was considered and what was trained before.
+
+    Each number of groups exchanges in the way that suits it best, in steps as large as those that suit it; one group
+    keeps the user's momentum.
+    """
+    from matplotlib.colors import LogNorm
+
+    low, high = digest.search.spec.space.momentum
+    momenta = np.linspace(low, high, _MOMENTA) if high > low else np.array([low])
+    height = (momenta[1] - momenta[0]) if len(momenta) > 1 else 0.1
+    several = digest.groups[1:]
+    seconds = np.array([[_time_with(digest, groups, each) for groups in several] for each in momenta])
+    own = digest.time(digest.curve[1]).value
+    norm = LogNorm(min(1.0, own, *seconds.ravel()), max(1.5, own, *seconds.ravel()))
+    place = {groups: number for number, groups in enumerate(digest.groups)}
+    style = {"norm": norm, "cmap": QUANTITY}
+    if several:
+        edges = [momenta[0] - height / 2, *(momenta + height / 2)]
+        drawn = axes.pcolormesh(np.arange(len(several) + 1) + 0.5, edges, seconds, **style)
+        figure.colorbar(drawn, ax=axes, pad=0.02, aspect=30, label="time (1: the choice)").ax.minorticks_off()
+    axes.scatter(0, digest.start.momentum, c=[own], s=260, marker="s", **style)
+    for row in digest.considered:
+        style = {"marker": "D", "s": 60, "facecolor": "none", "edgecolor": "white", "linewidth": 2, "zorder": 5}
+        axes.scatter(place[row.setting.groups], row.setting.momentum, **style)
+        axes.annotate(row.by, (place[row.setting.groups], row.setting.momentum), (6, 6), textcoords="offset points")
+    for each in digest.search.segments:
+        if each.setting.groups in place:
+            axes.scatter(
+                place[each.setting.groups], each.setting.momentum, marker="X", s=90, color=MEASURED, ec="white"
+            )
     chosen = digest.choice.setting
-    axes.scatter(chosen.lr, chosen.momentum, **{**_CHOSEN, "s": 1100, "alpha": 0.9, "zorder": 2})
-    if rows:
-        _probes_in_plane(axes, rows, figure)
-    for row in failed:
-        setting = row.tried.setting
-        axes.scatter(setting.lr, setting.momentum, marker="x", s=200, color="black", linewidth=2, zorder=4)
-    _lr_axis(axes, [*theory, chosen, *(row.tried.setting for row in digest.probes)])
+    axes.scatter(place[chosen.groups], chosen.momentum, **_CHOSEN)
+    axes.set_xticks(range(len(place)), map(str, place))
+    axes.grid(visible=False)
+    axes.set(xlabel="groups", ylabel="momentum", xlim=(-0.6, len(place) - 0.4))
     axes.set_title(f"Chosen: momentum {chosen.momentum:.3g}, lr {chosen.lr:.3g}")
 
 
-def _probes_in_plane(axes: Any, rows: Sequence[ProbeRow], figure: Any) -> None:
-    """Each probe where its momentum and rate are, coloured by its time, with the number of its groups."""
-    from matplotlib.colors import LogNorm
-
-    least, worst = min(1.0, *(row.time for row in rows)), max(1.5, *(row.time for row in rows))
-    drawn = axes.scatter(
-        [row.tried.setting.lr for row in rows],
-        [row.tried.setting.momentum for row in rows],
-        c=[row.time for row in rows],
-        norm=LogNorm(least, worst),
-        cmap=QUANTITY,
-        s=260,
-        edgecolor="white",
-        zorder=4,
-    )
-    bar = figure.colorbar(drawn, ax=axes, pad=0.02, aspect=30, label="time (1: the choice)")
-    ticks = [tick for tick in (1, 1.2, 1.5, 2, 3, 5, 10, 20, 50) if least <= tick <= worst]
-    bar.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
-    bar.ax.minorticks_off()
-    for row in rows:
-        is_dark = math.log(row.time / least) < 0.6 * math.log(worst / least)
-        setting = row.tried.setting
-        axes.annotate(
-            str(setting.groups),
-            (setting.lr, setting.momentum),
-            ha="center",
-            va="center",
-            color="white" if is_dark else "black",
-            fontsize=9,
-            zorder=5,
-        )
-
-
-def _lr_axis(axes: Any, shown: Sequence[Setting]) -> None:
-    rates = [each.lr for each in shown if each.lr > 0] or [1.0]
-    low, high = min(rates) / 1.6, max(rates) * 1.6
-    axes.set_xscale("log")
-    for digits in ((1, 2, 5), (1, 3), (1,)):
-        ticks = [digit * 10.0**power for power in range(-12, 6) for digit in digits]
-        ticks = [tick for tick in ticks if low <= tick <= high]
-        if len(ticks) <= 6:
-            break
-    axes.set_xticks(ticks, [f"{tick:.3g}" for tick in ticks])
-    axes.minorticks_off()
-    axes.set(xlabel="learning rate", ylabel="momentum", xlim=(low, high), ylim=(-0.1, 1.22))
-    axes.set_yticks([0, 0.2, 0.4, 0.6, 0.8, 1.0])
+def _time_with(digest: Digest, groups: int, momentum: float) -> float:
+    """Time with another momentum, and steps as large."""
+    best, scaling = digest.curve[groups], digest.search.scaling
+    lr = scaling.lr(best.updates_per_batch, momentum, scaling.step(best))
+    return digest.time(replace(best, momentum=momentum, lr=max(lr, 1e-12))).value

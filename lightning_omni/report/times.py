@@ -10,15 +10,13 @@ from lightning_omni.serialization import Serializable
 
 @dataclass(frozen=True)
 class RunTimes(Serializable):
-    """Seconds of a run, from the moment before its first batch (or first search) on; rank 0's clock.
+    """Seconds of a run, from the moment before its first batch on; rank 0's clock.
 
     Args:
         training: seconds that belong to no search: batches, validations, checkpoints.
-        tuning: seconds that all searches took, from the end of training to its going on: probes, imports, forming
-            groups. It is the sum of what each search has *spent*.
+        tuning: seconds that all searches took, for which training stood still: deciding, and forming groups.
         reached: all seconds, and those of them for tuning, at the end of the validation that first showed the target;
             None as long as none did.
-        reports: seconds that writing reports took after searches.
 
     Example:
         >>> times = RunTimes(training=90.0, tuning=6.0, reached=(45.0, 5.0))
@@ -29,12 +27,11 @@ class RunTimes(Serializable):
     training: float
     tuning: float
     reached: tuple[float, float] | None = None
-    reports: float = 0.0
 
     @property
     def total(self) -> float:
         """All seconds."""
-        return self.training + self.tuning + self.reports
+        return self.training + self.tuning
 
     @property
     def to_target(self) -> float | None:

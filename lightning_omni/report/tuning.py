@@ -37,15 +37,11 @@ class TuningReport:
         ConfigurationError: there is no round.
 
     Example:
-        >>> from lightning_omni.performance.forecast import Setting
-        >>> from lightning_omni.search import Search, SearchSpec, Space
-        >>> spec = SearchSpec(Setting(1, 0.9, 0.1), batch=64, horizon=100, share=0.1, space=Space((1, 2)))
-        >>> report = TuningReport((Round(Search(spec), epoch=0, seconds_run=0.0),), target=None, monitor="loss")
-        >>> report.statement.partition(";")[0]
-        '1 group, momentum 0.9, lr 0.1: the budget, 0.1 of the run, is too small for one probe of 4 batches of each rank: nothing was tried or changed'
-        >>> TuningReport.from_dict(report.to_dict()).statement == report.statement
-        True
-    """  # noqa: E501 - the sentence is one
+        >>> TuningReport((), target=None, monitor="val_loss")
+        Traceback (most recent call last):
+        ...
+        lightning_omni.errors.ConfigurationError: rounds=(): pass at least one search
+    """
 
     rounds: tuple[Round, ...]
     target: float | None
@@ -60,7 +56,7 @@ class TuningReport:
     def digests(self) -> tuple[Digest, ...]:
         """What there is to say of each round."""
         target = self.target if "loss" in self.monitor else None
-        return tuple(Digest(each.search, each.reasons, target) for each in self.rounds)
+        return tuple(Digest(each.search, target) for each in self.rounds)
 
     @property
     def statement(self) -> str:
@@ -71,11 +67,8 @@ class TuningReport:
     # --- Files -------------------------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, with the reasons of all probes."""
-        rounds = [
-            {**each.to_dict(), "reasons": list(digest.reasons)}
-            for each, digest in zip(self.rounds, self.digests, strict=True)
-        ]
+        """Plain values."""
+        rounds = [each.to_dict() for each in self.rounds]
         times = self.times.to_dict() if self.times is not None else None
         return {"target": self.target, "monitor": self.monitor, "rounds": rounds, "times": times}
 
@@ -131,31 +124,24 @@ class TuningReport:
 
     # --- To look at --------------------------------------------------------------------------------------------------
 
-    @property
-    def main(self) -> int:
-        """Number of the round that says most: the last that was not about the size of a step alone."""
-        whole = [place for place, digest in enumerate(self.digests) if not digest.is_about_steps]
-        return (whole or [len(self.rounds) - 1])[-1]
-
-    def figure(self, which: int | None = None) -> Any:
+    def figure(self, which: int = -1) -> Any:
         """The picture of one round, as a matplotlib figure, 1400 pixels wide.
 
         Args:
-            which: number of the round; `main` by default.
+            which: number of the round; the last by default.
 
         Raises:
             ConfigurationError: matplotlib is missing.
         """
         from lightning_omni.report.picture import draw
 
-        which = self.main if which is None else which
         chosen = self.rounds[which]
         when = f"epoch {chosen.epoch}, after {duration(chosen.seconds_run)} of training"
         return draw(self.digests[which], when, chosen.measured_after)
 
-    def picture(self, which: int | None = None) -> bytes | None:
+    def picture(self, which: int = -1) -> bytes | None:
         """The figure of one round as a PNG file's bytes; None if matplotlib is missing."""
-        which = (self.main if which is None else which) % len(self.rounds)
+        which %= len(self.rounds)
         if not can_draw():
             return None
         if which not in self._pictures:
@@ -177,24 +163,14 @@ class TuningReport:
         return page(self.target, self.monitor, self.statement, self.times, sections)
 
     def table(self) -> Table:
-        """For `rich.print`: one row for each probe, in all rounds."""
-        left = [Column("setting"), Column("why")]
-        right = [Column(head, justify="right") for head in ("", "samples/s", "loss", "time", "seconds")]
-        columns = [right[0], *left, *right[1:], Column("problem")]
-        table = Table(*columns, title="What OmniTuner tried", caption=self.statement)
+        """For `rich.print`: one row for each setting that was considered, in all rounds."""
+        right = [Column(head, justify="right") for head in ("samples/s", "samples", "time", "expected gain")]
+        table = Table(Column("setting"), Column("proposed by"), *right, title="OmniTuner", caption=self.statement)
         for chosen, digest in zip(self.rounds, self.digests, strict=True):
             if len(self.rounds) > 1:
                 table.add_section()
-                table.add_row("", Text(f"epoch {chosen.epoch}: {digest.choice.setting}", style="bold"))
-            for row in digest.probes:
-                table.add_row(
-                    str(row.number),
-                    Text(str(row.tried.setting)),
-                    Text(row.why),
-                    number(row.rate),
-                    number(row.loss),
-                    "" if digest.is_about_steps else times(row.time),
-                    number(row.tried.seconds),
-                    Text(row.tried.problem, style="red"),
-                )
+                table.add_row(Text(f"epoch {chosen.epoch}: {digest.choice.setting}", style="bold"))
+            for row in digest.considered:
+                numbers = number(row.rate), times(row.samples), times(row.time), times(row.gain)
+                table.add_row(Text(str(row.setting)), Text(row.by), *numbers)
         return table

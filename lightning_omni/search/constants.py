@@ -2,41 +2,32 @@
 
 from __future__ import annotations
 
-FEWEST_BATCHES, MOST_BATCHES = 4, 40
-"""Batches of each worker in a probe."""
-MOST_PROBES = 16
-"""Probes in a search."""
-PROBES, STEP_PROBES = 7, 3
-"""Into so many probes a budget is cut, if they do not get too short or too long."""
-STEP_SHARE = 0.3
-"""A probe of a search for the step takes this part of its budget."""
-TOLERATED = 1.25
-"""Three probes of a run under way may take so much more than was reserved: two of them would be of no use."""
-WORTH = 0.08
-"""A search ends when the next probe is expected to find less than that, relative to the time to the target."""
 FASTER = 1.05
 """More groups, proportional batches or an all-reduce format have to be that much faster to count; less is a tie."""
 CLEARLY = 4.0
 """Speeds differ if their mean squared deviation is that many times its expectation under noise alone."""
 LOST, NOISY, SCATTERED = 0.5, 0.2, 1.0
-"""A run is lost when this part of what its probe gained is gone, and the loss is higher by at least this part of it,
-and by so many standard deviations of the losses of single batches."""
+"""A run is lost when this part of what its first batches gained is gone, and the loss is higher by at least this part
+of it, and by so many standard deviations of the losses of single batches."""
 GAIN = 1.1
 """A run under way changes its groups only for an expected speed-up of that much."""
-PAYS, DARES = 0.036, 0.057
-"""A smaller and a larger step have to lower the loss at once by these parts of what was learnt so far."""
-ABOVE = 0.12
-"""Groups whose loss is above that of one group by more than this part, with the same steps, are diverging."""
-RISE = 0.05
-"""A loss that is higher at the end of a probe than at its beginning by more than this part has risen."""
 SMALLER = 3.0
-"""By what a step is divided, or multiplied."""
-SMALLER_TIMES = 4
-"""How often a step is made smaller, if nothing else does not diverge."""
+"""By what steps are divided if one group diverges that makes other updates than the user's."""
 CAUTION = 0.25
 """How many standard deviations of the forecast count against a setting when one is chosen."""
 POINTS = 600
 """Points at which the acquisition function is computed."""
+WIDEST = 3.0
+"""Times the rate that the prior suggests, and the part of it, between which scikit-optimize may propose one."""
+FORMING = 1.0
+"""Seconds that forming groups is taken to need, as long as the run has formed none."""
+SPEED_ERROR = 0.2
+"""Standard deviation of what the hardware model's speed of several groups is off by, in logarithms; and of what another
+value in a dimension of a user's own may do to it."""
+NEAR_GROUPS, NEAR_PERIOD, OTHER_WAY, OTHER_VALUE = 8.0, 32.0, 0.5, 2.0
+"""How far settings are from each other when the model's errors for them have a correlation of exp(-1/2): factors for
+groups and period; and how far apart those are, as a part of it, that exchange in other ways, or have another value in a
+dimension of a user's own."""
 FIRST_DECISION, DECISIONS = 3, 5
 """Optimizer steps of a run after which batches may be split by speed, if it is clear by then that this pays; and how
 often it is decided, each time after twice as many, from the second time on by all that is known."""
@@ -66,11 +57,6 @@ TRIAL, FEWEST_STEPS, LAST = 0.05, 8, 0.4
 of the last part of these counts."""
 LONGEST_TRIAL = 5
 """A trial whose loss still falls is made longer, up to so many times."""
-BUDGET_PART = 0.4
-"""Of the budget for the search before the first batch, and as much for the first retuning of the run under way. More is
-earned while the run trains: so a run that reaches its target early has not paid for all of its epochs."""
-EARLY = 0.25
-"""Up to this part of the run it counts as early: the steps that are best then are best for most of it."""
 UNLIMITED = 10
 """Epochs that a run without limits is taken to train, or twice as many as it has begun if that is more."""
 CHANGED, FALSE_ALARM = 0.2, 0.05

@@ -1,6 +1,8 @@
-"""What is known in a search, and what follows from it: speeds, theory's proposals, what may be chosen.
+"""What is known when a setting is chosen, and what follows from it: speeds, samples, what may be chosen.
 
-Rule: what probes showed stays as it was told. What is made of it, that one counts as failed, stands beside it.
+The run's own first batches are timed in one group, and the hardware model is fitted to them. What settings cost in
+samples the prior says. Segments, which the run has trained with other settings since, say how much slower or faster
+than predicted these were, and correct the prediction of those that are like them.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,7 +19,7 @@ import numpy as np
 from lightning_omni.methods import method_named, with_period
 from lightning_omni.performance.constants import BLOCKS, TAIL
 from lightning_omni.performance.exchanging import ExchangePattern
-from lightning_omni.performance.forecast import Forecast, SampleEfficiency, Scaling, Setting, Theory, TrialResult
+from lightning_omni.performance.forecast import Forecast, Scaling, Setting, TrainedBatches
 from lightning_omni.performance.head_cost import HeadCost
 from lightning_omni.performance.measured import Measured
 from lightning_omni.performance.profile import Prediction, Profile
@@ -24,77 +27,81 @@ from lightning_omni.protocol.wire_formats import wire_of
 from lightning_omni.search import constants as c
 from lightning_omni.search.experience import Experience
 from lightning_omni.search.prior import Prior
+from lightning_omni.search.residuals import SpeedResiduals
 from lightning_omni.search.rules import is_faster
 from lightning_omni.search.space import wire_given
-from lightning_omni.search.specification import SearchSpec, StepSearchSpec
+from lightning_omni.search.specification import SearchSpec
 from lightning_omni.serialization import Serializable
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What a probe showed, of both efficiencies; ``measured`` is None if nothing was timed."""
+    """What the first batches of a run showed, of both efficiencies.
 
-    tried: TrialResult
-    measured: Measured | None
+    Attributes:
+        batches: their losses.
+        measured: their times.
+    """
+
+    batches: TrainedBatches
+    measured: Measured
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
-        return {"tried": self.tried.to_dict(), "measured": self.measured.to_dict() if self.measured else None}
+        return {"batches": self.batches.to_dict(), "measured": self.measured.to_dict()}
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Observation:
         """What `to_dict` gave."""
-        measured = plain["measured"]
-        return cls(TrialResult.from_dict(plain["tried"]), Measured.from_dict(measured) if measured else None)
+        return cls(TrainedBatches.from_dict(plain["batches"]), Measured.from_dict(plain["measured"]))
 
 
 @dataclass(frozen=True)
-class GroupSpeed(Serializable):
-    """How fast several groups have trained, by which the hardware model's speed of any groups is corrected.
+class TrainedSegment(Serializable):
+    """How much longer a run took than predicted while it trained with a setting that had been chosen.
+
+    The ratio is kept, and not the seconds: the hardware model is fitted again to later batches, and a prediction of now
+    is multiplied by it. Where groups were so slow that one group is timed again, they are compared with what is
+    predicted from its new batches: all of the machine may have become slower.
 
     Attributes:
-        setting: that they trained with.
-        samples_per_second: of all groups together, at most.
+        setting: that was trained with.
+        log_ratio: logarithm of the seconds that samples took, over those that were predicted.
+        variance: of it, by how step times scattered, then and when it was predicted.
+        samples_per_second: that were trained, if they are still to be compared; else 0.
     """
 
     setting: Setting
-    samples_per_second: float
+    log_ratio: float
+    variance: float
+    samples_per_second: float = 0.0
 
 
 class Evidence:
-    """What probes showed, and what follows from it.
-
-    Attributes:
-        observations: what probes showed, as it was told.
-        rejected: why probes count as failed that came to their end, by number.
+    """What was seen of a run, and what follows from it.
 
     Args:
         spec: what is searched.
-        known: what was measured in earlier searches of the same run.
-        prior: what was simulated of other tasks, in the place of theory; None for theory.
-        group_speed: of groups that were chosen before and seemed slower than predicted; None if there were none.
+        known: what was measured of the same ranks in one group before, with other batches.
+        observation: what the first batches showed; None where only the hardware is known.
+        segments: what the run has trained with since, in several groups.
     """
 
     def __init__(
         self,
         spec: SearchSpec,
         known: Sequence[Measured] = (),
-        prior: Prior | None = None,
-        group_speed: GroupSpeed | None = None,
+        observation: Observation | None = None,
+        segments: Sequence[TrainedSegment] = (),
     ) -> None:
-        self.spec, self.known, self.prior, self.group_speed = spec, list(known), prior, group_speed
-        self.rejected: dict[int, str] = {}
+        self.spec, self.observation = spec, observation
+        self.known = list(known)
+        self._segments, self._compared = list(segments), False
         most = spec.own.momentum if spec.own is not None else None
-        self.theory = Theory(spec.basis, spec.scaling, most=most)
-        if prior is not None:
-            self.theory = Experience(spec.basis, spec.scaling, most=most, prior=prior)
-        self.observations: list[Observation] = []
-        self._fitted: tuple[int, Profile] | None = None
+        self.theory = Experience(spec.basis, spec.scaling, most=most, prior=Prior.load())
         self._rates: dict[Setting, float] = {}
         self._uneven: dict[Setting, bool] = {}
-        self._may_be_uneven = False
         self._most: dict[tuple[int, str, str], float] = {}
-        self._slower: float | None = None
         self._ways: list[Setting] | None = None
         self._patterns: dict[tuple[str, int, str, bool, tuple[str, int] | tuple[()]], ExchangePattern] = {}
 
@@ -103,58 +110,35 @@ class Evidence:
         """Of learning rates."""
         return self.spec.scaling
 
-    # --- Probes ------------------------------------------------------------------------------------------------------
-
-    @property
-    def tried(self) -> list[TrialResult]:
-        """All probes so far; those whose loss rose, and those that were rejected, have that for a problem."""
-        found = [each.tried for each in self.observations]
-        if isinstance(self.spec, StepSearchSpec) or self.prior is not None:
-            return found
-        found = [
-            replace(each, problem="the loss rose") if not each.has_failed and _rose(each) else each for each in found
-        ]
-        for number, why in self.rejected.items():
-            found[number] = replace(found[number], problem=why)
-        return found
+    # --- What was measured -------------------------------------------------------------------------------------------
 
     @property
     def measured(self) -> list[Measured]:
         """All step times that are known."""
-        return [*self.known, *(each.measured for each in self.observations if each.measured is not None)]
+        return [*self.known, *([self.observation.measured] if self.observation is not None else [])]
 
-    @property
-    def profile(self) -> Profile | None:
-        """The hardware model, once something was timed."""
-        measured = self.measured
-        if not measured:
-            return None
-        if self._fitted is None or self._fitted[0] != len(measured):
-            profile = Profile.fit(measured)
-            self._fitted = (len(measured), profile)
-            self._may_be_uneven = speeds_differ(measured) and is_faster(profile.largest_gain_of_split, 1.0)
-            self._rates.clear()
-            self._uneven.clear()
-            self._most.clear()
-            self._slower = self._ways = None
-            if isinstance(self.theory, Experience):
-                self.theory = replace(self.theory, scatter=scatter(measured))
-        return self._fitted[1]
+    @cached_property
+    def profile(self) -> Profile:
+        """The hardware model."""
+        profile = Profile.fit(self.measured)
+        self.theory = replace(self.theory, scatter=scatter(self.measured))
+        return profile
+
+    @cached_property
+    def _may_be_uneven(self) -> bool:
+        """Whether ranks differ in speed so that any split of batches by it might pay."""
+        measured = self.measured  # nothing, where the profile of planned machines is only costs
+        return bool(measured) and speeds_differ(measured) and is_faster(self.profile.largest_gain_of_split, 1.0)
 
     def throughput(self, setting: Setting) -> float:
-        """Samples per second that are to be expected; 1.0 as long as nothing was timed."""
-        if self.profile is None:
-            return 1.0
-        key = replace(setting, momentum=0.0, lr=0.0, further=())
-        if key not in self._rates and self.prior is not None:  # of hundreds
-            self._rates[key] = self._modelled(setting) * self._correction(setting)
-        elif key not in self._rates:
-            self._rates[key] = self.prediction(setting).samples_per_second.value
+        """Samples per second that are to be expected."""
+        key = replace(setting, momentum=0.0, lr=0.0)
+        if key not in self._rates:  # of hundreds
+            self._rates[key] = self.modelled(setting) * self._correction(setting)
         return self._rates[key]
 
-    def _modelled(self, setting: Setting) -> float:
+    def modelled(self, setting: Setting) -> float:
         """Samples per second by the hardware model alone."""
-        assert self.profile is not None
         return self.profile.samples_per_second(
             setting.groups,
             rebalance=setting.rebalance,
@@ -163,39 +147,61 @@ class Evidence:
             head=self._head(setting),
         )
 
-    def _correction(self, setting: Setting) -> float:
-        """What the model's samples per second are multiplied by: 1, unless groups were seen to be slower than it says.
+    @property
+    def segments(self) -> list[TrainedSegment]:
+        """What the run has trained with before, compared with what is predicted."""
+        if not self._compared:
+            self._compared, self._segments = True, list(map(self._as_compared, self._segments))
+        return self._segments
 
-        Whatever it is that slows them down, a busy server or a lock in the user's data, it is taken to do so to all
-        settings with groups: one that it spares is not known before it was tried, and trying costs.
+    def _as_compared(self, segment: TrainedSegment) -> TrainedSegment:
+        if not segment.samples_per_second:
+            return segment
+        log_ratio = math.log(self.modelled(segment.setting) / segment.samples_per_second)
+        return replace(segment, log_ratio=log_ratio, samples_per_second=0.0)
+
+    @cached_property
+    def residuals(self) -> SpeedResiduals:
+        """How much longer settings take than modelled, by the segments that were trained."""
+        settings = [each.setting for each in self.segments]
+        return SpeedResiduals(
+            settings, [each.log_ratio for each in self.segments], [each.variance for each in self.segments]
+        )
+
+    def residual(self, setting: Setting) -> tuple[float, float]:
+        """How much longer than modelled a setting takes, as a logarithm, and its standard deviation.
+
+        Both are 0 of one group as the run has it: that is timed itself whenever something is chosen.
         """
-        seen = self.group_speed
-        if setting.groups == 1 or seen is None:
-            return 1.0
-        if self._slower is None:
-            self._slower = min(1.0, seen.samples_per_second / self._modelled(seen.setting))
-        return self._slower
+        is_timed = setting.groups == 1 and setting.further == self.spec.start.further
+        return (0.0, 0.0) if is_timed else self.residuals(setting)
+
+    def _correction(self, setting: Setting) -> float:
+        """What the model's samples per second are multiplied by: 1, unless segments were slower or faster than that."""
+        return math.exp(-self.residual(setting)[0]) if self.segments else 1.0
 
     @property
     def corrected(self) -> list[str]:
         """For the user: how much slower than predicted groups were, if they clearly were."""
-        seen = self.group_speed
-        if seen is None:
-            return []
-        rate, predicted = seen.samples_per_second, self._modelled(seen.setting)
-        text = f"{seen.setting.groups} groups have trained at most {rate:.3g} samples per second"
-        return [f"{text}, and {predicted:.3g} were predicted"] if is_faster(predicted, rate) else []
+        said = []
+        for each in self.segments:
+            predicted = self.modelled(each.setting)
+            rate = predicted * math.exp(-each.log_ratio)
+            if each.setting.groups > 1 and is_faster(predicted, rate):
+                text = f"{each.setting.groups} groups have trained {rate:.3g} samples per second"
+                said.append(f"{text}, and {predicted:.3g} were predicted")
+        return said[-1:]
 
     def most(self, setting: Setting) -> float:
         """Samples per second that no way of exchanging can exceed, with as many groups that average gradients so."""
-        assert self.profile is not None
         key = setting.groups, setting.all_reduce or "fp32", setting.merged
         if key not in self._most:
             none = 0 if self.profile.nbytes else None
             free = ExchangePattern(period=sys.maxsize, push=none, pull=none)
             ways = (False, True) if self.spec.space.rebalance else (False,)
             head = self._head(setting)
-            self._most[key] = self._correction(setting) * max(
+            fastest = self.residuals.fastest if setting.groups > 1 else 1.0
+            self._most[key] = fastest * max(
                 self.profile.samples_per_second(
                     setting.groups, rebalance=how, exchanging=free, all_reduce=key[1], head=head and head.at_least
                 )
@@ -205,7 +211,6 @@ class Evidence:
 
     def prediction(self, setting: Setting) -> Prediction:
         """What the hardware model says of a setting, corrected by what was seen of groups."""
-        assert self.profile is not None
         pattern, all_reduce = self._pattern(setting), setting.all_reduce or "fp32"
         period = setting.period if pattern is None else None
         found = self.profile.predict(
@@ -221,7 +226,7 @@ class Evidence:
 
     def loading(self, bottleneck: str) -> float:
         """If computation is what takes longest, the part of it that waits for data, where that is most; 0 otherwise."""
-        share = self.measured[-1].loading_share if bottleneck == "compute" and self.measured else 0.0
+        share = self.measured[-1].loading_share if bottleneck == "compute" else 0.0
         return share if share > 1 / 2 else 0.0
 
     def _pattern(self, setting: Setting) -> ExchangePattern | None:
@@ -232,7 +237,6 @@ class Evidence:
         shared = (setting.merged, setting.groups) if head is not None else ()
         key = setting.method, setting.period, setting.wire, setting.overlap, shared
         if key not in self._patterns:
-            assert self.profile is not None
             method = with_period(method_named(setting.method), setting.period)
             wire = wire_given(setting.wire) if setting.wire else "fp32"
             nbytes = self.profile.nbytes if head is None else head.body
@@ -242,46 +246,35 @@ class Evidence:
 
     def _head(self, setting: Setting) -> HeadCost | None:
         """What the submodule costs that a setting's groups have merged; None for none, or if that is not known."""
-        profile = self.profile
-        if setting.groups == 1 or profile is None or setting.merged not in profile.heads:
+        if setting.groups == 1 or setting.merged not in self.profile.heads:
             return None
-        rows = profile.batch_size * profile.ranks / setting.groups
+        rows = self.profile.batch_size * self.profile.ranks / setting.groups
         wire_format = wire_of(wire_given(setting.wire or "fp32"))
-        return HeadCost(profile.heads[setting.merged], profile.nbytes, rows, wire_format)
+        return HeadCost(self.profile.heads[setting.merged], self.profile.nbytes, rows, wire_format)
 
     @property
     def unseen_heads(self) -> list[str]:
         """Submodules that might be merged, but of which it could not be seen what that would take."""
-        profile = self.profile
-        return [name for name in self.spec.space.merged if profile is not None and name not in profile.heads]
-
-    def efficiency(self) -> SampleEfficiency:
-        """Samples that settings need, from theory and the probes."""
-        if self.prior is not None:  # the run's own batches are not compared with any
-            return SampleEfficiency(self.theory)
-        return SampleEfficiency.of(self.theory, self.tried, self.further_place if self.spec.space.further else None)
-
-    def further_place(self, setting: Setting) -> list[float]:
-        """Coordinates of a setting in dimensions of a user's own."""
-        return [each.coordinate(setting, self) for each in self.spec.space.further]
+        return [name for name in self.spec.space.merged if name not in self.profile.heads]
 
     def forecast(self) -> Forecast:
         """Time to the target of any setting, from what is known so far."""
         self.profile  # noqa: B018 - what is known of samples depends on how step times scatter
-        return Forecast(self.efficiency(), self.throughput, None, [each.setting for each in self.tried])
+        return Forecast(self.theory, self.throughput)
 
-    def divergence_threshold(self, setting: Setting) -> float:
-        """The training loss above which a run with that setting is lost: half of what its probe gained is gone.
+    # --- What the loss was -------------------------------------------------------------------------------------------
 
-        Batches whose losses scatter do not make it lost. Probes of as many groups count, or all, if there was none of
-        these. NaN if all failed.
+    @property
+    def divergence_threshold(self) -> float:
+        """The training loss above which a run is lost: half of what its first batches gained is gone.
+
+        Batches whose losses scatter do not make it lost. NaN if they are not finite.
         """
-        sound = [each for each in self.tried if not each.has_failed]
-        tried = [each for each in sound if each.setting.groups == setting.groups] or sound
-        if not tried:
+        if self.observation is None or not self.observation.batches.is_finite:
             return math.nan
-        level, first = max(map(_level, tried)), tried[0].first_loss
-        return level + max(c.LOST * (first - level), c.NOISY * abs(level), c.SCATTERED * _scatter_of_losses(tried))
+        batches = self.observation.batches
+        level, gained = batches.level, batches.first_loss - batches.level
+        return level + max(c.LOST * gained, c.NOISY * abs(level), c.SCATTERED * batches.scatter)
 
     @property
     def learnt_below(self) -> float:
@@ -289,30 +282,17 @@ class Evidence:
 
         It is the mean of the last of these, less its standard error.
         """
-        first = self.tried[0]
-        if first.has_failed:
+        if self.observation is None or not self.observation.batches.is_finite:
             return math.nan
-        counted = max(1.0, len(first.losses) * TAIL / BLOCKS)
-        return _level(first) - _scatter_of_losses([first]) / math.sqrt(counted)
-
-    def gain(self, number: int) -> float:
-        """By how much lower the loss of a probe was than that of the first.
-
-        They trained on the same samples, so that the difference is exact to a per cent where the losses are not.
-        """
-        first, other = self.tried[0], self.tried[number]
-        if first.has_failed or other.has_failed:
-            return -math.inf if other.has_failed else math.inf
-        until = min(first.end, other.end)
-        was, is_now = (float(each.blocks(until)[2:].mean()) for each in (first, other))
-        return was - is_now
+        batches = self.observation.batches
+        counted = max(1.0, len(batches.losses) * TAIL / BLOCKS)
+        return batches.level - batches.scatter / math.sqrt(counted)
 
     # --- Settings ----------------------------------------------------------------------------------------------------
 
     def is_uneven(self, setting: Setting) -> bool:
         """Whether proportional batches make a setting faster by more than a trifle."""
-        profile = self.profile
-        if not self.spec.space.rebalance or profile is None or setting.groups == len(profile.speeds):
+        if not self.spec.space.rebalance or setting.groups == len(self.profile.speeds):
             return False
         key = replace(setting, momentum=0.0, lr=0.0, rebalance=False, further=())
         if key not in self._uneven:
@@ -320,150 +300,43 @@ class Evidence:
             self._uneven[key] = self._may_be_uneven and is_faster(self.throughput(split), self.throughput(plain))
         return self._uneven[key]
 
-    def groups(self) -> list[int]:
-        """Numbers of groups that are worth a thought: more of them have to be faster than fewer."""
-        if self.profile is None:
-            return list(self.spec.space.groups)
-        kept: list[int] = []
-        fastest = 0.0
-        for number in self.spec.space.groups:
-            rate = self.throughput(self.as_it_would_be(replace(self.spec.start, groups=number, period=self.period)))
-            if number == 1 or is_faster(rate, fastest):
-                kept.append(number)
-                fastest = max(fastest, rate)
-        return kept
-
     @property
-    def period(self) -> int:
-        """Local steps between two exchanges, unless others are asked for."""
-        own, allowed = self.spec.start.period, self.spec.space.period
-        return own if not allowed or own in allowed else min(allowed)
-
-    def proposal(self, groups: int, factor: float = 1.0) -> Setting:
-        """What theory proposes for that many groups."""
-        if groups == self.theory.start.groups:
-            setting = replace(self.theory.start, lr=self.theory.start.lr * factor, period=self.period)
-        else:
-            setting = self.theory.setting(groups, period=self.period, factor=factor)
-        start = self.spec.start
-        alike = replace(start, groups=setting.groups, momentum=setting.momentum, lr=setting.lr, period=setting.period)
-        if alike.updates_per_batch != groups:  # a method that averages
-            alike = replace(
-                alike, lr=self.scaling.lr(alike.updates_per_batch, alike.momentum, self.theory.step * factor)
-            )
-        return self._within(alike)
-
-    def stepped(self, factor: float) -> Setting:
-        """What the run trains with, in larger or smaller steps."""
-        start = self.spec.start
-        return self._within(replace(start, lr=start.lr * factor, period=self.period))
-
-    def setting(
-        self, groups: int, momentum: float, step: float, period: int | None = None, like: Setting | None = None
-    ) -> Setting:
-        """The setting of that step, in numbers of a few digits.
-
-        Args:
-            groups: of the setting.
-            momentum: of the setting.
-            step: see `Scaling`.
-            period: local steps between two exchanges; None for what is usual here.
-            like: what has the same method, wire format and further values; None for what the search starts from.
-        """
-        momentum, like = round(momentum, 2), like or self.spec.start
-        setting = replace(like, groups=groups, momentum=momentum, rebalance=False, period=period or self.period)
-        lr = float(f"{self.scaling.lr(setting.updates_per_batch, momentum, step):.3g}")
-        return self._within(replace(setting, lr=lr))
+    def start(self) -> Setting:
+        """The setting that the run has, with proportional batches where they pay."""
+        return self.as_it_would_be(self.spec.start)
 
     def as_it_would_be(self, setting: Setting) -> Setting:
         """With proportional batches where they pay."""
         return replace(setting, rebalance=self.is_uneven(setting))
 
-    def _within(self, setting: Setting) -> Setting:
-        return self.spec.space.holds(self.as_it_would_be(setting))
-
     def candidates(self) -> list[Setting]:
-        """What can be chosen: what was tried, and what theory proposes for each number of groups."""
-        if self.prior is not None:
-            profile = self.profile
-            if self._ways is None:
-                self._ways = self._ways_by_prior(profile)
-            return list(self._ways)
-        tried = self.tried
-        sound = [each.setting for each in tried if not each.has_failed]
-        if tried and 1 not in {each.groups for each in sound}:
-            sound = []
-        proposed = [self.proposal(groups, factor) for groups in self.groups() if (factor := self.largest_step(groups))]
-        return list(dict.fromkeys([*map(self.as_it_would_be, sound), *proposed])) or [self.spec.start]
-
-    def _ways_by_prior(self, profile: Profile | None) -> list[Setting]:
         """Every way in which groups may exchange, of those whose cost is known.
 
         Without the all-reduce formats that no group can be clearly faster by: where links are fast that is four ways
         out of five, of which no more has to be found out.
         """
-        space, start = self.spec.space, self.spec.start
-        if profile is not None:
+        if self._ways is None:
+            space, start, profile = self.spec.space, self.spec.start, self.profile
             formats = [each for each in space.all_reduce if each == start.all_reduce or _pays(profile, each)]
-            space = replace(space, all_reduce=tuple(formats))
-        ways = space.ways(start, self._suggested)
-        ranks = profile.ranks if profile is not None else math.inf
-        heads = {"", *(profile.heads if profile is not None else ())}
-        ways = [each for each in ways if each.groups == 1 or each.merged in heads]
-        return [each for each in ways if each.groups < ranks or each.all_reduce == start.all_reduce]
+            ways = replace(space, all_reduce=tuple(formats)).ways(start, self.suggested)
+            heads = {"", *profile.heads}
+            ways = [each for each in ways if each.groups == 1 or each.merged in heads]
+            ranks = profile.ranks
+            self._ways = [each for each in ways if each.groups < ranks or each.all_reduce == start.all_reduce]
+        return list(self._ways)
 
-    def _suggested(self, setting: Setting) -> Setting:
+    def suggested(self, setting: Setting) -> Setting:
         """The same with the momentum and rate that suited such a setting best, of those that are allowed."""
-        assert isinstance(self.theory, Experience)
         best, holds = self.theory.suggested(setting), self.spec.space.holds
         if (momentum := holds(best).momentum) != best.momentum:  # a step as large
             lr = self.scaling.lr(best.updates_per_batch, momentum, self.scaling.step(best))
             best = replace(best, momentum=momentum, lr=lr)
         return holds(best)
 
-    def largest_step(self, groups: int) -> float:
-        """By what the user's step has to be multiplied with that many groups; 0 if they are out of the question.
-
-        One group is what the user knows: unless it diverges its steps are theirs, and others have to be seen beside it.
-        If several groups diverged, the largest steps that did not are taken.
-        """
-        tried = self.tried
-        if not tried:
-            return 1.0
-        alone = [each for each in tried if each.setting.groups == 1]
-        if groups == 1:
-            return 1.0 if any(not each.has_failed for each in alone) or not alone else 1 / c.SMALLER
-        several = [each for each in tried if each.setting.groups > 1]
-        if not alone or all(each.has_failed for each in several):
-            return 0.0
-        if not any(each.has_failed for each in several):
-            return 1.0
-        return min(self.scaling.step(each.setting) / self.theory.step for each in several if not each.has_failed)
-
 
 def _pays(profile: Profile, all_reduce: str) -> bool:
     """Whether a format of averages might make any group faster by more than a trifle."""
     return is_faster(profile.largest_gain(all_reduce), 1.0)
-
-
-def _rose(tried: TrialResult) -> bool:
-    """Whether the loss is higher at the end than at the beginning, by more than noise."""
-    groups = tried.setting.groups
-    if len(tried.losses) < 4 * groups:
-        return False
-    first, last = (float(np.mean(part)) for part in (tried.losses[:groups], tried.losses[-3 * groups :]))
-    return last > first + c.RISE * abs(first)
-
-
-def _level(tried: TrialResult) -> float:
-    """The loss at which it ended."""
-    return float(tried.blocks(tried.end)[-TAIL:].mean())
-
-
-def _scatter_of_losses(tried: Sequence[TrialResult]) -> float:
-    """Standard deviation of a batch's loss about what is learnt meanwhile: by the differences of successive ones."""
-    differences = np.concatenate([np.diff(each.losses) for each in tried])
-    return float(np.sqrt(np.mean(differences**2) / 2)) if len(differences) else 0.0
 
 
 def scatter(measured: Sequence[Measured]) -> float:

@@ -1,8 +1,7 @@
 """The space of settings that is searched: one object for each dimension.
 
-A dimension knows its bounds, how a setting is put inside them, its axis and coordinate for a surrogate, and how a value
-is applied to a run; settings are labelled with its name and the value. Those that every run has are here; `Dimension`
-is the base of a user's own.
+A dimension knows its bounds, and how a setting is put inside them. Those that every run has are here; `Dimension` is
+the base of a user's own, which also says what there is to choose from and how a value is applied to a run.
 """
 
 from __future__ import annotations
@@ -14,16 +13,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from numbers import Integral, Real
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
-from numpy.random import Generator
 from typing_extensions import override
 
 from lightning_omni.checks import plain
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import Method, method_named
 from lightning_omni.methods.overlap import check_overlap
-from lightning_omni.performance.forecast import Scaling, Setting, Theory
+from lightning_omni.performance.forecast import Setting
 from lightning_omni.protocol.all_reduce import all_reduce_of
 from lightning_omni.protocol.wire_formats import wire_of
 from lightning_omni.search import constants as c
@@ -39,28 +37,14 @@ ALL_REDUCES = ("bf16", "powersgd:16,dtype=bf16", "powersgd:8,dtype=bf16", "power
 """How the members of a group may average their gradients unless a user has chosen it."""
 
 Axis = list[Any] | tuple[float, float]
-"""Values that are possible, or the least and the largest; none if a surrogate is not asked for it."""
-
-
-class Known(Protocol):
-    """What a dimension asks of the evidence."""
-
-    theory: Theory
-
-    @property
-    def scaling(self) -> Scaling:
-        """Of learning rates."""
-
-    def groups(self) -> list[int]:
-        """Numbers of groups that are not slower than fewer."""
+"""Values that are possible, or the least and the largest."""
 
 
 class Dimension(ABC):
-    """One dimension of the space.
+    """A dimension of a user's own.
 
-    Those of a user's own are passed by name, as ``OmniTuner(space={"wire": Wire()})``, and their values travel with
-    every setting. Their `apply` is called on every rank before groups are formed, for a probe and for the run, and
-    `current` says what there is before.
+    It is passed by name, as ``OmniTuner(space={"workers": Workers()})``, and its value travels with every setting. Its
+    `apply` is called on every rank before groups are formed, and `current` says what there is before.
 
     Attributes:
         needs_regroup: whether groups have to be formed again for a value to hold, even if they stay as many.
@@ -68,59 +52,59 @@ class Dimension(ABC):
 
     needs_regroup: ClassVar[bool] = False
 
+    @property
     @abstractmethod
-    def axis(self, known: Known) -> Axis:
-        """What a surrogate may ask for."""
+    def name(self) -> str:
+        """As it stands in ``space=``."""
 
-    def coordinate(self, setting: Setting, known: Known) -> float:
-        """Where a setting lies on the axis; values that are one apart are hardly alike."""
-        axis = self.axis(known)
-        value = setting.further_value(self.name)
-        return float(axis.index(value)) if isinstance(axis, list) else float(value)
+    @abstractmethod
+    def axis(self, known: Any) -> Axis:
+        """What there is to choose from.
 
-    def hold(self, setting: Setting) -> Setting:
-        """The setting, put to the bound if it is outside."""
-        return setting
+        Args:
+            known: the `Evidence` by which it is chosen.
+        """
+
+    @abstractmethod
+    def current(self, world: Any) -> Any:
+        """The value that a run has now."""
+
+    @abstractmethod
+    def apply(self, world: Any, value: Any) -> None:
+        """Makes a run use a value."""
 
     def put(self, setting: Setting, value: Any) -> Setting:
         """The setting with that value."""
         return setting.with_further(self.name, value)
 
-    def current(self, world: Any) -> Any:
-        """The value that a run has now."""
-        raise NotImplementedError(f"{type(self).__name__}.current(world): say what the run has now")
 
-    def apply(self, world: Any, value: Any) -> None:
-        """Makes a run use a value."""
-        raise NotImplementedError(f"{type(self).__name__}.apply(world, value): make the run use it")
+class OwnDimension(ABC):
+    """A dimension that every run has."""
 
     @property
     @abstractmethod
     def name(self) -> str:
         """As it stands in ``space=``."""
 
+    def hold(self, setting: Setting) -> Setting:
+        """The setting, put to the bound if it is outside."""
+        return setting
+
 
 @dataclass(frozen=True)
-class Groups(Dimension):
+class Groups(OwnDimension):
     """Numbers of compute groups, with 1 among them."""
 
     numbers: tuple[int, ...]
     name = "groups"
-    needs_regroup = True
 
     def __post_init__(self) -> None:
         if 1 not in self.numbers:
             raise ConfigurationError(f'space={{"groups": {list(self.numbers)}}}: one group has to be among them; add 1')
 
-    def axis(self, known: Known) -> Axis:
-        return known.groups()
-
-    def coordinate(self, setting: Setting, known: Known) -> float:
-        return setting.groups
-
 
 @dataclass(frozen=True)
-class Range(Dimension, ABC):
+class Range(OwnDimension, ABC):
     """The least and the largest value of a number."""
 
     bounds: tuple[float, float]
@@ -141,83 +125,40 @@ class Momentum(Range):
     def __post_init__(self) -> None:
         self._check(0 <= self.bounds[0] <= self.bounds[1] < 1, "from 0 up to 1, without 1")
 
-    def axis(self, known: Known) -> Axis:
-        return self.bounds
-
-    def coordinate(self, setting: Setting, known: Known) -> float:
-        return setting.momentum
-
     def hold(self, setting: Setting) -> Setting:
         return replace(setting, momentum=_inside(setting.momentum, self.bounds))
 
 
 @dataclass(frozen=True)
 class LearningRate(Range):
-    """Bounds of the learning rate, which follows from groups, momentum and step."""
+    """Bounds of the learning rate."""
 
     name = "lr"
 
     def __post_init__(self) -> None:
         self._check(0 <= self.bounds[0] <= self.bounds[1] and self.bounds[1] > 0, "above 0")
 
-    def axis(self, known: Known) -> Axis:
-        return []
-
     def hold(self, setting: Setting) -> Setting:
         return replace(setting, lr=_inside(setting.lr, self.bounds))
 
 
 @dataclass(frozen=True)
-class StepFactor(Range):
-    """By what the step may differ from the user's (see `Scaling`); its coordinate is the logarithm."""
-
-    name = "factor"
-
-    def __post_init__(self) -> None:
-        self._check(0 < self.bounds[0] <= self.bounds[1], "above 0")
-
-    def axis(self, known: Known) -> Axis:
-        return math.log(self.bounds[0]), math.log(self.bounds[1])
-
-    def coordinate(self, setting: Setting, known: Known) -> float:
-        return math.log(max(known.scaling.step(setting), 1e-12) / known.theory.step)
-
-
-@dataclass(frozen=True)
-class Period(Dimension):
+class Period(OwnDimension):
     """Local steps between two exchanges; none for those of the setting that a search starts from."""
 
     numbers: tuple[int, ...]
     name = "period"
-    needs_regroup = True
 
     def __post_init__(self) -> None:
         if any(each < 1 for each in self.numbers):
             raise ConfigurationError(f'space={{"period": {list(self.numbers)}}}: pass numbers of steps, 1 or more')
 
-    def axis(self, known: Known) -> Axis:
-        return list(self.numbers)
-
-    def coordinate(self, setting: Setting, known: Known) -> float:
-        return setting.period
-
 
 @dataclass(frozen=True)
-class ExchangeDimension(Dimension, ABC):
+class ExchangeDimension(OwnDimension, ABC):
     """How groups exchange, one of several values; none for that of the setting that a search starts from."""
 
     values: tuple[Any, ...]
-    needs_regroup = True
-
-    def axis(self, known: Known) -> Axis:
-        return list(self.values)
-
-    def coordinate(self, setting: Setting, known: Known) -> float:
-        value = getattr(setting, self.name)
-        return float(self.values.index(value)) if value in self.values else 0.0
-
-    def put(self, setting: Setting, value: Any) -> Setting:
-        return replace(setting, **{self.name: value})
 
     def options(self, setting: Setting) -> Sequence[Any]:
         """What it may be, beside what the setting has."""
@@ -313,7 +254,6 @@ class Space:
         groups: numbers of groups, with 1 among them.
         momentum: the least and the largest explicit momentum.
         lr: the least and the largest learning rate.
-        factor: by what the step may differ from the user's (see `Scaling`), at least and at most.
         rebalance: whether batches may be split in proportion to speeds.
         period: local steps between two exchanges; none for those of the setting that a search starts from.
         further: dimensions of a user's own.
@@ -330,7 +270,6 @@ class Space:
     groups: tuple[int, ...]
     momentum: tuple[float, float] = (0.0, 0.95)
     lr: tuple[float, float] = (0.0, math.inf)
-    factor: tuple[float, float] = (0.1, 10.0)
     rebalance: bool = True
     period: tuple[int, ...] = ()
     further: tuple[Dimension, ...] = ()
@@ -344,15 +283,10 @@ class Space:
         _ = self.dimensions  # each checks its bounds
 
     @cached_property
-    def dimensions(self) -> tuple[Dimension, ...]:
-        """All of them, in the order of a surrogate's axes."""
-        own = Groups(self.groups), Momentum(self.momentum), LearningRate(self.lr), StepFactor(self.factor)
-        return *own, Period(self.period), *self.communication, self.head, *self.further
-
-    @property
-    def communication(self) -> tuple[ExchangeDimension, ...]:
-        """Those of how groups exchange, and how their members average gradients."""
-        return *self.exchanges, AllReduceFormat(self.all_reduce)
+    def dimensions(self) -> tuple[OwnDimension, ...]:
+        """Those that every run has."""
+        own = Groups(self.groups), Momentum(self.momentum), LearningRate(self.lr), Period(self.period)
+        return *own, *self.exchanges, AllReduceFormat(self.all_reduce), self.head
 
     @property
     def exchanges(self) -> tuple[ExchangeDimension, ...]:
@@ -410,6 +344,8 @@ class Space:
         found = [start]
         ways = product(*(each.options(start) for each in (*self.exchanges, self.head)))
         for method, wire, overlap, merged in ways:
+            if not method:  # of the user's own: what it costs is not known
+                continue
             value = method_named(method)
             periods = (self.period or periods_up_to(c.LARGEST_PERIOD)) if hasattr(value, "period") else (1,)
             for groups in self.groups[1:]:
@@ -505,15 +441,6 @@ def apply_further(dimensions: Sequence[Dimension], world: Any, setting: Setting)
     for dimension in changed:
         dimension.apply(world, wanted[dimension.name])
     return any(each.needs_regroup for each in changed)
-
-
-def draw_further(dimensions: Sequence[Dimension], setting: Setting, known: Known, random: Generator) -> Setting:
-    """The setting with a random value in each dimension of a user's own."""
-    for dimension in dimensions:
-        axis = dimension.axis(known)
-        value = axis[int(random.integers(len(axis)))] if isinstance(axis, list) else float(random.uniform(*axis))
-        setting = setting.with_further(dimension.name, value)
-    return setting
 
 
 def _list(value: Any) -> list[Any]:

@@ -19,7 +19,6 @@ from lightning_omni.errors import ConfigurationError
 from lightning_omni.optimizer import World
 from lightning_omni.optimizer.executor import Executor
 from lightning_omni.optimizer.loaders import Leases
-from lightning_omni.optimizer.run_state import Schedule
 from lightning_omni.optimizer.saved import Saved
 from lightning_omni.protocol import EpochPlan
 from lightning_omni.protocol import messages as m
@@ -34,6 +33,7 @@ from lightning_omni.strategy.plateaus import Plateaus
 from lightning_omni.strategy.published import PublishedValidation
 from lightning_omni.strategy.run_progress import RunProgress
 from lightning_omni.strategy.run_schedulers import RunSchedulers
+from lightning_omni.strategy.schedulers import Schedule
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer

@@ -26,7 +26,6 @@ from lightning_omni.optimizer import World, WorldOptions
 from lightning_omni.optimizer.failing import forget
 from lightning_omni.optimizer.meshes import evenly, shown, sizes_in
 from lightning_omni.optimizer.process_groups import check_none_lost
-from lightning_omni.optimizer.run_state import Live, RunState
 from lightning_omni.optimizer.sharding import check_clipping, reshard
 from lightning_omni.optimizer.timing import clock_of
 from lightning_omni.protocol import messages as m
@@ -562,7 +561,7 @@ class OmniStrategyHooks(SavingStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Back-propagates the loss, weighted by this rank's part of the group's batch."""
         loss: Tensor = super().backward(self.epochs.data.weigh(closure_loss), optimizer, *args, **kwargs)
-        self.balance.backward_done()  # the listener has said so, but for a tuner's probes, which call no hooks
+        self.balance.backward_done()  # the listener may have said so
         return loss
 
     @override
@@ -725,12 +724,6 @@ class OmniStrategyHooks(SavingStrategy):
             self.regroup(wanted)
         except (ConfigurationError, UnsupportedError) as error:
             self.rank_zero_info(f"OmniStrategy: {wanted} groups were asked for, and cannot be formed: {error}")
-
-    def run_state(self) -> RunState:
-        """A copy of all that the run must remember, as it is on this rank, where there is one group."""
-        world, scaler = self.world, self.loss_scaler
-        scalers = [] if scaler is None else [scaler]
-        return RunState.of(Live(world, world.channel, self.epochs, self.pl_module, self.optimizers, scalers))
 
     # --- Data --------------------------------------------------------------------------------------------------------
 

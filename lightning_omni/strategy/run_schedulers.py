@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lightning_omni.optimizer.run_state import Schedule
 from lightning_omni.protocol.progress import Progress
 from lightning_omni.strategy import _private
 from lightning_omni.strategy.run_progress import RunProgress
 from lightning_omni.strategy.scheduler_states import Counts, Standing, caught_up, standing
-from lightning_omni.strategy.schedulers import Pacer, StepCounts, arrive, counts_of, reach_all
+from lightning_omni.strategy.schedulers import Pacer, Schedule, StepCounts, arrive, counts_of, reach_all
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer

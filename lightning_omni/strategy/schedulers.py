@@ -14,14 +14,15 @@ units of the user's.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from typing_extensions import override
 
-from lightning_omni.optimizer.run_state import Schedule
+Schedule = Mapping[LRScheduler, tuple[int, int]]
+"""For each scheduler, its count and the run's progress at one and the same moment: from there it keeps pace."""
 
 
 class StepCounts:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_omni.optimizer.balance import Balance
-from lightning_omni.optimizer.run_state import RollbackPoint
+from lightning_omni.optimizer.rollback import RollbackPoint
 from lightning_omni.performance.forecast import Setting
 from lightning_omni.search import constants as c
 from lightning_omni.search.space import apply_further
@@ -32,12 +32,12 @@ class AppliedSetting:
         space: what may be searched in it.
 
     Attributes:
-        seconds_to_form: that it took to form the latest groups, if there were several.
+        seconds_to_form: that it took to form the latest groups, if there were several; else that it is taken to take.
     """
 
     def __init__(self, run: TunedRun, space: FitSpace) -> None:
         self._run, self._space = run, space
-        self.seconds_to_form = 0.0
+        self.seconds_to_form = c.FORMING
         self._guard: DivergenceGuard | None = None
         self._before: RollbackPoint | None = None
         self._merged_before = ""
@@ -110,6 +110,7 @@ class AppliedSetting:
         hyperparameters.make_default()
         hyperparameters.scale(1 / run.state.scaled)
         communicate(run.strategy, communication_of(own, run.world.communication))
+        apply_further(run.options.further, run.world, own)
         self._merge(own.merged)
         run.state.setting, run.state.scaled = own, 1.0
         run.state.reference = float(run.batch(len(run.world.live_ranks)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -86,6 +86,8 @@ class ByFirstBatches:
         self._is_patient = False
         self._deciding = 0.0
         self._decision: _Decision | None = None
+        self._postponed: Command | None = None
+        self._spec: SearchSpec | None = None
         self._advice = Advice(run)
 
     # --- To begin -----------------------------------------------------------------------------------------------------
@@ -95,7 +97,7 @@ class ByFirstBatches:
         run = self._run
         run.strategy.form_one()
         run.state.own, run.state.reference = None, float(run.batch(run.world.size))
-        spec = self._space.specification(hyperparameters, hyperparameters.lr, share=run.options.budget)
+        spec = self._space.specification(hyperparameters, self._applied.seconds_to_form)
         run.state.own = spec.start
         self._is_patient = False
         self._time(spec)
@@ -115,7 +117,7 @@ class ByFirstBatches:
         self._retuning.changed(in_mid_epoch=run.strategy.epochs.is_open)
         hyperparameters = run.hyperparameters()
         self._deciding, self._known, self._is_patient = 0.0, [], True
-        spec = self._space.specification(hyperparameters, hyperparameters.lr, share=run.options.budget)
+        spec = self._space.specification(hyperparameters, self._applied.seconds_to_form)
         if max(spec.space.groups) > 1:
             run.world.connection.start_server()  # it was dismissed if one group was chosen before
         self._time(spec)
@@ -125,6 +127,7 @@ class ByFirstBatches:
         is_asked = bool(heads)
         if not is_asked and max(spec.space.groups) > 1:
             heads = self._space.mergeable()
+        self._spec = spec
         self._batches = FirstBatches(self._run.strategy, spec, heads, before, is_asked=is_asked)
 
     # --- While it trains ----------------------------------------------------------------------------------------------
@@ -132,7 +135,7 @@ class ByFirstBatches:
     @property
     def is_timing(self) -> bool:
         """Whether batches are timed to decide by."""
-        return self._batches is not None
+        return self._batches is not None or self._postponed is not None
 
     def interrupted(self) -> None:
         """Something else than training comes."""
@@ -167,6 +170,7 @@ class ByFirstBatches:
 
     def close(self) -> None:
         """Nothing is timed any more."""
+        self._postponed = None
         if self._batches is not None:
             self._batches.close()
             self._batches = self._decision = None
@@ -208,7 +212,7 @@ class ByFirstBatches:
         assert batches is not None
         command = run.broadcast_command(self._command(decision, batches.spec))
         if command is not None and command.setting.groups > 1 and not self._space.has_server():
-            batches.spec = self._space.reachable(batches.spec)
+            batches.spec = self._spec = self._space.reachable(batches.spec)
             if run.speaks:
                 run.rounds.pop()
                 decision.found = at_once(self._finding(decision, batches.spec))
@@ -220,26 +224,38 @@ class ByFirstBatches:
             run.state.unfinished = False
         batches.interrupted()
         if command is not None and not (self._known and command.setting == run.state.setting):
-            self._adopt(command, batches.spec)
-            self._reports.chosen(command)
+            if run.may_change_inside or command.setting == batches.spec.start:
+                self.adopt(command)
+            else:
+                self._postponed = command
             splits = command.setting.groups == 1 and command.setting.rebalance
             if splits and decision.observation is not None:
                 self._time_again(decision.observation, batches)
         return command is not None
 
+    def epoch_done(self, is_last: bool) -> None:
+        """What was chosen inside the epoch is adopted at its end, where it could not be before. On all ranks.
+
+        Args:
+            is_last: whether the run ends here.
+        """
+        if self._postponed is not None and not is_last:
+            self.adopt(self._postponed)
+        self._postponed = None
+
     def _finding(self, decision: _Decision, spec: SearchSpec) -> Callable[[], Search | None]:
         """What rank 0 has to find: the search whose choice is clear, or is to be made in any case; None for neither."""
-        observation, sampler, group_speed = decision.observation, self._run.sampler, self._run.state.group_speed
+        observation, segments = decision.observation, list(self._run.state.segments)
         now = observation.measured if observation is not None else None
         known = [each for each in self._known if now is not None and each.ranks == now.ranks]
 
         def find() -> Search | None:
             if observation is None:
                 return None
-            search = Search(spec, sampler, [observation], known, group_speed)
+            search = Search(spec, observation, known, segments)
             if not (decision.is_last or verdict(search, decision.is_early, decision.may_stay, decision.is_hurried)):
                 return None
-            search.choice()  # what that needs is remembered
+            search.choice(asks=not decision.is_early)  # so early it is found in no time
             return search
 
         return find
@@ -256,7 +272,6 @@ class ByFirstBatches:
             if search.known and search.choice().setting in (run.state.setting, spec.start):
                 return Command(run.setting)  # as it was forecast, or nothing is better
             self._advice.seek(search)
-            search.next()  # it is over
             run.remember(search, run.seconds)
             self._retuning.search_begins()
             return run.conclude(search)
@@ -265,23 +280,26 @@ class ByFirstBatches:
 
     def _time_again(self, observation: Observation, before: FirstBatches) -> None:
         """The run goes on in one group with other batches: whether it is as fast as it should be is seen in these."""
-        if not self._known and observation.measured is not None:
+        if not self._known:
             self._known = [observation.measured]
             self._time(before.spec, before)
 
-    def _adopt(self, command: Command, spec: SearchSpec) -> None:
-        """Trains with what was chosen, from this batch on."""
+    def adopt(self, command: Command) -> None:
+        """Trains with what was chosen, from here on. On all ranks."""
         run = self._run
-        if command.setting == spec.start:
+        start = run.own if self._spec is None else self._spec.start  # none of a run that was resumed
+        if command.setting == start and run.state.setting in (None, start):
             run.state.setting = command.setting
             run.world.dismiss_server()
         else:
             self._applied.keep()
-            run.state.reference = spec.batch / command.setting.groups
-            self._applied.apply(run.hyperparameters(), command)
+            run.state.reference = run.batch(len(run.world.live_ranks)) / command.setting.groups
+            scale = replace(command, scale=command.setting.lr / start.lr / run.state.scaled)
+            self._applied.apply(run.hyperparameters(), scale)
         self._applied.watch(command.divergence_threshold, keeps=True)
         run.state.rounds, run.state.learnt_below = run.state.rounds + 1, command.learnt_below
-        self._retuning.changed(in_mid_epoch=True)
+        self._retuning.changed(in_mid_epoch=run.strategy.epochs.is_open)
+        self._reports.chosen(command)
 
 
 __all__ = ["ByFirstBatches"]

@@ -1,4 +1,4 @@
-"""How groups exchange and average gradients, as a setting says it: for a probe, and for a run."""
+"""How groups exchange and average gradients, as a setting says it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Notices that a run has diverged with what was chosen. What it is rolled back to then is a `RollbackPoint`.
 
-A probe is short, and what it shows may not last: a setting that looked good may diverge a thousand batches later. A run
-that would have gone well without a tuner must not end that way.
+A setting that looks good may diverge a thousand batches later. A run that would have gone well without a tuner must not
+end that way.
 """
 
 from __future__ import annotations

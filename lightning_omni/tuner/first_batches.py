@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_omni.optimizer.balance import Balance, gather_values
 from lightning_omni.optimizer.timing import wait_for
-from lightning_omni.performance.forecast import TrialResult
+from lightning_omni.performance.forecast import TrainedBatches
 from lightning_omni.performance.measured import HeadMeasured, Measured
 from lightning_omni.performance.step_timer import StepTimer
 from lightning_omni.search import Observation, SearchSpec
@@ -27,8 +27,8 @@ from lightning_omni.strategy.declared import loader_of
 from lightning_omni.strategy.hooks import OmniStrategyHooks
 from lightning_omni.tuner.microbenchmarks import Microbenchmarks
 from lightning_omni.tuner.observed_heads import ObservedHead
-from lightning_omni.tuner.probing import batch_size_of
 from lightning_omni.tuner.step import log_nothing
+from lightning_omni.tuner.tunable import batch_size_of
 
 DECISION_STEPS = tuple(c.FIRST_DECISION << number for number in range(c.DECISIONS))
 
@@ -96,7 +96,7 @@ class FirstBatches:
             name: ObservedHead(strategy.pl_module.get_submodule(name), batch) for name in heads if before is None
         }
         strategy.balance = self._balance
-        self._balance.begin(self._world, strategy.pl_module, lambda: strategy.epochs.leases)
+        self._balance.begin(self._world, strategy.pl_module, lambda: strategy.epochs.leases, samples=batch)
 
     def batch_done(self, loss: Tensor | None, steps: bool) -> None:
         """A batch is done.
@@ -185,7 +185,7 @@ class FirstBatches:
             node_round_trip=places.round_trip,
             node_per_byte=places.per_byte,
         )
-        return Observation(TrialResult(self.spec.start, tuple(ends), tuple(losses), gathers=False), measured)
+        return Observation(TrainedBatches(self.spec.start, tuple(ends), tuple(losses)), measured)
 
     @property
     def _seconds_of_bytes(self) -> float:

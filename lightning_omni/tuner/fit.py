@@ -1,10 +1,10 @@
 """What a tuner does in one fit: what a hook comes to. `TunedFit` searches, where all ranks were started together.
 
-What its parts do they say themselves: `TunedRun` is what they have in common, `ByFirstBatches` and `ByProbes` are the
-two ways to tune, `AppliedSetting` is what the run trains with, and `Retuning` says when that is to change.
+What its parts do they say themselves: `TunedRun` is what they have in common, `ByFirstBatches` measures and chooses,
+`AppliedSetting` is what the run trains with, and `ForecastCheck`, `Retuning` and `PlateauWatch` say when that is to
+change.
 
-Rule 1: rank 0 decides, and tells the others before anything is done; all ranks do the same.
-Rule 2: a search ends with the run's own state on every rank, and then the choice is applied.
+Rule: rank 0 decides, and tells the others before anything is done; all ranks do the same.
 """
 
 from __future__ import annotations
@@ -18,14 +18,12 @@ from typing_extensions import override
 from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.protocol.all_reduce import EXACT
 from lightning_omni.search import constants as c
-from lightning_omni.search.samplers import sampler_of
 from lightning_omni.strategy._private import has_hook_for_gradients, stops_now, will_step
 from lightning_omni.strategy.declared import is_fast_dev_run
 from lightning_omni.strategy.hooks import OmniStrategyHooks
 from lightning_omni.tuner import _private
 from lightning_omni.tuner.applied import AppliedSetting
 from lightning_omni.tuner.by_first_batches import ByFirstBatches
-from lightning_omni.tuner.by_probes import ByProbes
 from lightning_omni.tuner.divergence import loss_in
 from lightning_omni.tuner.fit_space import FitSpace
 from lightning_omni.tuner.forecast_check import ForecastCheck
@@ -101,10 +99,9 @@ class TunedFit(Fit):
 
     Args:
         run: the fit.
-        mute_logger: class of a logger that says nothing.
     """
 
-    def __init__(self, run: TunedRun, mute_logger: type) -> None:
+    def __init__(self, run: TunedRun) -> None:
         super().__init__(run)
         self._check(run.strategy, run.options)
         self.monitor = MonitoredMetric(run.options.monitor, run.options.target is not None)
@@ -112,36 +109,32 @@ class TunedFit(Fit):
         self.applied = AppliedSetting(run, self.space)
         self.retuning = Retuning(run)
         self.reports = TunerReports(run)
-        self.check = ForecastCheck(run, self.applied, self.retuning, self.reports)
         self.plateau = PlateauWatch(run, self.applied, self.retuning, self.reports)
         parts = run, self.space, self.applied, self.retuning, self.reports
         self.by_first_batches = ByFirstBatches(*parts)
-        self.by_probes = ByProbes(*parts, self.monitor, mute_logger)
-        self._validated = math.nan  # the metric, if it was validated in this epoch
+        self.check = ForecastCheck(run, self.applied, self.retuning, self.reports, self.by_first_batches.adopt)
 
     @staticmethod
     def _check(strategy: OmniStrategyHooks, options: TunerOptions) -> None:
         """Refuses what cannot be searched in this fit. The run begins as one group."""
         strategy.check_whole("OmniTuner forms other groups while they train")
         strategy.arrangement.restore()  # an earlier fit of this strategy may have been tuned
-        learns = sampler_of(options.search).learns_from_run and strategy.epochs.data.kind == "dynamic"
-        if "all_reduce" in options.space and not (learns and strategy.world.reduction.format == EXACT):
+        if "all_reduce" in options.space and strategy.world.reduction.format != EXACT:
             raise ConfigurationError(
                 f'space={{"all_reduce": {options.space["all_reduce"]!r}}}: it is forecast from the first batches, whose'
-                ' gradients are averaged as they are; pass search="forecast", and leave data= and all_reduce= of the'
-                " strategy out"
+                " gradients are averaged as they are; leave all_reduce= of the strategy out"
             )
         if "all_reduce" in options.space and has_hook_for_gradients(strategy):
             raise ConfigurationError(
                 f'space={{"all_reduce": {options.space["all_reduce"]!r}}} and ddp_comm_hook=: both say how'
                 " gradients are averaged; leave one of them out"
             )
-        if "merged" in options.space and not (learns and not strategy.merged):
+        if "merged" in options.space and strategy.merged:
             raise ConfigurationError(
                 f'space={{"merged": {options.space["merged"]!r}}}: what a merged head gains is forecast from the first'
-                ' batches; pass search="forecast", and leave data= and merged= of the strategy out'
+                " batches; leave merged= of the strategy out"
             )
-        if options.budget and learns:
+        if options.budget:
             strategy.arrangement.begin_in_one_group()
 
     @override
@@ -171,19 +164,18 @@ class TunedFit(Fit):
             return
         if run.state.setting is not None and run.state.ranks != run.world.size:
             self._search_once_more(hyperparameters)
-        if run.learns_from_run:  # by the third window it may be seen whether the loss is flat
+        if run.may_change_inside:  # by the third window it may be seen whether the loss is flat
             run.strategy.epochs.check_every = c.FEWEST_WINDOWS * c.SHORTEST_WINDOW * run.batch(run.world.size)
             run.strategy.epochs.on_check = self._synchronized
         if run.state.setting is not None:
             self._go_on()
         else:
             run.state.ranks = run.world.size
-            if run.learns_from_run and (not run.options.budget or run.world.size == 1):
+            if not run.options.budget or run.world.size == 1:
                 self._tune_nothing("one rank is one group" if run.options.budget else "budget=0")
                 return
-            self._tuning.begin(hyperparameters)
+            self.by_first_batches.begin(hyperparameters)
         run.begin()
-        self.retuning.begin()
 
     def _tune_nothing(self, problem: str, may_split: bool = False) -> None:
         """The run goes on as the user has set it, but for batches that may be split by speed."""
@@ -194,11 +186,6 @@ class TunedFit(Fit):
         splits = may_split and self.applied.split_by_speed()
         but = ", but batches are split in proportion to the ranks' speeds where that pays" if splits else ""
         run.info(f"OmniTuner: nothing is tuned{but}: {problem}")
-
-    @property
-    def _tuning(self) -> ByFirstBatches | ByProbes:
-        """The way in which this run is tuned."""
-        return self.by_first_batches if self.run.learns_from_run else self.by_probes
 
     @property
     def _may_split_all_the_same(self) -> bool:
@@ -222,17 +209,11 @@ class TunedFit(Fit):
         run, state = self.run, self.run.state
         if self._lacks_server:
             state.before_trial, state.speeds = None, []
-            if run.learns_from_run:
-                self.by_first_batches.begin_again("there is no parameter server")
-            else:
-                self.applied.take_back()
+            self.by_first_batches.begin_again("there is no parameter server")
             return
-        if state.unfinished and run.learns_from_run:
+        if state.unfinished:
             self.by_first_batches.begin_again("it was saved before that had shown what is faster")
             return
-        if state.unfinished and run.rounds:  # a retuning was interrupted: it is done again when it is due
-            state.forgotten += run.rounds.pop().search.spent
-        state.unfinished = False
         run.hyperparameters().make_default()
         if state.before_trial is not None or not self.applied.is_users_own:
             self.applied.keep()
@@ -276,8 +257,9 @@ class TunedFit(Fit):
         """All ranks are at the same step there, so that it can be timed again in the middle of an epoch."""
         run, trainer = self.run, self.run.trainer
         may_change = run.options.retune_every is not None and not self.by_first_batches.is_timing
+        may_change &= run.may_change_inside
         if may_change and will_step(trainer) and not trainer.is_last_batch and (reason := self.check.step_done()):
-            self._tuning.begin_again(reason)
+            self.by_first_batches.begin_again(reason)
 
     @override
     def validation_starts(self) -> None:
@@ -299,15 +281,14 @@ class TunedFit(Fit):
             if bool(problem) if world.is_computing else run.broadcast(bool(problem)):
                 raise ConfigurationError(problem or f"monitor={options.monitor!r}: no metric of that name is logged")
         if (value := metrics.get(options.monitor)) is not None:
-            self._validated = float(value)
-            self.reports.validated(self._validated)
+            self.reports.validated(float(value))
         self._check_in_mid_epoch()
 
     def _check_in_mid_epoch(self) -> None:
         """The epoch may be the only one: groups are checked where all of them synchronize."""
         run, trainer = self.run, self.run.trainer
         is_inside = run.strategy.epochs.is_open and not trainer.is_last_batch and not run.world.is_computing
-        if not is_inside or run.problem or not run.learns_from_run:  # which others cannot do in mid-epoch
+        if not is_inside or run.problem or not run.may_change_inside:
             return
         # Not where a rank has summed up gradients that it has not stepped with, or has a callback that stops the run.
         if not any(run.world.all_reduce_max([int(not will_step(trainer) or stops_now(trainer))])):
@@ -332,7 +313,7 @@ class TunedFit(Fit):
         if not may_change or self.plateau.is_trying:
             return
         if why := reason():
-            self._tuning.begin_again(why)
+            self.by_first_batches.begin_again(why)
         elif self.plateau.is_due:
             self.plateau.begin_trial()
 
@@ -361,12 +342,11 @@ class TunedFit(Fit):
         epoch = run.trainer.current_epoch + 1
         if run.problem:
             return
-        run.state.at_epochs.append(self._validated)
-        self._validated = math.nan
         self.retuning.epoch_done()
+        self.by_first_batches.epoch_done(is_last=stops_now(run.trainer) or epoch >= run.epochs)
         is_due = options.retune_every is not None and epoch % options.retune_every == 0
         may_change = is_due and run.state.setting is not None and not stops_now(run.trainer) and epoch < run.epochs
-        self._react(lambda: self.check.epoch_done() or self.retuning.reason(epoch), may_change, ends_epoch=True)
+        self._react(lambda: self.check.epoch_done() or self.retuning.reason(), may_change, ends_epoch=True)
 
 
 __all__ = ["Fit", "TunedFit", "may_form_groups"]

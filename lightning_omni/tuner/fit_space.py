@@ -28,8 +28,6 @@ _log = logging.getLogger(__name__)
 
 _USUAL = ("async_sgd", "fp32", False, "fp32")
 """Method, wire format, overlap and all-reduce format of a strategy whose user has chosen none."""
-_COMMUNICATION = ("method", "wire", "overlap", "all_reduce")
-"""Dimensions of how gradients and weights travel."""
 
 
 class FitSpace:
@@ -67,6 +65,11 @@ class FitSpace:
         run = self._run
         if self._has_no_server:
             return "there is no parameter server"
+        if type(run.world.method) not in METHODS.values() and "method" not in run.options.space:
+            return (
+                f"what {type(run.world.method).__name__} costs in samples is not known; pass the names of methods in"
+                ' space={"method": ...}'
+            )
         try:
             run.world.check_method(groups)
             run.strategy.check_several(run.trainer)
@@ -85,40 +88,39 @@ class FitSpace:
         """Whether batches may be split by speed."""
         return Space.of(self._run.options.space, self._run.world.size).rebalance
 
-    def specification(self, hyperparameters: Hyperparameters, lr: float, share: float) -> SearchSpec:
+    def specification(self, hyperparameters: Hyperparameters, switch: float) -> SearchSpec:
         """A search that starts from what the run trains with at the moment.
 
         Args:
             hyperparameters: of the optimizer.
-            lr: its learning rate, which settings are relative to.
-            share: part of the run's time that probes may take.
+            switch: seconds that it takes to form groups, as far as is known.
         """
         run = self._run
-        start, batch = self._start(hyperparameters, lr), run.batch(len(run.world.live_ranks))
+        start, batch = self._start(hyperparameters), run.batch(len(run.world.live_ranks))
         return SearchSpec(
             start,
             batch,
             run.horizon,
-            share,
             self._space(hyperparameters, start),
             hyperparameters.scaling,
+            switch=run.agreed(switch),
+            budget=run.options.budget,
             seed=run.options.seed + run.state.rounds,
             reference=run.state.reference or batch / start.groups,
         )
 
-    def _start(self, hyperparameters: Hyperparameters, lr: float) -> Setting:
+    def _start(self, hyperparameters: Hyperparameters) -> Setting:
         run, world = self._run, self._run.world
         start = Setting(
             groups=max(1, len(world.live_groups)),
             momentum=hyperparameters.momentum,
-            lr=lr,
+            lr=hyperparameters.lr,
             rebalance=run.strategy.balance.is_on,
             period=int(getattr(world.method, "period", 1)),
             further=tuple(sorted((each.name, each.current(world)) for each in run.options.further)),
             merged=run.strategy.merged.name or "",
         )
-        is_named = run.learns_from_run or any(each in run.options.space for each in _COMMUNICATION)
-        if not is_named or type(world.method) not in METHODS.values():
+        if type(world.method) not in METHODS.values():
             return start
         return replace(
             start,
@@ -145,7 +147,7 @@ class FitSpace:
         for name in space.merged:
             self._check_merged(name)
         options = world.options
-        if run.learns_from_run and (options.method, options.wire, options.overlap, options.all_reduce) == _USUAL:
+        if (options.method, options.wire, options.overlap, options.all_reduce) == _USUAL:
             space = replace(
                 space,
                 method=space.method or self._methods(),

@@ -14,9 +14,10 @@ then, or slow down later, keep all others waiting. It is then timed again, too.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from lightning_omni.performance.forecast import Setting
-from lightning_omni.search import GroupSpeed, Search
+from lightning_omni.search import Search, TrainedSegment
 from lightning_omni.search import constants as c
 from lightning_omni.search.choice import Choice, best_by_forecast
 from lightning_omni.tuner.applied import AppliedSetting
@@ -38,10 +39,19 @@ class ForecastCheck:
         applied: what it trains with.
         retuning: has measured how fast it is.
         reports: tell of a change.
+        adopt: has the run train with something else, from where it is.
     """
 
-    def __init__(self, run: TunedRun, applied: AppliedSetting, retuning: Retuning, reports: TunerReports) -> None:
+    def __init__(
+        self,
+        run: TunedRun,
+        applied: AppliedSetting,
+        retuning: Retuning,
+        reports: TunerReports,
+        adopt: Callable[[Command], None],
+    ) -> None:
         self._run, self._applied, self._retuning, self._reports = run, applied, retuning, reports
+        self._adopt = adopt
         self._steps, self._next = 0, c.FEWEST_STEPS
 
     def step_done(self) -> str:
@@ -56,7 +66,7 @@ class ForecastCheck:
         """
         run, state = self._run, self._run.state
         is_users_own = state.setting is not None and state.setting == state.own
-        if not (run.learns_from_run and is_users_own) or state.is_final or state.before_trial is not None:
+        if not is_users_own or state.is_final or state.before_trial is not None:
             return ""
         self._steps += 1
         if self._steps < self._next:
@@ -68,7 +78,7 @@ class ForecastCheck:
     def _why_slower(self, speed: Speed) -> str:
         """That one group is clearly slower than forecast, if it is; rank 0 knows."""
         run = self._run
-        if not run.searches or run.searches[-1].profile is None:
+        if not run.searches:
             return ""
         predicted = run.searches[-1].prediction(run.setting).samples_per_second
         probability = c.FALSE_ALARM * math.log2(1 + c.CHANGED)
@@ -77,7 +87,7 @@ class ForecastCheck:
         return f"it trains {speed.rate:.3g} samples per second, and {predicted.value:.3g} were predicted"
 
     def epoch_done(self) -> str:
-        """Compares groups that were chosen with one group, by the whole epoch. On all ranks.
+        """Compares what was chosen with one group, by the whole epoch. On all ranks.
 
         Returns:
             Why one group is to be timed again, or nothing.
@@ -94,34 +104,60 @@ class ForecastCheck:
 
     @property
     def _is_due(self) -> bool:
-        """Whether groups were chosen, and not checked since; the same on all ranks."""
-        state = self._run.state
-        is_groups = not state.is_final and state.setting is not None and state.setting.groups > 1
-        return self._run.learns_from_run and is_groups and state.checked != state.rounds
+        """Whether groups were chosen, or a value of the user's own dimensions, and not checked since; on all ranks."""
+        state, setting = self._run.state, self._run.state.setting
+        if state.is_final or setting is None or state.own is None or state.checked == state.rounds:
+            return False
+        return setting.groups > 1 or setting.further != state.own.further
 
     def _check(self, speed: Speed) -> str:
         run, state = self._run, self._run.state
         state.checked = state.rounds
         is_known = run.speaks and run.searches
-        command = run.broadcast_command(self._refutes(run.searches[-1], run.setting, speed) if is_known else None)
+        found = self._refutes(run.searches[-1], run.setting, speed) if is_known else None
+        segments = self._trained(speed, is_refuted=found is not None) if is_known else state.segments
+        command, was_refuted = run.broadcast_command(found), state.refuted
+        state.segments, state.refuted = run.broadcast_segments(segments), state.refuted or command is not None
         if command is None:
+            self._try_values()
             return ""
-        if state.group_speed is None:
-            state.group_speed = GroupSpeed(run.setting, math.exp(speed.log_most()))
+        if not was_refuted:
             return command.why
         self._applied.give_up_groups(command.setting)
         self._retuning.changed(in_mid_epoch=run.strategy.epochs.is_open)
         self._reports.chosen(command)
         return ""
 
+    def _try_values(self) -> None:
+        """The next segment, if another value in a dimension of the user's own is worth one, or the last was better."""
+        run = self._run
+        if not run.options.further:
+            return
+        command = None
+        if run.speaks and run.searches:
+            last = run.searches[-1]
+            search = Search(last.spec, last.observation, last.known, run.state.segments)
+            if search.choice().setting.further != run.setting.further:
+                run.remember(search, run.seconds)
+                command = run.conclude(search)
+        command = run.broadcast_command(command)
+        if command is not None:
+            self._adopt(command)
+
+    def _trained(self, speed: Speed, is_refuted: bool) -> list[TrainedSegment]:
+        """All segments so far, with the one in which the run was so fast; the last one of each setting."""
+        run, setting, search = self._run, self._run.setting, self._run.searches[-1]
+        log_ratio = math.log(search.modelled(setting) / speed.rate)
+        variance = speed.error**2 + search.prediction(setting).samples_per_second.log_deviation ** 2
+        segment = TrainedSegment(setting, log_ratio, variance, speed.rate if is_refuted else 0.0)
+        return [*(each for each in run.state.segments if each.setting != setting), segment]
+
     def _refutes(self, search: Search, setting: Setting, speed: Speed) -> Command | None:
         """None if groups of that speed are worth their samples, or if it is not clear that they are not."""
-        if search.profile is None:
-            return None
         one = best_by_forecast(search, groups=1)
-        costs = search.forecast().efficiency
+        theory = search.forecast().theory
         one_at_least = math.log(search.prediction(one).samples_per_second.low)
-        if speed.log_most() - costs(setting)[0] >= one_at_least - costs(one)[0]:
+        if setting.groups == 1 or speed.log_most() - theory(setting) >= one_at_least - theory(one):
             return None
         predicted = search.prediction(setting).samples_per_second.value
         why = (

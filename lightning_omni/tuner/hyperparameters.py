@@ -13,7 +13,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.performance.forecast import Scaling, Setting
+from lightning_omni.performance.forecast import Scaling
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer
@@ -85,22 +85,6 @@ class Hyperparameters:
 
     def _momentum_of(self, group: dict[str, Any]) -> float:
         return float(group["betas"][0] if self._has_betas else group.get("momentum", 0.0))
-
-    def set(self, setting: Setting, lr: float) -> None:
-        """For a probe: momentum, and the rates; other groups' are in proportion to the first one's.
-
-        Args:
-            setting: what is to be.
-            lr: what the first group's rate was when the search began: where its schedule is highest, see `lr`, or at
-                that moment, see `lr_now`. The proportions are those of then.
-        """
-        self.set_momentum(setting.momentum)
-        groups, highest = self._optimizer.param_groups, self._highest()
-        rates = highest if lr == highest[0] else [float(group["lr"]) for group in groups]
-        _own(groups, "lr")
-        wanted = [setting.lr, *(rate * (setting.lr / rates[0]) for rate in rates[1:])]
-        for group, rate in zip(groups, wanted, strict=True):
-            _set(group, "lr", rate)
 
     def set_momentum(self, momentum: float) -> None:
         """Sets the momentum (or β1) of all parameter groups, where it can be set and is another."""

@@ -21,7 +21,6 @@ from lightning_omni.methods import AsyncSGD, Method
 from lightning_omni.performance.forecast import Scaling, Setting
 from lightning_omni.performance.momentum import explicit_for
 from lightning_omni.search import Space
-from lightning_omni.search.samplers import sampler_of
 from lightning_omni.tuner.applied import AppliedSetting
 from lightning_omni.tuner.fit import Fit
 from lightning_omni.tuner.fit_space import FitSpace
@@ -138,11 +137,6 @@ class JoinedFit(Fit):
 
 def check_joined(options: TunerOptions) -> None:
     """Raises `UnsupportedError` if the tuner was told to search what such a group cannot change."""
-    if not sampler_of(options.search).learns_from_run:
-        raise UnsupportedError(
-            f"search={options.search!r} with join=True: probes need the ranks of all groups at once, and these groups"
-            " never form one; leave search= out: then momentum and learning rate follow the number of groups"
-        )
     for name in options.space:
         if name not in _CHOSEN:
             raise UnsupportedError(

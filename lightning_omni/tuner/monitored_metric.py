@@ -1,7 +1,6 @@
 """The metric that a run is tuned for: whether it will be there, as early as that can be known.
 
-A validation metric is known after the sanity check, one of the training step when that has run once. What hooks and
-callbacks log comes later; then the first validations decide, as they do for EarlyStopping.
+What is known after the sanity check is believed; else the first validations decide, as they do for EarlyStopping.
 """
 
 from __future__ import annotations
@@ -21,16 +20,8 @@ if TYPE_CHECKING:
 
 MONITORED = "val_loss"
 """By default."""
-_HOOKS = (
-    "on_train_epoch_end",
-    "on_train_batch_start",
-    "on_train_batch_end",
-    "on_before_zero_grad",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-)
-"""In which a module or a callback may log, and which a probe does not call (or calls without listening)."""
+_LATE = "on_train_epoch_end"
+"""The hook in which what a module or a callback logs is not there before the second validation."""
 
 _STEPS = ("training_step", "validation_step")
 
@@ -47,7 +38,6 @@ class MonitoredMetric:
         self.name, self._is_needed = name, is_needed
         self._known: set[str] = set()
         self._validations = 0
-        self._is_checked = False
         self._is_decided = not is_needed
 
     def check_validated(self, trainer: Trainer) -> None:
@@ -64,7 +54,6 @@ class MonitoredMetric:
 
     def sanity_checked(self, names: Iterable[str]) -> None:
         """What one validation logs is known before training begins."""
-        self._is_checked = True
         self._add(names)
 
     @property
@@ -72,20 +61,11 @@ class MonitoredMetric:
         """Whether the next validation may still decide; the same on all ranks, whatever each of them logs."""
         return self._is_needed and self._validations < 2
 
-    def needs_a_step(self, trainer: Trainer, module: LightningModule) -> bool:
-        """Whether one training step would tell: nothing else is left that could log the metric."""
-        return self._is_checked and not self._is_decided and not _may_log(trainer, module, _HOOKS)
-
-    def stepped(self, names: Iterable[str]) -> str:
-        """What a training step logs. Returns what is wrong, if the metric is nowhere."""
-        self._add(names)
-        return "" if self._is_decided else self._problem
-
     def validated(self, trainer: Trainer, module: LightningModule, names: Iterable[str]) -> str:
         """What was logged by the end of a validation. Returns what is wrong, if the metric is nowhere."""
         self._add(names)
         self._validations += 1
-        if self._is_decided or (self._validations == 1 and _may_log(trainer, module, _HOOKS[:1])):
+        if self._is_decided or (self._validations == 1 and _may_log_late(trainer, module)):
             return ""  # what is logged at an epoch's end is there in the next validation
         return self._problem
 
@@ -102,12 +82,10 @@ class MonitoredMetric:
         return f"monitor={self.name!r}: no metric of that name is logged; {meant}{there}"
 
 
-def _may_log(trainer: Trainer, module: LightningModule, hooks: Iterable[str]) -> bool:
-    """Whether a hook of the module, or of a callback that is not Lightning's or ours, might log something."""
-    return any(
-        any(not _is_known(_home(each, hook)) for hook in hooks) and _speaks_of_logging(each)
-        for each in (module, *callbacks_of(trainer))
-    )
+def _may_log_late(trainer: Trainer, module: LightningModule) -> bool:
+    """Whether that hook of the module, or of a callback that is not Lightning's or ours, might log something."""
+    owners = (module, *callbacks_of(trainer))
+    return any(not _is_known(_home(each, _LATE)) and _speaks_of_logging(each) for each in owners)
 
 
 def _home(owner: Any, hook: str) -> type:

@@ -1,4 +1,4 @@
-"""`OmniTuner`: Lightning's hooks, translated into a search and what it tries. What is decided is not known here.
+"""`OmniTuner`: Lightning's hooks, translated into what a fit does. What is decided is not known here.
 
 Written once for both of Lightning's namespaces, as the strategy is (see ``pytorch_lightning.py`` and ``lightning.py``).
 What comes of a hook is said by the `Fit`: a `TunedFit` where all ranks were started together, a `JoinedFit` where
@@ -7,10 +7,12 @@ groups join and leave.
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,8 +22,6 @@ from typing_extensions import override
 from lightning_omni.checks import check_kind, check_number, check_whole, plain
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.search import Choice, Search, Space
-from lightning_omni.search.samplers import sampler_of
-from lightning_omni.search.surrogate import check_libraries, load_libraries
 from lightning_omni.strategy.arguments import refuses_unknown
 from lightning_omni.strategy.hooks import OmniStrategyHooks, strategy_of
 from lightning_omni.strategy.namespaces import need_namespace
@@ -56,18 +56,18 @@ class Found:
 
 
 class OmniTunerHooks(_CallbackBase):
-    """Chooses the groups, method, momentum and learning rate with the shortest predicted time to the target.
+    """Choose the groups, method, momentum and learning rate with the shortest predicted time to the target.
 
     The run begins as it would without the tuner, in one group, and its first batches are timed: the compute time of
     each rank and the duration of the all-reduce. From these the tuner predicts the samples per second of every number
-    of groups, method, number of local steps and wire format; their costs in samples are known from other tasks. When a
-    setting is predicted to be clearly faster, the run switches to it in the middle of the epoch: groups are formed,
-    momentum and learning rate are set, and batches are split in proportion to the ranks' speeds where that pays. If no
-    setting is faster, nothing changes. No batch is discarded. See docs/tuning.md.
+    of groups, method, number of local steps and wire format; their costs in samples are known from other tasks. A
+    scikit-optimize phase then proposes what to train with: its surrogate model is this prediction, corrected by what
+    the run has shown since. When a setting is predicted to be clearly faster, the run switches to it in the middle of
+    the epoch: groups are formed, momentum and learning rate are set, and batches are split in proportion to the ranks'
+    speeds where that pays. If no setting is faster, nothing changes. Groups that are slower than predicted are
+    given up. No batch is discarded, and nothing is trained only to try it. See docs/tuning.md.
 
-    With ``search="bayes"`` and the other searches, the tuner instead makes *probes*: it trains a few batches with one
-    setting after another, each time from the same snapshot, before the first batch and again at ends of epochs. After a
-    search, weights, optimizer state, data order and RNG state are as they were before it.
+    With ``data="static"``, and with a sampler of your own, groups change at the end of the epoch.
 
     In a run that groups join on their own (``OmniStrategy(join=True)``) their number is given, and momentum and
     learning rate follow it whenever one joins, leaves or dies.
@@ -77,25 +77,20 @@ class OmniTunerHooks(_CallbackBase):
     Args:
         target: value of ``monitor`` that is to be reached soonest; None for the lowest loss at the end of the run.
         monitor: name of a logged metric, which is compared with ``target`` at validations.
-        budget: part of the run's time that probes may take, from 0 to below 1: 0.1 is a tenth. Two fifths of it are for
-            the search before the first batch, two fifths for the first retuning during the run; later searches may use
-            this part of the time that has passed, less what earlier ones took. 0 tunes nothing, whatever the search.
-        search: ``"forecast"`` times the run's own first batches and makes no probes. ``"bayes"`` asks scikit-optimize
-            for the most promising setting by predicted time, starting from theory; ``"omnivore"`` is the published
-            algorithm; ``"grid"`` and ``"random"`` are grid and random search. With ``data="static"`` groups cannot
-            change inside an epoch, and ``"bayes"`` replaces ``"forecast"``.
         space: the search space: any of ``"groups"``, ``"method"``, ``"period"``, ``"wire"``, ``"overlap"``,
             ``"all_reduce"``, ``"merged"``, ``"momentum"``, ``"lr"``, ``"rebalance"``, each a value, a list, or the
             smallest and the largest value: ``{"groups": [1, 2, 4], "momentum": 0.9}``. ``"merged"`` names submodules
             that may become merged heads. By default groups are powers of two and the number of ranks, momentum is 0 to
-            0.95 (or up to yours, if that is larger), the learning rate follows them, and batches may be split by speed.
-            ``"forecast"`` also searches how groups exchange, and how their members average gradients, unless you have
-            chosen it (``method=``, ``wire=``, ``overlap=`` or ``all_reduce=`` of the strategy).
+            0.95 (or up to yours, if that is larger), the learning rate follows them, and batches may be split by speed;
+            how groups exchange, and how their members average gradients, is searched unless you have chosen it
+            (``method=``, ``wire=``, ``overlap=`` or ``all_reduce=`` of the strategy).
+        budget: part of the run's time that forming groups may take, from 0 to below 1: 0.1 is a tenth. 0 changes
+            nothing.
         retune_every: epochs between two checks whether the setting is still the best; None for no checks.
         mode: ``"min"`` or ``"max"``: whether a smaller or a larger ``monitor`` is better; None decides by its name
             (``"min"`` if it contains "loss" or "error", otherwise ``"max"``), and with a ``target`` a name that says
             neither, such as "val_rmse", is refused.
-        seed: of the search, and of the samples that probes train on.
+        seed: of what scikit-optimize proposes.
 
     Attributes:
         choice: on rank 0, the latest choice, a `lightning_omni.search.Choice`.
@@ -111,7 +106,7 @@ class OmniTunerHooks(_CallbackBase):
         >>> tuner = OmniTuner(target=0.88, monitor="val_acc")  # Trainer(strategy=OmniStrategy(), callbacks=[tuner])
 
     References:
-        Hadjis et al. 2016, "Omnivore", for the objective and ``search="omnivore"``.
+        Hadjis et al. 2016, "Omnivore", for the objective.
     """
 
     @refuses_unknown
@@ -119,9 +114,8 @@ class OmniTunerHooks(_CallbackBase):
         self,
         target: float | None = None,
         monitor: str = MONITORED,
-        budget: float = 0.1,
-        search: str = "forecast",
         space: Mapping[str, Any] | None = None,
+        budget: float = 0.1,
         retune_every: int | None = 1,
         mode: Literal["min", "max"] | None = None,
         seed: int = 0,
@@ -134,11 +128,10 @@ class OmniTunerHooks(_CallbackBase):
         check_number(
             "budget",
             budget,
-            "the part of the run's time that probes may take, from 0 to below 1, such as 0.1",
+            "the part of the run's time that forming groups may take, from 0 to below 1, such as 0.1",
             0,
             below=1,
         )
-        sampler = sampler_of(search)
         check_kind("space", space, (Mapping, type(None)), "a dictionary, or None")
         if retune_every is not None:
             check_whole("retune_every", retune_every, "a number of epochs, or None", low=1)
@@ -154,9 +147,7 @@ class OmniTunerHooks(_CallbackBase):
         check_whole("seed", seed, "a whole number from 0 up", high=_MOST_SEED)
         self._space = dict(space or {})
         self._further = Space.of(self._space, ranks=1 << 30).further
-        if budget > 0:
-            check_libraries(sampler.uses_scikit_optimize)
-        self.target, self.monitor, self.budget, self.search = plain(target), monitor, plain(budget), search
+        self.target, self.monitor, self.budget = plain(target), monitor, plain(budget)
         self.retune_every, self.seed = plain(retune_every), plain(seed)
         self._mode = mode or ("min" if is_lower_better else "max")
         self._fit: Fit | None = None
@@ -171,7 +162,6 @@ class OmniTunerHooks(_CallbackBase):
             monitor=self.monitor,
             is_lower_better=self._mode == "min",
             budget=self.budget,
-            search=self.search,
             space=self._space,
             further=self._further,
             retune_every=self.retune_every,
@@ -216,7 +206,7 @@ class OmniTunerHooks(_CallbackBase):
             self._load_libraries()
         names = names_for(trainer)
         run = TunedRun(trainer, pl_module, self._options, names.rank_zero_info)
-        self._fit = JoinedFit(run) if run.strategy.joins else TunedFit(run, names.mute_logger)
+        self._fit = JoinedFit(run) if run.strategy.joins else TunedFit(run)
         run.strategy.on_ready.append(self._fit.begin)
 
     def on_omni_launch(self, trainer: Trainer) -> None:
@@ -228,13 +218,7 @@ class OmniTunerHooks(_CallbackBase):
     def _load_libraries(self) -> None:
         """Begins to import what a search needs: where it is first needed, all ranks would wait for it."""
         if self.budget > 0:
-            needed = sampler_of(self.search).uses_scikit_optimize
-
-            def load() -> None:
-                with frequent_switches:
-                    load_libraries(needed)
-
-            threading.Thread(target=load, name="omni-libraries", daemon=True).start()
+            threading.Thread(target=_import_libraries, name="omni-libraries", daemon=True).start()
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -303,7 +287,7 @@ class OmniTunerHooks(_CallbackBase):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """What was observed, as plain lists: a resumed run replays it and goes on where it was."""
+        """What was observed and chosen, as plain values: a resumed run goes on with it."""
         return self._fit.run.state_dict() if self._fit is not None else self._kept
 
     @override
@@ -336,6 +320,13 @@ class OmniTunerHooks(_CallbackBase):
         self._fit.close()
         if self._fit.begin in self._fit.run.strategy.on_ready:
             self._fit.run.strategy.on_ready.remove(self._fit.begin)
+
+
+def _import_libraries() -> None:
+    """Takes a second or two. Whatever is wrong with an installation is said where it is used."""
+    with frequent_switches, suppress(ImportError):
+        importlib.import_module("scipy.optimize")
+        importlib.import_module("skopt")
 
 
 __all__ = ["OmniTunerHooks"]

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_omni.optimizer.run_state import RollbackPoint
+from lightning_omni.optimizer.rollback import RollbackPoint
 from lightning_omni.search import constants as c
 from lightning_omni.strategy._private import put_averages, will_step
 from lightning_omni.tuner.applied import AppliedSetting
@@ -120,7 +120,7 @@ class PlateauWatch:
         """Whether the run trains with something that was chosen; the same on all ranks."""
         state = self._run.state
         is_chosen = state.setting is not None and not state.is_final and not self._applied.is_users_own
-        return self._run.learns_from_run and is_chosen
+        return self._run.may_change_inside and is_chosen  # where a trial ends
 
     def _follow(self, least: int) -> bool:
         """As many windows more as there are batches for; on all ranks.
@@ -133,9 +133,8 @@ class PlateauWatch:
         """
         run, state = self._run, self._run.state
         if state.setting != state.losses.setting:
-            tried = run.searches[0].tried if run.searches else []  # rank 0 knows, and decides
             is_stale = run.world.method.updates_per_batch(run.setting.groups) > 1
-            first = tried[0].first_loss if tried else math.nan
+            first = run.searches[0].observation.batches.first_loss if run.searches else math.nan  # rank 0 decides
             state.losses = TrainingLosses(first, setting=state.setting, is_stale=is_stale)
         (batches,) = self._of_all(torch.tensor([float(len(self._noted))]))
         samples = batches * run.batch(1) / run.window

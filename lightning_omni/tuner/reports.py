@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from pathlib import Path
 
 from lightning_omni.report import TuningReport
@@ -35,9 +34,7 @@ class TunerReports:
             **run.times.metrics,
         }
         if (folder := log(run.trainer, metrics)) is not None:
-            run.folder = folder
-            if not run.learns_from_run:  # in mid-epoch pictures would hold all up: they are drawn when the run ends
-                self._report(folder)
+            run.folder = folder  # in mid-epoch pictures would hold all up: they are drawn when the run ends
 
     def validated(self, value: float) -> None:
         """The monitored metric has that value now."""
@@ -52,6 +49,9 @@ class TunerReports:
     def ended(self) -> None:
         """The run is over: it is said if the target was not reached."""
         run, options = self._run, self._run.options
+        if run.rounds:
+            for logger in run.trainer.loggers:
+                logger.log_metrics(run.times.metrics, step=run.trainer.global_step)
         if run.folder is not None:
             self._report(run.folder)
         values = [value for _, value in run.state.reached]
@@ -72,15 +72,10 @@ class TunerReports:
 
     def _write(self, folder: Path) -> None:
         run, options = self._run, self._run.options
-        rounds = tuple(
-            replace(each, reasons=tuple(probe.why for probe in each.search.probes))
-            for each in run.rounds
-            if each.search.observations
-        )
+        rounds = tuple(run.rounds)
         if not rounds:
             return
-        times = run.times if run.state.at_epochs or run.state.trained else None  # of a run that has trained an epoch
-        report = TuningReport(rounds, options.target, options.monitor, times)
+        report = TuningReport(rounds, options.target, options.monitor, run.times)
         report.save(folder)
         for logger in run.trainer.loggers:
             add_figure = getattr(getattr(logger, "experiment", None), "add_figure", None)

@@ -1,4 +1,4 @@
-"""Whether a run under way is to be searched again, why, and how much time there is for it."""
+"""How fast a run is, and whether that is a reason to choose again."""
 
 from __future__ import annotations
 
@@ -6,17 +6,12 @@ import math
 
 import torch
 
-from lightning_omni.search import SearchSpec
 from lightning_omni.search import constants as c
 from lightning_omni.tuner.run import TunedRun
 from lightning_omni.tuner.throughput import RunThroughput, Speed, SpeedHistory, Trained
 
-_REASONS = _NONE, _UNDER_WAY_ALREADY, SPEED, _STALLED = (
-    "",
-    "the run is under way",
-    "the ranks do not train as fast as before",
-    "the target would not be reached in time",
-)
+SLOWER = "the ranks do not train as fast as before"
+"""Why something is chosen again."""
 
 
 class Retuning:
@@ -27,27 +22,19 @@ class Retuning:
 
     Attributes:
         throughput: counts this rank's samples while it trains.
-        rate: samples per second of all ranks in the last epoch, validations included; 0.0 if part of it was trained
-            with another setting, or there was none.
         speed: of all ranks in that part of the last epoch that was trained with the present setting; None if unknown.
     """
 
     def __init__(self, run: TunedRun) -> None:
         self._run = run
         self.throughput = RunThroughput()
-        self.rate = 0.0
         self.speed: Speed | None = None
         self._speeds = SpeedHistory(c.CHANGED)
         self._has_changed = False
         self._totals: dict[int, tuple[float, float]] = {}
         self._changed_in = -1
-        self._seconds_before = 0.0
 
     # --- What was measured --------------------------------------------------------------------------------------------
-
-    def begin(self) -> None:
-        """Training begins."""
-        self._seconds_before = self._run.state.trained
 
     def search_begins(self) -> None:
         """What is measured from now on is told of the next choice."""
@@ -55,7 +42,7 @@ class Retuning:
 
     def changed(self, in_mid_epoch: bool = False) -> None:
         """From now on the run trains with another setting."""
-        self.rate, self._speeds, self._has_changed = 0.0, SpeedHistory(c.CHANGED), False
+        self._speeds, self._has_changed = SpeedHistory(c.CHANGED), False
         self.speed = None
         if in_mid_epoch:
             self._changed_in = self._run.trainer.current_epoch
@@ -75,15 +62,13 @@ class Retuning:
     def epoch_done(self) -> None:
         """An epoch has ended, or what was trained of it. On all ranks; validations do not count for the report."""
         run = self._run
-        trained, timed, rate, variance = self._of_all(self.throughput.take())
+        _, timed, rate, variance = self._of_all(self.throughput.take())
         if run.rounds and run.state.setting is not None and rate > 0:
             groups = run.state.setting.groups
             before = self._totals.get(groups, (0.0, 0.0))
             self._totals[groups] = before[0] + timed, before[1] + timed / rate
             run.rounds[-1].measured_after[groups] = self._totals[groups][0] / self._totals[groups][1]
-        seconds, self._seconds_before = run.seconds - self._seconds_before, run.seconds
         is_mixed = self._changed_in == run.trainer.current_epoch  # part of it was trained with another setting
-        self.rate = trained / seconds if seconds > 0 and not is_mixed else 0.0
         self.speed = _speed(timed, rate, variance)
         self._has_changed = self.speed is not None and not is_mixed and self._speeds.add(self.speed)
 
@@ -103,54 +88,11 @@ class Retuning:
 
     # --- What follows from it -----------------------------------------------------------------------------------------
 
-    def reason(self, epoch: int) -> str:
-        """Why another search may be worth its time, or nothing; the same on all ranks.
-
-        Args:
-            epoch: how many have ended.
-        """
-        run = self._run
-        is_early = run.state.rounds == 1 and epoch <= max(1, c.EARLY * run.epochs)
-        found = _NONE
-        if run.learns_from_run:
-            # The forecast does not know how the run went with its choice, and would choose the same again.
-            found = SPEED if self._has_changed and not run.state.is_final else _NONE
-        elif is_early:
-            found = _UNDER_WAY_ALREADY
-        elif self._has_changed:
-            found = SPEED
-        elif self._has_stalled(epoch):
-            found = _STALLED
-        return _REASONS[run.broadcast(_REASONS.index(found))]
-
-    def _has_stalled(self, epoch: int) -> bool:
-        """Whether at the rate of the last epoch the target would not be reached in time."""
-        options, ends = self._run.options, self._run.state.at_epochs
-        known = [number for number, value in enumerate(ends) if not math.isnan(value)]
-        is_new = len(known) > 1 and known[-1] == len(ends) - 1
-        if options.target is None or not is_new or options.is_reached(ends[-1]):
-            return False
-        before, now = (abs(options.target - ends[number]) for number in known[-2:])
-        gained = (before - now) / (known[-1] - known[-2])
-        return not gained > 0 or now / gained > self._run.epochs - epoch
-
-    def allowance(self, reason: str) -> float:
-        """Seconds for a search: what was earned so far, or what was reserved."""
-        run, budget = self._run, self._run.options.budget
-        earned = budget * (run.seconds + run.spent) - run.spent
-        if reason != _UNDER_WAY_ALREADY or not self.rate:
-            return earned
-        by_epochs, by_time = run.epochs * run.samples_per_epoch / self.rate, run.seconds + run.seconds_left
-        whole = min(by_epochs, by_time, run.options.seconds_to_target(run.state.reached))
-        return max(earned, budget * 2 * c.BUDGET_PART * whole - run.spent)
-
-    def specification_for_step(self, spec: SearchSpec) -> SearchSpec:
-        """A search for the size of the step alone."""
-        run = self._run
-        tried = [each for search in run.searches for each in search.tried if each.losses]
-        first_loss = tried[0].first_loss if tried else None  # rank 0 knows it from its first probe
-        is_final = ends_soon(run.options.seconds_to_target(run.state.reached), run.seconds)
-        return spec.for_step(first_loss, is_final and not run.trainer.lr_scheduler_configs)
+    def reason(self) -> str:
+        """Why another search may be worth its time, or nothing; the same on all ranks."""
+        # The forecast does not know how the run went with its choice, and would choose the same again.
+        has_changed = self._has_changed and not self._run.state.is_final
+        return SLOWER if self._run.broadcast(int(has_changed)) else ""
 
 
 def _speed(timed: float, rate: float, variance: float) -> Speed | None:
@@ -158,16 +100,4 @@ def _speed(timed: float, rate: float, variance: float) -> Speed | None:
     return Speed(timed, timed / rate, math.sqrt(variance) / rate) if rate > 0 and math.isfinite(variance) else None
 
 
-def ends_soon(expected: float, seconds: float) -> bool:
-    """Whether the target is expected before the run has lasted three times as long.
-
-    About so long a run whose steps have become a third as large is ahead of one whose steps have not.
-
-    Args:
-        expected: seconds of training until the target.
-        seconds: of training so far.
-    """
-    return 0 < expected <= c.SMALLER * seconds
-
-
-__all__ = ["SPEED", "Retuning", "ends_soon"]
+__all__ = ["SLOWER", "Retuning"]

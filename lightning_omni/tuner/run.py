@@ -14,16 +14,15 @@ from lightning_omni.optimizer.world import World
 from lightning_omni.performance.forecast import Setting
 from lightning_omni.protocol.progress import ReferenceBatch
 from lightning_omni.report import Round, RunTimes
-from lightning_omni.search import Choice, Dimension, Search
+from lightning_omni.search import Choice, Dimension, Search, TrainedSegment
 from lightning_omni.search import constants as c
-from lightning_omni.search.samplers import sampler_of
-from lightning_omni.strategy.declared import callbacks_of, loader_of
+from lightning_omni.strategy.declared import loader_of
 from lightning_omni.strategy.hooks import OmniStrategyHooks
 from lightning_omni.trace import reaches
 from lightning_omni.tuner.flatness import TrainingLosses
 from lightning_omni.tuner.hyperparameters import Hyperparameters
-from lightning_omni.tuner.probing import batch_size_of, probed_loader
 from lightning_omni.tuner.state import Command, TunerState
+from lightning_omni.tuner.tunable import batch_size_of, check_tunable
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
@@ -42,7 +41,6 @@ class TunerOptions:
     monitor: str
     is_lower_better: bool
     budget: float
-    search: str
     space: Mapping[str, Any]
     further: tuple[Dimension, ...]
     retune_every: int | None
@@ -51,20 +49,6 @@ class TunerOptions:
     def is_reached(self, value: float) -> bool:
         """Whether a value of the monitored metric is the target, or better."""
         return self.target is not None and reaches("loss" if self.is_lower_better else "", value, self.target)
-
-    def seconds_to_target(self, reached: list[tuple[float, float]]) -> float:
-        """Seconds of training until the target, very roughly: twice as long as at the rate of late.
-
-        Args:
-            reached: seconds of training, and the monitored metric, of each validation.
-        """
-        if self.target is None or len(reached) < 3:
-            return math.inf
-        (before, was), (now, value) = reached[-3], reached[-1]
-        gained = abs(self.target - was) - abs(self.target - value)
-        if self.is_reached(value):
-            return 0.0
-        return now + 2 * abs(self.target - value) * (now - before) / gained if gained > 0 else math.inf
 
 
 class TunedRun:
@@ -123,6 +107,10 @@ class TunedRun:
         """What rank 0 has found: a number, 0 or more. All ranks ask."""
         return self.world.all_reduce_max([number if self.speaks else 0])[0]
 
+    def agreed(self, seconds: float) -> float:
+        """The most of what ranks say, in seconds. All ranks ask."""
+        return self.world.all_reduce_max([round(seconds * 1e6)])[0] / 1e6
+
     def broadcast_command(self, command: Command | None) -> Command | None:
         """What rank 0 says is to be done, if anything. All ranks ask.
 
@@ -132,13 +120,22 @@ class TunedRun:
         text = self.world.broadcast_text(json.dumps(command.to_dict()) if command is not None else "")
         return Command.from_dict(json.loads(text)) if text else None
 
+    def broadcast_segments(self, segments: list[TrainedSegment]) -> list[TrainedSegment]:
+        """What rank 0 knows of settings that were trained with. All ranks ask.
+
+        Args:
+            segments: of rank 0; of others it does not matter.
+        """
+        text = self.world.broadcast_text(json.dumps([each.to_dict() for each in segments]))
+        return [TrainedSegment.from_dict(each) for each in json.loads(text)]
+
     def hyperparameters(self) -> Hyperparameters:
-        """The optimizer, if this fit can be probed at all.
+        """The optimizer, if this fit can be tuned at all.
 
         Raises:
             ConfigurationError: it cannot.
         """
-        probed_loader(self.trainer, self.learns_from_run)
+        check_tunable(self.trainer)
         return Hyperparameters.of(self.trainer)
 
     # --- Its searches -------------------------------------------------------------------------------------------------
@@ -149,16 +146,9 @@ class TunedRun:
         return [each.search for each in self.rounds]
 
     @property
-    def sampler(self) -> str:
-        """Name of the sampler: a run whose samples are dealt out beforehand cannot change its groups in mid-epoch."""
-        can_change = self.strategy.epochs.leases is not None
-        search = self.options.search
-        return search if can_change or not sampler_of(search).learns_from_run else "bayes"
-
-    @property
-    def learns_from_run(self) -> bool:
-        """Whether it is decided by the run's own batches, and not by probes."""
-        return sampler_of(self.sampler).learns_from_run
+    def may_change_inside(self) -> bool:
+        """Whether groups can change inside an epoch: not if its samples were dealt out beforehand."""
+        return self.strategy.epochs.leases is not None
 
     def remember(self, search: Search, seconds: float) -> None:
         """A search has begun, when the run had trained for so long."""
@@ -167,12 +157,13 @@ class TunedRun:
     def conclude(self, search: Search) -> Command:
         """What is to be trained with, when a search is over; and why."""
         self.choice = search.choice()
+        self.state.segments = search.segments
         setting = replace(self.choice.setting, groups=min(self.choice.setting.groups, len(self.world.live_ranks)))
         return replace(
             Command.to_form(search, setting),
             scale=setting.lr / search.spec.start.lr,
-            divergence_threshold=search.divergence_threshold(setting),
-            learnt_below=search.learnt_below if self.learns_from_run else math.nan,
+            divergence_threshold=search.divergence_threshold,
+            learnt_below=search.learnt_below,
             why=self.choice.why,
         )
 
@@ -184,7 +175,8 @@ class TunedRun:
             scaled=1.0,
             speeds=[],
             unfinished=False,
-            group_speed=None,
+            segments=[],
+            refuted=False,
             divergence_threshold=math.nan,
             learnt_below=math.nan,
             before_trial=None,
@@ -211,12 +203,12 @@ class TunedRun:
     @property
     def spent(self) -> float:
         """Seconds of all searches of the run; rank 0's count."""
-        return self.state.forgotten + sum(each.spent for each in self.searches)
+        return self.state.forgotten + sum(each.overhead for each in self.searches)
 
     @property
     def times(self) -> RunTimes:
         """Where the run's time went."""
-        return RunTimes(self.seconds, self.spent, self.state.at_target, self.state.reporting)
+        return RunTimes(self.seconds, self.spent, self.state.at_target)
 
     # --- Its length ---------------------------------------------------------------------------------------------------
 
@@ -248,13 +240,6 @@ class TunedRun:
         return by_epochs if steps == -1 else [*by_epochs, steps * self.window / self.batches]
 
     @property
-    def seconds_left(self) -> float:
-        """Until ``max_time`` ends the run; infinite if it has none, or ends by epochs or steps, too."""
-        timers = [each for each in callbacks_of(self.trainer) if hasattr(each, "time_remaining")]
-        left = [] if self._limits else [each.time_remaining() for each in timers]
-        return min((each for each in left if each is not None), default=math.inf)
-
-    @property
     def samples_per_epoch(self) -> float:
         """Of all ranks that are left."""
         return self.batches * self.batch(len(self.world.live_ranks)) / self.window
@@ -281,16 +266,19 @@ class TunedRun:
         """What `state_dict` gave."""
         self.state = TunerState.from_dict(state)
         rounds = zip(state["searches"], state["when"], state["after"], strict=True)
-        self.rounds = [Round(Search.from_dict(each), when[0], when[1], dict(after)) for each, when, after in rounds]
+        self.rounds = [
+            Round(Search.from_dict(each), when[0], when[1], dict(after))
+            for each, when, after in rounds
+            if "phase" in each  # earlier versions searched by probes
+        ]
         self.choice = last_choice(self.searches) if self.speaks else None
         if self._began:  # under way, as where a learning-rate finder goes back: what was trained is in the state
             self.begin()
 
 
 def last_choice(searches: list[Search]) -> Choice | None:
-    """What the last search that is over has chosen."""
-    over = [each for each in searches if each.is_over]
-    return over[-1].choice() if over else None
+    """What the last search has chosen."""
+    return searches[-1].choice() if searches else None
 
 
 __all__ = ["TunedRun", "TunerOptions", "last_choice"]

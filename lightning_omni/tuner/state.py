@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lightning_omni.performance.forecast import Setting
-from lightning_omni.search import GroupSpeed, Probe, Search
+from lightning_omni.search import Search, TrainedSegment
 from lightning_omni.serialization import Serializable
 from lightning_omni.topology import Topology
 from lightning_omni.tuner.flatness import TrainingLosses
@@ -18,11 +18,10 @@ class Command(Serializable):
     """What rank 0 says is to be done next.
 
     Attributes:
-        setting: to train with: for a probe, or from now on.
-        probe: to carry out; None if the search is over.
+        setting: to train with from now on.
         speeds: samples per second of each rank, if they are known.
         by_speed: whether groups are formed by them.
-        scale: by what learning rates are multiplied, if the search is over.
+        scale: by what learning rates are multiplied.
         divergence_threshold: the training loss above which the run has diverged with that setting; NaN if unknown.
         learnt_below: the training loss below which it has learnt something with that setting; NaN if unknown.
         why: of the choice.
@@ -30,7 +29,6 @@ class Command(Serializable):
     """
 
     setting: Setting
-    probe: Probe | None = None
     speeds: Mapping[int, float] | None = None
     by_speed: bool = False
     scale: float = 1.0
@@ -43,7 +41,7 @@ class Command(Serializable):
     def to_form(cls, search: Search, setting: Setting) -> Command:
         """Trains with a setting: with groups of like speed where these are faster."""
         profile = search.profile
-        if profile is None or len(profile.speeds) < setting.groups:
+        if len(profile.speeds) < setting.groups:
             return cls(setting)
         topology = search.prediction(setting).topology
         by_speed = topology != Topology.of(topology.ranks, setting.groups)
@@ -55,7 +53,7 @@ class TunerState(Serializable):
     """What checkpoints keep of a tuned run, beside its searches.
 
     Attributes:
-        setting: that it trains with; None before a search has ended.
+        setting: that it trains with; None before something was chosen.
         own: the user's own setting.
         reference: samples of the batch that momentum and learning rate belong to.
         scaled: by what the user's learning rates were multiplied.
@@ -64,8 +62,9 @@ class TunerState(Serializable):
         unfinished: whether a search is under way.
         rounds: searches that were begun.
         checked: of these, the last one whose groups' speed was compared with the forecast.
-        group_speed: of groups that seemed not to pay, so that one group was timed again; None if none have. If others
-            seem not to, either, groups are given up.
+        segments: what it has trained with, and how much longer than predicted that took.
+        refuted: whether groups have seemed not to pay, so that one group was timed again. If they do so once more, they
+            are given up.
         divergence_threshold: the training loss above which the run has diverged; NaN if unknown.
         learnt_below: the training loss below which it has learnt something since that was chosen; NaN once it has.
         is_final: whether the run went back to one group for good: it had diverged with what was chosen, learnt too
@@ -74,11 +73,9 @@ class TunerState(Serializable):
         losses: with the setting, epoch by epoch.
         samples: that were trained in epochs whose losses were followed.
         forgotten: seconds of searches that are not kept.
-        reporting: seconds that writing reports took.
         at_target: all seconds, and those of them for tuning, when the target was reached; None before that.
         trained: seconds of training before the run was resumed.
         reached: seconds of training, and the monitored metric, of each validation.
-        at_epochs: the metric at each epoch's end; NaN for an epoch without validation.
     """
 
     setting: Setting | None = None
@@ -90,7 +87,8 @@ class TunerState(Serializable):
     unfinished: bool = False
     rounds: int = 0
     checked: int = 0
-    group_speed: GroupSpeed | None = None
+    segments: list[TrainedSegment] = field(default_factory=list)
+    refuted: bool = False
     divergence_threshold: float = math.nan
     learnt_below: float = math.nan
     is_final: bool = False
@@ -98,11 +96,9 @@ class TunerState(Serializable):
     losses: TrainingLosses = field(default_factory=lambda: TrainingLosses(math.nan))
     samples: float = 0.0
     forgotten: float = 0.0
-    reporting: float = 0.0
     at_target: tuple[float, float] | None = None
     trained: float = 0.0
     reached: list[tuple[float, float]] = field(default_factory=list)
-    at_epochs: list[float] = field(default_factory=list)
 
 
 __all__ = ["Command", "TunerState"]

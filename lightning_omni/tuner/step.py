@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_omni.errors import ConfigurationError
 
@@ -35,30 +34,6 @@ def loss_of(found: Any) -> Tensor:
     if not isinstance(loss, Tensor):
         raise ConfigurationError('training_step returns no loss: return it, or a dictionary with it as "loss"')
     return loss
-
-
-@contextmanager
-def silence(module: nn.Module, names: set[str] | None = None) -> Iterator[None]:
-    """While it lasts, what the module and modules inside it log goes nowhere.
-
-    Args:
-        module: the LightningModule.
-        names: takes the names of what would have been logged; None to forget them, too.
-    """
-
-    def note(name: Any, *_: Any, **__: Any) -> None:
-        if names is not None:  # a metric that is logged for steps and epochs has a name for each
-            for each in [name] if isinstance(name, str) else list(name):
-                names.update((each, f"{each}_step", f"{each}_epoch"))
-
-    muted = [each for each in module.modules() if hasattr(type(each), "training_step") and "log" not in vars(each)]
-    for each in muted:
-        each.log = each.log_dict = note  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        for each in muted:
-            del each.log, each.log_dict
 
 
 def log_nothing(*_: Any, **__: Any) -> None:

@@ -14,7 +14,7 @@ from lightning_omni.performance.step_timer import StepTimer
 from lightning_omni.search import constants as c
 from lightning_omni.strategy.declared import loader_of
 from lightning_omni.strategy.hooks import strategy_of
-from lightning_omni.tuner.probing import batch_size_of
+from lightning_omni.tuner.tunable import batch_size_of
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer

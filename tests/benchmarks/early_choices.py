@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from lightning_omni.performance.forecast import Forecast, Scaling, Setting, TrialResult
+from lightning_omni.performance.forecast import Forecast, Scaling, Setting, TrainedBatches
 from lightning_omni.performance.measured import Measured
 from lightning_omni.search import Observation, Search, SearchSpec, Space
 from lightning_omni.search import constants as c
@@ -131,8 +131,8 @@ class Cluster:
         space = replace(space, method=METHODS, wire=WIRES, all_reduce=ALL_REDUCES)
         batch, count = BATCH * self.ranks, len(measured[-1].steps[0])
         ends = tuple(float(batch * (number + 1)) for number in range(count))
-        seen = Observation(TrialResult(OWN, ends, (1.0,) * count, 1.0), measured[-1])
-        return Search(SearchSpec(OWN, batch, 1e6, 0.1, space, Scaling(False)), "forecast", [seen], measured[:-1])
+        seen = Observation(TrainedBatches(OWN, ends, (1.0,) * count), measured[-1])
+        return Search(SearchSpec(OWN, batch, 1e6, space, Scaling(False)), seen, measured[:-1])
 
     @property
     def of_one_group(self) -> float:
@@ -149,7 +149,7 @@ class Cluster:
             timed = slice(trained, trained + max(2, steps - UNTIMED))
             search = self._search([*known, self._measured(factors[:, timed], samples)])
             is_early = number == 0
-            is_clear, choice = bool(verdict(search, is_early=is_early)), search.choice().setting
+            is_clear, choice = bool(verdict(search, is_early=is_early)), search.choice(asks=not is_early).setting
             is_known = bool(verdict(search, is_early=is_early, is_hurried=True))
             splits = is_early and is_clear
             found.append(Look(trained + steps, is_clear, is_known, splits, self._truth.log_seconds(choice)))

@@ -39,7 +39,7 @@ from tasks import CLUSTERS, JUDGING, RANKS, TASKS, Outcome, Task, cluster_of
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import method_named, with_period
-from lightning_omni.performance.forecast import Scaling, Setting, TrialResult
+from lightning_omni.performance.forecast import Scaling, Setting, TrainedBatches
 from lightning_omni.performance.measured import Measured
 from lightning_omni.protocol.wire_formats import wire_of
 from lightning_omni.search import Observation, Search, SearchSpec, Space
@@ -53,6 +53,8 @@ from lightning_omni.tuner.first_batches import DECISION_STEPS
 
 LONGEST = 6.0
 """Samples that a run may take, in those of the user's own."""
+PLANNED = 1000
+"""Batches of all ranks that a user plans for."""
 PERIODS = (1, 8, 32)
 """Local steps of the alternatives."""
 MOMENTA = (0.0, 0.3, 0.6, 0.9)
@@ -122,21 +124,27 @@ class Judged:
         """Batches of all ranks after which a run is given up."""
         return float(LONGEST * self.ddp.samples / self.task.batch)
 
-    def decide(self) -> Decided:
-        """As the tuner does, from the first batches of the user's own run."""
+    @property
+    def spec(self) -> SearchSpec:
+        """What is searched: all that a fit would choose among."""
         space = Space.of({}, RANKS, momentum=self.own.momentum)
         space = replace(space, method=METHODS, wire=WIRES, all_reduce=ALL_REDUCES)
-        horizon = float(self.task.batch * 1000)
-        spec = SearchSpec(self.own, self.task.batch, horizon, 0.1, space, self.scaling)
+        horizon = float(self.task.batch * PLANNED)
+        return SearchSpec(self.own, self.task.batch, horizon, space, self.scaling, seed=self.seed)
+
+    def decide(self) -> Decided:
+        """As the tuner does, from the first batches of the user's own run."""
+        spec = self.spec
         for batches in DECISION_STEPS:
             trace = self.train(self.own, batches).trace
             measured = Measured.of(trace)
             samples = tuple(float(self.task.batch * (number + 1)) for number in range(batches))
-            tried = TrialResult(self.own, samples, (1.0,) * batches, trace.seconds)
-            search = Search(spec, "forecast", [Observation(tried, measured)])
-            if verdict(search, is_early=batches == DECISION_STEPS[0], is_hurried=spec.is_hurried(batches)):
+            losses = tuple(trace.rows["loss"].tolist())
+            search = Search(spec, Observation(TrainedBatches(self.own, samples, losses), measured))
+            is_early = batches == DECISION_STEPS[0]
+            if verdict(search, is_early=is_early, is_hurried=spec.is_hurried(batches)):
                 break
-        setting = search.choice().setting
+        setting = search.choice(asks=not is_early).setting
         return Decided(setting, search.prediction(setting).topology, batches, trace.seconds, search)
 
     def tuned(self, decided: Decided) -> float:

@@ -341,19 +341,35 @@ class Run:
 
 
 def powerlaw() -> Subject:
-    """A noisy teacher's labels of inputs some of which vary far more than others: that of `regret_cluster.py`."""
-    from regret_cluster import powerlaw
-
-    made = powerlaw()
-    return Subject(made.model, made.data, tuple(each[:1000] for each in made.held_out), classification)
+    """Inputs some of which vary far more than others, as features of real data do; a noisy teacher's labels."""
+    generator = torch.Generator().manual_seed(0)
+    width = 64
+    deviations = torch.arange(1, width + 1).float() ** -0.7
+    inputs = 3 * deviations * torch.randn(10_000, width, generator=generator)
+    teacher = nn.Sequential(nn.Linear(width, 32), nn.Tanh(), nn.Linear(32, 10))
+    with torch.no_grad():
+        for weight in teacher.parameters():
+            weight.copy_(torch.randn(weight.shape, generator=generator) * (1.0 if weight.dim() > 1 else 0.1))
+        noise = 0.3 * torch.randn(len(inputs), 10, generator=generator)
+        labels = (3 * teacher(inputs / deviations.sqrt() / 3) + noise).argmax(1)
+    torch.manual_seed(1)  # the teacher has drawn from it
+    model = perceptron(width, 64, 64, 10)
+    held_out = inputs[8000:9000], labels[8000:9000]
+    return Subject(model, TensorDataset(inputs[:8000], labels[:8000]), held_out, classification)
 
 
 def fashion() -> Subject:
-    """Fashion-MNIST, 14 x 14, and a perceptron with 64 hidden units: that of `regret_cluster.py`."""
-    from regret_cluster import fashion
-
-    made = fashion()
-    return Subject(made.model, made.data, tuple(each[:1500] for each in made.held_out), classification)
+    """Fashion-MNIST, 14 x 14, and a perceptron with 64 hidden units; enlarged digits if it is not installed."""
+    fashion_data = _fashion_data()
+    if (directory := fashion_data.find_directory()) is None:
+        (images, labels), (held_out, truth), _ = fashion_data.load_digits()
+    else:
+        found, known = fashion_data.load_pair(directory, "train")
+        images, labels, held_out, truth = found[:20_000], known[:20_000], found[50_000:51_500], known[50_000:51_500]
+    inputs, held_out = (avg_pool2d(each, 2).flatten(1) for each in (images, held_out))
+    return Subject(
+        perceptron(196, 64, 10), TensorDataset(inputs, labels), (held_out[:1500], truth[:1500]), classification
+    )
 
 
 def digits() -> Subject:
@@ -630,7 +646,7 @@ def clicks() -> Subject:
 
 
 def mixture() -> Subject:
-    """Overlapping normal distributions and a linear model: that of `samplers.py`, with more samples."""
+    """Overlapping normal distributions, some directions of which are far noisier than others; a linear model."""
     random = torch.Generator().manual_seed(1)
     centres = 0.8 * torch.randn(10, 24, generator=random)
     labels = torch.randint(10, (8000,), generator=random)
@@ -670,15 +686,21 @@ def zipf(random: np.random.Generator, size: int, shape: tuple[int, ...], power: 
 
 def clothes() -> tuple[Tensor, Tensor]:
     """Images of Fashion-MNIST, (samples, 1, 28, 28) in [0, 1], and labels; enlarged digits if it is not installed."""
-    sys.path.insert(0, str(HERE.parents[1] / "examples"))
-    import fashion_data
-
+    fashion_data = _fashion_data()
     directory = fashion_data.find_directory()
     if directory is None:
         (images, labels), _, _ = fashion_data.load_digits()
     else:
         images, labels = fashion_data.load_pair(directory, "train")
     return images[:20_000], labels[:20_000]
+
+
+def _fashion_data() -> Any:
+    """The module of the examples that reads images."""
+    sys.path.insert(0, str(HERE.parents[1] / "examples"))
+    import fashion_data
+
+    return fashion_data
 
 
 def documentation(modules: tuple[str, ...]) -> Tensor:

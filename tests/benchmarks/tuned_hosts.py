@@ -209,7 +209,7 @@ def train(told: dict[str, Any]) -> dict[str, Any]:
     if rank == 0:
         result["seconds"], result["steps"] = problem.reached(copies)
         result["chosen"] = str(tuner.choice.setting) if tuner is not None and tuner.choice is not None else ""
-        result["tuning"] = sum(each.spent for each in tuner.searches) if tuner is not None else 0.0
+        result["tuning"] = sum(each.overhead for each in tuner.searches) if tuner is not None else 0.0
     if dist.is_initialized():  # which Lightning leaves to the end of the process, and gloo may abort that
         dist.destroy_process_group()
     return result

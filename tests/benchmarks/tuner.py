@@ -12,7 +12,7 @@ quarter of an epoch. They sleep 2 ms for each sample, 64 ms a batch: what is slo
 The learning rate with which DDPStrategy takes the fewest batches (mean over the seeds, momentum 0.9, no sleeping) is
 found first. DDPStrategy trains with it, and OmniTuner starts from it, both with seeds that had no part in choosing it;
 they take turns, each run is a script of its own, as a user's is, and both are timed from on_train_start, right before
-the first batch or the search, to the end of the validation that reaches the target. (How long it takes from the
+the first batch, to the end of the validation that reaches the target. (How long it takes from the
 script's start to there is told, too.) Promised are medians over the seeds: straggler 2.5 times as soon, exponential 1.6
 times, equal at most 10 % later. Which validation is the first at the target is rng: from seed to seed that is half
 an epoch more or less, so --seeds 6 tells more than 3. Ends with 1 if one of these is missed. About 30
@@ -201,7 +201,7 @@ def main() -> int:
             pairs.append(Pair(scenario, seed, outcomes[False], outcomes[True]))
             say(line(pairs[-1]))
     ready = [statistics.median(getattr(pair, who).ready for pair in pairs) for who in ("ddp", "tuned")]
-    say("from the script's start to the first batch or probe: DDPStrategy {:.1f} s, tuned {:.1f} s".format(*ready))
+    say("from the script's start to the first batch: DDPStrategy {:.1f} s, tuned {:.1f} s".format(*ready))
     if options.json:
         options.json.write_text(json.dumps({"rate": rate, "pairs": [asdict(pair) for pair in pairs]}, indent=2))
     return judge(pairs)
@@ -245,7 +245,7 @@ def train(options: argparse.Namespace, rate: float, scenario: str | None, seed: 
     pl.seed_everything(seed, verbose=False)
     clock = Clock(options.target)
     stop = EarlyStopping("val_acc", mode="max", stopping_threshold=options.target, patience=1000)
-    tuner = omni.OmniTuner(target=options.target, monitor="val_acc", search=options.search) if tuned else None
+    tuner = omni.OmniTuner(target=options.target, monitor="val_acc") if tuned else None
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=WORKERS,
@@ -331,10 +331,9 @@ def parse_arguments() -> argparse.Namespace:
     add("--seeds", type=int, default=3, help="how many")
     add("--rates", type=float, nargs="+", default=list(RATES), help="learning rates of DDPStrategy; one is taken as is")
     add("--target", type=float, default=0.88, help="part of the held-out images that is right")
-    add("--epochs", type=int, default=3, help="at most; the tuner's budget is a part of them")
-    add("--search", default="forecast", help="of the tuner, as OmniTuner takes it")
+    add("--epochs", type=int, default=3, help="at most")
     add("--quick", action="store_true", help="one seed to 80 %% with lr 0.05: does it run at all?")
-    add("--verbose", action="store_true", help="what the tuner says of its probes")
+    add("--verbose", action="store_true", help="what the tuner says, too")
     add("--json", type=Path, help="file for all numbers")
     add("--task", default="", help=argparse.SUPPRESS)
     add("--answer", type=Path, help=argparse.SUPPRESS)

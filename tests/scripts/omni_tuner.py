@@ -18,10 +18,10 @@ from common import FOLDER, OPTIONS, omni, pl, report, trainer
 from topk import TopK
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.search import Dimension
+from lightning_omni.search import Dimension, constants
 from lightning_omni.server.keys import ENVIRONMENT
 from lightning_omni.tuner import by_first_batches
 from lightning_omni.tuner.beside import at_once, beside
@@ -261,13 +261,25 @@ class State(pl.Callback):
         self.last_epoch.clear()
 
 
+class Stream(IterableDataset[Any]):
+    """Each rank's part of a data set, in order."""
+
+    def __init__(self, whole: TensorDataset) -> None:
+        self.whole = whole
+
+    def __iter__(self) -> Any:
+        return (self.whole[number] for number in range(RANK, len(self.whole), 2))
+
+
 def data(
-    samples: int = 2048, batch_size: int = 8, half: bool = False, **options: Any
+    samples: int = 2048, batch_size: int = 8, half: bool = False, is_stream: bool = False, **options: Any
 ) -> tuple[DataLoader[Any], DataLoader[Any]]:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(samples, 16, generator=generator)
     y = x[:, :4].argmax(1)
     whole = TensorDataset(x, y, torch.arange(samples))
+    if is_stream:
+        return DataLoader(Stream(whole), batch_size=batch_size), DataLoader(whole, batch_size=256)
     options |= {"sampler": SubsetRandomSampler(range(samples // 2))} if half else {"shuffle": True}
     return DataLoader(whole, batch_size=batch_size, **options), DataLoader(whole, batch_size=256)
 
@@ -306,7 +318,7 @@ def main() -> None:
             fit["tuner"]["space"]["sent"] = Sent(*fit["sent"])
         module, state = Classifier(fit), State(fit.get("dies_in_training"), fit.get("stops_in_training"))
         if "again" not in fit:
-            tuner = omni.OmniTuner(**{"search": "bayes", **fit["tuner"]}) if "tuner" in fit else None
+            tuner = omni.OmniTuner(**fit["tuner"]) if "tuner" in fit else None
         time.perf_counter = EmulatedClock() if "emulated" in fit else EmulatedClock.real  # type: ignore[assignment]
         by_first_batches.beside = BESIDE if "beside" in fit else at_once  # which takes as many steps as it likes
         meets = [Meets()] if "emulated" in fit else []
@@ -319,6 +331,7 @@ def main() -> None:
             options["enable_checkpointing"] = True
         if "hooks" in fit or "logger" in fit:
             options["logger"] = pl.loggers.CSVLogger(FOLDER)
+        constants.FORMING = fit.get("forming", 0.01)  # these runs are short
         pretend_link(fit.get("per_byte"))
         if "slow_link" in fit:
             slow_down_link(*fit["slow_link"])
@@ -357,11 +370,12 @@ def main() -> None:
                 "problem": tuner.problem if tuner else "",
                 "refused": refused,
                 "in_training": tuner.state_dict()["after"] if tuner else [],
-                "tried": [
-                    [each.tried.setting.to_dict(), each.tried.problem]
+                "considered": [
+                    each.setting.to_dict()
                     for search in (tuner.searches if tuner else [])
-                    for each in search.observations
+                    for each in search.phase.considered
                 ],
+                "segments of the tuner": [each["setting"] for each in tuner.state_dict()["segments"]] if tuner else [],
                 "updates": strategy.report().updates,
                 "sent": getattr(strategy.world.core.wire_format, "fraction", 1.0),
                 "staleness": strategy.report().staleness_max,
@@ -377,7 +391,7 @@ def main() -> None:
                 names = ("omni-tuning.json", "omni-tuning.html", "metrics.csv")
                 result["files"] = {name: (folder / name).read_text() for name in names}
             if fit.get("dump"):
-                result["dump"] = [each.to_dict() for search in tuner.searches for each in search.observations]
+                result["dump"] = [search.observation.to_dict() for search in tuner.searches]
             results.append(result)
             report(RANK, results)
         if "save" in fit:

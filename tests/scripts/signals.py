@@ -129,8 +129,6 @@ def main() -> None:
         signals.LONG_WAIT = OPTIONS["long_wait"]
         callbacks.append(Waiting())
         logging.getLogger(signals.__name__).addHandler(callbacks[-1])
-    if OPTIONS.get("tuner"):
-        callbacks.append(omni.OmniTuner(**{"search": "bayes", **OPTIONS["tuner"]}))
     strategy = omni.OmniStrategy(**OPTIONS.get("strategy", {}))
     options = {"max_epochs": 500, "enable_checkpointing": True, **OPTIONS.get("trainer", {})}
     if OPTIONS.get("interrupt_at_end"):

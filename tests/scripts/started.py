@@ -64,7 +64,7 @@ def fit(
     strategy = strategy if isinstance(strategy, str) else omni.OmniStrategy(**strategy)
     callbacks: list[Any] = [
         *([Dying()] if dies else ()),
-        *([omni.OmniTuner(search="bayes", budget=0.3)] if is_tuned else ()),
+        *([omni.OmniTuner(budget=0.3)] if is_tuned else ()),
         *([omni.DeviceTuner(setting=DeviceSetting())] if is_interactive else ()),
     ]
     if is_interactive:

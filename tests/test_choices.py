@@ -1,10 +1,12 @@
-"""What `search="forecast"` chooses, from the first batches of runs whose hardware is known."""
+"""What is chosen from the first batches of runs whose hardware is known, and what is made of it later."""
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +16,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_omni.performance.forecast import Scaling, Setting, TrialResult
+from lightning_omni.performance.forecast import Scaling, Setting, TrainedBatches
 from lightning_omni.performance.measured import Measured
 from lightning_omni.report.digest import Digest
-from lightning_omni.search import GroupSpeed, Observation, Search, SearchSpec, Space
+from lightning_omni.search import Dimension, Observation, Search, SearchSpec, Space, TrainedSegment
 from lightning_omni.search import constants as c
-from lightning_omni.search.choice import verdict
+from lightning_omni.search.choice import best_listed, log_seconds, verdict
 from lightning_omni.search.rules import careful
 from lightning_omni.tuner.forecast_check import ForecastCheck
 from lightning_omni.tuner.microbenchmarks import seconds_per_byte
@@ -46,7 +48,7 @@ def seen(own: np.ndarray, allreduce: float = 0.002) -> Observation:
         round_trip=0.0005,
     )
     ends = 64.0 * ranks * np.arange(1, steps + 1)
-    return Observation(TrialResult(OWN, tuple(ends), tuple(2.3 - 0.02 * np.arange(steps)), gathers=False), measured)
+    return Observation(TrainedBatches(OWN, tuple(ends), tuple(2.3 - 0.02 * np.arange(steps))), measured)
 
 
 def equal(steps: int = 12, ranks: int = 4, slow: float = 1.0) -> np.ndarray:
@@ -60,15 +62,14 @@ def exponential(steps: int = 24, ranks: int = 4) -> np.ndarray:
 
 
 def search(observation: Observation, space: Space = EVERYTHING, own: Setting = OWN) -> Search:
-    observation = replace(observation, tried=replace(observation.tried, setting=own))
-    return Search(SearchSpec(own, batch=256, horizon=600_000, share=0.1, space=space), "forecast", [observation])
+    observation = replace(observation, batches=replace(observation.batches, setting=own))
+    return Search(SearchSpec(own, batch=256, horizon=600_000, space=space), observation)
 
 
 def test_on_equal_ranks_with_fast_links_nothing_changes_and_soon() -> None:
     found = search(seen(equal(steps=6)))
     assert verdict(found) == "nothing"
     assert found.choice().setting == OWN
-    assert found.next() is None, "no probe is made"
 
 
 def test_a_slow_rank_gets_a_smaller_part_of_the_batch_and_staleness_is_not_paid_for() -> None:
@@ -109,7 +110,6 @@ def test_random_step_times_ask_for_groups_that_do_not_wait() -> None:
 @pytest.mark.parametrize("own", [equal(steps=6), equal(steps=6, slow=4.0), exponential()])
 def test_where_ranks_compute_nothing_but_their_loading_that_is_said_to_be_the_bottleneck(own: np.ndarray) -> None:
     known, means = seen(own), own.mean(axis=1)
-    assert known.measured is not None
     for share, named in ((0.75, "loading data is the bottleneck (75%"), (0.25, "compute is the bottleneck")):
         loading = tuple(share * means)
         found = search(replace(known, measured=replace(known.measured, loading=loading)))
@@ -126,7 +126,7 @@ def test_a_setting_that_pays_is_chosen_though_a_simpler_one_nearly_as_fast_does_
         found = search(seen(0.1 * draw.lognormal(0.0, scatter, (4, 48)), allreduce=0.001))
         forecast, start = found.forecast(), found.spec.start
         gains = {
-            each: forecast.log_seconds(start) - careful(forecast.log_seconds(each), forecast.efficiency(each)[1])
+            each: forecast.log_seconds(start) - careful(forecast.log_seconds(each), forecast.theory.error(each))
             for each in map(found.as_it_would_be, found.candidates())
         }
         least = {each: c.GAIN if each.groups > 1 else c.FASTER for each in gains}
@@ -137,7 +137,6 @@ def test_a_setting_that_pays_is_chosen_though_a_simpler_one_nearly_as_fast_does_
 def test_where_the_server_would_take_as_long_as_a_step_groups_are_few_or_exchange_seldom() -> None:
     def pushed_in(serve: float) -> Search:
         known = seen(exponential())
-        assert known.measured is not None
         return search(replace(known, measured=replace(known.measured, serve=serve)))
 
     free, busy = pushed_in(0.0), pushed_in(0.1)
@@ -165,7 +164,6 @@ def test_one_group_averages_in_half_the_bytes_for_a_gain_that_would_be_too_small
 
     def chosen(allreduce: float) -> Setting:
         known = seen(equal(), allreduce=allreduce)
-        assert known.measured is not None
         shaped = replace(known.measured, shapes=((LENET // 400, 100),))
         return search(replace(known, measured=shaped), space, own).choice().setting
 
@@ -234,7 +232,6 @@ def test_a_forecast_of_hundreds_of_settings_takes_a_moment() -> None:
 
 def test_members_get_what_their_leader_was_answered_over_the_links_of_their_group() -> None:
     known = seen(equal(), allreduce=0.25)
-    assert known.measured is not None
     at_once, handed = (search(replace(known, measured=replace(known.measured, hands_on=how))) for how in (False, True))
     two, four = (replace(OWN, groups=groups, method="local_sgd", period=8) for groups in (2, 4))
     per_step = at_once.spec.batch / at_once.throughput(two), handed.spec.batch / handed.throughput(two)
@@ -274,9 +271,9 @@ def test_what_a_busy_machine_adds_to_one_message_is_not_what_a_small_gradient_ta
     assert per_byte * nbytes <= max(late, 1e-9) / 15
 
 
-def slower(found: Search, setting: Setting, samples_per_second: float, observation: Observation) -> Search:
-    """The next search of a run whose groups have trained so many, by new batches of one group."""
-    return Search(found.spec, "forecast", [observation], group_speed=GroupSpeed(setting, samples_per_second))
+def slower(found: Search, setting: Setting, log_ratio: float, observation: Observation) -> Search:
+    """The next search of a run whose groups took so much longer than predicted, by new batches of one group."""
+    return Search(found.spec, observation, segments=[TrainedSegment(setting, log_ratio, 0.01**2)])
 
 
 @cache
@@ -286,39 +283,46 @@ def searched() -> Search:
 
 
 @settings(max_examples=12, deadline=None)
-@given(factor=st.floats(0.1, 3.0))
-def test_groups_that_were_slower_than_predicted_slow_all_groups_down_and_faster_ones_none(factor: float) -> None:
+@given(log_ratio=st.floats(-1.0, 2.0))
+def test_a_setting_that_was_slower_or_faster_than_predicted_is_so_again_and_others_the_less_the_less_they_are_alike(
+    log_ratio: float,
+) -> None:
     found = searched()
-    groups = found.choice().setting
-    rate = found.throughput(groups) * factor
-    again = slower(found, groups, rate, found.observations[0])
-    assert again.throughput(groups) == pytest.approx(min(rate, found.throughput(groups)))
+    trained = found.choice().setting
+    again = slower(found, trained, log_ratio, found.observation)
+    assert math.log(found.throughput(trained) / again.throughput(trained)) == pytest.approx(log_ratio, rel=0.01)
     for each in found.candidates():
-        expected = found.throughput(each) * (min(1.0, factor) if each.groups > 1 else 1.0)
-        assert again.throughput(each) == pytest.approx(expected)
+        shift = math.log(found.throughput(each) / again.throughput(each))
+        if each.groups == 1:
+            assert shift == 0, "it is timed itself"
+        else:
+            assert -1e-9 <= shift / (log_ratio or 1.0) <= 1.0
         assert again.most(each) >= again.throughput(each) * (1 - 1e-6)
-    predicted, before = (each.prediction(groups).samples_per_second for each in (again, found))
-    assert predicted.low / before.low == pytest.approx(min(1.0, factor))
+    far = next(each for each in found.candidates() if each.groups > 1 and each.period > 16)
+    near = replace(trained, momentum=0.5)
+    shifts = [math.log(found.throughput(each) / again.throughput(each)) for each in (near, far)]
+    assert abs(shifts[0]) >= abs(shifts[1])
+    predicted, before = (each.prediction(trained).samples_per_second for each in (again, found))
+    assert math.log(before.low / predicted.low) == pytest.approx(log_ratio, rel=0.01)
 
 
-def test_groups_that_were_too_slow_are_not_chosen_by_the_next_batches_nor_any_others_and_it_says_why() -> None:
-    found = search(seen(exponential()))
+def test_groups_that_were_too_slow_are_not_chosen_by_the_next_batches_and_it_says_why() -> None:
+    found = searched()
     groups, one = found.choice().setting, found.throughput(OWN)
-    again = slower(found, groups, 0.9 * one, found.observations[0])
+    log_ratio = math.log(found.throughput(groups) / (0.5 * one))
+    again = slower(found, groups, log_ratio, found.observation)
     assert groups.groups == 4
     assert again.choice().setting == OWN
-    assert f"4 groups have trained at most {0.9 * one:.3g} samples per second" in again.choice().why
+    assert f"4 groups have trained {0.5 * one:.3g} samples per second" in again.choice().why
     assert f"{found.throughput(groups):.3g} were predicted" in again.choice().why
     read = Search.from_dict(json.loads(json.dumps(again.to_dict())))
     assert read.choice() == again.choice()
 
 
-def test_groups_that_were_slower_as_one_group_is_by_now_are_chosen_again() -> None:
+def test_groups_that_are_slower_as_one_group_is_by_now_are_chosen_again() -> None:
     found = search(seen(exponential()))
-    groups = found.choice().setting
-    again = slower(found, groups, found.throughput(groups) / 3, seen(3 * exponential()))
-    assert again.choice().setting.groups == 4
-    assert "were predicted" not in again.choice().why
+    again = search(seen(3 * exponential()))
+    assert again.choice().setting.groups == found.choice().setting.groups == 4
 
 
 def test_groups_that_do_not_pay_are_given_up_if_groups_did_not_before() -> None:
@@ -326,21 +330,29 @@ def test_groups_that_do_not_pay_are_given_up_if_groups_did_not_before() -> None:
     groups = replace(OWN, groups=4)
     gave_up: list[Setting] = []
     run: Any = SimpleNamespace(
-        state=TunerState(setting=groups, rounds=1), setting=groups, searches=[found], learns_from_run=True, speaks=True
+        state=TunerState(setting=groups, own=OWN, rounds=1),
+        setting=groups,
+        options=SimpleNamespace(further=()),
+        searches=[found],
+        speaks=True,
     )
-    run.broadcast_command = lambda command: command
+    run.broadcast_command = run.broadcast_segments = lambda said: said
     run.strategy = SimpleNamespace(epochs=SimpleNamespace(is_open=False))
     retuning: Any = SimpleNamespace(speed=Speed(256, 10.0, error=0.01), changed=lambda in_mid_epoch: None)
     applied: Any = SimpleNamespace(give_up_groups=gave_up.append)
     reports: Any = SimpleNamespace(chosen=lambda command: None)
-    check = ForecastCheck(run, applied, retuning, reports)
+    check = ForecastCheck(run, applied, retuning, reports, applied)
     assert "were predicted" in check.epoch_done(), "one group is timed again"
     assert not check.epoch_done(), "of one choice this is asked once"
-    assert run.state.group_speed.setting == groups
-    assert run.state.group_speed.samples_per_second == pytest.approx(25.6, rel=0.03)
+    (segment,) = run.state.segments
+    assert segment.setting == groups
+    assert found.throughput(groups) * math.exp(-segment.log_ratio) == pytest.approx(25.6)
+    assert segment.variance > 0.01**2, "the prediction was uncertain, too"
+    assert segment.samples_per_second == pytest.approx(25.6), "to be compared with what is predicted next"
     run.state.rounds = 2
     assert not check.epoch_done()
     assert gave_up == [OWN]
+    assert len(run.state.segments) == 1, "of each setting the last one is kept"
 
 
 def steps_until_timed_again(seconds: np.ndarray) -> int | None:
@@ -355,11 +367,10 @@ def steps_until_timed_again(seconds: np.ndarray) -> int | None:
         state=TunerState(setting=OWN, own=OWN, rounds=1),
         setting=OWN,
         searches=[search(seen(equal()))],
-        learns_from_run=True,
         world=SimpleNamespace(broadcast_text=lambda text: text),
     )
     others: Any = SimpleNamespace(speed_so_far=so_far)
-    check = ForecastCheck(run, others, others, others)
+    check = ForecastCheck(run, others, others, others, others)
     for step, each in enumerate(seconds, 1):
         done.append(float(each))
         if check.step_done():
@@ -397,13 +408,139 @@ def test_learnt_is_what_lies_below_the_last_of_the_first_batches_by_more_than_th
     level: float, scatter: float, steps: int, seed: int
 ) -> None:
     losses = level + scatter * level * np.random.default_rng(seed).normal(size=steps)
-    tried = TrialResult(OWN, tuple(256.0 * np.arange(1, steps + 1)), tuple(losses.tolist()), gathers=False)
-    found = search(Observation(tried, seen(equal()).measured)).learnt_below
+    batches = TrainedBatches(OWN, tuple(256.0 * np.arange(1, steps + 1)), tuple(losses.tolist()))
+    found = search(Observation(batches, seen(equal()).measured)).learnt_below
     error = scatter * level / math.sqrt(3 / 8 * steps)
     assert found == pytest.approx(losses[-3 * steps // 8 :].mean() - error, abs=0.6 * error + 1e-9)
 
 
 def test_of_first_batches_whose_losses_are_no_numbers_it_is_not_known_what_would_be_better() -> None:
     observation = seen(equal())
-    lost = replace(observation.tried, losses=(math.nan,) * 12)
-    assert math.isnan(search(replace(observation, tried=lost)).learnt_below)
+    lost = search(replace(observation, batches=replace(observation.batches, losses=(math.nan,) * 12)))
+    assert math.isnan(lost.learnt_below)
+    assert math.isnan(lost.divergence_threshold)
+    assert lost.choice().setting == OWN
+    assert "lower the learning rate" in lost.choice().why
+
+
+# --- The phase --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Workers(Dimension):
+    """Something that the tuner knows nothing of."""
+
+    values: Any = (1, 2, 4)
+    name = "workers"
+
+    def axis(self, known: Any) -> Any:
+        return list(self.values) if len(self.values) > 2 else self.values
+
+    def current(self, world: Any) -> Any:
+        return world.workers
+
+    def apply(self, world: Any, value: Any) -> None:
+        world.workers = value
+
+
+SCENES: dict[str, Callable[[], Search]] = {
+    "equal": lambda: search(seen(equal())),
+    "a slow rank": lambda: search(seen(equal(slow=4.0))),
+    "exponential": lambda: search(seen(exponential())),
+    "a slow all-reduce": lambda: search(seen(equal(), allreduce=0.25)),
+    "a slow all-reduce, exponential": lambda: search(seen(exponential(), allreduce=0.25)),
+    "two ranks": lambda: search(seen(exponential(ranks=2)), replace(EVERYTHING, groups=(1, 2))),
+    "momentum is fixed": lambda: search(seen(exponential()), replace(EVERYTHING, momentum=(0.9, 0.9))),
+    "rates are bounded": lambda: search(seen(exponential()), replace(EVERYTHING, lr=(0.04, 0.06))),
+}
+
+
+@pytest.mark.parametrize("name", SCENES)
+def test_without_segments_what_is_chosen_is_the_best_of_the_list_or_better(name: str) -> None:
+    found = SCENES[name]()
+    listed, chosen = best_listed(found), found.choice().setting
+
+    def log_careful(setting: Setting) -> float:
+        return careful(log_seconds(found, setting), found.theory.error(setting))
+
+    assert log_careful(chosen) <= log_careful(listed) + 1e-9
+    assert found.spec.space.holds(chosen) == chosen
+    if chosen.groups == 1:
+        assert (chosen.momentum, chosen.lr) == (OWN.momentum, OWN.lr), "one group keeps the user's own"
+    considered = found.phase.considered
+    assert considered[0] == replace(considered[0], setting=found.start, improvement=0.0, by="the run")
+    assert {each.by for each in considered} <= {"the run", "the list", "scikit-optimize"}
+    assert chosen in [each.setting for each in considered]
+
+
+def test_scikit_optimize_proposes_a_setting_that_improves_on_the_runs() -> None:
+    found = search(seen(exponential()))
+    found.choice()
+    proposed = next(each for each in found.phase.considered if each.by == "scikit-optimize")
+    assert proposed.improvement > 0.03
+    assert proposed.deviation > 0
+    assert proposed.setting.groups > 1
+
+
+def test_the_same_is_chosen_whenever_the_same_is_told() -> None:
+    one, other = (search(seen(exponential())) for _ in range(2))
+    assert one.choice() == other.choice()
+    assert one.phase.considered == other.phase.considered
+    read = Search.from_dict(json.loads(json.dumps(one.to_dict())))
+    assert read.phase.considered == one.phase.considered
+
+
+def test_groups_are_not_formed_if_that_takes_more_than_its_part_of_the_run_and_it_says_so() -> None:
+    found = search(seen(exponential()))
+    left = math.exp(log_seconds(found, found.start))
+    for switch, groups in ((0.09 * left, 4), (0.11 * left, 1)):
+        spec = replace(found.spec, switch=switch, budget=0.1)
+        chosen = Search(spec, found.observation).choice()
+        assert chosen.setting.groups == groups
+        assert ("forming groups takes" in chosen.why) == (groups == 1)
+        assert ("budget=0.1 allows" in chosen.why) == (groups == 1)
+
+
+def test_what_forming_groups_takes_counts_against_them() -> None:
+    found = search(seen(exponential()))
+    groups = found.choice().setting
+    seconds = math.exp(log_seconds(found, groups))
+    later = Search(replace(found.spec, switch=5.0), found.observation)
+    assert math.exp(log_seconds(later, groups)) == pytest.approx(seconds + 5.0)
+    assert log_seconds(later, later.start) == log_seconds(found, found.start)
+
+
+@pytest.mark.parametrize("values", [(1, 2, 4), (0.0, 1.0)], ids=["a list", "a range"])
+def test_a_dimension_of_the_users_own_is_proposed_for_what_is_not_known_of_it(values: Any) -> None:
+    own = replace(OWN, further=(("workers", values[0]),))
+    found = search(seen(equal()), replace(EVERYTHING, further=(Workers(values),)), own)
+    chosen = found.choice().setting
+    assert chosen.further_value("workers") != values[0]
+    assert replace(chosen, further=own.further) == own, "nothing else is worth a change"
+    assert "proposed by scikit-optimize" in found.choice().why
+
+
+def test_a_phase_takes_a_moment() -> None:
+    found = search(seen(exponential()))
+    best_listed(found)  # imports and speeds are remembered
+    found.choice()
+    again = Search(found.spec, found.observation)
+    best_listed(again)
+    began = time.process_time()
+    again.choice()
+    assert time.process_time() - began < 1.0, "0.1 s on an idle machine"
+
+
+def test_a_value_of_the_users_own_that_was_faster_stays_and_one_that_was_slower_is_not_chosen_again() -> None:
+    own = replace(OWN, further=(("workers", 1),))
+    space = replace(EVERYTHING, further=(Workers(),))
+    found = search(seen(equal()), space, own)
+    tried = found.choice().setting
+    other = next(value for value in (2, 4) if value != tried.further_value("workers"))
+    segments = [
+        TrainedSegment(tried, -0.3, 0.01**2),
+        TrainedSegment(tried.with_further("workers", other), 0.0, 0.01**2),
+    ]
+    assert Search(found.spec, found.observation, segments=segments).choice().setting == tried
+    slow = [replace(each, log_ratio=0.3) for each in segments]
+    assert Search(found.spec, found.observation, segments=slow).choice().setting == own
