@@ -318,18 +318,24 @@ def _phase(axes: Any, digest: Digest, figure: Any) -> None:
     several = digest.groups[1:]
     seconds = np.array([[_time_with(digest, groups, each) for groups in several] for each in momenta])
     own = digest.time(digest.curve[1]).value
-    norm = LogNorm(min(1.0, own, *seconds.ravel()), max(1.5, own, *seconds.ravel()))
+    least, most = min(1.0, own, *seconds.ravel()), max(1.5, own, *seconds.ravel())
+    norm = LogNorm(least, most)
     place = {groups: number for number, groups in enumerate(digest.groups)}
     style = {"norm": norm, "cmap": QUANTITY}
     if several:
         edges = [momenta[0] - height / 2, *(momenta + height / 2)]
         drawn = axes.pcolormesh(np.arange(len(several) + 1) + 0.5, edges, seconds, **style)
-        figure.colorbar(drawn, ax=axes, pad=0.02, aspect=30, label="time (1: the choice)").ax.minorticks_off()
+        bar = figure.colorbar(drawn, ax=axes, pad=0.02, aspect=30, label="time (1: the choice)")
+        ticks = [tick for tick in (1, 1.2, 1.5, 2, 3, 5, 10, 20, 50) if least <= tick <= most]
+        bar.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
+        bar.ax.minorticks_off()
     axes.scatter(0, digest.start.momentum, c=[own], s=260, marker="s", **style)
     for row in digest.considered:
         style = {"marker": "D", "s": 60, "facecolor": "none", "edgecolor": "white", "linewidth": 2, "zorder": 5}
         axes.scatter(place[row.setting.groups], row.setting.momentum, **style)
-        axes.annotate(row.by, (place[row.setting.groups], row.setting.momentum), (6, 6), textcoords="offset points")
+        where = place[row.setting.groups], row.setting.momentum
+        colour = "white" if row.setting.groups > 1 else "black"
+        axes.annotate(row.by, where, (0, 8), textcoords="offset points", ha="center", fontsize=8, color=colour)
     for each in digest.search.segments:
         if each.setting.groups in place:
             axes.scatter(
