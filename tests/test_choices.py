@@ -341,7 +341,7 @@ def test_groups_that_do_not_pay_are_given_up_if_groups_did_not_before() -> None:
     retuning: Any = SimpleNamespace(speed=Speed(256, 10.0, error=0.01), changed=lambda in_mid_epoch: None)
     applied: Any = SimpleNamespace(give_up_groups=gave_up.append)
     reports: Any = SimpleNamespace(chosen=lambda command: None)
-    check = ForecastCheck(run, applied, retuning, reports, applied)
+    check = ForecastCheck(run, applied, retuning, reports)
     assert "were predicted" in check.epoch_done(), "one group is timed again"
     assert not check.epoch_done(), "of one choice this is asked once"
     (segment,) = run.state.segments
@@ -370,7 +370,7 @@ def steps_until_timed_again(seconds: np.ndarray) -> int | None:
         world=SimpleNamespace(broadcast_text=lambda text: text),
     )
     others: Any = SimpleNamespace(speed_so_far=so_far)
-    check = ForecastCheck(run, others, others, others, others)
+    check = ForecastCheck(run, others, others, others)
     for step, each in enumerate(seconds, 1):
         done.append(float(each))
         if check.step_done():

@@ -86,7 +86,7 @@ FITS: dict[str, dict[str, Any]] = {  # of those with "emulated", the time that s
     "slow for each step": {
         "emulated": True,
         "tuner": {**TUNER, "space": {"wire": "fp32"}},
-        "seconds": {"0": 3e-3, "1": 15e-3},
+        "seconds": {"0": 6e-3, "1": 30e-3},  # of which a third is slept: more than what a busy machine adds to each
         "per_step": True,
         "trainer": {**EPOCHS, "max_epochs": 3},  # on a busy machine it may be decided as late as in the second
     },
@@ -355,14 +355,15 @@ def test_random_step_times_ask_for_groups_in_mid_epoch(fits: dict[str, list[dict
     assert "batches of the run" in fits["random"][0]["why"]
 
 
-def test_a_run_whose_speed_changes_is_timed_anew_and_goes_on_in_groups_if_it_chooses_the_same(
+def test_a_run_whose_speed_changes_is_timed_again_and_goes_on_with_what_is_chosen_then(
     finished: Run, fits: dict[str, list[dict[str, Any]]]
 ) -> None:
     said = said_by_tuners(finished)
     chosen = fits["steps take three times as long"][0]
     assert chosen["searches"] >= 2, said
     for rank in fits["steps take three times as long"]:
-        assert rank["world"][0] == rank["setting"]["groups"] == chosen["chosen"] == 2, said
+        assert rank["world"][0] == rank["setting"]["groups"] == chosen["chosen"], said
+        assert rank["updates"] > 0, "there were groups"
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ def test_the_highest_rate_is_that_of_the_schedules_peak(name: str) -> None:
     optimizer = optimizer_of(rates=(LR, 0.04), momentum=0.9)
     schedule = SCHEDULES[name](optimizer)
     hyperparameters = Hyperparameters(optimizer, [schedule] if schedule is not None else [])
-    begins_at, highest = hyperparameters.lr_now, hyperparameters.lr
+    begins_at, highest = optimizer.param_groups[0]["lr"], hyperparameters.lr
     assert begins_at == rates_of(optimizer)[0]
     seen = max(rates[0] for rates in steps(optimizer, schedule, 40))
     assert seen <= highest * (1 + 1e-9)

@@ -302,7 +302,7 @@ def test_a_run_on_two_nodes_of_two_ranks_tells_where_ranks_are_and_what_messages
         "devices": 2,
         "data": {"samples": 4096},
         "trainer": {"max_epochs": 1, "num_nodes": 2, "num_sanity_val_steps": 0},
-        "tuner": {"search": "forecast", "retune_every": None},
+        "tuner": {"retune_every": None},
         "dump": True,
     }
     ended = run_nodes("omni_tuner.py", {"fits": [fit]})
@@ -346,7 +346,7 @@ def test_a_run_whose_nodes_are_at_two_sites_is_forecast_with_groups_within_sites
         "per_byte": 1e-6,
         "slow_link": [1, 1e-6],  # between the second node and the third
         "trainer": {"max_epochs": 1, "num_nodes": 3, "num_sanity_val_steps": 0},
-        "tuner": {"search": "forecast", "retune_every": None},
+        "tuner": {"retune_every": None},
         "dump": True,
     }
     ended = run_nodes("omni_tuner.py", {"fits": [fit]}, nodes=3)

@@ -29,7 +29,7 @@ def test_the_users_own_momentum_is_not_out_of_bounds_unless_they_say_so() -> Non
 def test_the_users_rate_and_momentum_are_those_of_one_synchronous_group() -> None:
     for groups in (1, 4):
         assert replace(JOB, start=replace(START, groups=groups)).basis == START
-    chosen = replace(JOB, start=replace(START, groups=4, momentum=0.6), own=START, reference=JOB.batch / 4)
+    chosen = replace(JOB, start=replace(START, groups=4, momentum=0.6), reference=JOB.batch / 4)
     assert chosen.basis.groups == 4, "what was chosen belongs to the batch of one group"
 
 
@@ -55,7 +55,8 @@ job_of = st.builds(
     scaling=st.builds(Scaling, st.booleans()),
     switch=st.floats(0, 1e3),
     budget=st.floats(0, 0.99),
-    own=st.none() | st.just(START),
+    seconds=st.just(math.inf) | st.floats(0, 1e6),
+    allowance=st.floats(-10, 10),
     seed=st.integers(0, 99),
     reference=st.none() | st.floats(0.5, 4096),
 )

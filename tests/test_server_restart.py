@@ -40,7 +40,7 @@ def test_the_run_goes_on_when_its_server_is_killed_and_every_sample_is_trained(
     stands: bool, method: str, both: bool
 ) -> None:
     death = one_death(stands, method, SAVE_EVERY, delay=0.5, both=both)
-    assert not death.problem
+    assert not death.problem, death.problem
     assert death.to_go_on < MOST
     assert 0 <= death.lost < 300 * SAVE_EVERY
 

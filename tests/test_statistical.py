@@ -267,7 +267,7 @@ def test_a_seed_in_the_same_draws_out() -> None:
 @pytest.mark.parametrize(
     ("call", "remedy"),
     [
-        (lambda: fit_decay(curve_of(range(1, 8), np.ones(7))), "7 points.*lengthen the probe"),
+        (lambda: fit_decay(curve_of(range(1, 8), np.ones(7))), "7 points.*train for longer"),
         (lambda: fit_decay(curve_of(range(1, 9), -np.ones(8))), "pass a bound below all, or -math.inf"),
         (lambda: curve_of([1, 2], [1.0]), "one loss per moment"),
         (lambda: curve_of([2, 1], [1.0, 1.0]), "rising"),

@@ -177,11 +177,6 @@ class TrainedBatches(Serializable):
         return float(np.mean(self.losses[: self.setting.groups])) if self.losses else math.nan
 
     @property
-    def last_loss(self) -> float:
-        """Mean loss of the last eighth of the samples; NaN if there is none."""
-        return float(self.blocks()[-1]) if self.samples else math.nan
-
-    @property
     def is_finite(self) -> bool:
         """Whether there are losses, and all of them are numbers."""
         return bool(self.samples) and all(map(math.isfinite, self.losses))

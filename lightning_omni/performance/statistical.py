@@ -59,11 +59,6 @@ class Estimate:
             return "never reached"
         return f"{self.value:.4g} ({self.low:.4g} to {self.high:.4g})"
 
-    @property
-    def log_deviation(self) -> float:
-        """Standard deviation of the logarithm, if that is normal and the interval holds 80 % of it."""
-        return math.log(self.high / self.low) / 2 / NormalDist().inv_cdf(0.9)
-
     def times(self, factor: float) -> Estimate:
         """Of so many times as much, with the same probability."""
         return Estimate(self.value * factor, self.low * factor, self.high * factor, self.probability)

@@ -102,7 +102,7 @@ class Digest:
     @property
     def start(self) -> Setting:
         """The user's own setting."""
-        return self.search.spec.own or self.search.spec.start
+        return self.search.spec.start
 
     @property
     def groups(self) -> tuple[int, ...]:
@@ -215,7 +215,7 @@ class Digest:
 
     @cached_property
     def considered(self) -> list[ConsideredRow]:
-        """The setting that the run had, the best of the list and what scikit-optimize proposed."""
+        """The user's own setting, the best of the list, what scikit-optimize proposed, and what was trained before."""
         _ = self.choice
         return [
             ConsideredRow(

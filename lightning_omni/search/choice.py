@@ -28,30 +28,42 @@ class Choice:
     estimate: SettingEstimate | None = None
 
 
-def log_seconds(evidence: Evidence, setting: Setting) -> float:
-    """The logarithm of the seconds from now to the end of the run with a setting, forming its groups included."""
-    spec, forecast = evidence.spec, evidence.forecast()
-    seconds = spec.horizon * math.exp(forecast.log_seconds(setting) - forecast.theory(evidence.start))
-    return math.log(max(seconds + spec.switch * _is_formed(evidence, setting), 1e-12))
+def log_seconds(evidence: Evidence, setting: Setting, forming: bool = True) -> float:
+    """The logarithm of the seconds from now to the end of the run with a setting.
+
+    Args:
+        evidence: what is known.
+        setting: from now on.
+        forming: whether forming its groups is included.
+    """
+    spec, forecast, start = evidence.spec, evidence.forecast(), evidence.start
+    left = min(spec.seconds, spec.horizon / max(evidence.throughput(start), 1e-12))
+    seconds = left * math.exp(forecast.log_seconds(setting) - forecast.log_seconds(start))
+    return math.log(max(seconds + spec.switch * (forming and _is_formed(evidence, setting)), 1e-12))
 
 
 def _is_formed(evidence: Evidence, setting: Setting) -> bool:
-    """Whether groups have to be formed for a setting: all that one group may change it changes where it stands."""
+    """Whether groups have to be formed for a setting: all that one group may change it changes where it is."""
     return setting.groups > 1 and setting != evidence.start
 
 
-def affords_groups(evidence: Evidence) -> bool:
-    """Whether forming groups takes no more than the part of the run's time that it may."""
-    return evidence.spec.switch <= evidence.spec.budget * math.exp(log_seconds(evidence, evidence.start))
+def allowed_seconds(evidence: Evidence) -> float:
+    """Seconds that forming groups may take."""
+    spec = evidence.spec
+    return spec.allowance + spec.budget * math.exp(log_seconds(evidence, evidence.start))
+
+
+def gains(evidence: Evidence, setting: Setting, forming: bool = True) -> bool:
+    """Whether a setting is expected to gain what a change asks for; several groups only for a clear gain."""
+    gain = log_seconds(evidence, evidence.start)
+    gain -= careful(log_seconds(evidence, setting, forming), evidence.theory.error(setting))
+    return gain >= math.log(_least_gain(setting))
 
 
 def pays(evidence: Evidence, setting: Setting) -> bool:
-    """Whether a setting is expected to gain what a change asks for; several groups only for a clear gain."""
-    if setting.groups > 1 and not affords_groups(evidence):
-        return False
-    gain = log_seconds(evidence, evidence.start)
-    gain -= careful(log_seconds(evidence, setting), evidence.theory.error(setting))
-    return gain >= math.log(_least_gain(setting))
+    """Whether a setting gains enough, and forming its groups takes no longer than it may."""
+    is_affordable = setting.groups == 1 or evidence.spec.switch <= allowed_seconds(evidence)
+    return is_affordable and gains(evidence, setting)
 
 
 def pays_or_stays(evidence: Evidence, setting: Setting) -> bool:
@@ -77,16 +89,22 @@ def explained(evidence: Evidence, setting: Setting, proposed: str = "") -> Choic
     """
     if setting == evidence.spec.start:
         reasons = ["nothing is expected to be faster by enough"]
-        if not affords_groups(evidence):
-            left = math.exp(log_seconds(evidence, evidence.start))
-            reasons = [
-                f"forming groups takes {evidence.spec.switch:.2g} s, and budget={evidence.spec.budget:g} allows"
-                f" {evidence.spec.budget * left:.2g} s of the {left:.2g} s that are left"
-            ]
+        if any(gains(evidence, each, forming=False) for each in promising_settings(evidence, evidence.forecast())):
+            reasons = [_too_short(evidence)]
         why = "; ".join([*reasons, *evidence.corrected, _bottleneck(evidence, setting)])
     else:
         why = _reasons(evidence, setting, proposed)
     return Choice(setting, why, evidence.forecast().of(setting))
+
+
+def _too_short(evidence: Evidence) -> str:
+    """Why groups are not formed that would train faster."""
+    spec, left = evidence.spec, math.exp(log_seconds(evidence, evidence.start))
+    allowed = max(0.0, allowed_seconds(evidence))
+    text = f"forming groups takes {spec.switch:.2g} s of the {left:.3g} s that are left"
+    if spec.switch > allowed:
+        return f"{text}, and budget={spec.budget:g} allows {allowed:.2g} s"
+    return f"{text}, which is about as much as they would save"
 
 
 def gain_of_merging(evidence: Evidence) -> Choice | None:

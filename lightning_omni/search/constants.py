@@ -21,6 +21,10 @@ WIDEST = 3.0
 """Times the rate that the prior suggests, and the part of it, between which scikit-optimize may propose one."""
 FORMING = 1.0
 """Seconds that forming groups is taken to need, as long as the run has formed none."""
+SEGMENT_ERROR = 0.02
+"""Standard deviation of what a segment says of the next one with the same setting, at least, in logarithms."""
+MOST_TRIED = 8
+"""Values in a user's own dimensions that are tried in a run."""
 SPEED_ERROR = 0.2
 """Standard deviation of what the hardware model's speed of several groups is off by, in logarithms; and of what another
 value in a dimension of a user's own may do to it."""

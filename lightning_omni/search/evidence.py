@@ -84,7 +84,7 @@ class Evidence:
         spec: what is searched.
         known: what was measured of the same ranks in one group before, with other batches.
         observation: what the first batches showed; None where only the hardware is known.
-        segments: what the run has trained with since, in several groups.
+        segments: what the run has trained with since.
     """
 
     def __init__(
@@ -97,8 +97,7 @@ class Evidence:
         self.spec, self.observation = spec, observation
         self.known = list(known)
         self._segments, self._compared = list(segments), False
-        most = spec.own.momentum if spec.own is not None else None
-        self.theory = Experience(spec.basis, spec.scaling, most=most, prior=Prior.load())
+        self.theory = Experience(spec.basis, spec.scaling, prior=Prior.load())
         self._rates: dict[Setting, float] = {}
         self._uneven: dict[Setting, bool] = {}
         self._most: dict[tuple[int, str, str], float] = {}
@@ -163,9 +162,12 @@ class Evidence:
     @cached_property
     def residuals(self) -> SpeedResiduals:
         """How much longer settings take than modelled, by the segments that were trained."""
-        settings = [each.setting for each in self.segments]
+        axes = {each.name: each.axis(self) for each in self.spec.space.further}
         return SpeedResiduals(
-            settings, [each.log_ratio for each in self.segments], [each.variance for each in self.segments]
+            [each.setting for each in self.segments],
+            [each.log_ratio for each in self.segments],
+            [each.variance for each in self.segments],
+            {name: axis[1] - axis[0] for name, axis in axes.items() if isinstance(axis, tuple)},
         )
 
     def residual(self, setting: Setting) -> tuple[float, float]:
@@ -200,8 +202,8 @@ class Evidence:
             free = ExchangePattern(period=sys.maxsize, push=none, pull=none)
             ways = (False, True) if self.spec.space.rebalance else (False,)
             head = self._head(setting)
-            fastest = self.residuals.fastest if setting.groups > 1 else 1.0
-            self._most[key] = fastest * max(
+            alike = [each for each in self.candidates() if each.groups == setting.groups] if self.segments else []
+            self._most[key] = max(map(self._correction, alike), default=1.0) * max(
                 self.profile.samples_per_second(
                     setting.groups, rebalance=how, exchanging=free, all_reduce=key[1], head=head and head.at_least
                 )

@@ -10,13 +10,13 @@ settings that can be enumerated is the other one that is considered.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lightning_omni.errors import ConfigurationError
 from lightning_omni.performance.forecast import Setting
 from lightning_omni.search import constants as c
 from lightning_omni.search.choice import (
@@ -65,8 +65,8 @@ class Phase:
         evidence: what is known.
 
     Attributes:
-        considered: the setting that the run has, the best of the list and what scikit-optimize proposed, once they were
-            compared.
+        considered: the user's own setting, the best of the list, what scikit-optimize proposed, and what was trained
+            with before, once they were compared.
     """
 
     def __init__(self, evidence: Evidence) -> None:
@@ -85,7 +85,8 @@ class Phase:
             found = self._choose(asks)
             self._chosen = found.setting, found.why
         setting, why = self._chosen
-        return Choice(setting, why, evidence.forecast().of(setting))
+        is_known = evidence.observation is None or evidence.observation.batches.is_finite
+        return Choice(setting, why, evidence.forecast().of(setting) if is_known else None)
 
     def _choose(self, asks: bool) -> Choice:
         evidence = self._evidence
@@ -110,11 +111,13 @@ class Phase:
         user's own is tried, of which nothing is known at all.
         """
         evidence, most = self._evidence, _careful(self._evidence, listed)
+        is_tried = each.setting.further in [segment.setting.further for segment in evidence.segments]
         if not _is_way(each.setting, listed):
             most -= math.log(c.FASTER)  # else it is a tie, which the list has decided
         if _careful(evidence, each.setting) > most + 1e-9:
             return False
-        is_new = each.setting.further != listed.further and each.improvement >= math.log(c.FASTER)
+        may_try = not is_tried and len(evidence.segments) < c.MOST_TRIED
+        is_new = may_try and each.setting.further != listed.further and each.improvement >= math.log(c.FASTER)
         return pays(evidence, each.setting) or (is_new and pays_or_stays(evidence, each.setting))
 
     def to_dict(self) -> dict[str, Any]:
@@ -169,27 +172,25 @@ class _Optimization:
         return [self._considered(setting, by) for setting, by in settings.items()]
 
     def _ask(self) -> Setting:
-        """The largest expected improvement on the setting that the run has."""
+        """The largest expected improvement on the best of the user's own setting and those that were trained with."""
         from skopt import Optimizer
 
         evidence = self._evidence
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a point that is asked for twice, and of libraries among themselves
-            optimizer = Optimizer(
-                self._axes.dimensions,
-                base_estimator=_surrogate(self.predict),
-                n_initial_points=0,
-                acq_func="EI",
-                acq_func_kwargs={"xi": 0.0},
-                acq_optimizer="sampling",
-                acq_optimizer_kwargs={"n_points": c.POINTS},
-                random_state=evidence.spec.seed,
-                avoid_duplicates=False,  # or that the run's setting stays could not be proposed
-            )
-            told = [self._start, *(evidence.as_it_would_be(each.setting) for each in evidence.segments)]
-            rows = [self._axes.place(each) for each in told]
-            optimizer.tell(rows, [log_seconds(evidence, each) for each in told])
-            return self._axes.setting(optimizer.ask())
+        optimizer = Optimizer(
+            self._axes.dimensions,
+            base_estimator=_surrogate(self.predict),
+            n_initial_points=0,
+            acq_func="EI",
+            acq_func_kwargs={"xi": 0.0},
+            acq_optimizer="sampling",
+            acq_optimizer_kwargs={"n_points": c.POINTS},
+            random_state=evidence.spec.seed,
+            avoid_duplicates=False,  # or that the run's setting stays could not be proposed
+        )
+        told = [self._start, *(evidence.as_it_would_be(each.setting) for each in evidence.segments)]
+        rows = [self._axes.place(each) for each in told]
+        optimizer.tell(rows, [log_seconds(evidence, each) for each in told])
+        return self._axes.setting(optimizer.ask())
 
     def predict(self, rows: Sequence[Row]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """Logarithms of seconds at points of the space, and their deviations."""
@@ -238,7 +239,7 @@ class _Axes:
         if several and space.momentum[0] < space.momentum[1]:
             self._axes[1] = space.momentum
         self._axes.append((-widest, widest) if several else [0.0])
-        self._axes += [each.axis(evidence) for each in self.further]
+        self._axes += [_checked(each.name, each.axis(evidence)) for each in self.further]
 
     @property
     def dimensions(self) -> list[Any]:
@@ -274,6 +275,23 @@ class _Axes:
         for each, value in zip(self.further, further, strict=True):
             setting = each.put(setting, value)
         return self._evidence.spec.space.holds(setting)
+
+
+def _checked(name: str, axis: Any) -> Axis:
+    """The axis of a user's own dimension.
+
+    Raises:
+        ConfigurationError: it is none.
+    """
+    if isinstance(axis, list) and axis and all(isinstance(each, (str, int, float)) for each in axis):
+        return axis
+    is_pair = isinstance(axis, tuple) and len(axis) == 2 and all(isinstance(each, (int, float)) for each in axis)
+    if is_pair and -math.inf < axis[0] < axis[1] < math.inf:
+        return float(axis[0]), float(axis[1])
+    raise ConfigurationError(
+        f"space={{{name!r}: ...}}: its axis is {axis!r}; return a list of numbers, texts or True and False, or"
+        " a tuple of the smallest and the largest number"
+    )
 
 
 def _is_free(axis: Axis) -> bool:

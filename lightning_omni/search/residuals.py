@@ -9,7 +9,7 @@ so to similar ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,8 @@ class SpeedResiduals:
         settings: that were trained with.
         log_ratios: logarithm of the seconds that each took, over those that were predicted.
         variances: of these.
+        spans: of a user's own dimensions that are ranges, how long these are, by name. Values that are half of one
+            apart are as different as two of a list.
 
     Example:
         >>> from lightning_omni.performance.forecast import Setting
@@ -39,26 +41,47 @@ class SpeedResiduals:
         True
     """
 
-    def __init__(self, settings: Sequence[Setting], log_ratios: Sequence[float], variances: Sequence[float]) -> None:
-        self._settings = list(settings)
-        self._weights = np.zeros(0)
-        if settings:
-            covariance = _kernel(self._settings, self._settings) + np.diag(variances)
-            self._inverse = np.linalg.inv(covariance)
-            self._weights = self._inverse @ np.asarray(log_ratios, dtype=float)
+    def __init__(
+        self,
+        settings: Sequence[Setting],
+        log_ratios: Sequence[float],
+        variances: Sequence[float],
+        spans: Mapping[str, float] | None = None,
+    ) -> None:
+        self._spans = dict(spans or {})
+        latest = {(*_place(each), *each.further): number for number, each in enumerate(settings)}
+        kept = sorted(latest.values())  # of settings that it cannot tell from one another
+        self._settings = [settings[number] for number in kept]
+        if kept:
+            noise = [max(variances[number], c.SEGMENT_ERROR**2) for number in kept]
+            self._inverse = np.linalg.inv(self._kernel(self._settings, self._settings) + np.diag(noise))
+            self._weights = self._inverse @ np.array([log_ratios[number] for number in kept])
 
     def __call__(self, setting: Setting) -> tuple[float, float]:
         """The logarithm of the ratio that is to be expected of a setting, and its standard deviation."""
         if not self._settings:
             return 0.0, c.SPEED_ERROR
-        near = _kernel([setting], self._settings)[0]
+        near = self._kernel([setting], self._settings)[0]
         variance = c.SPEED_ERROR**2 - float(near @ self._inverse @ near)
         return float(near @ self._weights), math.sqrt(max(variance, 0.0))
 
-    @property
-    def fastest(self) -> float:
-        """A factor that the speed of no setting is corrected by more than."""
-        return math.exp(c.SPEED_ERROR**2 * float(np.abs(np.minimum(self._weights, 0.0)).sum()))
+    def _kernel(self, some: Sequence[Setting], others: Sequence[Setting]) -> Array:
+        a, b = (np.array([_place(each) for each in settings]) for settings in (some, others))
+        squares = ((a[:, None] - b[None]) ** 2).sum(-1)
+        squares += np.array([[self._apart(one, other) for other in others] for one in some])
+        return np.asarray(c.SPEED_ERROR**2 * np.exp(-0.5 * squares))
+
+    def _apart(self, one: Setting, other: Setting) -> float:
+        """How far apart the values in a user's own dimensions are, as the square of a distance."""
+        mine, theirs, apart = dict(one.further), dict(other.further), 0.0
+        for name in {*mine, *theirs}:
+            if mine.get(name) == theirs.get(name):
+                continue
+            part = 1.0
+            if name in self._spans and name in mine and name in theirs:
+                part = 2 * abs(mine[name] - theirs[name]) / self._spans[name]
+            apart += (c.OTHER_VALUE * part) ** 2
+        return apart
 
 
 def _place(setting: Setting) -> list[float]:
@@ -70,15 +93,3 @@ def _place(setting: Setting) -> list[float]:
         float(setting.method.partition(":")[0] == "async_sgd") * c.OTHER_WAY,
         float(bool(setting.merged)) * c.OTHER_WAY,
     ]
-
-
-def _kernel(some: Sequence[Setting], others: Sequence[Setting]) -> Array:
-    a, b = (np.array([_place(each) for each in settings]) for settings in (some, others))
-    squares = ((a[:, None] - b[None]) ** 2).sum(-1)
-    differing = np.array([[_differing(one, other) for other in others] for one in some])
-    return np.asarray(c.SPEED_ERROR**2 * np.exp(-0.5 * (squares + c.OTHER_VALUE**2 * differing)))
-
-
-def _differing(one: Setting, other: Setting) -> int:
-    """In how many dimensions of a user's own two settings have other values."""
-    return sum(value != dict(other.further).get(name) for name, value in one.further)

@@ -27,7 +27,7 @@ class Search(Evidence):
         spec: what is searched.
         observation: what the first batches showed.
         known: what was measured of the same ranks in one group before, with other batches.
-        segments: what the run has trained with since, in several groups.
+        segments: what the run has trained with since.
 
     Example:
         >>> from lightning_omni.performance.forecast import Setting, TrainedBatches

@@ -29,9 +29,10 @@ class SearchSpec:
             None for ``batch``: a user's own belong to one synchronous step of all ranks, however many groups a run
             begins with. Those that an earlier search has chosen belong to one group's batch.
         scaling: of learning rates.
-        own: the user's own setting, if ``start`` is what an earlier search of the run has chosen.
+        seconds: that are left, if the run ends by them and not by samples; else infinite.
         switch: seconds that it takes to form groups, as far as this run has shown.
-        budget: part of the run's time that forming groups may take.
+        budget: part of the run's time that choosing and forming groups may take.
+        allowance: seconds of it that are left by now; what the rest of the run adds comes on top.
         seed: of everything random.
 
     Raises:
@@ -43,9 +44,10 @@ class SearchSpec:
     horizon: float
     space: Space
     scaling: Scaling = field(default_factory=Scaling)
-    own: Setting | None = None
+    seconds: float = math.inf
     switch: float = 0.0
     budget: float = 1.0
+    allowance: float = 0.0
     seed: int = 0
     reference: float | None = None
 
@@ -59,14 +61,15 @@ class SearchSpec:
         """Plain values, without dimensions of a user's own; a bound that is infinite is None."""
         plain: dict[str, Any] = msgspec.to_builtins(replace(self, space=replace(self.space, further=())))
         plain["space"]["lr"] = [None if math.isinf(bound) else bound for bound in self.space.lr]
-        return plain
+        return {**plain, "seconds": None if math.isinf(self.seconds) else self.seconds}
 
     @staticmethod
     def from_dict(plain: Mapping[str, Any]) -> SearchSpec:
         """What `to_dict` gave."""
         low, high = plain["space"]["lr"]
         space = {**plain["space"], "lr": (low, math.inf if high is None else high)}
-        return msgspec.convert({**plain, "space": space}, SearchSpec)
+        seconds = math.inf if plain["seconds"] is None else plain["seconds"]
+        return msgspec.convert({**plain, "space": space, "seconds": seconds}, SearchSpec)
 
     @property
     def basis(self) -> Setting:

@@ -16,11 +16,6 @@ def callbacks_of(trainer: Trainer) -> list[Callback]:
     return callbacks
 
 
-def set_callbacks(trainer: Trainer, callbacks: list[Callback]) -> None:
-    """Has the Trainer call these callbacks from now on."""
-    cast(Any, trainer).callbacks = callbacks
-
-
 def is_fast_dev_run(trainer: Trainer) -> bool:
     """Whether the Trainer runs a few batches only, to see whether they run."""
     return bool(cast(Any, trainer).fast_dev_run)

@@ -5,7 +5,7 @@ One small place, as `lightning_omni.strategy._private` is; a test notices when o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
@@ -14,11 +14,6 @@ if TYPE_CHECKING:
 def is_compiled(module: LightningModule) -> bool:
     """Whether a LightningModule went through torch.compile before the Trainer got it."""
     return getattr(module, "_compiler_ctx", None) is not None
-
-
-def before_transfer(module: LightningModule, batch: Any) -> Any:
-    """What the hook ``on_before_batch_transfer`` of the module, or of its data module, makes of a batch."""
-    return module._on_before_batch_transfer(batch, dataloader_idx=0)
 
 
 def skip_the_rest(trainer: Trainer) -> None:

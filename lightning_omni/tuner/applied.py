@@ -178,7 +178,7 @@ class AppliedSetting:
         self._merge(self._merged_before)  # a sender remembers what belongs to the weights that it sends
         self.return_to(self._before)
         state.is_final = True
-        if was.groups == 1 and was.all_reduce == run.own.all_reduce:
+        if was.groups == 1 and (was.all_reduce, was.further) == (run.own.all_reduce, run.own.further):
             self._train_in_one_group(replace(was, lr=was.lr / c.SMALLER), 1 / c.SMALLER)
         else:
             self._train_in_one_group(run.own, 1 / state.scaled)

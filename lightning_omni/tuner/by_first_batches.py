@@ -155,7 +155,9 @@ class ByFirstBatches:
         steps = will_step(trainer)
         if self._decision is not None:
             batches.interrupted()  # rank 0 decides beside this batch, and is slower
-        batches.batch_done(loss, steps)
+        # Where samples are dealt out beforehand, how many the last batch has is not known here.
+        is_partial = trainer.is_last_batch and not self._run.may_change_inside
+        batches.batch_done(loss, steps, counts=not is_partial)
         if not steps or trainer.is_last_batch:
             return
         if self._decision is not None:
@@ -165,7 +167,8 @@ class ByFirstBatches:
             self._begin_to_decide(batches)
 
     def ended(self) -> None:
-        """The run has ended well."""
+        """The run has ended well: the strategy has its own balance again, before that ends, too."""
+        self.close()
         self._advice.ended()
 
     def close(self) -> None:
@@ -221,7 +224,6 @@ class ByFirstBatches:
             raise ConfigurationError(command.error)
         if command is not None or decision.is_last:
             self.close()
-            run.state.unfinished = False
         batches.interrupted()
         if command is not None and not (self._known and command.setting == run.state.setting):
             if run.may_change_inside or command.setting == batches.spec.start:
@@ -231,6 +233,8 @@ class ByFirstBatches:
             splits = command.setting.groups == 1 and command.setting.rebalance
             if splits and decision.observation is not None:
                 self._time_again(decision.observation, batches)
+        if command is not None or decision.is_last:
+            run.state.unfinished = self._postponed is not None
         return command is not None
 
     def epoch_done(self, is_last: bool) -> None:
@@ -240,7 +244,13 @@ class ByFirstBatches:
             is_last: whether the run ends here.
         """
         if self._postponed is not None and not is_last:
+            began, run = time.perf_counter(), self._run
             self.adopt(self._postponed)
+            run.state.unfinished = False
+            self._leave_out(time.perf_counter() - began)
+            if run.speaks:
+                run.rounds[-1].search.overhead += self._deciding
+                self._deciding = 0.0
         self._postponed = None
 
     def _finding(self, decision: _Decision, spec: SearchSpec) -> Callable[[], Search | None]:

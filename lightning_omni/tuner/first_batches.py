@@ -98,12 +98,13 @@ class FirstBatches:
         strategy.balance = self._balance
         self._balance.begin(self._world, strategy.pl_module, lambda: strategy.epochs.leases, samples=batch)
 
-    def batch_done(self, loss: Tensor | None, steps: bool) -> None:
+    def batch_done(self, loss: Tensor | None, steps: bool, counts: bool = True) -> None:
         """A batch is done.
 
         Args:
             loss: of the batch; None if there is none.
             steps: whether the optimizer has stepped.
+            counts: whether the step is told of.
         """
         wait_for(self._world.device)
         if loss is not None:
@@ -112,7 +113,7 @@ class FirstBatches:
             return
         seconds, batches = self._timer.done(), self._balance.measured[self._measured :]
         mean = float(torch.stack(self._losses).mean()) if self._losses else math.nan
-        if seconds is not None and len(batches) == len(self._losses) > 0:
+        if counts and seconds is not None and len(batches) == len(self._losses) > 0:
             samples, own = (math.fsum(column) for column in zip(*batches, strict=True))
             self._steps.append(TimedStep(int(samples), own, seconds, mean, self._balance.loading - self._loaded))
         self._measured, self._loaded, self._losses = len(self._balance.measured), self._balance.loading, []

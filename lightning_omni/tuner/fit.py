@@ -112,7 +112,7 @@ class TunedFit(Fit):
         self.plateau = PlateauWatch(run, self.applied, self.retuning, self.reports)
         parts = run, self.space, self.applied, self.retuning, self.reports
         self.by_first_batches = ByFirstBatches(*parts)
-        self.check = ForecastCheck(run, self.applied, self.retuning, self.reports, self.by_first_batches.adopt)
+        self.check = ForecastCheck(run, self.applied, self.retuning, self.reports)
 
     @staticmethod
     def _check(strategy: OmniStrategyHooks, options: TunerOptions) -> None:
@@ -173,6 +173,9 @@ class TunedFit(Fit):
             run.state.ranks = run.world.size
             if not run.options.budget or run.world.size == 1:
                 self._tune_nothing("one rank is one group" if run.options.budget else "budget=0")
+                return
+            if not run.may_change_again(in_epoch=0):
+                self._tune_nothing("groups can change at ends of epochs only, and there is one epoch")
                 return
             self.by_first_batches.begin(hyperparameters)
         run.begin()
@@ -345,7 +348,8 @@ class TunedFit(Fit):
         self.retuning.epoch_done()
         self.by_first_batches.epoch_done(is_last=stops_now(run.trainer) or epoch >= run.epochs)
         is_due = options.retune_every is not None and epoch % options.retune_every == 0
-        may_change = is_due and run.state.setting is not None and not stops_now(run.trainer) and epoch < run.epochs
+        may_change = is_due and run.state.setting is not None and not stops_now(run.trainer)
+        may_change &= run.may_change_again(in_epoch=epoch)
         self._react(lambda: self.check.epoch_done() or self.retuning.reason(), may_change, ends_epoch=True)
 
 

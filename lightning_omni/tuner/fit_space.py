@@ -103,8 +103,10 @@ class FitSpace:
             run.horizon,
             self._space(hyperparameters, start),
             hyperparameters.scaling,
-            switch=run.agreed(switch),
+            seconds=run.seconds_left,
+            switch=switch,
             budget=run.options.budget,
+            allowance=run.options.budget * run.seconds - run.spent,
             seed=run.options.seed + run.state.rounds,
             reference=run.state.reference or batch / start.groups,
         )
@@ -117,7 +119,7 @@ class FitSpace:
             lr=hyperparameters.lr,
             rebalance=run.strategy.balance.is_on,
             period=int(getattr(world.method, "period", 1)),
-            further=tuple(sorted((each.name, each.current(world)) for each in run.options.further)),
+            further=tuple(sorted((each.name, _plain(each.name, each.current(world))) for each in run.options.further)),
             merged=run.strategy.merged.name or "",
         )
         if type(world.method) not in METHODS.values():
@@ -214,6 +216,15 @@ class FitSpace:
                     found.append(name)
         world.method = before
         return tuple(found)
+
+
+def _plain(name: str, value: Any) -> Any:
+    """A value of a user's own dimension, which has to travel as it is."""
+    if not isinstance(value, (str, int, float)):
+        raise ConfigurationError(
+            f"space={{{name!r}: ...}}: current(world) returned {value!r}; return a number, a text, True or False"
+        )
+    return value
 
 
 def _trained(module: Module) -> int:

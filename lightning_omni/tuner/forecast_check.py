@@ -14,12 +14,13 @@ then, or slow down later, keep all others waiting. It is then timed again, too.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from dataclasses import replace
 
 from lightning_omni.performance.forecast import Setting
 from lightning_omni.search import Search, TrainedSegment
 from lightning_omni.search import constants as c
 from lightning_omni.search.choice import Choice, best_by_forecast
+from lightning_omni.search.evidence import mean_error
 from lightning_omni.tuner.applied import AppliedSetting
 from lightning_omni.tuner.reports import TunerReports
 from lightning_omni.tuner.retuning import Retuning
@@ -39,19 +40,10 @@ class ForecastCheck:
         applied: what it trains with.
         retuning: has measured how fast it is.
         reports: tell of a change.
-        adopt: has the run train with something else, from where it is.
     """
 
-    def __init__(
-        self,
-        run: TunedRun,
-        applied: AppliedSetting,
-        retuning: Retuning,
-        reports: TunerReports,
-        adopt: Callable[[Command], None],
-    ) -> None:
+    def __init__(self, run: TunedRun, applied: AppliedSetting, retuning: Retuning, reports: TunerReports) -> None:
         self._run, self._applied, self._retuning, self._reports = run, applied, retuning, reports
-        self._adopt = adopt
         self._steps, self._next = 0, c.FEWEST_STEPS
 
     def step_done(self) -> str:
@@ -119,8 +111,7 @@ class ForecastCheck:
         command, was_refuted = run.broadcast_command(found), state.refuted
         state.segments, state.refuted = run.broadcast_segments(segments), state.refuted or command is not None
         if command is None:
-            self._try_values()
-            return ""
+            return self._why_other_value()
         if not was_refuted:
             return command.why
         self._applied.give_up_groups(command.setting)
@@ -128,27 +119,25 @@ class ForecastCheck:
         self._reports.chosen(command)
         return ""
 
-    def _try_values(self) -> None:
-        """The next segment, if another value in a dimension of the user's own is worth one, or the last was better."""
+    def _why_other_value(self) -> str:
+        """Why another value in a dimension of the user's own is worth trying, or the one before was; rank 0 knows."""
         run = self._run
         if not run.options.further:
-            return
-        command = None
+            return ""
+        why = ""
         if run.speaks and run.searches:
             last = run.searches[-1]
-            search = Search(last.spec, last.observation, last.known, run.state.segments)
+            space = replace(last.spec.space, further=run.options.further)  # which are in no checkpoint
+            search = Search(replace(last.spec, space=space), last.observation, last.known, run.state.segments)
             if search.choice().setting.further != run.setting.further:
-                run.remember(search, run.seconds)
-                command = run.conclude(search)
-        command = run.broadcast_command(command)
-        if command is not None:
-            self._adopt(command)
+                why = "another value of a dimension of yours may be faster"
+        return run.world.broadcast_text(why)
 
     def _trained(self, speed: Speed, is_refuted: bool) -> list[TrainedSegment]:
         """All segments so far, with the one in which the run was so fast; the last one of each setting."""
         run, setting, search = self._run, self._run.setting, self._run.searches[-1]
         log_ratio = math.log(search.modelled(setting) / speed.rate)
-        variance = speed.error**2 + search.prediction(setting).samples_per_second.log_deviation ** 2
+        variance = speed.error**2 + mean_error(search.measured) ** 2
         segment = TrainedSegment(setting, log_ratio, variance, speed.rate if is_refuted else 0.0)
         return [*(each for each in run.state.segments if each.setting != setting), segment]
 

@@ -74,11 +74,6 @@ class Hyperparameters:
         return self._highest()[0]
 
     @property
-    def lr_now(self) -> float:
-        """The learning rate at this moment."""
-        return float(self._optimizer.param_groups[0]["lr"])
-
-    @property
     def momentum(self) -> float:
         """Momentum, or β1; 0.0 if there is none."""
         return self._momentum_of(self._optimizer.param_groups[0])

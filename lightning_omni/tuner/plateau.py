@@ -106,7 +106,8 @@ class PlateauWatch:
             return False
         run = self._run
         curve = run.state.losses
-        pays = 2 * self._applied.seconds_to_form <= run.options.budget * run.seconds  # to form groups, once and back
+        to_form = 2 * self._applied.seconds_to_form if run.setting.groups > 1 else 0.0  # once and back
+        pays = to_form <= run.options.budget * run.seconds
         is_flat = curve.is_flat and len(curve.windows) >= curve.next_trial
         return bool(run.broadcast(int(is_flat and pays and self._length < self._steps_left)))
 

@@ -16,7 +16,7 @@ from lightning_omni.protocol.progress import ReferenceBatch
 from lightning_omni.report import Round, RunTimes
 from lightning_omni.search import Choice, Dimension, Search, TrainedSegment
 from lightning_omni.search import constants as c
-from lightning_omni.strategy.declared import loader_of
+from lightning_omni.strategy.declared import callbacks_of, loader_of
 from lightning_omni.strategy.hooks import OmniStrategyHooks
 from lightning_omni.trace import reaches
 from lightning_omni.tuner.flatness import TrainingLosses
@@ -107,10 +107,6 @@ class TunedRun:
         """What rank 0 has found: a number, 0 or more. All ranks ask."""
         return self.world.all_reduce_max([number if self.speaks else 0])[0]
 
-    def agreed(self, seconds: float) -> float:
-        """The most of what ranks say, in seconds. All ranks ask."""
-        return self.world.all_reduce_max([round(seconds * 1e6)])[0] / 1e6
-
     def broadcast_command(self, command: Command | None) -> Command | None:
         """What rank 0 says is to be done, if anything. All ranks ask.
 
@@ -150,6 +146,10 @@ class TunedRun:
         """Whether groups can change inside an epoch: not if its samples were dealt out beforehand."""
         return self.strategy.epochs.leases is not None
 
+    def may_change_again(self, in_epoch: int) -> bool:
+        """Whether the run goes on long enough to be timed in an epoch, by its number, and to be changed then."""
+        return in_epoch + (not self.may_change_inside) < self.epochs
+
     def remember(self, search: Search, seconds: float) -> None:
         """A search has begun, when the run had trained for so long."""
         self.rounds.append(Round(search, self.trainer.current_epoch, seconds))
@@ -161,7 +161,6 @@ class TunedRun:
         setting = replace(self.choice.setting, groups=min(self.choice.setting.groups, len(self.world.live_ranks)))
         return replace(
             Command.to_form(search, setting),
-            scale=setting.lr / search.spec.start.lr,
             divergence_threshold=search.divergence_threshold,
             learnt_below=search.learnt_below,
             why=self.choice.why,
@@ -246,8 +245,18 @@ class TunedRun:
 
     @property
     def horizon(self) -> float:
-        """Samples that are left to train."""
-        return max(0.0, self.epochs - self.trainer.current_epoch) * self.samples_per_epoch
+        """Samples that are left to train with what is chosen now."""
+        epochs = self.strategy.epochs
+        whole = max(0.0, self.epochs - self.trainer.current_epoch) * self.samples_per_epoch
+        of_this = float(epochs.samples) if self.may_change_inside else self.samples_per_epoch
+        return max(0.0, whole - of_this) if epochs.is_open else whole
+
+    @property
+    def seconds_left(self) -> float:
+        """Until ``max_time`` ends the run; infinite if it has none, or ends by epochs or steps, too."""
+        timers = [each for each in callbacks_of(self.trainer) if hasattr(each, "time_remaining")]
+        left = [] if self._limits else [each.time_remaining() for each in timers]
+        return min((each for each in left if each is not None), default=math.inf)
 
     # --- In a checkpoint ----------------------------------------------------------------------------------------------
 
@@ -269,7 +278,7 @@ class TunedRun:
         self.rounds = [
             Round(Search.from_dict(each), when[0], when[1], dict(after))
             for each, when, after in rounds
-            if "phase" in each  # earlier versions searched by probes
+            if "phase" in each  # in earlier versions there was none
         ]
         self.choice = last_choice(self.searches) if self.speaks else None
         if self._began:  # under way, as where a learning-rate finder goes back: what was trained is in the state

@@ -233,7 +233,7 @@ def main() -> None:
     torch.set_num_threads(1)
     lines = given.cache.read_text().splitlines() if given.cache is not None and given.cache.is_file() else []
     known = {json.dumps(key): row for key, row in map(json.loads, lines)}
-    table, costs = Table("task", "cluster", "search", "time", "of it in probes", "chosen"), dict[str, list[float]]()
+    table, found = Table("task", "cluster", "search", "time", "of it in probes", "chosen"), dict[str, list[Row]]()
     cells = list(product(given.tasks, given.clusters, range(given.seeds)))
     for cell in track(cells, "Searches", console=Console(stderr=True), transient=True):
         keys = {name: json.dumps([*cell, name, given.probe, given.probes]) for name in ("tuned", *given.rivals)}
@@ -246,14 +246,16 @@ def main() -> None:
                         file.write(json.dumps([json.loads(keys[row.name]), vars(row)]) + "\n")
         for key in keys.values():
             row = Row(**known[key])
-            costs.setdefault(row.name, []).append(row.cost)
+            found.setdefault(row.name, []).append(row)
             cells_of = cell[0], cell[1], row.name, f"{row.cost:.2f}", f"{row.probing:.2f}", row.setting
             table.add_row(*cells_of)
             print(*cells_of, sep="; ", flush=True)
     Console(width=180).print(table)
-    for name, each in costs.items():
-        print(f"{name}: {statistics.geometric_mean(each):.2f} of the user's own time in the geometric mean of", end=" ")
-        print(f"{len(each)}, {max(each):.2f} at worst")
+    for name, each in found.items():
+        mean = statistics.geometric_mean(row.cost for row in each)
+        training = statistics.geometric_mean(row.cost - row.probing for row in each)
+        print(f"{name}: {mean:.2f} of the user's own time in the geometric mean of {len(each)}", end=", ")
+        print(f"{max(row.cost for row in each):.2f} at worst; {training:.2f} without probes")
 
 
 if __name__ == "__main__":

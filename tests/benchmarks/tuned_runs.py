@@ -57,6 +57,7 @@ from lightning_omni.performance.forecast import Setting, TrainedBatches
 from lightning_omni.performance.measured import Measured
 from lightning_omni.search import Observation, Search, TrainedSegment
 from lightning_omni.search.choice import best_by_forecast, verdict
+from lightning_omni.search.evidence import mean_error
 from lightning_omni.search.prior import Prior
 from lightning_omni.search.space import wire_given
 from lightning_omni.topology import Topology
@@ -293,7 +294,7 @@ class TunedRun:
         one_at_least = math.log(search.prediction(one).samples_per_second.low)
         if speed.log_most() - theory(setting) >= one_at_least - theory(one):
             return None
-        variance = speed.error**2 + search.prediction(setting).samples_per_second.log_deviation ** 2
+        variance = speed.error**2 + mean_error(search.measured) ** 2
         return TrainedSegment(setting, math.log(search.modelled(setting) / speed.rate), variance, speed.rate)
 
 
