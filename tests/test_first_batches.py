@@ -498,7 +498,7 @@ def test_a_run_that_learns_nothing_more_with_the_users_own_setting_either_goes_o
     for rank in fits["there is nothing more to learn"]:
         assert rank["setting"]["groups"] == rank["world"][0] == 2
         assert rank["lr"] == pytest.approx(rank["setting"]["lr"])
-    assert "your own setting does not lower the training loss further" in finished.output
+    assert "your own setting, which was tried, does not lower the training loss further" in finished.output
 
 
 def ends_of_trials(segments: list[tuple[bool, float]]) -> list[tuple[float, float]]:
@@ -557,7 +557,10 @@ def test_a_run_that_ends_before_it_has_shown_what_is_faster_says_so(
     fits: dict[str, list[dict[str, Any]]], finished: Run
 ) -> None:
     for rank in fits["too short"]:
-        assert (rank["problem"], rank["searches"]) == ("the run has ended before it has shown what is faster", 0)
+        assert (rank["problem"], rank["searches"]) == (
+            "the run has ended before anything was chosen, or could be used",
+            0,
+        )
     assert "nothing is tuned: the run has ended before" in said_by_tuners(finished)
 
 

@@ -37,7 +37,8 @@ def log_seconds(evidence: Evidence, setting: Setting, forming: bool = True) -> f
         forming: whether forming its groups is included.
     """
     spec, forecast, start = evidence.spec, evidence.forecast(), evidence.start
-    left = min(spec.seconds, spec.horizon / max(evidence.throughput(start), 1e-12))
+    by_samples = math.inf if spec.ends_by_time else spec.horizon / max(evidence.throughput(start), 1e-12)
+    left = min(spec.seconds, by_samples)
     seconds = left * math.exp(forecast.log_seconds(setting) - forecast.log_seconds(start))
     return math.log(max(seconds + spec.switch * (forming and _is_formed(evidence, setting)), 1e-12))
 
@@ -101,10 +102,10 @@ def _too_short(evidence: Evidence) -> str:
     """Why groups are not formed that would train faster."""
     spec, left = evidence.spec, math.exp(log_seconds(evidence, evidence.start))
     allowed = max(0.0, allowed_seconds(evidence))
-    text = f"forming groups takes {spec.switch:.2g} s of the {left:.3g} s that are left"
+    text = f"forming groups takes {spec.switch:.2g} s of the {left:,.4g} s that are left"
     if spec.switch > allowed:
         return f"{text}, and budget={spec.budget:g} allows {allowed:.2g} s"
-    return f"{text}, which is about as much as they would save"
+    return f"{text}; with that they are not faster by enough"
 
 
 def gain_of_merging(evidence: Evidence) -> Choice | None:
@@ -265,6 +266,7 @@ def _bottleneck(evidence: Evidence, setting: Setting) -> str:
 def _reasons(evidence: Evidence, best: Setting, proposed: str = "") -> str:
     batches = len(evidence.observation.batches.losses) if evidence.observation is not None else 0
     alone, forecast = evidence.start, evidence.forecast()
+    changed = [each for each in best.further if each not in alone.further]
     parts = [f"{proposed or 'predicted to reach the target first'}, from {batches} batches of the run"]
     if best.groups > 1:
         faster = evidence.throughput(best) / evidence.throughput(alone)
@@ -278,6 +280,9 @@ def _reasons(evidence: Evidence, best: Setting, proposed: str = "") -> str:
         if best.rebalance:
             gain = evidence.throughput(plain) / evidence.throughput(replace(plain, rebalance=False))
             parts.append(f"proportional batches make one group {gain:.2f} times faster, without staleness")
-    else:
-        parts.append("more groups are not faster by enough to pay for their staleness")
+    if changed:
+        values = ", ".join(f"{name}={value}" for name, value in changed)
+        gain = evidence.throughput(best) / evidence.throughput(replace(best, further=alone.further))
+        known = best.further in [each.setting.further for each in evidence.segments]
+        parts.append(f"with {values} it was {gain:.2f} times faster" if known else f"nothing is known of {values} yet")
     return "; ".join([*parts, *evidence.corrected, _bottleneck(evidence, best)])

@@ -29,7 +29,7 @@ from lightning_omni.search.experience import Experience
 from lightning_omni.search.prior import Prior
 from lightning_omni.search.residuals import SpeedResiduals
 from lightning_omni.search.rules import is_faster
-from lightning_omni.search.space import wire_given
+from lightning_omni.search.space import checked_axis, wire_given
 from lightning_omni.search.specification import SearchSpec
 from lightning_omni.serialization import Serializable
 
@@ -150,7 +150,9 @@ class Evidence:
     def segments(self) -> list[TrainedSegment]:
         """What the run has trained with before, compared with what is predicted."""
         if not self._compared:
-            self._compared, self._segments = True, list(map(self._as_compared, self._segments))
+            most = self.profile.ranks  # some may have been lost since
+            possible = [each for each in self._segments if each.setting.groups <= most]
+            self._compared, self._segments = True, list(map(self._as_compared, possible))
         return self._segments
 
     def _as_compared(self, segment: TrainedSegment) -> TrainedSegment:
@@ -162,7 +164,7 @@ class Evidence:
     @cached_property
     def residuals(self) -> SpeedResiduals:
         """How much longer settings take than modelled, by the segments that were trained."""
-        axes = {each.name: each.axis(self) for each in self.spec.space.further}
+        axes = {each.name: checked_axis(each, self) for each in self.spec.space.further}
         return SpeedResiduals(
             [each.setting for each in self.segments],
             [each.log_ratio for each in self.segments],

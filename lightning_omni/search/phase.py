@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lightning_omni.errors import ConfigurationError
 from lightning_omni.performance.forecast import Setting
 from lightning_omni.search import constants as c
 from lightning_omni.search.choice import (
@@ -29,12 +28,13 @@ from lightning_omni.search.choice import (
     promising_settings,
 )
 from lightning_omni.search.rules import careful
-from lightning_omni.search.space import Axis
+from lightning_omni.search.space import Axis, checked_axis
 from lightning_omni.serialization import Serializable
 
 if TYPE_CHECKING:
     from lightning_omni.search.evidence import Evidence
 
+_ASKED = "scikit-optimize"
 Row = list[Any]
 """A point of scikit-optimize's space."""
 
@@ -102,7 +102,8 @@ class Phase:
         best = max(eligible, key=lambda each: each.improvement, default=None)
         if best is None or best.setting == listed:
             return explained(evidence, listed)
-        return explained(evidence, best.setting, f"proposed by {best.by}")
+        is_asked = best.by == _ASKED
+        return explained(evidence, best.setting, f"proposed by {_ASKED}" if is_asked else "it was as fast when trained")
 
     def _is_eligible(self, each: Considered, listed: Setting) -> bool:
         """Whether a setting is worth a change, and as good as the best of the list, or clearly better in another way.
@@ -111,12 +112,12 @@ class Phase:
         user's own is tried, of which nothing is known at all.
         """
         evidence, most = self._evidence, _careful(self._evidence, listed)
-        is_tried = each.setting.further in [segment.setting.further for segment in evidence.segments]
+        tried = {segment.setting.further for segment in evidence.segments} - {self._evidence.start.further}
         if not _is_way(each.setting, listed):
             most -= math.log(c.FASTER)  # else it is a tie, which the list has decided
         if _careful(evidence, each.setting) > most + 1e-9:
             return False
-        may_try = not is_tried and len(evidence.segments) < c.MOST_TRIED
+        may_try = each.setting.further not in tried and len(tried) < c.MOST_TRIED
         is_new = may_try and each.setting.further != listed.further and each.improvement >= math.log(c.FASTER)
         return pays(evidence, each.setting) or (is_new and pays_or_stays(evidence, each.setting))
 
@@ -162,10 +163,10 @@ class _Optimization:
         found = [(self._start, "the run"), (listed, "the list")]
         if self._axes.dimensions:
             asked = self._ask()
-            found.append((asked, "scikit-optimize"))
+            found.append((asked, _ASKED))
             if asked.further != listed.further:  # whatever else it is combined with
-                found.append((replace(listed, further=asked.further), "scikit-optimize"))
-        found += [(self._evidence.as_it_would_be(each.setting), "a segment") for each in self._evidence.segments]
+                found.append((replace(listed, further=asked.further), _ASKED))
+        found += [(self._evidence.as_it_would_be(each.setting), "was trained with") for each in self._evidence.segments]
         settings: dict[Setting, str] = {}
         for setting, by in found:
             settings.setdefault(setting, by)
@@ -239,7 +240,7 @@ class _Axes:
         if several and space.momentum[0] < space.momentum[1]:
             self._axes[1] = space.momentum
         self._axes.append((-widest, widest) if several else [0.0])
-        self._axes += [_checked(each.name, each.axis(evidence)) for each in self.further]
+        self._axes += [checked_axis(each, evidence) for each in self.further]
 
     @property
     def dimensions(self) -> list[Any]:
@@ -275,23 +276,6 @@ class _Axes:
         for each, value in zip(self.further, further, strict=True):
             setting = each.put(setting, value)
         return self._evidence.spec.space.holds(setting)
-
-
-def _checked(name: str, axis: Any) -> Axis:
-    """The axis of a user's own dimension.
-
-    Raises:
-        ConfigurationError: it is none.
-    """
-    if isinstance(axis, list) and axis and all(isinstance(each, (str, int, float)) for each in axis):
-        return axis
-    is_pair = isinstance(axis, tuple) and len(axis) == 2 and all(isinstance(each, (int, float)) for each in axis)
-    if is_pair and -math.inf < axis[0] < axis[1] < math.inf:
-        return float(axis[0]), float(axis[1])
-    raise ConfigurationError(
-        f"space={{{name!r}: ...}}: its axis is {axis!r}; return a list of numbers, texts or True and False, or"
-        " a tuple of the smallest and the largest number"
-    )
 
 
 def _is_free(axis: Axis) -> bool:

@@ -430,6 +430,31 @@ def group_counts(ranks: int) -> list[int]:
     return sorted({2**power for power in range(ranks.bit_length()) if 2**power <= ranks} | {ranks})
 
 
+def checked_axis(dimension: Dimension, known: Any) -> Axis:
+    """Return the axis of a user's own dimension.
+
+    Raises:
+        ConfigurationError: it is none, or is not of numbers where the value that the run has is a text.
+    """
+    axis, name = dimension.axis(known), dimension.name
+    if isinstance(axis, list) and axis and all(map(is_plain, axis)):
+        return axis
+    is_pair = isinstance(axis, tuple) and len(axis) == 2 and all(isinstance(each, (int, float)) for each in axis)
+    if is_pair and -math.inf < axis[0] < axis[1] < math.inf:
+        value = known.spec.start.further_value(name)
+        if not isinstance(value, str):
+            return float(axis[0]), float(axis[1])
+    raise ConfigurationError(
+        f"space={{{name!r}: ...}}: its axis is {axis!r}; return a list of numbers, texts or True and False, or,"
+        " if the run has a number, a tuple of the smallest and the largest"
+    )
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value arrives on other ranks, and in a checkpoint, as it is."""
+    return isinstance(value, (str, int)) or (isinstance(value, float) and math.isfinite(value))
+
+
 def apply_further(dimensions: Sequence[Dimension], world: Any, setting: Setting) -> bool:
     """Makes a run use what a setting says of dimensions of a user's own, before its groups are formed.
 

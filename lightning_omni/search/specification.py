@@ -29,7 +29,8 @@ class SearchSpec:
             None for ``batch``: a user's own belong to one synchronous step of all ranks, however many groups a run
             begins with. Those that an earlier search has chosen belong to one group's batch.
         scaling: of learning rates.
-        seconds: that are left, if the run ends by them and not by samples; else infinite.
+        seconds: after which the run ends in any case; infinite if it does not.
+        ends_by_time: whether nothing else ends it, so that ``horizon`` is a guess.
         switch: seconds that it takes to form groups, as far as this run has shown.
         budget: part of the run's time that choosing and forming groups may take.
         allowance: seconds of it that are left by now; what the rest of the run adds comes on top.
@@ -45,6 +46,7 @@ class SearchSpec:
     space: Space
     scaling: Scaling = field(default_factory=Scaling)
     seconds: float = math.inf
+    ends_by_time: bool = False
     switch: float = 0.0
     budget: float = 1.0
     allowance: float = 0.0

@@ -174,8 +174,8 @@ class TunedFit(Fit):
             if not run.options.budget or run.world.size == 1:
                 self._tune_nothing("one rank is one group" if run.options.budget else "budget=0")
                 return
-            if not run.may_change_again(in_epoch=0):
-                self._tune_nothing("groups can change at ends of epochs only, and there is one epoch")
+            if not run.may_change_again(run.trainer.current_epoch):
+                self._tune_nothing("groups can change at ends of epochs only, and no epoch follows this one")
                 return
             self.by_first_batches.begin(hyperparameters)
         run.begin()
@@ -215,7 +215,7 @@ class TunedFit(Fit):
             self.by_first_batches.begin_again("there is no parameter server")
             return
         if state.unfinished:
-            self.by_first_batches.begin_again("it was saved before that had shown what is faster")
+            self.by_first_batches.begin_again("the checkpoint was saved before anything was chosen, or used")
             return
         run.hyperparameters().make_default()
         if state.before_trial is not None or not self.applied.is_users_own:
@@ -330,7 +330,7 @@ class TunedFit(Fit):
         self.plateau.ended()
         self.by_first_batches.ended()
         if not self.run.problem and self.run.state.setting is None:
-            self.run.problem = "the run has ended before it has shown what is faster"
+            self.run.problem = "the run has ended before anything was chosen, or could be used"
             self.run.info(f"OmniTuner: nothing is tuned: {self.run.problem}")
         self.reports.ended()
 
@@ -345,12 +345,14 @@ class TunedFit(Fit):
         epoch = run.trainer.current_epoch + 1
         if run.problem:
             return
+        run.has_ended_epoch = True
         self.retuning.epoch_done()
         self.by_first_batches.epoch_done(is_last=stops_now(run.trainer) or epoch >= run.epochs)
         is_due = options.retune_every is not None and epoch % options.retune_every == 0
         may_change = is_due and run.state.setting is not None and not stops_now(run.trainer)
-        may_change &= run.may_change_again(in_epoch=epoch)
+        may_change &= run.may_change_again(epoch)
         self._react(lambda: self.check.epoch_done() or self.retuning.reason(), may_change, ends_epoch=True)
+        run.has_ended_epoch = False
 
 
 __all__ = ["Fit", "TunedFit", "may_form_groups"]

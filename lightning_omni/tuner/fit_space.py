@@ -19,6 +19,7 @@ from lightning_omni.protocol.all_reduce import text_of as text_of_all_reduce
 from lightning_omni.search import SearchSpec, Space
 from lightning_omni.search import constants as c
 from lightning_omni.search import space as searched
+from lightning_omni.search.space import is_plain
 from lightning_omni.strategy._private import has_hook_for_gradients
 from lightning_omni.strategy.proxies import Merged
 from lightning_omni.tuner.hyperparameters import Hyperparameters
@@ -104,6 +105,7 @@ class FitSpace:
             self._space(hyperparameters, start),
             hyperparameters.scaling,
             seconds=run.seconds_left,
+            ends_by_time=run.ends_by_time,
             switch=switch,
             budget=run.options.budget,
             allowance=run.options.budget * run.seconds - run.spent,
@@ -220,7 +222,7 @@ class FitSpace:
 
 def _plain(name: str, value: Any) -> Any:
     """A value of a user's own dimension, which has to travel as it is."""
-    if not isinstance(value, (str, int, float)):
+    if not is_plain(value):
         raise ConfigurationError(
             f"space={{{name!r}: ...}}: current(world) returned {value!r}; return a number, a text, True or False"
         )

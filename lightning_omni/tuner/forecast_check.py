@@ -14,8 +14,11 @@ then, or slow down later, keep all others waiting. It is then timed again, too.
 from __future__ import annotations
 
 import math
+import time
+from contextlib import suppress
 from dataclasses import replace
 
+from lightning_omni.errors import OmniError
 from lightning_omni.performance.forecast import Setting
 from lightning_omni.search import Search, TrainedSegment
 from lightning_omni.search import constants as c
@@ -124,14 +127,20 @@ class ForecastCheck:
         run = self._run
         if not run.options.further:
             return ""
-        why = ""
+        why, began = "", time.perf_counter()
         if run.speaks and run.searches:
             last = run.searches[-1]
             space = replace(last.spec.space, further=run.options.further)  # which are in no checkpoint
-            search = Search(replace(last.spec, space=space), last.observation, last.known, run.state.segments)
-            if search.choice().setting.further != run.setting.further:
-                why = "another value of a dimension of yours may be faster"
-        return run.world.broadcast_text(why)
+            spec = replace(last.spec, space=space, horizon=run.horizon, seconds=run.seconds_left)
+            with suppress(OmniError):  # it would be said when batches are timed
+                chosen = Search(spec, last.observation, last.known, run.state.segments).choice().setting
+                if chosen.further != run.setting.further:
+                    value = ", ".join(f"{name}={value}" for name, value in chosen.further)
+                    why = f"{value} is to be tried, or was faster"
+            last.overhead += time.perf_counter() - began
+        why = run.world.broadcast_text(why)
+        run.leave_out(time.perf_counter() - began)
+        return why
 
     def _trained(self, speed: Speed, is_refuted: bool) -> list[TrainedSegment]:
         """All segments so far, with the one in which the run was so fast; the last one of each setting."""

@@ -84,7 +84,7 @@ class OmniTunerHooks(_CallbackBase):
             0.95 (or up to yours, if that is larger), the learning rate follows them, and batches may be split by speed;
             how groups exchange, and how their members average gradients, is searched unless you have chosen it
             (``method=``, ``wire=``, ``overlap=`` or ``all_reduce=`` of the strategy).
-        budget: part of the run's time that forming groups may take, from 0 to below 1: 0.1 is a tenth. 0 changes
+        budget: part of the run's time that choosing and forming groups may take, from 0 to below 1. 0 changes
             nothing.
         retune_every: epochs between two checks whether the setting is still the best; None for no checks.
         mode: ``"min"`` or ``"max"``: whether a smaller or a larger ``monitor`` is better; None decides by its name

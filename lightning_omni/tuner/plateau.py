@@ -225,7 +225,7 @@ class PlateauWatch:
         else:
             self._applied.end_trial(trial.before if outcome is TrialOutcome.WORSE else None)
             self._retuning.restore_speeds(trial.speeds)
-            why = "your own setting does not lower the training loss further"
+            why = "your own setting, which was tried, does not lower the training loss further"
         self._reports.chosen(Command(run.setting, why=why))
 
 

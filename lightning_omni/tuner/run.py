@@ -66,6 +66,7 @@ class TunedRun:
         choice: what was chosen last, on rank 0.
         problem: why nothing is searched.
         folder: of the report, on rank 0; None if there is none.
+        has_ended_epoch: whether an epoch has just ended, which the Trainer does not count yet.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class TunedRun:
         self.problem = ""
         self.folder: Path | None = None
         self._began = 0.0
+        self.has_ended_epoch = False
 
     @property
     def world(self) -> World:
@@ -146,9 +148,9 @@ class TunedRun:
         """Whether groups can change inside an epoch: not if its samples were dealt out beforehand."""
         return self.strategy.epochs.leases is not None
 
-    def may_change_again(self, in_epoch: int) -> bool:
+    def may_change_again(self, epoch: int) -> bool:
         """Whether the run goes on long enough to be timed in an epoch, by its number, and to be changed then."""
-        return in_epoch + (not self.may_change_inside) < self.epochs
+        return epoch + (not self.may_change_inside) < self.epochs
 
     def remember(self, search: Search, seconds: float) -> None:
         """A search has begun, when the run had trained for so long."""
@@ -232,6 +234,11 @@ class TunedRun:
         return float(min(self._limits, default=max(c.UNLIMITED, 2 * (self.trainer.current_epoch + 1))))
 
     @property
+    def ends_by_time(self) -> bool:
+        """Whether ``max_time`` alone ends the run."""
+        return not self._limits and math.isfinite(self.seconds_left)
+
+    @property
     def _limits(self) -> list[float]:
         """Epochs after which the run ends."""
         most, steps = self.trainer.max_epochs, self.strategy.epochs.max_steps
@@ -247,15 +254,16 @@ class TunedRun:
     def horizon(self) -> float:
         """Samples that are left to train with what is chosen now."""
         epochs = self.strategy.epochs
-        whole = max(0.0, self.epochs - self.trainer.current_epoch) * self.samples_per_epoch
-        of_this = float(epochs.samples) if self.may_change_inside else self.samples_per_epoch
-        return max(0.0, whole - of_this) if epochs.is_open else whole
+        begun = self.trainer.current_epoch + self.has_ended_epoch  # which Lightning counts a little later
+        begun += not self.may_change_inside  # the epoch that is timed
+        trained = float(epochs.samples) if epochs.is_open and self.may_change_inside else 0.0
+        return max(0.0, (self.epochs - begun) * self.samples_per_epoch - trained)
 
     @property
     def seconds_left(self) -> float:
-        """Until ``max_time`` ends the run; infinite if it has none, or ends by epochs or steps, too."""
+        """Until ``max_time`` ends the run; infinite if it has none."""
         timers = [each for each in callbacks_of(self.trainer) if hasattr(each, "time_remaining")]
-        left = [] if self._limits else [each.time_remaining() for each in timers]
+        left = [each.time_remaining() for each in timers]
         return min((each for each in left if each is not None), default=math.inf)
 
     # --- In a checkpoint ----------------------------------------------------------------------------------------------

@@ -1,8 +1,7 @@
-"""Ranks of emulated speed with an OmniTuner: what it tried, what it chose, and the state that it left."""
+"""Ranks of emulated speed with an OmniTuner: what it compared and chose, and what was trained."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import random
 import sys
@@ -111,9 +110,6 @@ class Classifier(pl.LightningModule):
         self.beside = 0
         self.rng = random.Random(RANK + 100 * NODE + options.get("seed", 0))  # or all nodes would be slow together
 
-    def on_train_epoch_start(self) -> None:
-        self.of_epoch: list[int] = []
-
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         return batch if "hooks" not in self.options else [*batch, "transferred"]
 
@@ -155,11 +151,8 @@ class Classifier(pl.LightningModule):
         self.beside += is_deciding(self.trainer)
         if "hooks" in self.options:  # what modules rely on
             assert batch[-1] == "transferred"
-            self.of_epoch.append(self.steps)
             self.logger.experiment.log_metrics({"own": 1.0}, self.steps)
         self._compute(len(batch[0]), "training_step")
-        if self.options.get("dies") == [RANK, self.steps]:
-            os._exit(3)
         if self.options.get("interrupted") == self.steps:
             raise KeyboardInterrupt
         logits = self.net(batch[0])
@@ -202,20 +195,14 @@ class Classifier(pl.LightningModule):
         options = {"lr": self.options.get("lr", 0.05), "momentum": 0.9}
         if "adam" in self.options:
             return torch.optim.AdamW(self.parameters(), lr=1e-3)
-        optimizer = torch.optim.SGD(self.parameters(), **options)
-        if "warmup" not in self.options:
-            return optimizer
-        shape = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 8))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": shape, "interval": "step"}}
+        return torch.optim.SGD(self.parameters(), **options)
 
 
 class State(pl.Callback):
-    """The run's state right before and right after the tuner's search."""
+    """What the run has trained, and when it is to stop or die."""
 
     def __init__(self, dies: list[int] | None = None, stops: list[int] | None = None) -> None:
         self.dies, self.stops, self.batches = dies, stops or [], 0
-        self.owed: list[list[float]] = []
-        self.seen: list[str] = []
         self.first: list[int] = []
         self.last_epoch: list[int] = []
         self.servers: list[bool] = []
@@ -223,20 +210,6 @@ class State(pl.Callback):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self.servers.append(trainer.strategy.world.server.process is not None)
-        if hasattr(trainer.strategy, "on_ready"):
-            trainer.strategy.on_ready.append(lambda: self.note(trainer, pl_module))
-
-    def note(self, trainer: Any, module: Any) -> None:
-        owed = trainer.strategy.world.core.sender_state(0).get("residual", ())
-        self.owed.append([float(each.abs().sum()) for each in owed if each is not None])
-        hasher = hashlib.sha256()
-        optimizer = trainer.optimizers[0]
-        tensors = [*module.parameters(), *module.buffers(), torch.get_rng_state()]
-        tensors += [each for values in optimizer.state.values() for each in values.values() if torch.is_tensor(each)]
-        for tensor in tensors:
-            hasher.update(tensor.detach().contiguous().flatten().view(torch.uint8).cpu().numpy().tobytes())
-        hasher.update(repr((random.getstate(), module.steps if module.steps < 2 else 0, module.noted)).encode())
-        self.seen.append(hasher.hexdigest())
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         trainer.should_stop = self.stops[1:] == [0] or trainer.should_stop
@@ -248,7 +221,7 @@ class State(pl.Callback):
         self.last_epoch += batch[2].tolist()
         self.sizes.append(len(batch[2]))
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:  # of the run, and not of probes
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         if "stops_in_trial" in pl_module.options and pl_module.segments[-1][0]:
             trainer.should_stop = True
         self.batches += 1
@@ -322,7 +295,7 @@ def main() -> None:
         time.perf_counter = EmulatedClock() if "emulated" in fit else EmulatedClock.real  # type: ignore[assignment]
         by_first_batches.beside = BESIDE if "beside" in fit else at_once  # which takes as many steps as it likes
         meets = [Meets()] if "emulated" in fit else []
-        callbacks = [State(), *meets, tuner, state] if tuner else [state]
+        callbacks = [*meets, tuner, state] if tuner else [state]
         options = {"max_epochs": 4, **fit.get("trainer", {})}
         if "averages" in fit and hasattr(pl.callbacks, "WeightAveraging"):  # since Lightning 2.6
             callbacks.append(pl.callbacks.WeightAveraging())
@@ -348,9 +321,6 @@ def main() -> None:
             result = {
                 "seconds": time.perf_counter() - began,
                 "servers": state.servers,
-                "before": callbacks[0].seen,
-                "after": state.seen,
-                "owed": [callbacks[0].owed, state.owed],
                 "first": state.first,
                 "sizes": state.sizes,
                 "last_epoch": sorted(state.last_epoch),
@@ -378,13 +348,11 @@ def main() -> None:
                 "segments of the tuner": [each["setting"] for each in tuner.state_dict()["segments"]] if tuner else [],
                 "updates": strategy.report().updates,
                 "sent": getattr(strategy.world.core.wire_format, "fraction", 1.0),
-                "staleness": strategy.report().staleness_max,
                 "merged": strategy.merged.name,
                 "head_time": strategy.report().head_time,
                 "hooks": sum(len(each._forward_hooks) for each in module.modules()),
                 "world": [len(strategy.world.topology.alive), type(strategy.world.method).__name__],
                 "global_step": run.global_step,
-                "logged": {name: float(value) for name, value in run.callback_metrics.items()},
             }
             if "logger" in fit and RANK == 0:
                 folder = Path(run.logger.log_dir)
