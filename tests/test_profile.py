@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -513,12 +512,6 @@ def test_what_cannot_have_been_measured_is_refused_by_name(changed: dict[str, An
 def test_what_cannot_be_asked_is_refused_by_name(ask: Callable[[Profile], Any], named: str) -> None:
     with pytest.raises(ConfigurationError, match=named):
         ask(Profile.fit([together(np.full((2, 4), 0.1))]))
-
-
-def test_without_scipy_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
-    with pytest.raises(ConfigurationError, match=r"pip install 'lightning-omni\[tune\]'"):
-        Profile.fit([apart(np.full((2, 4), 0.1), exchange=0.1)])
 
 
 # --- The simulator ----------------------------------------------------------------------------------------------------
