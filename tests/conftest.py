@@ -69,11 +69,8 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
         runs.keep_warm()
 
 
-@pytest.hookimpl(trylast=True)  # after --last-failed
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Run long files first, the others as they come; of products only a part, unless all is asked for."""
-    if config.getoption("--again"):
-        _check_again(items)
     left_out = [] if config.getoption("--all") else [item for item in items if item.get_closest_marker("exhaustive")]
     if left_out:
         items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
@@ -97,7 +94,9 @@ def _check_again(items: list[pytest.Item]) -> None:
         sys.stderr.write(f"failed beside other tests, now alone: {item.nodeid}\n")
 
 
-def pytest_collection_finish() -> None:
-    """What is there by now stays: the collector, which some of our code calls, need not look through it every time."""
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Keep what is there by now: the collector, which some of our code calls, need not look through it every time."""
+    if session.config.getoption("--again"):
+        _check_again(session.items)
     gc.freeze()
     gc.enable()

@@ -225,7 +225,8 @@ class State(pl.Callback):
         if "stops_in_trial" in pl_module.options and pl_module.segments[-1][0]:
             trainer.should_stop = True
         self.batches += 1
-        if self.dies == [RANK, self.batches]:
+        in_groups = trainer.strategy.world.executor.exchanges
+        if self.dies and self.dies[0] == RANK and self.batches >= self.dies[1] and in_groups:
             os._exit(3)
         if self.stops == [RANK, self.batches]:
             trainer.should_stop = True
