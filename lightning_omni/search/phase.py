@@ -3,8 +3,8 @@
 The objective is the logarithm of the seconds from now to the end, forming groups included, and what is expected of it
 is the prediction: the surrogate of scikit-optimize's `Optimizer` is an estimator of our own, whose mean is that
 prediction, corrected by the segments that were trained, and whose deviation is what the prior and these leave open. Its
-expected improvement over the setting that the run has proposes a point, with any momentum and rate; the best of all
-settings that can be enumerated is the other one that is considered.
+expected improvement over the best of the user's own setting and those that were trained with proposes a point, with any
+momentum and rate. It is compared with these and with the best of all settings that can be enumerated.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Considered(Serializable):
         log_seconds: logarithm of the seconds that it is predicted to take from now on.
         deviation: of it.
         improvement: that is expected of it, over the setting that the run has.
-        by: what proposed it: the list, scikit-optimize, the run, which has it, or a segment that was trained with it.
+        by: where it comes from: "the run", whose own it is, "the list", "scikit-optimize", or "was trained with".
     """
 
     setting: Setting
@@ -150,8 +150,8 @@ class _Optimization:
         self._evidence = evidence
         self._start = evidence.start
         promising = promising_settings(evidence, evidence.forecast())
-        trained = [evidence.as_it_would_be(each.setting) for each in evidence.segments]
-        self._ways = list(dict.fromkeys([self._start, *promising, *trained]))
+        self._trained = [evidence.as_it_would_be(each.setting) for each in evidence.segments]
+        self._ways = list(dict.fromkeys([self._start, *promising, *self._trained]))
         self._axes = _Axes(evidence, self._ways)
 
     def considered(self, listed: Setting) -> list[Considered]:
@@ -166,7 +166,7 @@ class _Optimization:
             found.append((asked, _ASKED))
             if asked.further != listed.further:  # whatever else it is combined with
                 found.append((replace(listed, further=asked.further), _ASKED))
-        found += [(self._evidence.as_it_would_be(each.setting), "was trained with") for each in self._evidence.segments]
+        found += [(each, "was trained with") for each in self._trained]
         settings: dict[Setting, str] = {}
         for setting, by in found:
             settings.setdefault(setting, by)
@@ -188,7 +188,7 @@ class _Optimization:
             random_state=evidence.spec.seed,
             avoid_duplicates=False,  # or that the run's setting stays could not be proposed
         )
-        told = [self._start, *(evidence.as_it_would_be(each.setting) for each in evidence.segments)]
+        told = [self._start, *self._trained]
         rows = [self._axes.place(each) for each in told]
         optimizer.tell(rows, [log_seconds(evidence, each) for each in told])
         return self._axes.setting(optimizer.ask())

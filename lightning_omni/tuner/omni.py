@@ -128,7 +128,7 @@ class OmniTunerHooks(_CallbackBase):
         check_number(
             "budget",
             budget,
-            "the part of the run's time that forming groups may take, from 0 to below 1, such as 0.1",
+            "the part of the run's time that choosing and forming groups may take, from 0 to below 1, such as 0.1",
             0,
             below=1,
         )
