@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import get_args
 
+import msgspec
 import pytest
 import torch
 from covering import covering
-from golden import record, served, simulated
-from golden.digests import Outcome, apart, here
+from golden import names, record, served, simulated
+from golden.digests import Outcome, apart, digest, here
 
 from lightning_omni.methods import METHODS
 from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.record import Kind
+
+OTHER_TYPES = {"Event", "TensorSpec", "-"}
+"""Names in the table that the module of messages does not have."""
 
 
 def cover(names: Iterable[str]) -> set[str]:
@@ -62,6 +68,47 @@ def test_golden_transcripts_hold_every_message_of_the_protocol() -> None:
         spoken = {type(message) for make in served.sessions().values() for *_, message, _ in make().spoken}
     known = {kind for kind in m.Message.__subclasses__() if kind.__module__ == m.__name__}
     assert spoken | set(served.TRAVELLING) == known
+
+
+def test_the_table_of_names_holds_every_message_and_kind_of_event_and_nothing_else() -> None:
+    messages = {kind.__name__ for kind in m.Message.__subclasses__() if kind.__module__ == m.__name__}
+    assert messages <= names.TYPES.keys()
+    assert set(get_args(Kind)) <= names.VALUES.keys()
+    assert all(hasattr(m, name) or name in OTHER_TYPES for name in names.TYPES)
+    for table in (names.TYPES, names.VALUES, names.KEYS):
+        assert sorted(table.values()) == list(range(len(table))), "a word stands twice"
+
+
+class First(msgspec.Struct, tag=True):
+    kind: str
+    spans: tuple[int, ...] = ()
+    reason: str = ""
+
+
+class Second(msgspec.Struct, tag=True):
+    what: str
+    positions: tuple[int, ...] = ()
+    reason: str = ""
+    more: int = 0
+
+
+def test_a_digest_does_not_change_with_names_and_does_with_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(names, "TYPES", {"First": 7})
+    first = digest([First("push", (1, 2), "gone"), {"weights": 1, "lr": 0.5}])
+    monkeypatch.setattr(names, "TYPES", {"Second": 7})
+    monkeypatch.setattr(names, "VALUES", {"sent": names.VALUES["push"]})
+    monkeypatch.setattr(names, "KEYS", {"parameters": names.KEYS["weights"]})
+    renamed = {"parameters": 1, "lr": 0.5}
+    assert digest([Second("sent", (1, 2), "not there any more"), renamed]) == first
+    for changed in (
+        [Second("sent", (2, 1), "gone"), renamed],
+        [Second("kept", (1, 2), "gone"), renamed],
+        [Second("sent", (1, 2)), renamed],
+        [Second("sent", (1, 2), "gone", 1), renamed],
+        [Second("sent", (1, 2), "gone"), {**renamed, "lr": 0.25}],
+        [Second("sent", (1, 2), "gone"), {"lr": 0.5, "parameters": 1}],
+    ):
+        assert digest(changed) != first
 
 
 def test_golden_outcomes_do_not_depend_on_the_number_of_threads() -> None:

@@ -2,10 +2,10 @@
 
     OMP_NUM_THREADS=1 python tests/benchmarks/compare.py OLD [NEW] [--pairs 15] [--only simulator] [--real]
 
-NEW is HEAD if it is left out. Both are checked out into a temporary directory, which is gone afterwards. The golden
-script of NEW runs with the package of either; then both are timed in turns, and the medians of NEW over OLD are printed
-with their quartiles: seconds of processor time for one simulated update, and for one push and pull at the server's
-state machine, with one large tensor and with many small ones. ``--real`` adds the figures of step_time.py and
+NEW is HEAD if it is left out. Both are checked out into a temporary directory, which is gone afterwards. Each runs
+its own golden script: outcomes do not depend on names. Then both are timed in turns, and the medians of NEW over OLD
+are printed with their quartiles: seconds of processor time for one simulated update, and for one push and pull at the
+server's state machine, with one large tensor and with many small ones. ``--real`` adds the figures of step_time.py and
 transport.py of each commit. The exit code is 1 if a bit differs, and 2 if one of the commits cannot be run.
 """
 
@@ -262,11 +262,8 @@ class Timed:
 
 
 def different_bits(trees: Mapping[str, Path]) -> tuple[list[str], int]:
-    """A line for each golden case that gives other bits, and the number of cases; both run the script of ``new``."""
-    script = trees["new"] / GOLDEN
-    if not script.exists():
-        raise CannotRun(f"the newer of the two commits has no {GOLDEN}; name one that has it as NEW")
-    found = {name: golden_cases(tree, script) for name, tree in trees.items()}
+    """Return a line for each golden case that gives other bits, and the number of cases."""
+    found = {name: golden_cases(tree) for name, tree in trees.items()}
     lines = [f"{name}: in one of the two only" for name in sorted(found["old"].keys() ^ found["new"].keys())]
     for name in sorted(found["old"].keys() & found["new"].keys()):
         old, new = found["old"][name], found["new"][name]
@@ -278,19 +275,11 @@ def different_bits(trees: Mapping[str, Path]) -> tuple[list[str], int]:
     return lines, len({**found["old"], **found["new"]})
 
 
-def golden_cases(tree: Path, script: Path) -> dict[str, Any]:
-    """The outcomes of the golden cases with the package of a tree.
-
-    Where what the script drives has other names in that tree, the tree's own script has the same cases.
-    """
-    own = tree / GOLDEN
-    try:
-        said = python(tree, str(script), "--print")
-    except CannotRun:
-        if own == script or not own.exists():
-            raise
-        said = python(tree, str(own), "--print")
-    cases: dict[str, Any] = json.loads(said)["cases"]
+def golden_cases(tree: Path) -> dict[str, Any]:
+    """Return the outcomes of the golden cases of a tree."""
+    if not (tree / GOLDEN).exists():
+        raise CannotRun(f"one of the two commits has no {GOLDEN}")
+    cases: dict[str, Any] = json.loads(python(tree, str(tree / GOLDEN), "--print"))["cases"]
     return cases
 
 

@@ -16,22 +16,19 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import scipy.linalg  # noqa: F401  # its matrix library is one of `kernels`, whichever other tests this process has run
 import torch
 from threadpoolctl import threadpool_info
 from torch import Tensor
 
+from golden.names import nameless, nameless_event
+
 DIGITS = 12
 """Hexadecimal digits that are kept of a SHA-256."""
 TOLERANCE = 1e-5
 """Relative difference that a kept number may have on another machine."""
 _VECTORS = re.compile(r"sse|ssse|avx|fma|f16c|xop|amx|asimd|sve")
-EVENT_ORDER = (
-    *("kind", "group", "optimizer", "read_at", "clock", "refused", "epoch", "spans", "groups", "parameters"),
-    "present",
-)
 
 
 @dataclass(frozen=True)
@@ -116,7 +113,10 @@ def _cpuinfo() -> dict[str, str]:
 
 
 def digest(parts: Iterable[Any]) -> str:
-    """Digest of arrays, tensors, bytes and plain values, in order; no two lists of parts are written alike."""
+    """Return the digest of arrays, tensors, bytes and plain values, in order, whatever things are called.
+
+    No two lists of parts have the same bytes.
+    """
     whole = hashlib.sha256()
     for part in parts:
         kind, data = _bytes_of(part)
@@ -132,11 +132,11 @@ def _bytes_of(part: Any) -> tuple[str, bytes]:
         return f"{part.dtype}{part.shape}", part.tobytes()
     if isinstance(part, bytes):
         return "bytes", part
-    return "plain", json.dumps(msgspec.to_builtins(part), sort_keys=True).encode()
+    return "plain", json.dumps(nameless(part)).encode()
 
 
 def named(columns: Mapping[str, Any]) -> list[Any]:
-    """Names and values, for `digest`."""
+    """Return names of the user's, of parameters, say, and their values, for `digest`."""
     return [item for name in sorted(columns) for item in (name, columns[name])]
 
 
@@ -146,5 +146,5 @@ def size_of(weight: Any) -> float:
 
 
 def order_of(events: Iterable[Any]) -> list[Any]:
-    """What of recorded events is the same on every machine."""
-    return [{name: getattr(event, name) for name in EVENT_ORDER} for event in events]
+    """Return the part of recorded events that is the same on every machine."""
+    return [nameless_event(event) for event in events]

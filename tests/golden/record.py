@@ -2,9 +2,10 @@
 
     python tests/golden/record.py             # what has changed, case by case
     python tests/golden/record.py --write     # that is meant: keep it (bits hold where `digests.here` says)
-    python tests/golden/record.py --print     # all outcomes as JSON, of whatever package is on PYTHONPATH
+    python tests/golden/record.py --print     # all outcomes as JSON
 
-What is kept of a case stands in `digests.py`. A change that is to move no numbers leaves golden.json as it is.
+`digests.py` says how much of a case is kept. A change that is to move no numbers leaves golden.json as it is; one that
+renames a message, a kind of event or a key of a saved state changes `names.py` beside it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 
 from golden import served, simulated
 from golden.digests import Outcome, apart, here
+from golden.names import type_name
 
 FILE = Path(__file__).with_name("golden.json")
 
@@ -76,7 +78,7 @@ def _what_of(kept: Outcome, found: Outcome) -> str:
 
 
 def _parts(kept: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
-    return sorted(name for name in {**kept, **found} if kept.get(name) != found.get(name))
+    return sorted(type_name(name) for name in {**kept, **found} if kept.get(name) != found.get(name))
 
 
 def text_of(found: Mapping[str, Outcome]) -> str:

@@ -19,6 +19,7 @@ from torch.nn import Parameter
 from torch.optim import SGD, AdamW, Optimizer
 
 from golden.digests import Outcome, digest, order_of, size_of
+from golden.names import counted_fields, type_number
 from golden.simulated import METHODS, fractions
 from lightning_omni.errors import ProtocolError, Refused
 from lightning_omni.methods import Method, method_named
@@ -34,36 +35,6 @@ from lightning_omni.protocol.record import Event
 KEY = bytes(range(32))
 SHAPES = {"first.weight": (4, 3), "first.bias": (4,), "last.weight": (5,)}
 SILENCE, JOINING = 30.0, 300.0
-COUNTED = (
-    *("optimizer", "clock", "staleness", "applied", "refused_in_row", "progress", "stop", "batches", "next", "ranks"),
-    *("lost", "over", "code", "epoch", "generation", "number", "read_at", "trained", "sizes", "present", "groups"),
-)
-"""Fields of messages that are the same on every machine."""
-
-INTERVAL = "interval" if "interval" in m.Await.__struct_fields__ else "stretch"
-EXCLUSIVE = "exclusive" if "exclusive" in m.HeadForward.__struct_fields__ else "turn"
-"""Fields that earlier commits name otherwise; this file runs with those, too: see `tests/benchmarks/compare.py`."""
-
-
-def message_named(*names: str) -> Any:
-    """A type of message, by the first of its names that is known: commits beside which this script runs have others."""
-    return next(getattr(m, name) for name in names if hasattr(m, name))
-
-
-GROUP_STATE = message_named("GroupState", "Deposit")
-READ_PUBLISHED = message_named("ReadPublished", "ReadWindow")
-PUBLISHED = message_named("Published", "Window")
-PEER_MESSAGE = message_named("PeerMessage", "Gift")
-FETCH = message_named("FetchMessage", "Fetch")
-AVERAGE = message_named("AverageMessage", "Average")
-RECORDED = {"Push": "PushMessage", "Refused": "RefusedMessage", "ShardAddresses": "Shards"}
-"""What messages are called in transcripts, where that is not what they are called on the wire."""
-
-
-def kind_of(message: m.Message) -> str:
-    """What a message is called in transcripts."""
-    tag = str(message.__struct_config__.tag)
-    return RECORDED.get(tag, tag)
 
 
 def weights_of(seed: int = 0, shapes: Mapping[str, tuple[int, ...]] | None = None) -> dict[str, Parameter]:
@@ -275,8 +246,7 @@ class Session:
         (payload,) = out.payload
         assert isinstance(payload, Tensor)
         tree = unpack(out.message.packed, payload.clone())
-        cut = getattr(out.message, "cut", None)  # an older commit, beside which this script runs, has it in the tree
-        return tree if cut is None else {**tree, "trained": cut.trained}
+        return {**tree, "trained": out.message.cut.trained}
 
     def synchronize(self, number: int, what: str = "barrier") -> None:
         """All who are in groups come to a synchronization point."""
@@ -289,19 +259,18 @@ class Session:
     def outcome(self) -> Outcome:
         """What is kept of all that was said."""
         by_type: dict[str, list[Any]] = defaultdict(list)
+        sequence: list[Any] = []
         counted: list[Any] = []
         sizes: list[float] = []
         for way, channel, peer, message, payload in self.spoken:
-            kind = kind_of(message)
-            by_type["said" if way == "in" else kind].append(m.encode(message))
-            fields = {name: getattr(message, name) for name in COUNTED if hasattr(message, name)}
-            counted.append([way, channel, peer.decode(), kind, fields])
+            kind = type_number(type(message))
+            by_type["said" if way == "in" else str(kind)].append(message)
+            sequence.append([way, channel, peer, kind])
+            counted.append([way, channel, peer, kind, counted_fields(message)])
             if way == "out" and isinstance(message, m.Weights) and payload:
                 sizes.append(size_of(torch.frombuffer(bytearray(payload), dtype=torch.float32)))
-        bits = {name: digest(encoded) for name, encoded in sorted(by_type.items())}
-        bits["sequence"] = digest(
-            [way, channel, peer, kind_of(message)] for way, channel, peer, message, _ in self.spoken
-        )
+        bits = {name: digest(messages) for name, messages in sorted(by_type.items())}
+        bits["sequence"] = digest(sequence)
         bits["payloads"] = digest(payload for way, *_, payload in self.spoken if way == "out")
         bits["events"] = digest(self.events)
         return Outcome(digest([*counted, *order_of(self.events)]), tuple(sizes[-3:]), bits)
@@ -359,7 +328,7 @@ class Leases:
         )
         answers = [session.control(rank, message) for rank in session.groups[group]]
         self.drawn[group] += len(answers[0].batches)
-        self.interval = max(self.interval, *(getattr(batch, INTERVAL) for batch in answers[0].batches), 0)
+        self.interval = max(self.interval, *(batch.interval for batch in answers[0].batches), 0)
         return bool(answers[0].batches)
 
     def push_all(self, group: int) -> None:
@@ -380,7 +349,7 @@ class Leases:
                 epoch=self.plan.epoch,
                 generation=self.session.generation,
                 trained=self.trained[group],
-                **{INTERVAL: self.interval},
+                interval=self.interval,
             )
             self.session.control(rank, message)
 
@@ -405,7 +374,7 @@ def trains(method: str, is_leased: bool, make: Callable[[Any], Optimizer] = sgd)
         )
         if step == 12:
             trained = leases.trained[2] if leases is not None else 0
-            session.data(2, FETCH(optimizer=0, epoch=0 if is_leased else -1, trained=trained))
+            session.data(2, m.FetchMessage(optimizer=0, epoch=0 if is_leased else -1, trained=trained))
         if step == 14:
             session.control(1, m.Heartbeat(sent=1.5, compute_time=0.25, step_time=0.5, exchange_time=0.125))
     _finish(session, leases)
@@ -422,11 +391,11 @@ def _finish(session: Session, leases: Leases | None) -> None:
         payload = flat_bytes(
             [fractions(500 + group + place, *shape).float() for place, shape in enumerate(SHAPES.values())]
         )
-        session.data(session.leader(group), AVERAGE(optimizer=0, nbytes=len(payload)), payload)
+        session.data(session.leader(group), m.AverageMessage(optimizer=0, nbytes=len(payload)), payload)
     for group in range(len(session.groups)):
         own = {"memory": {"steps": group}, "weights": [fractions(600 + group, 3).float()]}
         packed, payload = packed_bytes(own)
-        session.data(session.leader(group), GROUP_STATE(packed=packed, nbytes=len(payload)), payload)
+        session.data(session.leader(group), m.GroupState(packed=packed, nbytes=len(payload)), payload)
     session.take_snapshot()
     session.take_snapshot(with_state=False)
     session.control(0, m.AskStatus())
@@ -448,7 +417,7 @@ def regroups(method: str) -> Session:
         session.synchronize(2 * number + 1)
         leases = Leases(session, plan_of(96))
         for group in (1, 0, 2, 2, 0, 1):
-            session.data(session.leader(group), FETCH(optimizer=0))
+            session.data(session.leader(group), m.FetchMessage(optimizer=0))
             leases.push(group)
     for group in range(3):
         leases.wait(group)
@@ -486,7 +455,7 @@ def resumes(method: str, make: Callable[[Any], Optimizer]) -> Session:
     session.seed(*_handed_back(session, tree, make))
     again = Leases(session, plan_of(trained=tuple(tree["trained"])))
     for group in range(4):
-        session.data(group, FETCH(optimizer=0))
+        session.data(group, m.FetchMessage(optimizer=0))
     for group in ORDER[9:]:
         again.push(group)
     session.take_snapshot()
@@ -525,7 +494,7 @@ def loses(method: str) -> Session:
     leases.wait(0)
     session.control(0, m.Goodbye(reason="out of memory"))
     session.control(0, m.AskStatus())
-    session.data(0, FETCH(optimizer=0))
+    session.data(0, m.FetchMessage(optimizer=0))
     return session
 
 
@@ -659,7 +628,7 @@ class Head:
 
     def forward(self, group: int, seed: int, exclusive: bool = True, columns: int = 3) -> None:
         packed, payload = packed_bytes([[fractions(seed, 5, columns).float()], {}])
-        asked: dict[str, Any] = {EXCLUSIVE: exclusive}
+        asked: dict[str, Any] = {"exclusive": exclusive}
         message = m.HeadForward(
             optimizer=HEAD,
             packed=packed,
@@ -742,7 +711,7 @@ def grows(method: str) -> Session:
         session.settings = before
         session.push(1)
     session.take_snapshot()
-    session.data(1, FETCH(optimizer=0))
+    session.data(1, m.FetchMessage(optimizer=0))
     return session
 
 
@@ -753,7 +722,7 @@ def admits() -> Session:
     """Strangers, wrong keys, wrong versions, bytes that are no message, and a second run after the first."""
     session = Session(2)
     session.control(0, m.Heartbeat(sent=0.0))
-    session.data(0, FETCH(optimizer=0))
+    session.data(0, m.FetchMessage(optimizer=0))
     for changes in ({"version": m.VERSION + 1}, {"rank": 9}):
         session.control(7, session.hello(1, **changes))
     session.control(7, m.Proof(mac=b"no"))
@@ -797,7 +766,7 @@ def joins() -> Session:
     session.control(6, m.Join(ranks=(6,), name="1"))
     session.control(6, m.Join(ranks=(6,), name="guest"))
     session.groups = ((0,), (1,), (6,))
-    session.data(6, FETCH(optimizer=0))
+    session.data(6, m.FetchMessage(optimizer=0))
     session.control(6, m.Draw(epoch=0, generation=1, number=0))
     session.push(2, epoch=0, trained=1)
     session.control(1, m.Goodbye())
@@ -816,12 +785,12 @@ def travels() -> Outcome:
     """What leaders say to each other, and a message too long for a frame, as bytes."""
     messages = (
         m.Long(nbytes=1 << 20),
-        READ_PUBLISHED(optimizer=1),
-        PEER_MESSAGE(optimizer=0, nbytes=96),
-        PUBLISHED(nbytes=96),
+        m.ReadPublished(optimizer=1),
+        m.PeerMessage(optimizer=0, nbytes=96),
+        m.Published(nbytes=96),
         m.Taken(),
     )
-    bits = {kind_of(message): digest([m.encode(message)]) for message in messages}
+    bits = {str(type_number(type(message))): digest([message]) for message in messages}
     return Outcome(digest(sorted(bits)), (), bits)
 
 
@@ -830,8 +799,8 @@ ASKING = ("AskServer", "ServerDescription", "Echo", "Echoed")
 AGGREGATING = ("AskAggregator", "Aggregator", "PushDirectly")
 ENLISTING = ("Enlist", "Enlisted", "StoreRunState", "RunStateStored", "ReadRunState", "StoredRunState")
 TRAVELLING = (
-    *(m.Long, READ_PUBLISHED, PEER_MESSAGE, PUBLISHED, m.Taken),
-    *(getattr(m, name) for name in (*OBSERVING, *ASKING, *AGGREGATING, *ENLISTING) if hasattr(m, name)),
+    *(m.Long, m.ReadPublished, m.PeerMessage, m.Published, m.Taken),
+    *(getattr(m, name) for name in (*OBSERVING, *ASKING, *AGGREGATING, *ENLISTING)),
 )
 """Messages that no transcript holds: those from leader to leader, the one that announces others, those of observers
 (tests/test_observation.py and test_doctor.py have them), of aggregators (tests/test_aggregators.py), and of groups that
@@ -856,11 +825,9 @@ def sessions() -> dict[str, Callable[[], Session]]:
         found[f"served {method}, parameters come"] = partial(grows, method)
     for method in ("async_sgd", "elastic_averaging:period=3"):
         found[f"served {method}, merged head"] = partial(merges, method)
-    if hasattr(m, "Join"):
-        found["served groups that come and go"] = joins
-    if hasattr(m, "ClaimValidation"):
-        found["served validations while groups train"] = publishes
     return found | {
+        "served groups that come and go": joins,
+        "served validations while groups train": publishes,
         "served admission": admits,
         "served validations and stops": validates,
         "served synchronization points": gathers,

@@ -171,17 +171,13 @@ def outcome_of(trace: Trace, events: Sequence[Event] | None = None) -> Outcome:
     meta = {name: value for name, value in trace.meta.items() if name != "most_snapshots"}
     end = {"updates": trace.updates, "ended": trace.ended}
     parts: dict[str, list[Any]] = {
-        "rows": named(trace.rows),
-        "work": named(trace.work),
-        "steps": named(trace.steps),
-        "evaluated": named(trace.evaluated),
+        **{part: list(getattr(trace, part).values()) for part in ("rows", "work", "steps", "evaluated")},
         "weights": named(trace.weights),
-        "meta": [{**meta, **end, "seconds": trace.seconds}],
+        "meta": [*meta.values(), *end.values(), trace.seconds],
     }
-    counted: list[Any] = [end]
+    counted: list[Any] = [*end.values()]
     for part in ("rows", "work", "steps", "evaluated"):
-        columns = getattr(trace, part)
-        counted += named({name: column for name, column in columns.items() if column.dtype == np.int64})
+        counted += [column for column in getattr(trace, part).values() if column.dtype == np.int64]
     if events is not None:
         parts["events"] = list(events)
         counted += order_of(events)
