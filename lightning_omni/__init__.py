@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_omni.strategy import follow as _follow
 
-if TYPE_CHECKING:  # to which OmniStrategy and the tuners of lightning.pytorch belong to both namespaces
+if TYPE_CHECKING:  # for type checkers, OmniStrategy and the tuners of lightning.pytorch belong to both namespaces
     from lightning_omni import methods
     from lightning_omni.errors import OmniError
     from lightning_omni.metrics import RunReport, Staleness
@@ -50,7 +50,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    # Looked up when used: the parameter server's process starts twice as fast without what it never needs.
+    # Lazy imports: the parameter server's process starts twice as fast without modules that it never uses.
     if name in _HOME:
         return getattr(importlib.import_module(f"lightning_omni.{_HOME[name]}"), name)
     if name == "methods":

@@ -1,4 +1,4 @@
-"""Values of the wrong kind or out of range are refused: messages name the argument, and say what to pass instead."""
+"""Checks of arguments. The messages name the argument, and a value to pass instead."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from lightning_omni.errors import ConfigurationError
 
 
 def counted(number: int, noun: str) -> str:
-    """The number and its noun.
+    """Return the number and its noun.
 
     Args:
-        number: how many.
-        noun: of one of them; with an s, of several.
+        number: the count.
+        noun: the noun in the singular, which forms its plural with an s.
 
     Example:
         >>> counted(1, "rank"), counted(4, "rank")
@@ -25,10 +25,10 @@ def counted(number: int, noun: str) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Return a number as one of Python's own, which can be sent and saved; anything else as it is.
+    """Return a number as a plain Python number, which can be sent and saved; other values unchanged.
 
     Args:
-        value: that a user has passed; NumPy's numbers, say, are numbers like any other.
+        value: a user's argument, such as one of NumPy's numbers.
 
     Example:
         >>> from fractions import Fraction
@@ -43,7 +43,7 @@ def plain(value: Any) -> Any:
 
 
 def keep_plain(values: Any) -> None:
-    """Have a frozen dataclass hold its numbers as `plain` returns them; for its ``__post_init__``."""
+    """Replace the numbers of a frozen dataclass as `plain` returns them; for its ``__post_init__``."""
     for each in fields(values):
         object.__setattr__(values, each.name, plain(getattr(values, each.name)))
 
@@ -57,19 +57,19 @@ def check_number(
     above: float | None = None,
     below: float | None = None,
 ) -> None:
-    """Refuses what is no number from ``low`` to ``high``: text, booleans and NaN, too.
+    """Raise an error unless a value is a number from ``low`` to ``high``; text, booleans and NaN are not.
 
     Args:
-        name: of the argument.
-        value: that was passed.
-        what: to pass instead, in words.
+        name: name of the argument.
+        value: value of the argument.
+        what: valid values, in words.
         low: the least.
         high: the largest.
-        above: it has to be larger than this.
-        below: it has to be smaller than this.
+        above: exclusive lower bound.
+        below: exclusive upper bound.
 
     Raises:
-        ConfigurationError: it is none.
+        ConfigurationError: the value is not valid.
 
     Example:
         >>> check_number("target", 0.88, "a number")
@@ -83,17 +83,10 @@ def check_number(
 
 
 def check_whole(name: str, value: Any, what: str, low: int = 0, high: int | None = None) -> None:
-    """Refuses what is no whole number from ``low`` to ``high``; see `check_number`.
-
-    Args:
-        name: of the argument.
-        value: that was passed.
-        what: to pass instead, in words.
-        low: the least.
-        high: the largest; None if there is none.
+    """Raise an error unless a value is a whole number from ``low`` to ``high``; see `check_number`.
 
     Raises:
-        ConfigurationError: it is none.
+        ConfigurationError: the value is not valid.
     """
     is_whole = isinstance(value, Integral) and not isinstance(value, bool)
     if not is_whole or value < low or (high is not None and value > high):
@@ -101,31 +94,20 @@ def check_whole(name: str, value: Any, what: str, low: int = 0, high: int | None
 
 
 def check_kind(name: str, value: Any, kinds: type | tuple[type, ...], what: str) -> None:
-    """Refuses what is of another class.
-
-    Args:
-        name: of the argument.
-        value: that was passed.
-        kinds: classes that it may be of.
-        what: to pass instead, in words.
+    """Raise an error unless a value has one of these classes; see `check_number`.
 
     Raises:
-        ConfigurationError: it is of none of them.
+        ConfigurationError: the value has another class.
     """
     if not isinstance(value, kinds):
         raise ConfigurationError(f"{name}={value!r}: pass {what}")
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    """Refuses what is none of these words.
-
-    Args:
-        name: of the argument.
-        value: that was passed.
-        choices: words that it may be.
+    """Raise an error unless a value is one of these words.
 
     Raises:
-        ConfigurationError: it is none of them.
+        ConfigurationError: the value is another one.
     """
     if value not in choices:
         *others, last = (f'"{choice}"' for choice in choices)

@@ -2,19 +2,19 @@
 
     OmniError
     ├── ConfigurationError (also a ValueError)   an argument is wrong; nothing was started
-    │   ├── UnknownArgument (also a TypeError)   there is no argument of that name
+    │   ├── UnknownArgument (also a TypeError)   no argument has that name
     │   └── UnsupportedError                     a feature that asynchronous training cannot serve
-    ├── ConnectionLost                           the parameter server cannot be reached, or went away
+    ├── ConnectionLost                           the parameter server cannot be reached, or has exited
     ├── ProtocolError                            a message broke the protocol
     │   ├── MalformedMessage                     ... it could not be read
-    │   └── Refused                              ... the other side refused it; ``code`` says why
+    │   └── Refused                              ... the other side refused it; ``code`` is the reason
     ├── RankLost                                 this rank's group was evicted, or the run is over
-    │   └── Evicted                              ... the run continues, and the group may join it again as a new one
+    │   └── Evicted                              ... the run continues, and the group may rejoin as a new one
     ├── CollectiveMismatch                       ranks called different collectives
     └── NonFiniteGradients                       gradients stayed NaN or infinite for too long
 
-The class says where to look for the cause: a :class:`ConfigurationError` at the caller, a :class:`ProtocolError` at
-the other process, a :class:`ConnectionLost` at the machine or network. docs/errors.md has remedies.
+The class indicates the place of the cause: a :class:`ConfigurationError` at the caller, a :class:`ProtocolError` at the
+other process, a :class:`ConnectionLost` at the machine or network. docs/errors.md has remedies.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ import re
 
 
 class OmniError(RuntimeError):
-    """Base class of all errors of this package."""
+    """The base class of all errors of this package."""
 
 
 class ConfigurationError(OmniError, ValueError):
-    """An argument is wrong. The message names it and says what to pass instead."""
+    """A wrong argument. The message names it and a value to pass instead."""
 
 
 class UnknownArgument(ConfigurationError, TypeError):
-    """There is no argument of that name. The message has the one that was probably meant."""
+    """An argument of an unknown name. The message has the most similar name."""
 
 
 class UnsupportedError(ConfigurationError):
-    """Something does not work across asynchronous groups. The message says why and what to do instead."""
+    """A feature that does not work across asynchronous groups. The message has the reason and a remedy."""
 
 
 class ConnectionLost(OmniError):
-    """The parameter server did not answer in time, or its process is gone."""
+    """A parameter server that did not answer in time, or whose process has exited."""
 
 
 class ProtocolError(OmniError):
-    """A message came that the protocol does not allow at this point."""
+    """A message that the protocol does not allow at this point."""
 
 
 class MalformedMessage(ProtocolError):
-    """Bytes came that are not a message of this protocol."""
+    """A message whose bytes do not decode to a message of this protocol."""
 
 
 class Refused(ProtocolError):
-    """The server refused a request.
+    """A request that the server refused.
 
     Attributes:
         code: a short word for programs (``"version"``, ``"fingerprint"``, ``"key"``, ...).
@@ -63,35 +63,35 @@ class Refused(ProtocolError):
 
 
 class RankLost(OmniError):
-    """This rank was evicted because a member of its compute group died, or because the run is over."""
+    """The eviction of this rank after a member of its compute group died, or the end of the run."""
 
 
 class Evicted(RankLost):
-    """This rank's group was evicted because one of its ranks was silent or is gone; it may join again, as a new one."""
+    """The eviction of this rank's group after one of its ranks was silent or exited; it may rejoin, as a new group."""
 
 
 class CollectiveMismatch(OmniError):
-    """Live ranks called different collectives; the message names the ranks and what each of them called.
+    """Different collectives on live ranks; the message names the ranks and the call of each.
 
-    It is raised at the server and ends the run; ranks see a :class:`RankLost` that carries its message.
+    It is raised at the server and ends the run; ranks raise a :class:`RankLost` with its message.
     """
 
 
 class NonFiniteGradients(OmniError):
-    """The server refused too many pushes in a row because their gradients were NaN or infinite."""
+    """Too many pushes in a row that the server refused because their gradients were NaN or infinite."""
 
 
 def named(error: BaseException) -> str:
-    """An error's class, and what it says, if anything."""
+    """Return an error's class, and its message if it has one."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 INTERRUPTED = "was interrupted (Ctrl-C)"
-"""What is said of a rank that ends by a KeyboardInterrupt; of a terminal, all ranks are sent one."""
+"""The ending of a rank that ends by a KeyboardInterrupt, which a terminal sends to all ranks."""
 
 
 def ending(error: BaseException) -> str:
-    """How a rank ends that an error ends, to be said after its name.
+    """Return how an error ends a rank, as text to follow the rank's name.
 
     Example:
         >>> ending(ValueError("no such class")), ending(KeyboardInterrupt())
@@ -104,10 +104,10 @@ _FAILED = "failed: "
 
 
 def tells_of_failure(reason: str) -> bool:
-    """Return whether a rank is lost because it has failed by itself: not by a death, a cut link, Ctrl-C or a person.
+    """Return whether a rank was lost by its own failure, and not by a death, a cut link, Ctrl-C or a person.
 
     Args:
-        reason: of its loss.
+        reason: reason of its loss.
 
     Example:
         >>> tells_of_failure("rank 3 failed: ValueError"), tells_of_failure("rank 3 was interrupted (Ctrl-C)")

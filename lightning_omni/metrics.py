@@ -1,4 +1,4 @@
-"""What a run says about itself: staleness as a torchmetrics metric, and the summary of a run."""
+"""Metrics of a run: staleness as a torchmetrics metric, and the summary of a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Staleness(Metric):
     """A torchmetrics metric: mean, spread and largest value of gradients' staleness.
 
     Staleness counts the updates that the server made between a gradient's read of the weights and its application.
-    `compute` returns ``{"mean", "std", "max", "count"}``, over all ranks that take part in the sync.
+    `compute` returns ``{"mean", "std", "max", "count"}``, over all ranks that participate in the sync.
 
     Example:
         >>> staleness = Staleness()
@@ -42,7 +42,7 @@ class Staleness(Metric):
         self.add_state("largest", torch.zeros((), dtype=torch.float64), dist_reduce_fx="max")
 
     def update(self, staleness: int | Tensor) -> None:
-        """Takes one value, or a tensor of them, in updates."""
+        """Add one value, or a tensor of them, in updates."""
         values = torch.as_tensor(staleness, dtype=torch.float64, device=self.count.device).flatten()
         if not values.numel():
             return
@@ -52,7 +52,7 @@ class Staleness(Metric):
         self.largest = torch.maximum(self.largest, values.max())
 
     def compute(self) -> dict[str, Tensor]:
-        """Mean, standard deviation, largest value and number of values; zeros if there were none."""
+        """Return mean, standard deviation, largest value and number of values; zeros without values."""
         seen = torch.clamp(self.count, min=1)
         mean = self.total / seen
         spread = (self.squares / seen - mean.square()).clamp(min=0).sqrt()
@@ -61,7 +61,7 @@ class Staleness(Metric):
 
 @dataclass(frozen=True)
 class RunReport:
-    """A run in numbers, as `OmniStrategy.report` returns it.
+    """The statistics of a run, as `OmniStrategy.report` returns them.
 
     Attributes:
         updates: updates of the weights, over all groups and optimizers.
@@ -73,9 +73,9 @@ class RunReport:
         ranks_lost: ranks that were lost during the run.
         bytes_per_step: bytes of tensors that rank 0's group exchanged with the server, in both directions, per batch;
             with gossip, those that it sent to other groups and read from them.
-        head_time: seconds that one exclusive access to the merged head took lately; 0 if there is none.
-        serve_time: seconds that the server itself took for one push lately; 0 if nothing was pushed.
-        total_momentum: explicit momentum plus what asynchrony adds, as estimated lately; None if it is unknown, because
+        head_time: recent seconds of one exclusive access to the merged head; 0 without one.
+        serve_time: recent seconds of the server itself for one push; 0 without pushes.
+        total_momentum: recent estimate of explicit momentum plus that of asynchrony; None if it is unknown, because
             there were few pushes, the optimizer is not plain SGD, or it steps at the workers.
     """
 
@@ -92,7 +92,7 @@ class RunReport:
     total_momentum: float | None = None
 
     def __str__(self) -> str:
-        """For people, rounded; on one rank: ``if trainer.is_global_zero: print(strategy.report())``.
+        """Format the report for people, rounded; on one rank: ``if trainer.is_global_zero: print(strategy.report())``.
 
         Example:
             >>> print(RunReport(1024, 0.98123, 4, 2, 2, serve_time=0.00021))

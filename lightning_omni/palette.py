@@ -1,7 +1,7 @@
-"""One meaning, one colour, in all pictures: of runs, of searches, of devices, of the examples; and their files.
+"""The colours of all plots (runs, searches, devices, examples), with one colour for each meaning; and their files.
 
-What is said of a setting has the colours of Okabe and Ito, methods and the parts of a step have Tol's: people who see
-colours differently can tell them apart. Numbers (of groups, of learning rates) are shades of viridis.
+The origins of settings have the colours of Okabe and Ito, methods and the parts of a step those of Tol, which people
+with colour blindness can distinguish. Numbers (of groups, learning rates) are shades of viridis.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from typing import Any
 from lightning_omni.errors import ConfigurationError
 
 EXPECTED = "#0072b2"
-"""What a model predicts."""
+"""A model's predictions."""
 PROPORTIONAL = "#e69f00"
-"""Predicted with batches in proportion to speeds; and what is faster, but proposed only."""
+"""Predictions with batches in proportion to speeds; and faster settings that are only proposed."""
 MEASURED = "#009e73"
-"""Measured in training."""
+"""Measurements in training."""
 CHOSEN = "#d55e00"
-"""What is in use, or advised."""
+"""The setting in use, or the recommended one."""
 YOURS = "#aa4499"
-"""As it was before anything was changed."""
+"""The original setting."""
 GREY = "#767676"
-"""Whatever else there is."""
+"""All other meanings."""
 FAINT = "#c8c8c8"
-"""What was tried and not taken."""
+"""Settings that were tried and rejected."""
 
 QUANTITY = "cividis"
-"""Colour map of a time or a staleness, with a bar beside it that says how much."""
+"""Colour map of a time or a staleness, shown with a colour bar."""
 
 PARTS: Mapping[str, str] = {"compute": "#bbcc33", "allreduce": "#77aadd", "exchange": "#44bb99", "wait": "#ee8866"}
-"""Of which a group's step consists."""
+"""The parts of a group's step."""
 
 ONE_GROUP = "#333333"
-"""Plain synchronous training, whatever the method would be."""
+"""Plain synchronous training, with any method."""
 METHODS: Mapping[str, str] = {
     "async_sgd": "#0077bb",
     "hardsync": "#ee7733",
@@ -50,9 +50,9 @@ METHODS: Mapping[str, str] = {
     "async_diloco": "#b07aa1",
     "decoupled_diloco": "#cc6677",
 }
-"""By a method's name."""
+"""Colours by method name."""
 _OTHERS = ("#117733", "#ddaa33", "#88ccee", "#661100", "#aaaa00")
-"""Methods of one's own, in the order in which they come."""
+"""Colours of custom methods, in order of appearance."""
 
 _DASHES: Sequence[Any] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)))
 _MARKERS = "os^Dv*Pp"
@@ -60,7 +60,7 @@ _MOST_WIDTH = 3.6
 
 
 def method_colours(names: Sequence[str], groups: Sequence[int]) -> list[str]:
-    """A colour for each of some runs.
+    """Return a colour for each run.
 
     Args:
         names: their methods, as ``"softsync:n=2@4"``.
@@ -86,9 +86,9 @@ def method_colours(names: Sequence[str], groups: Sequence[int]) -> list[str]:
 
 
 def line_styles(colours: Sequence[str]) -> list[dict[str, Any]]:
-    """How to draw that many curves of these colours so that each is seen, even where all are one.
+    """Return styles of curves in these colours that keep each visible, even where all coincide.
 
-    Earlier ones are wider and lie below; those of one colour differ in their dashes, all in their markers.
+    Earlier curves are wider and below later ones; curves of one colour differ in their dashes, all in their markers.
     """
     step = min(1.1, (_MOST_WIDTH - 1.4) / max(1, len(colours) - 1))
     return [
@@ -107,10 +107,10 @@ def line_styles(colours: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def number_colours(numbers: Sequence[float]) -> dict[float, Any]:
-    """Shades for numbers above 0, equally far apart where their ratios are equal."""
+    """Return shades for numbers above 0, with equal distances for equal ratios."""
     from matplotlib import colormaps
 
-    # Not up to its yellow, which white would swallow.
+    # The yellow end of viridis is invisible on white.
     span = math.log(max(numbers) / min(numbers)) or 1.0
     return {each: colormaps["viridis"](0.85 * math.log(each / min(numbers)) / span) for each in numbers}
 
@@ -121,16 +121,16 @@ _MISSING = "pictures need matplotlib; install it with: pip install 'lightning-om
 
 
 def can_draw() -> bool:
-    """Whether matplotlib is installed."""
+    """Return whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
 def check_can_draw(option: str = "", remedy: str = "") -> None:
-    """Refuses pictures where there can be none, before time is spent on what they are to show.
+    """Raise an error if matplotlib is missing, before time is spent on the data of a figure.
 
     Args:
-        option: that asks for one, before the message.
-        remedy: what else may be done, behind it.
+        option: option that requests a figure, before the message.
+        remedy: another remedy, after the message.
 
     Raises:
         ConfigurationError: matplotlib is missing.
@@ -140,7 +140,7 @@ def check_can_draw(option: str = "", remedy: str = "") -> None:
 
 
 def new_figure(width: float, height: float, **options: Any) -> Any:
-    """A figure of matplotlib, of so many inches.
+    """Return a matplotlib figure of this size in inches.
 
     Raises:
         ConfigurationError: matplotlib is missing.
@@ -153,14 +153,14 @@ def new_figure(width: float, height: float, **options: Any) -> Any:
 
 
 def plot_interval(axes: Any, places: Sequence[float], estimates: Sequence[Any], colour: str, label: str = "") -> None:
-    """A curve of values, and the band of their intervals.
+    """Draw a curve of values, and the band of their intervals.
 
     Args:
-        axes: of matplotlib.
-        places: where the values are.
-        estimates: have ``value``, ``low`` and ``high``.
-        colour: of both.
-        label: of the curve.
+        axes: axes of matplotlib.
+        places: positions of the values.
+        estimates: objects with ``value``, ``low`` and ``high``.
+        colour: colour of curve and band.
+        label: label of the curve.
     """
     axes.plot(places, [each.value for each in estimates], color=colour, marker="o", markersize=4, label=label)
     lows, highs = ([getattr(each, end) for each in estimates] for end in ("low", "high"))
@@ -168,7 +168,7 @@ def plot_interval(axes: Any, places: Sequence[float], estimates: Sequence[Any], 
 
 
 def save_figure(figure: Any, path: str | Path) -> None:
-    """Writes a figure; the file's suffix says which kind.
+    """Write a figure to a file, in the format of its suffix.
 
     Raises:
         ConfigurationError: the file cannot be written.

@@ -1,4 +1,4 @@
-"""What travels by name: kinds of a frozen struct, a user's own among them, by the tag under which they travel."""
+"""Registries of the types that travel by name: frozen structs by their tags, including a user's own."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ Kind = TypeVar("Kind", bound=msgspec.Struct)
 
 @dataclass(frozen=True)
 class Registry(Generic[Kind]):
-    """The kinds that are known.
+    """The known kinds of one type.
 
     Attributes:
-        known: by their tags.
-        base: what all of them are.
-        argument: by which users name one.
-        what: what one is called in messages.
-        path: of the base, as users import it.
-        option: of ``lightning-omni serve``, by which a standalone server is told of others.
-        internal: tags that travel only, and are no names for users.
+        known: kinds by tag.
+        base: their base class.
+        argument: the user's argument that names one.
+        what: name of a kind in messages.
+        path: import path of the base class for users.
+        option: option of ``lightning-omni serve`` that registers others in a standalone server.
+        internal: tags that are not names for users.
     """
 
     known: dict[str, type[Kind]]
@@ -41,16 +41,16 @@ class Registry(Generic[Kind]):
     internal: frozenset[str] = frozenset()
 
     def named(self, text: str, presets: Mapping[str, Kind] = MappingProxyType({})) -> Kind:
-        """The value of that name, with other settings than its own after a colon: ``"diloco:period=50"``.
+        """Return the value of this name; settings may follow it after a colon: ``"diloco:period=50"``.
 
         A setting without a name is the first one: ``"topk:0.01"``.
 
         Args:
-            text: what a user wrote.
+            text: the user's text.
             presets: values that have names of their own.
 
         Raises:
-            ConfigurationError: there is none, or it has no such setting.
+            ConfigurationError: no kind has this name, or the kind has no such setting.
         """
         name, _, settings = text.partition(":")
         names = [*(each for each in self.known if each not in self.internal), *presets]
@@ -65,7 +65,7 @@ class Registry(Generic[Kind]):
             raise ConfigurationError(f"{self.argument}={text!r}: {error}") from error
 
     def text_of(self, value: Kind, without: Collection[str] = ()) -> str:
-        """The text that `named` makes the value of; settings as they are by default are left out, and ``without``."""
+        """Return the text from which `named` makes the value, without default settings and those in ``without``."""
         plain, usual = to_wire(value), to_wire(type(value)())
         settings = [
             f"{name}={_text_of(plain[name])}"
@@ -75,10 +75,10 @@ class Registry(Generic[Kind]):
         return f"{plain['name']}:{','.join(settings)}" if settings else str(plain["name"])
 
     def checked(self, value: Kind) -> Kind:
-        """The same value, if all its settings are of the right type.
+        """Return the same value after a check of the types of its settings.
 
         Raises:
-            ConfigurationError: one is not; a msgspec struct finds out no sooner.
+            ConfigurationError: a setting has the wrong type, which msgspec does not check at construction.
         """
         try:
             return msgspec.convert(to_wire(value), type(value))
@@ -86,10 +86,10 @@ class Registry(Generic[Kind]):
             raise ConfigurationError(f"{self.argument}={value!r}: {error}") from error
 
     def from_wire(self, plain: Mapping[str, Any]) -> Kind:
-        """A value from plain data.
+        """Return a value from plain data.
 
         Raises:
-            MalformedMessage: no such kind, or wrong settings.
+            MalformedMessage: the data name no known kind, or contain wrong settings.
         """
         kind = self.known.get(str(plain.get("name")))
         if kind is None:
@@ -103,7 +103,7 @@ class Registry(Generic[Kind]):
             raise MalformedMessage(f"{self.what} {plain['name']}: {error}") from error
 
     def register(self, kind: type[Kind]) -> type[Kind]:
-        """Makes a kind known by its tag.
+        """Register a kind under its tag.
 
         Raises:
             ConfigurationError: the name is taken.
@@ -117,10 +117,10 @@ class Registry(Generic[Kind]):
         return kind
 
     def load(self, path: str) -> type[Kind]:
-        """Imports and registers a kind, from its path ``module:Class``.
+        """Import and register a kind by its path ``module:Class``.
 
         Raises:
-            ConfigurationError: it cannot be imported, or is none.
+            ConfigurationError: the path cannot be imported, or is no kind.
         """
         module, _, name = path.partition(":")
         try:
@@ -143,7 +143,7 @@ def _text_of(value: Any) -> str:
 
 
 def _value_of(setting: str, field: msgspec.structs.FieldInfo) -> str | None:
-    """What a user means by a setting's text: None only where the text itself is no value."""
+    """Return the value of a setting's text: None for "none" and the like, unless the text itself is valid."""
     if setting not in _NOTHING:
         return setting
     try:
@@ -153,7 +153,7 @@ def _value_of(setting: str, field: msgspec.structs.FieldInfo) -> str | None:
 
 
 def _number(value: Any) -> Any:
-    """Return one of Python's numbers for one of NumPy's, which msgspec does not know."""
+    """Return a Python number for one of NumPy's, which msgspec does not support."""
     if (number := plain(value)) is value:
         raise TypeError(f"{value!r} is neither text nor a number")
     return number
@@ -161,7 +161,7 @@ def _number(value: Any) -> Any:
 
 @cache
 def _fields_of(kind: type[msgspec.Struct]) -> dict[str, msgspec.structs.FieldInfo]:
-    """By name; their types are evaluated, which takes a millisecond."""
+    """Return the fields by name; cached, because evaluating their types takes a millisecond."""
     return {field.name: field for field in msgspec.structs.fields(kind)}
 
 
@@ -195,6 +195,6 @@ def _meant(name: str, names: Iterable[str]) -> str:
 
 
 def to_wire(value: msgspec.Struct) -> dict[str, Any]:
-    """A value as plain data."""
+    """Return a value as plain data."""
     told: dict[str, Any] = msgspec.to_builtins(value, enc_hook=_number)
     return told

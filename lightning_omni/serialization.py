@@ -1,4 +1,4 @@
-"""`Serializable`: dataclasses that stand in JSON files, by their annotations."""
+"""`Serializable`: dataclasses that are saved in JSON files, by their annotations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Serializable:
-    """Base of dataclasses that become plain values for JSON, and come back.
+    """The base class of dataclasses that convert to plain values for JSON and back.
 
     Example:
         >>> from dataclasses import dataclass
@@ -26,16 +26,15 @@ class Serializable:
     """
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
         plain: dict[str, Any] = msgspec.to_builtins(self, str_keys=True, enc_hook=_plain)
         return plain
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Self:
-        """What `to_dict` gave.
+        """Rebuild an object from `to_dict`.
 
         Raises:
-            ConfigurationError: it did not give that.
+            ConfigurationError: the values are not those of such an object.
         """
         try:
             return msgspec.convert(plain, cls, str_keys=True)
@@ -44,5 +43,5 @@ class Serializable:
 
 
 def _plain(value: Any) -> Any:
-    """What msgspec does not know: a number of NumPy, or something that tells itself."""
+    """Convert values that msgspec does not support: NumPy's numbers, and objects with ``to_dict``."""
     return value.to_dict() if hasattr(value, "to_dict") else value.item()

@@ -1,4 +1,4 @@
-"""Which rank is in which compute group, and which one leads it. No I/O, no torch."""
+"""The partition of ranks into compute groups, and their leaders. No I/O, no torch."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from lightning_omni.checks import counted
 from lightning_omni.errors import ConfigurationError
 
 RECORDER = 0
-"""The rank that speaks for the run: it forms groups, hands weights over, logs and saves."""
+"""The rank that acts for the run: it forms groups, sends the initial weights, logs and saves."""
 
 
 @dataclass(frozen=True)
 class GroupId:
-    """Which group this is: its name, and which of those that have had that name.
+    """The identity of a group: its name, and its incarnation among the groups of that name.
 
-    Numbers are places in arrays and are given again; a name with its incarnation never is, in one run.
+    Group numbers are array indices and are reused; a name with its incarnation is unique in a run.
 
     Attributes:
-        name: the same for as long as a group goes by it, whatever groups are formed; by default the group's number.
+        name: constant for as long as a group uses it, through all regrouping; by default the group's number.
         incarnation: grows whenever groups are formed, and whenever one joins. 0 before any.
 
     Example:
@@ -43,12 +43,12 @@ class GroupId:
 class Topology:
     """A partition of ranks into compute groups.
 
-    Ranks of one group train synchronously; the groups are asynchronous to each other. The first rank of a group is
-    its *leader*: it alone talks to the parameter server about tensors.
+    Ranks of one group train synchronously; the groups are asynchronous to each other. The first rank of a group is its
+    *leader*, the only one that exchanges tensors with the parameter server.
 
     Attributes:
-        groups: the ranks of each group, in ascending order. Group ``i`` is ``groups[i]``; an evicted group stays in
-            its place as an empty tuple, so that group numbers never change while a topology lives.
+        groups: the ranks of each group, in ascending order. Group ``i`` is ``groups[i]``; an evicted group keeps its
+            index as an empty tuple, so that group numbers never change within a topology.
 
     Raises:
         ConfigurationError: a rank is in two groups, or no group has a rank.
@@ -71,7 +71,7 @@ class Topology:
 
     @classmethod
     def even(cls, world_size: int, groups: int, together: int = 1) -> Topology:
-        """Splits ranks ``0 .. world_size-1`` into contiguous groups whose sizes differ by at most ``together``.
+        """Split ranks ``0 .. world_size-1`` into contiguous groups whose sizes differ by at most ``together``.
 
         Args:
             world_size: number of ranks N.
@@ -89,15 +89,15 @@ class Topology:
 
     @classmethod
     def of(cls, ranks: Iterable[int], groups: int, together: int = 1) -> Topology:
-        """Like :meth:`even`, for any set of ranks, such as those that are still alive."""
+        """Split any set of ranks, such as those that are still alive, like :meth:`even`."""
         return cls(_joined(_cut(_neighbours(sorted(ranks), together), groups)))
 
     @classmethod
     def by_speed(cls, speeds: Mapping[int, float] | Sequence[float], groups: int, together: int = 1) -> Topology:
-        """Groups of similar speed: the fastest ranks form the first group, so that no slow rank delays a fast one.
+        """Form groups of similar speed: the fastest ranks form the first group, so that no slow rank delays a fast one.
 
-        Sizes differ by at most ``together``. Ranks of equal speed stay in order, so that equal speeds give
-        :meth:`even`. Neighbours that stay together are as fast as the slowest of them.
+        Sizes differ by at most ``together``. Ranks of equal speed stay in order, so equal speeds give :meth:`even`.
+        Neighbours that stay together count with the speed of the slowest of them.
 
         Args:
             speeds: each rank's speed, in samples per second or any other unit.
@@ -126,7 +126,7 @@ class Topology:
 
     @classmethod
     def by_node(cls, ranks_per_node: Sequence[int]) -> Topology:
-        """One group for each node: fast links inside a group, the slow network across groups.
+        """Form one group for each node: fast links inside a group, the slow network across groups.
 
         Args:
             ranks_per_node: number of ranks on each node, in rank order.
@@ -140,7 +140,7 @@ class Topology:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """All ranks, ascending."""
+        """Return all ranks, ascending."""
         return tuple(sorted(self._homes))
 
     @cached_property
@@ -149,16 +149,16 @@ class Topology:
 
     @cached_property
     def alive(self) -> tuple[int, ...]:
-        """Numbers of the groups that have members."""
+        """Return the numbers of the groups that have members."""
         return tuple(group for group, members in enumerate(self.groups) if members)
 
     @property
     def is_synchronous(self) -> bool:
-        """Whether there is just one group, so that no gradient can be stale."""
+        """Return whether only one group is alive, so that no gradient can be stale."""
         return len(self.alive) == 1
 
     def group_of(self, rank: int) -> int:
-        """Number of the group that holds ``rank``.
+        """Return the number of the group that holds ``rank``.
 
         Raises:
             KeyError: the rank is in no group.
@@ -168,24 +168,23 @@ class Topology:
         return self._homes[rank]
 
     def find(self, rank: int) -> int:
-        """Number of the group that holds ``rank``, or -1."""
+        """Return the number of the group that holds ``rank``, or -1."""
         return self._homes.get(rank, -1)
 
     def members(self, group: int) -> tuple[int, ...]:
-        """Ranks of a group, ascending; empty if it was evicted."""
+        """Return the ranks of a group, ascending; empty if it was evicted."""
         return self.groups[group]
 
     def leader(self, group: int) -> int:
-        """The rank that speaks for a group."""
+        """Return the leader of a group."""
         return self.groups[group][0]
 
     def without(self, group: int) -> Topology:
-        """The same topology with one group evicted. The numbers of the others do not change."""
+        """Return the topology with one group evicted. The numbers of the others do not change."""
         return Topology(tuple(() if index == group else members for index, members in enumerate(self.groups)))
 
 
 def _neighbours(ranks: Sequence[int], together: int) -> list[tuple[int, ...]]:
-    """A row of ranks, in pieces of so many."""
     if len(ranks) % together:
         raise ConfigurationError(
             f"{counted(len(ranks), 'rank')}, of which {together} hold a model together: pass shards= that divides the"
@@ -195,7 +194,6 @@ def _neighbours(ranks: Sequence[int], together: int) -> list[tuple[int, ...]]:
 
 
 def _cut(pieces: Sequence[tuple[int, ...]], groups: int) -> list[Sequence[tuple[int, ...]]]:
-    """Parts of a row of pieces, in that order, whose lengths differ by at most one."""
     check_groups(groups, sum(map(len, pieces)), together=len(pieces[0]) if pieces else 1)
     small, larger = divmod(len(pieces), groups)
     starts = [group * small + min(group, larger) for group in range(groups + 1)]
@@ -207,14 +205,14 @@ def _joined(parts: Iterable[Sequence[tuple[int, ...]]]) -> tuple[tuple[int, ...]
 
 
 def check_groups(groups: int, world_size: int, together: int = 1) -> None:
-    """Raises :class:`ConfigurationError` unless there can be so many groups of so many ranks.
+    """Raise :class:`ConfigurationError` unless this number of groups can be formed of the ranks.
 
     Args:
         groups: number of compute groups.
         world_size: number of ranks.
-        together: of these, so many are always in one group.
+        together: number of ranks that always stay in one group.
     """
-    given: Any = groups  # NumPy's integers, too, which are none for type checkers
+    given: Any = groups  # NumPy's integers are valid, but not for type checkers
     if isinstance(given, bool) or not isinstance(given, Integral):
         raise ConfigurationError(f"groups={groups!r}: pass a whole number of compute groups, or None for one per node")
     if groups < 1:

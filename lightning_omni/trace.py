@@ -1,4 +1,4 @@
-"""What happened in a run, push by push, and how good the model was on the way: numbers, questions, a picture."""
+"""The trace of a run, push by push, with its evaluations: statistics, files and plots."""
 
 from __future__ import annotations
 
@@ -32,45 +32,46 @@ Array = np.ndarray[Any, Any]
 
 _BLOCKS = 20
 _VALUES = ("updates", "seconds", "ended", "meta", "useful_seconds", "device_seconds")
-"""Of a trace, what is no array."""
+"""The fields of a trace that are not arrays."""
 
 
 @dataclass(frozen=True, eq=False)
 class Trace:
     """A run's pushes and evaluations.
 
-    One row of `columns` is one push to the server; where groups talk to one another only, it is one local step. Its
-    columns:
+    One row of `columns` is one push to the server; where groups exchange only with one another, it is one local step.
+    Its columns:
 
-    - ``time``: when it arrived, in seconds;
+    - ``time``: time of its arrival, in seconds;
     - ``group``: number of the group;
     - ``read``: clock of the weights that it was computed from;
-    - ``write``: clock of the update that it went into (the last ones may not have been written);
+    - ``write``: clock of the update that contains it (the last ones may not have been written);
     - ``staleness``: updates between its read and its arrival;
     - ``loss``: mean training loss of its batches;
-    - ``samples``: in its batches;
+    - ``samples``: samples in its batches;
     - ``epoch``: number of the epoch;
-    - ``steps``: local steps, that is batches, in it.
+    - ``steps``: its local steps, each of one batch.
 
-    How long things took may be there, too, in the order in which a group's steps ended. One row of `steps` is one
-    local step of a group: ``group``, ``time`` (its end), ``seconds`` (from the end of the one before; waiting for other
-    groups between two epochs does not count) and ``exchange`` (of these, the seconds after its gradient was there). One
-    row of `work` is one rank's part of one step: ``rank``, ``samples`` and ``seconds`` (its own forward and backward
-    pass, without waiting).
+    A trace may also hold durations, in the order in which a group's steps ended. One row of `steps` is one local step
+    of a group: ``group``, ``time`` (its end), ``seconds`` (since the end of the step before, without waits for other
+    groups between two epochs) and ``exchange`` (the seconds of these after its gradient was computed). One row of
+    `work` is one rank's part of one step: ``rank``, ``samples`` and ``seconds`` (its own forward and backward pass,
+    without waits).
 
     Args:
         rows: the columns.
         evaluated: ``time``, ``update`` and ``samples`` (trained so far) of each evaluation, and its metrics by name.
         updates: updates in the run.
         seconds: length of the run.
-        ended: why it ended: ``"max_updates"``, ``"max_epochs"``, ``"max_seconds"``, ``"target"``, ``"interrupted"``,
-            ``"stopped"``, or ``"lost: ..."`` or ``"diverged: ..."`` with the reason.
+        ended: reason for its end: ``"max_updates"``, ``"max_epochs"``, ``"max_seconds"``, ``"target"``,
+            ``"interrupted"``, ``"stopped"``, or ``"lost: ..."`` or ``"diverged: ..."`` with details.
         meta: the run's settings as plain values.
         weights: the final weights by name.
-        useful_seconds: in which ranks computed gradients that were pushed, summed over all ranks; NaN if not measured.
-        device_seconds: of the run, times its devices; NaN if not measured.
-        work: what each rank did; empty if not measured.
-        steps: what each group did; empty if not measured.
+        useful_seconds: time in which ranks computed gradients that were pushed, summed over all ranks; NaN if not
+            measured.
+        device_seconds: length of the run times its devices; NaN if not measured.
+        work: the work of each rank; empty if not measured.
+        steps: the steps of each group; empty if not measured.
 
     Example:
         >>> trace = Trace(
@@ -114,30 +115,30 @@ class Trace:
     steps: Mapping[str, Array] = field(default_factory=dict)
 
     def columns(self) -> dict[str, Array]:
-        """The pushes, as ``pandas.DataFrame`` takes them."""
+        """Return the pushes, in the form of ``pandas.DataFrame``'s argument."""
         return dict(self.rows)
 
     def evaluations(self) -> dict[str, Array]:
-        """The evaluations, as ``pandas.DataFrame`` takes them."""
+        """Return the evaluations, in the form of ``pandas.DataFrame``'s argument."""
         return dict(self.evaluated)
 
-    # --- Questions ---------------------------------------------------------------------------------------------------
+    # --- Statistics --------------------------------------------------------------------------------------------------
 
     @property
     def mean_staleness(self) -> float:
-        """Mean staleness of all pushes, in updates; NaN if there were none."""
+        """Return the mean staleness of all pushes, in updates; NaN without pushes."""
         staleness = self.rows["staleness"]
         return float(staleness.mean()) if len(staleness) else float("nan")
 
     @property
     def goodput(self) -> float:
-        """Useful device time over all device time, 0 to 1; NaN if not measured.
+        """Return useful device time over all device time, 0 to 1; NaN if not measured.
 
-        Useful are the seconds in which a device computed gradients that came to the other groups: in a push that was
-        applied or, where groups talk to one another only, in a local step. The rest is waiting for other groups, for
-        links and for the other members of a group; what a group computed and did not push before it died, or before the
-        run ended; and the time for which a device was dead. If the server dies and goes back to its last save, what is
-        trained again is useful once, and an update that is lost is not. A device that is slow for a while is in use.
+        Useful time is the time in which a device computed gradients that reached the other groups: in a push that was
+        applied or, where groups exchange only with one another, in a local step. Other time is waits for other groups,
+        for links and for the other members of a group; computation that a group did not push before it died, or before
+        the run ended; and the time for which a device was dead. If the server dies and restarts from its last save,
+        repeated training is useful once, and a lost update is not. A device that is slow for a while is in use.
 
         References:
             Douillard et al. 2026, "Decoupled DiLoCo for Resilient Distributed Pre-training", arXiv:2604.21428.
@@ -145,15 +146,15 @@ class Trace:
         return self.useful_seconds / self.device_seconds if self.device_seconds else math.nan
 
     def staleness_histogram(self) -> Array:
-        """Number of pushes of staleness 0, 1, 2, ...: int64."""
+        """Return the number of pushes of staleness 0, 1, 2, ...: int64."""
         return np.bincount(self.rows["staleness"])
 
     @property
     def seconds_per_update(self) -> float:
-        """Seconds between two updates in the steady part of the run; NaN if there are too few.
+        """Return the seconds between two updates in the steady part of the run; NaN if there are too few.
 
-        The first fifth is left out, the rest cut into up to 20 blocks of equally many updates; this is the median of
-        their means. (Updates often come in bursts, so a median of single intervals would mislead.)
+        The first fifth is left out, and the remainder cut into up to 20 blocks of equally many updates; the result is
+        the median of their means. (Updates often arrive in bursts, so a median of single intervals would mislead.)
         """
         writes, first = np.unique(self.rows["write"][::-1], return_index=True)
         times = self.rows["time"][::-1][first][writes <= max(self.updates, 0)]
@@ -166,19 +167,19 @@ class Trace:
         return float(np.median(np.diff(edges)) / max(1, size))
 
     def time_to(self, metric: str, value: float) -> float:
-        """Seconds until the first evaluation that reaches a value; NaN if none does.
+        """Return the seconds until the first evaluation that reaches a value; NaN if none does.
 
         Args:
             metric: name of a metric of the evaluations; one with "loss" or "error" in its name is reached from above.
-            value: what is to be reached.
+            value: the value to reach.
 
         Raises:
-            ConfigurationError: there is no such metric.
+            ConfigurationError: the evaluations have no such metric.
         """
         return self._first("time", metric, value)
 
     def updates_to(self, metric: str, value: float) -> float:
-        """Updates until the first evaluation that reaches a value; NaN if none does. See `time_to`."""
+        """Return the updates until the first evaluation that reaches a value; NaN if none does. See `time_to`."""
         return self._first("update", metric, value)
 
     def _first(self, column: str, metric: str, value: float) -> float:
@@ -191,7 +192,7 @@ class Trace:
     # --- Files -------------------------------------------------------------------------------------------------------
 
     def save(self, path: str | Path, with_weights: bool = True) -> None:
-        """Writes the trace to a file of numpy arrays (``.npz``).
+        """Write the trace to a file of numpy arrays (``.npz``).
 
         Raises:
             ConfigurationError: the file cannot be written.
@@ -212,10 +213,10 @@ class Trace:
 
     @classmethod
     def load(cls, path: str | Path) -> Trace:
-        """Reads a trace that `save` wrote.
+        """Read a trace that `save` wrote.
 
         Raises:
-            ConfigurationError: the file is none.
+            ConfigurationError: the file is no trace.
         """
         parts: dict[str, Any] = {"rows": {}, "evaluated": {}, "weights": {}, "work": {}, "steps": {}}
         try:
@@ -233,15 +234,15 @@ class Trace:
 
     @property
     def time_axis(self) -> str:
-        """What its seconds are: virtual ones, if it was simulated."""
+        """Return the label of the time axis, which names virtual time for a simulated run."""
         return "virtual time / s" if "cluster" in self.meta else "time / s"
 
     def plot(self, path: str | Path, title: str = "") -> None:
-        """Draws the run: loss and metrics over time and over updates, staleness, and what the groups did when.
+        """Draw the run: loss and metrics over time and over updates, staleness, and the groups' pushes.
 
         Args:
-            path: the image file; its suffix says which kind.
-            title: what was run, in a line.
+            path: the image file, in the format of its suffix.
+            title: description of the run, in one line.
 
         Raises:
             ConfigurationError: matplotlib is missing, or the file cannot be written.
@@ -250,12 +251,12 @@ class Trace:
 
 
 def reaches(metric: str, reading: float, value: float) -> bool:
-    """Whether a metric is as good as ``value``: at most that for a loss or an error, at least that for all else."""
+    """Return whether a metric is as good as ``value``: at most that for a loss or an error, else at least that."""
     return bool(reading <= value if "loss" in metric or "error" in metric else reading >= value)
 
 
 def figure_of(trace: Trace, title: str = "") -> Any:
-    """The picture of a trace, as a matplotlib figure."""
+    """Return the figure of a trace, for matplotlib."""
     figure = new_figure(11, 7.4)
     (over_time, over_updates), (histogram, timeline) = figure.subplots(2, 2)
     _draw_course(over_time, trace, "time", trace.time_axis)
@@ -273,7 +274,7 @@ def figure_of(trace: Trace, title: str = "") -> Any:
 
 
 def _draw_pushes(axes: Any, trace: Trace, figure: Any) -> None:
-    """When which group pushed; of long runs the beginning."""
+    """Draw the pushes of each group over time; only the first ones of a long run."""
     shown = trace.rows["time"] <= trace.rows["time"][:_PUSHES].max(initial=0)
     times, groups, staleness = (trace.rows[name][shown] for name in ("time", "group", "staleness"))
     points = axes.scatter(times, groups, s=5, c=staleness, cmap=QUANTITY)
@@ -286,7 +287,7 @@ def _draw_pushes(axes: Any, trace: Trace, figure: Any) -> None:
 
 
 def _draw_course(axes: Any, trace: Trace, over: str, unit: str) -> None:
-    """Losses on the left, other metrics on the right."""
+    """Draw losses on the left axis, other metrics on the right one."""
     if len(trace.rows["loss"]):
         axes.plot(*_course(trace, "training loss", over), color=FAINT, label="training loss")
     axes.set(xlabel=unit, ylabel="loss")
@@ -306,7 +307,6 @@ def _draw_course(axes: Any, trace: Trace, over: str, unit: str) -> None:
 
 
 def _metrics_of(traces: Iterable[Trace]) -> list[str]:
-    """Names of what was evaluated, as many as there is room for."""
     names = dict.fromkeys(name for trace in traces for name in trace.evaluated)
     return [name for name in names if name not in ("time", "update", "samples")][:_MOST_METRICS]
 
@@ -321,16 +321,16 @@ _MANY_TIMES = 3
 def plot_comparison(
     traces: Mapping[str, Trace], path: str | Path, title: str = "", target: tuple[str, float] | None = None
 ) -> None:
-    """Draws several runs into one picture: each metric, or else the training loss, over time and over updates.
+    """Draw several runs into one figure: each metric, or else the training loss, over time and over updates.
 
     Args:
         traces: the runs by name; a method's name gives a run that method's colour.
-        path: the image file; its suffix says which kind.
-        title: what was compared, in a line.
+        path: the image file, in the format of its suffix.
+        title: description of the comparison, in one line.
         target: name and value of a metric, drawn as a line.
 
     Raises:
-        ConfigurationError: there is no run, matplotlib is missing, or the file cannot be written.
+        ConfigurationError: ``traces`` is empty, matplotlib is missing, or the file cannot be written.
     """
     if not traces:
         raise ConfigurationError("traces: there is nothing to draw; pass at least one")
@@ -338,7 +338,7 @@ def plot_comparison(
 
 
 def comparison_of(traces: Mapping[str, Trace], title: str = "", target: tuple[str, float] | None = None) -> Any:
-    """The picture of several runs, as a matplotlib figure; see `plot_comparison`."""
+    """Return the figure of several runs, for matplotlib; see `plot_comparison`."""
     metrics = _metrics_of(traces.values())
     shown = metrics if "loss" in metrics else ["training loss", *metrics]
     figure = new_figure(11, 1.4 + 3.2 * len(shown))
@@ -351,7 +351,7 @@ def comparison_of(traces: Mapping[str, Trace], title: str = "", target: tuple[st
             for place, ((label, trace), style) in enumerate(zip(traces.items(), styles, strict=True)):
                 course = _course(trace, name, over)
                 every = max(1, len(course[0]) // 12)
-                begin = every * place // len(styles)  # where curves are one, their markers are not
+                begin = every * place // len(styles)  # markers of coinciding curves stay apart
                 axes.plot(*course, label=_label(label, trace), markevery=(begin, every), **style)
             if target is not None and target[0] == name:
                 axes.axhline(target[1], color=GREY, linestyle=":", linewidth=1)
@@ -369,7 +369,6 @@ def comparison_of(traces: Mapping[str, Trace], title: str = "", target: tuple[st
 
 
 def _label(name: str, trace: Trace) -> str:
-    """A run in the legend: its name, its groups, its learning rate."""
     groups, lr = len(trace.meta.get("groups", ())), trace.meta.get("lr")
     known = [counted(groups, "group")] if groups else []
     known += [f"lr {lr:.3g}"] if lr is not None else []
@@ -377,7 +376,7 @@ def _label(name: str, trace: Trace) -> str:
 
 
 def _tell_apart(axes: Any, traces: Iterable[Trace]) -> None:
-    """Runs of a few updates are not to be squeezed by one of many."""
+    """Use a logarithmic axis of updates if their numbers differ much, so that short runs stay visible."""
     updates = [trace.updates for trace in traces if trace.updates]
     if updates and max(updates) > _MANY_TIMES * min(updates):
         axes.set_xscale("log")
@@ -385,7 +384,7 @@ def _tell_apart(axes: Any, traces: Iterable[Trace]) -> None:
 
 
 def _leave_out_divergence(axes: Any, traces: Iterable[Trace], name: str) -> None:
-    """One run whose loss explodes is not to flatten those of all others."""
+    """Limit the axis of a loss, so that a run whose loss explodes does not flatten the others."""
     if "loss" not in name:
         return
     courses = [values[np.isfinite(values)] for values in (_course(trace, name, "time")[1] for trace in traces)]
@@ -398,7 +397,7 @@ def _leave_out_divergence(axes: Any, traces: Iterable[Trace], name: str) -> None
 
 
 def _course(trace: Trace, name: str, over: str) -> tuple[Array, Array]:
-    """A metric over ``"time"`` or ``"update"``; the training loss is averaged over a hundredth of the pushes."""
+    """Return a metric over ``"time"`` or ``"update"``; the training loss is averaged over a hundredth of the pushes."""
     if name != "training loss":
         moments = trace.evaluated.get(over, np.empty(0))
         return moments, trace.evaluated.get(name, np.full(len(moments), np.nan))

@@ -1,7 +1,7 @@
-"""The methods by which groups exchange: what is sent and how it is merged. docs/methods.md says how to choose one.
+"""The methods by which groups exchange and merge gradients or weights. docs/methods.md explains how to choose one.
 
-Pass one to ``OmniStrategy(method=...)``, by its name in `METHODS` or as a value: ``methods.DiLoCo(period=50)``. Each is
-in a file of its own, without sockets, clocks or Lightning.
+Pass one to ``OmniStrategy(method=...)``, by its name in `METHODS` or as a value: ``methods.DiLoCo(period=50)``. Each
+method has a file of its own, without sockets, clocks or Lightning.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ METHODS: dict[str, type[Method]] = {
     "decoupled_diloco": DecoupledDiLoCo,
     "delay_compensated": DelayCompensated,
 }
-"""Every method by the name under which it travels."""
+"""The methods by name."""
 REGISTRY = Registry(METHODS, Method, "method", "method", "lightning_omni.methods.Method", "--method")
 
 PRESETS: dict[str, Method] = {
@@ -75,10 +75,10 @@ PRESETS: dict[str, Method] = {
 
 
 def method_named(text: str) -> Method:
-    """The method, or preset, of that name, with other settings than its own after a colon.
+    """Return the method or preset of this name; settings may follow it after a colon.
 
     Raises:
-        ConfigurationError: there is none, or it has no such setting.
+        ConfigurationError: no method has this name, or the method has no such setting.
 
     Example:
         >>> method_named("gpu_asgd")
@@ -90,20 +90,20 @@ def method_named(text: str) -> Method:
 
 
 def checked(method: Method) -> Method:
-    """The same method, if all its settings are of the right type.
+    """Return the same method after a check of the types of its settings.
 
     Raises:
-        ConfigurationError: one is not; a msgspec struct finds out no sooner.
+        ConfigurationError: a setting has the wrong type, which msgspec does not check at construction.
     """
     return REGISTRY.checked(method)
 
 
 def text_of(method: Method, without: Collection[str] = ()) -> str:
-    """The text by which `method_named` gives the method.
+    """Return the text from which `method_named` makes the method.
 
     Args:
-        method: one that is known by its name.
-        without: settings that are left out.
+        method: a registered method.
+        without: names of settings to leave out.
 
     Example:
         >>> text_of(method_named("local_sgd:period=4,warmup_steps=10"), without=("period",))
@@ -113,10 +113,10 @@ def text_of(method: Method, without: Collection[str] = ()) -> str:
 
 
 def load(path: str) -> type[Method]:
-    """Imports and registers a method, from its path ``module:Class``. A server is told the paths of what it serves.
+    """Import and register a method by its path ``module:Class``, as a server does for the methods that it serves.
 
     Raises:
-        ConfigurationError: it cannot be imported, or is no method.
+        ConfigurationError: the path cannot be imported, or is no method.
 
     Example:
         >>> load("lightning_omni.methods.gossip:Gossip").__name__
@@ -126,10 +126,10 @@ def load(path: str) -> type[Method]:
 
 
 def register(kind: type[Method]) -> type[Method]:
-    """Makes a method of your own known by its tag. A class decorator.
+    """Register a custom method under its tag. Used as a class decorator.
 
-    The embedded server imports the module that a run's method comes from; a standalone server is told with
-    ``lightning-omni serve --method module:Class``.
+    The embedded server imports the module of a run's method; for a standalone server, pass ``lightning-omni serve
+    --method module:Class``.
 
     Raises:
         ConfigurationError: the name is taken.

@@ -31,14 +31,14 @@ from lightning_omni.methods.totals import Total
 
 
 class _Fragment:
-    """What delayed Nesterov remembers of one fragment.
+    """The state of delayed Nesterov for one fragment.
 
     Args:
-        weights: of it.
+        weights: the fragment's weights.
 
     Attributes:
-        block: the sum of what has arrived since the block before was full.
-        momentum: of each of the weights.
+        block: the sum of the arrivals since the last full block.
+        momentum: one tensor for each of the weights.
     """
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
@@ -46,12 +46,12 @@ class _Fragment:
 
 
 class _DelayedNesterov(ServerSide):
-    """Delayed Nesterov at every arrival, with a block and a momentum of its own for each fragment."""
+    """A server side that steps by delayed Nesterov at every arrival, with a block and momentum for each fragment."""
 
     method: AsyncDiLoCo
 
     def setup(self) -> None:
-        # It stays when groups join: what was shared out over a block's arrivals before would not add up otherwise.
+        # The size stays when groups join, because the parts of momentum applied within a block must add up to one.
         self._size = self.method.buffer or max(1, len(self.groups))
         self._fragments = [_Fragment(self.master.weights(number)) for number in range(self.method.fragments)]
         self._step_times: dict[int, float] = {}
@@ -72,14 +72,14 @@ class _DelayedNesterov(ServerSide):
         return [Reply(push.group, staleness, note=float(self._local_steps(push)))]
 
     def _fold(self, of: _Fragment, mean: list[Tensor | None]) -> None:
-        """The block is full: ``m <- beta m + B/N``."""
+        """Fold a full block into the momentum: ``m <- beta m + B/N``."""
         for velocity, change in zip(of.momentum, mean, strict=True):
             velocity.mul_(self.method.outer_momentum)
             if change is not None:
                 velocity.add_(change)
 
     def _local_steps(self, push: Push) -> int:
-        """The steps that this group is to make now (DyLU) from one exchange of a fragment to the next of the same."""
+        """Return the steps that the group is to make (DyLU) between two exchanges of the same fragment."""
         method = self.method
         if push.note > 0:
             self._step_times[push.group] = push.note
@@ -115,9 +115,9 @@ class AsyncDiLoCo(Method, frozen=True, kw_only=True, tag="async_diloco"):
 
     Use it when the network is very slow, the run is long, and speeds differ.
 
-    Each group makes :math:`H_w` steps of the user's optimizer from the outer weights :math:`\theta` that it last read
-    and pushes :math:`\Delta_t = \theta_{read} - x`. The server applies the t-th arrival immediately, and momentum
-    only with every N-th, from the mean of the last N:
+    Each group makes :math:`H_w` steps of the user's optimizer from the outer weights :math:`\theta` that it last read,
+    and pushes :math:`\Delta_t = \theta_{read} - x`. The server applies the t-th arrival immediately, and momentum only
+    with every N-th, from the mean of the last N:
 
     .. math:: B \leftarrow B + \Delta_t; \quad \text{if } N | t: \; m \leftarrow \beta m + B/N, \;
         \theta \leftarrow \theta - \epsilon\bigl[(1 - cN + c)\beta m + \Delta_t/N\bigr], \; B \leftarrow 0;
@@ -127,9 +127,9 @@ class AsyncDiLoCo(Method, frozen=True, kw_only=True, tag="async_diloco"):
     steps, :math:`H_w = \lfloor H v_w / \max_{w'} v_{w'} \rfloor` for speeds v in steps per second, so that all arrive
     at about the same time.
 
-    With P fragments a group exchanges one of them every :math:`\lfloor H_w / P \rfloor` steps, the next one each time,
-    and goes on from what it is answered of it. Each fragment has a block and a momentum of its own, and all else is as
-    above, with :math:`\Delta_t` the t-th arrival of the fragment.
+    With P fragments, a group exchanges the next of them every :math:`\lfloor H_w / P \rfloor` steps and overwrites its
+    own with the answer. Each fragment has its own block and momentum, and :math:`\Delta_t` is the t-th arrival of the
+    fragment.
 
     Args:
         period: H, local steps of the fastest group between two exchanges of the same weight, in steps.
@@ -138,7 +138,7 @@ class AsyncDiLoCo(Method, frozen=True, kw_only=True, tag="async_diloco"):
         buffer: N, arrivals in one block, in pushes; None takes the number of groups.
         activation: c, 0 to 1/N: the part of the momentum that is applied with every arrival.
         dynamic_steps: whether slow groups make fewer steps.
-        min_steps: the fewest local steps of any group, in steps. With fragments a group makes P at least.
+        min_steps: the fewest local steps of any group, in steps. With fragments a group makes at least P.
         fragments: P, fragments of equal bytes that are exchanged one after the other; P divides H.
 
     The model that is evaluated is the server's outer weights.
@@ -166,7 +166,7 @@ class AsyncDiLoCo(Method, frozen=True, kw_only=True, tag="async_diloco"):
     activation: float = 0.0
     dynamic_steps: bool = True
     min_steps: int = 1
-    fragments: int = 1  # type: ignore[misc]  # of any other method it is not to be chosen
+    fragments: int = 1  # type: ignore[misc]  # of other methods it is a class attribute
 
     def __post_init__(self) -> None:
         check_period(self.period)
@@ -180,7 +180,6 @@ class AsyncDiLoCo(Method, frozen=True, kw_only=True, tag="async_diloco"):
         check_fragments(self.fragments, self.period)
 
     def check(self, groups: int) -> None:
-        """The activation's bound depends on the number of groups if the buffer does."""
         size = self.buffer or groups
         if self.activation > 1 / size:
             raise ConfigurationError(
@@ -193,9 +192,9 @@ class AsyncDiLoCo(Method, frozen=True, kw_only=True, tag="async_diloco"):
         return max(1, int(memory.get("period", self.period)) // self.fragments - int(memory.get("steps", 0)))
 
     def group_side(self, replica: Replica) -> GroupSide:
-        """Local steps, as many as the server said; push what they changed; go on from the outer weights.
+        """Make the number of local steps that the server has set, push the change, and load the outer weights.
 
-        With fragments, a part of these steps, and the next fragment each time.
+        With fragments, the steps are divided among them, and each exchange is that of the next fragment.
         """
         memory = replica.memory
         while True:
@@ -216,13 +215,13 @@ class AsyncDiLoCo(Method, frozen=True, kw_only=True, tag="async_diloco"):
                 memory["period"] = int(pulled.note)
 
     def _exchange_fragment(self, replica: Replica, outer: Sequence[Tensor], step_time: float) -> GroupSide:
-        """The next fragment: what it has changed by since it was read goes out, and it goes on from the answer."""
+        """Push the change of the next fragment since it was last read, and overwrite the fragment with the answer."""
         memory, of = replica.memory, self.fragments
         number = memory.get("next", 0)
         read_at = memory.setdefault("read_at", [replica.clock] * of)
         change = replica.change(outer, -1.0, number, of)
         pulled: Pulled = yield Exchange(change, read_at[number], note=step_time, fragment=number)
-        if pulled.refused:  # the others are no better, and are not at hand
+        if pulled.refused:  # the answer holds one fragment, and the others may not be finite either
             replica.restart((yield Fetch()))
             memory.clear()
             return

@@ -1,4 +1,4 @@
-"""Asynchronous SGD: every push is applied at once, to whatever the master weights are by then."""
+"""Asynchronous SGD: the server applies every push at once, to the master weights of that moment."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_omni.methods.contract import Method, Push, Reply, ServerSide
 
 
 class _ApplyAtOnce(ServerSide):
-    """One update for each push; the answer waits while the group is too far ahead."""
+    """A server side that makes one update for each push, and answers once the group is not too far ahead."""
 
     method: AsyncSGD
 
@@ -28,18 +28,18 @@ class _ApplyAtOnce(ServerSide):
         return self.released()
 
     def released(self) -> list[Reply]:
-        if self.groups <= self.idle_groups:  # all are synchronized: those ahead waited here, and they go on level
+        if self.groups <= self.idle_groups:  # all groups are synchronized and restart level
             self._pushes.clear()
         free = [group for group in self._held if self._may_go_on(group)]
         return [Reply(group, self._held.pop(group)) for group in free]
 
     def resume(self, group: int) -> None:
-        # While it was idle the others went on without it: it does not hold them up for what it missed.
+        # The others have trained while it was idle; they need not wait for the pushes that it did not make.
         self._pushes[group] = max(self._pushes[group], self._slowest)
         super().resume(group)
 
     def join(self, group: int) -> None:
-        # Level with the slowest: it neither holds others up for what was before it came, nor is it held up.
+        # It starts level with the slowest group, so that neither has to wait for the other.
         self._pushes[group] = self._slowest
         super().join(group)
 
@@ -72,11 +72,11 @@ class AsyncSGD(Method, frozen=True, kw_only=True, tag="async_sgd"):
     where ``step`` is one step of the torch optimizer that the user configured (with one state, such as a momentum
     buffer, for all groups), ``g`` the mean gradient of one compute group's batch, and :math:`\tau` its staleness: the
     updates that other groups made between this group's read and its write. With random step times and g groups, the
-    mean of :math:`\tau` is g-1 and asynchrony adds momentum of about 1 - 1/g.
+    mean of :math:`\tau` is g-1, and asynchrony adds momentum of about 1 - 1/g.
 
     Args:
-        staleness_aware: divide the learning rate of every step by :math:`\max(1, \tau)`, so that stale gradients
-            weigh less.
+        staleness_aware: divide the learning rate of every step by :math:`\max(1, \tau)`, so that stale gradients weigh
+            less.
         bound: number of pushes by which a group may be ahead of the slowest one; a group that is further ahead waits
             for its answer (stale-synchronous parallel). 0 is bulk-synchronous; None is unbounded.
 

@@ -1,18 +1,18 @@
-"""What every method is: a frozen value with a group side and a server side. No sockets, clocks or threads here.
+"""The contract of a method: a frozen value with a group side and a server side. No sockets, clocks or threads here.
 
-The *group side* is a generator that reads as the paper's pseudo-code of a worker. It yields what it needs (the next
-gradient, an exchange with the server, a peer's weights) and is sent the answer by its driver, in real time or in
-any other. Every rank of a group runs the same generator on the same answers.
+The *group side* is a generator that reads as the paper's pseudo-code of a worker. It yields requests (the next
+gradient, an exchange with the server, a peer's weights), and its driver sends it the answers, in real or virtual time.
+Every rank of a group runs the same generator on the same answers.
 
-The *server side* is a plain object: a push goes in, and the groups that now get an answer come out.
+The *server side* is a plain object: it receives a push and returns replies to the groups that now get an answer.
 
-Rule 1: whatever either side remembers lies in `Replica.memory` or comes out of `ServerSide.state`, so that checkpoint,
-copy and simulation come for free; a generator may be thrown away and made again whenever it needs the next gradient.
-Rule 2: staleness is counted by the server side when a push arrives, against `Master.clock`, and nowhere else.
-Rule 3: time is an event like any other. A server side reads it from `ServerSide.now` and asks for a moment in
-`ServerSide.due`; what drives it, in real time or in any other, calls `ServerSide.expire` then.
-Rule 4: weights are never changed behind the replica's or the master's back: both sides hand tensors over, and a side
-that keeps one keeps a copy.
+Rule 1: both sides keep all their state in `Replica.memory` and `ServerSide.state`, so that checkpoints, copies and
+simulation need no further code; a driver may discard a generator and start a new one whenever it requests a gradient.
+Rule 2: only the server side counts staleness, when a push arrives, against `Master.clock`.
+Rule 3: time is an event like any other. A server side reads it from `ServerSide.now` and requests a moment in
+`ServerSide.due`; its driver, in real or virtual time, calls `ServerSide.expire` then.
+Rule 4: no code changes weights behind the replica's or the master's back: both sides hand tensors over, and a side that
+keeps a tensor keeps a copy.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from lightning_omni.methods.replica import Hyperparameters, Pulled, Replica
 from lightning_omni.methods.totals import Total
 
 Tensors = Sequence[Tensor | None]
-"""One tensor for each parameter, shaped like it; ``None`` where the parameter took no part in the loss."""
+"""One tensor for each parameter, of its shape; ``None`` where the parameter took no part in the loss."""
 
-# --- What a group side needs -----------------------------------------------------------------------------------------
+# --- The needs of a group side ---------------------------------------------------------------------------------------
 
 
 class NextGradient(msgspec.Struct, frozen=True):
-    """Need: the next gradient of the group's batch, at the weights that the replica holds. Answer: `Gradient`."""
+    """A request for the gradient of the group's next batch, at the weights in the replica. Answer: `Gradient`."""
 
 
 class Gradient(msgspec.Struct, frozen=True):
@@ -48,7 +48,7 @@ class Gradient(msgspec.Struct, frozen=True):
     Attributes:
         tensors: one for each parameter.
         hyperparameters: the worker's hyperparameters at this step.
-        samples: in the group's batch; 0 if that is not known, for data that are not leased.
+        samples: number of samples in the group's batch; 0 if unknown, for data that are not leased.
     """
 
     tensors: Tensors
@@ -57,23 +57,23 @@ class Gradient(msgspec.Struct, frozen=True):
 
 
 class Step(msgspec.Struct, frozen=True):
-    """Need: one step of the worker's own optimizer along ``gradient``, on every rank of the group. Answer: None."""
+    """A request for one step of the worker's own optimizer along ``gradient``, on every rank. Answer: None."""
 
     gradient: Gradient
 
 
 class Exchange(msgspec.Struct, frozen=True):
-    """Need: push ``tensors`` to the server and hear its answer. Answer: `Pulled`.
+    """A request to push ``tensors`` to the server and wait for its answer. Answer: `Pulled`.
 
     Attributes:
-        tensors: a gradient, weights or a difference of weights, as the method has it.
+        tensors: a gradient, weights or a difference of weights, depending on the method.
         read_at: clock of the weights that they were computed from.
-        hyperparameters: what the server's optimizer is to step with; empty if it has none.
+        hyperparameters: the values for this step of the server's optimizer; empty if it has none.
         note: one number for the server side.
-        pull: whether the answer is to bring tensors.
-        fragment: which of the method's ``fragments`` it is of, push and answer alike; None for all parameters. Then
-            ``tensors`` has one for each piece of the fragment (`lightning_omni.methods.fragments`), and so has the
-            answer.
+        pull: whether the answer is to contain tensors.
+        fragment: number of the fragment, among the method's ``fragments``, that push and answer belong to; None for all
+            parameters. With a fragment, ``tensors`` and the answer hold one tensor for each of its pieces
+            (`lightning_omni.methods.fragments`).
     """
 
     tensors: Tensors
@@ -85,48 +85,48 @@ class Exchange(msgspec.Struct, frozen=True):
 
 
 class Send(msgspec.Struct, frozen=True):
-    """Need: begin an exchange, and do not wait for its answer. Answer: None, at once.
+    """A request to begin an exchange without waiting for its answer. Answer: None, at once.
 
-    It travels while the next gradients are computed; `Receive` brings its answer. One exchange may be under way: until
-    its answer is received nothing else may be said to the server. Where a group cannot go on computing, at a
-    synchronization point of all groups, say, what is under way is received before its time, and given to
-    `Method.apply_answer`.
+    The exchange travels while the group computes its next gradients; `Receive` returns its answer. One exchange may be
+    in flight: until its answer has been received, the group side sends nothing else to the server. Where a group must
+    stop computing (at a synchronization point of all groups, for example), the driver receives the answer early and
+    passes it to `Method.apply_answer`.
 
     Attributes:
-        exchange: its tensors are copied before this is answered.
+        exchange: the exchange; its tensors are copied before this request is answered.
     """
 
     exchange: Exchange
 
 
 class Receive(msgspec.Struct, frozen=True):
-    """Need: the answer of the exchange that is under way, waiting for it if it has to be. Answer: `Pulled`."""
+    """A request for the answer of the exchange in flight, with a wait if necessary. Answer: `Pulled`."""
 
 
 class Fetch(msgspec.Struct, frozen=True):
-    """Need: the server's weights, without pushing anything. Answer: `Pulled`."""
+    """A request for the server's weights, without a push. Answer: `Pulled`."""
 
 
 class StepTime(msgspec.Struct, frozen=True):
-    """Need: seconds that one local step takes this group, lately, exchanges left out. Answer: float."""
+    """A request for this group's recent seconds per local step, without exchanges. Answer: float."""
 
 
 class Publish(msgspec.Struct, frozen=True):
-    """Need: other groups may read these weights from now on, until the next ones. Answer: them, as others get them."""
+    """A request to let other groups read these weights until the next `Publish`. Answer: the weights as received."""
 
     tensors: Sequence[Tensor]
 
 
 class ReadPeer(msgspec.Struct, frozen=True):
-    """Need: what ``group`` has published. Answer: its tensors, or None if there is nothing (it is gone, say)."""
+    """A request for the weights that ``group`` published last. Answer: its tensors; None if it has none or is gone."""
 
     group: int
 
 
 class SendPeer(msgspec.Struct, frozen=True):
-    """Need: put weights into the inbox of ``group``, which does not wait for them. Answer: them, as it gets them.
+    """A request to put weights into the inbox of ``group``, which does not wait. Answer: the weights that it will see.
 
-    To this group itself nothing is sent.
+    A message to this group itself is not sent.
     """
 
     group: int
@@ -134,14 +134,14 @@ class SendPeer(msgspec.Struct, frozen=True):
 
 
 class ReadInbox(msgspec.Struct, frozen=True):
-    """Need: empty this group's inbox. Answer: `Inbox`."""
+    """A request to empty this group's inbox. Answer: `Inbox`."""
 
 
 class Inbox(msgspec.Struct, frozen=True):
-    """What peers have sent since the inbox was last read.
+    """The messages that peers have sent since the inbox was last read.
 
     Attributes:
-        total: the sum of it all, tensor by tensor; None if there was nothing.
+        total: their sum, tensor by tensor; None without messages.
         count: number of messages.
     """
 
@@ -157,12 +157,12 @@ GroupSide = Generator[Need, Any, None]
 
 
 class Push(msgspec.Struct, frozen=True):
-    """What a group's push brings to the server side.
+    """A group's push, as the server side receives it.
 
     Attributes:
         group: number of the group.
         read_at: clock of the weights that ``tensors`` were computed from.
-        tensors: as in `Exchange`; they are only valid until `ServerSide.receive` returns.
+        tensors: as in `Exchange`; only valid until `ServerSide.receive` returns.
         hyperparameters: as in `Exchange`.
         note: as in `Exchange`.
         fragment: as in `Exchange`; `Master.fragment` has the same pieces of the master weights.
@@ -177,12 +177,12 @@ class Push(msgspec.Struct, frozen=True):
 
 
 class Sum(msgspec.Struct, frozen=True):
-    """Pushes of several groups that an aggregator has added up.
+    """The sum that an aggregator has made of the pushes of several groups.
 
     Attributes:
-        parts: the pushes, in the order in which they came, all of the same fragment, and each without its tensors.
-        tensors: their sum, valid for as long as `Push.tensors`; None where no push had one.
-        counts: of each tensor, how many of the pushes had one.
+        parts: the pushes, in order of arrival, all of the same fragment, and without tensors.
+        tensors: their sum, valid for as long as `Push.tensors`; None where no push had a tensor.
+        counts: for each tensor, the number of pushes that had it.
     """
 
     parts: Sequence[Push]
@@ -195,9 +195,9 @@ class Reply(msgspec.Struct, frozen=True):
 
     Attributes:
         group: number of the group.
-        staleness: updates between the read that its push was computed from and the push's arrival.
-        tensors: what to send; None sends the master weights as they are now, of the fragment that was pushed if it was
-            one. What is None among them is sent as zeros.
+        staleness: updates between the read that its push was computed from and the arrival of the push.
+        tensors: the tensors to send, where a None is sent as zeros; None sends the present master weights, or those of
+            the fragment that was pushed.
         note: one number for the group side.
     """
 
@@ -208,22 +208,23 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 class ServerSide(ABC):
-    """The server's half of a method, for one optimizer. Its whole state is here and in its `Master`.
+    """The server side of a method, for one optimizer. It and its `Master` hold the whole state.
 
     Args:
-        method: whose half it is.
+        method: the method.
         master: the master weights.
-        groups: numbers of the groups that take part.
+        groups: numbers of the groups that participate.
 
     Attributes:
         groups: the groups that are alive.
-        idle_groups: those among them that have nothing to push for now: they wait for others at the end of an epoch, or
-            at a synchronization point of all ranks. No group must wait for a push of theirs.
-        as_sent: what a group gets of tensors that it is answered; where both sides apply them, both apply this.
-        overlaps: whether groups compute while their exchanges are under way, so that a push may come from weights that
-            are not the last ones its group was sent.
-        now: the moment of what happens now, in seconds on a clock that only goes forward. What drives the side sets it.
-        due: when `expire` is to be called, on the same clock; infinite for never.
+        idle_groups: the groups among them that have nothing to push for now, because they wait for others at the end of
+            an epoch or at a synchronization point of all ranks. No group may wait for a push of theirs.
+        as_sent: maps tensors of an answer to the values that the group receives; where both sides apply the answer,
+            both apply these values.
+        overlaps: whether groups compute while their exchanges are in flight, so that a push may have been computed from
+            older weights than the group last received.
+        now: time of the current event, in seconds on a monotonic clock; set by the driver.
+        due: time of the next call of `expire`, on the same clock; infinite for never.
     """
 
     method: Method
@@ -239,74 +240,73 @@ class ServerSide(ABC):
         self.setup()
 
     def setup(self) -> None:  # noqa: B027  # most methods remember nothing
-        """Makes what the side remembers, when it is made itself."""
+        """Initialize the side's own state, at construction."""
 
     @property
     def working(self) -> set[int]:
-        """Groups that will push again before long."""
+        """Return the groups that are not idle."""
         return self.groups - self.idle_groups
 
     @abstractmethod
     def receive(self, push: Push) -> list[Reply]:
-        """Merges a push and says which groups now get an answer."""
+        """Merge a push, and return replies to the groups that now get an answer."""
 
     def receive_sum(self, pushes: Sum) -> list[Reply]:
-        """Merges pushes that come as their sum; only where `Method.most_added` allows it."""
+        """Merge the sum of several pushes; called only where `Method.most_added` allows it."""
         raise NotImplementedError(f"{type(self).__name__} needs each push by itself")
 
     def released(self) -> list[Reply]:
-        """Groups that need not wait any more, now that another is gone or idle. None waits unless a method makes it."""
+        """Return replies to groups that need not wait any more, after another has left or become idle."""
         return []
 
     def expire(self) -> list[Reply]:
-        """The moment `due` has come. No later moment is reached before; a push may be, if it is as late."""
+        """Handle the moment `due`. A push at the same moment may arrive before this call, but no later event."""
         return []
 
     def idle(self, group: int) -> list[Reply]:
-        """A group has nothing to push for now."""
+        """Mark a group as idle."""
         self.idle_groups.add(group)
         return self.released()
 
     def resume(self, group: int) -> None:
-        """An idle group computes again."""
+        """Mark an idle group as working again."""
         self.idle_groups.discard(group)
 
     def evict(self, group: int) -> list[Reply]:
-        """A group is gone for good."""
+        """Remove a group for good."""
         self.groups.discard(group)
         self.idle_groups.discard(group)
         return self.released()
 
     def join(self, group: int) -> None:
-        """A group more takes part from now on. It reads the weights before it pushes anything."""
+        """Add a group. It reads the weights before its first push."""
         self.groups.add(group)
 
     def fetched(self, group: int) -> None:  # noqa: B027  # most methods need not know
-        """A group reads the master weights without a push."""
+        """Handle a group's read of the master weights without a push."""
 
     def grow(self, start: int) -> None:  # noqa: B027  # most methods remember nothing for each parameter
-        """The master has parameters from this place on that it did not have; pushes bring them from now on."""
+        """Extend the state to the master's new parameters, from index ``start`` on."""
 
     def read_from(self, group: int, start: int) -> None:  # noqa: B027
-        """A group that did not know of the parameters from this place on reads them."""
+        """Handle a group's first read of the parameters from index ``start`` on."""
 
     def staleness_of(self, push: Push) -> int:
-        """Updates between the push's read and now."""
         return self.master.clock - push.read_at
 
     def state(self) -> dict[str, Any]:
-        """What the side remembers, beyond the master: plain values and tensors. The tensors are the live ones."""
+        """Return the side's state, without the master, as plain values and live tensors."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027  # nothing remembered, nothing to load
-        """Goes on from a `state`; called before the first push."""
+        """Restore a `state`, before the first push."""
 
 
 class Barrier(ServerSide):
-    """Adds up what the working groups push; when all have, merges the total once and answers them all.
+    """A server side that sums the pushes of the working groups, merges the total once all have pushed, and answers all.
 
-    A group that is idle or gone is not waited for: then the total is that of the others. Of each fragment that was
-    pushed there is a total; groups that come from different epochs' ends may push different ones.
+    It does not wait for a group that is idle or gone: the total is then that of the others. Each fragment has its own
+    total; groups that resume from the ends of different epochs may push different fragments.
     """
 
     def setup(self) -> None:
@@ -316,7 +316,7 @@ class Barrier(ServerSide):
 
     @abstractmethod
     def merge(self, total: Total, last: Push) -> None:
-        """One update of the master, or of ``last.fragment``, from all groups' pushes, of which ``last`` came last."""
+        """Update the master, or ``last.fragment``, once from the pushes of all groups; ``last`` arrived last."""
 
     def receive(self, push: Push) -> list[Reply]:
         self._totals[push.fragment or 0].add(push.tensors)
@@ -330,7 +330,6 @@ class Barrier(ServerSide):
         return self._wait(last)
 
     def _wait(self, push: Push) -> list[Reply]:
-        """What a group has pushed is in the total."""
         self._waiting[push.group] = self.staleness_of(push)
         self._last[push.fragment or 0] = Push(
             push.group, push.read_at, (), push.hyperparameters, push.note, push.fragment
@@ -347,7 +346,7 @@ class Barrier(ServerSide):
         return [Reply(group, staleness) for group, staleness in waiting.items() if group in self.groups]
 
     def evict(self, group: int) -> list[Reply]:
-        # What it pushed stays in the total: those samples were trained.
+        # Its push stays in the total, because its samples were trained.
         self._waiting.pop(group, None)
         return super().evict(group)
 
@@ -359,11 +358,11 @@ class Barrier(ServerSide):
         return state_of([self.state_of_fragment(number) for number in range(self.method.fragments)])
 
     def state_of_fragment(self, number: int) -> dict[str, Any]:
-        """What the side remembers of one fragment, 0 if there is one; as in `state`."""
+        """Return the state of one fragment; 0 without fragments."""
         return {"total": self._totals[number].state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        # What had come in waits for the next push: groups have read the weights as they are without it.
+        # The total waits for the next push, because the weights that groups have read do not contain it.
         for total, saved in zip(self._totals, states_in(state), strict=True):
             total.load_state(saved["total"])
 
@@ -372,27 +371,28 @@ class Barrier(ServerSide):
 
 
 class Method(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
-    """A distributed-SGD method: its hyperparameters, and how to make its two sides.
+    """A distributed-SGD method: its hyperparameters, and constructors of its two sides.
 
-    A method is a value: frozen, comparable, and it travels to the server as plain numbers.
+    A method is frozen and comparable, and travels to the server as plain numbers.
 
     Attributes:
         steps_at: where the user's optimizer runs: at the ``"server"``, once for all groups, or on every rank
             (``"worker"``).
-        evaluated: which model is validated, tested and saved: ``"server"``, the weights that the server holds;
-            ``"centre"``, the same where the groups' own weights circle around them; ``"mean"``, the mean of all
-            groups' own weights.
-        pushes_weights: whether pushes are weights, rather than what adds up: gradients, or changes of weights.
-        answers_changes: whether answers are changes of weights, which both sides apply, rather than weights.
-        elementwise: whether the server side treats each number of the weights by itself, so that several servers may
-            each hold a part of a tensor; what it remembers for each parameter then stands in lists of one entry a
-            parameter, or by place, as in the state of torch's optimizers. With several fragments it is the state of
-            each, in a list by the name of "fragments": see `lightning_omni.methods.fragments.state_of`.
-        talks_to_peers: whether group sides need `Publish`, `ReadPeer`, `SendPeer` or `ReadInbox`.
-        resyncs: whether a group that has read newer weights than the server has, which went back to an earlier state,
-            is refused and begins again from what there is (`Pulled.refused`); without it that is an error.
-        fragments: how many parts the parameters are cut into, each of which is exchanged by itself; 1 exchanges them
-            whole. What the server side computes must be element-wise, for the cuts go through tensors.
+        evaluated: the model that is validated, tested and saved: ``"server"``, the server's weights; ``"centre"``, the
+            same for methods in which the groups' own weights circle around them; ``"mean"``, the mean of all groups'
+            own weights.
+        pushes_weights: whether pushes are weights, and not gradients or changes of weights, which add up.
+        answers_changes: whether answers are changes of weights, which both sides apply, and not weights.
+        elementwise: whether the server side treats each number of the weights separately, so that several servers may
+            each hold a part of a tensor. Its state per parameter must then be in lists with one entry per parameter, or
+            in mappings by parameter index, as in the state of torch's optimizers. With several fragments, the state is
+            a list of such states under the key "fragments": see `lightning_omni.methods.fragments.state_of`.
+        talks_to_peers: whether group sides use `Publish`, `ReadPeer`, `SendPeer` or `ReadInbox`.
+        resyncs: whether a group that has read newer weights than those of a server that went back to an earlier state
+            has its push refused (`Pulled.refused`) and restarts from the present weights; otherwise such a push is an
+            error.
+        fragments: number of fragments of the parameters that are exchanged one by one; 1 exchanges all at once. With
+            several, the server side must compute element-wise, because cuts go through tensors.
         side: class of the server side.
     """
 
@@ -408,81 +408,81 @@ class Method(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
 
     @property
     def push_period(self) -> int:
-        """Local steps of a group between two pushes, of whichever fragment: ``period / fragments``, if any."""
+        """Return the local steps of a group between two pushes of any fragment: ``period / fragments``, or 1."""
         return int(getattr(self, "period", 1)) // self.fragments
 
     def steps_to_push(self, replica: Replica) -> int:
-        """Return how many local steps a group has to make until it pushes, whichever fragment, as things stand.
+        """Return the number of local steps that a group makes before its next push of any fragment.
 
         Args:
-            replica: of the group, between two gradients.
+            replica: the group's replica, between two gradients.
         """
         return self.push_period - int(replica.memory.get("steps", 0)) % self.push_period
 
     @property
     def pull_period(self) -> int:
-        """Local steps of a group between two answers that bring weights."""
+        """Return the local steps of a group between two answers that contain weights."""
         return self.push_period
 
     @property
     def has_barrier(self) -> bool:
-        """Whether every exchange, after a warm start, waits for those of all other groups."""
+        """Return whether every exchange after a warm start waits for those of all other groups."""
         return self.side is not None and issubclass(self.side, Barrier)
 
     @property
     def holds_others_up(self) -> bool:
-        """Whether a group that takes long to push may hold the others up."""
+        """Return whether others may have to wait for a group that is slow to push."""
         return self.has_barrier
 
     def check(self, groups: int) -> None:
-        """Raises `ConfigurationError` if the method cannot work with that many groups."""
+        """Raise `ConfigurationError` if the method cannot work with this number of groups."""
 
     def group_side(self, replica: Replica) -> GroupSide:
-        """The worker's half: an endless generator of needs.
+        """Run the worker's half: an endless generator of needs.
 
-        Unless a method says otherwise: gradient at the weights last read; push it; read the master weights; repeat.
+        By default it computes a gradient at the weights last read, pushes it, and loads the master weights.
         """
         while True:
             gradient = yield NextGradient()
             replica.load((yield Exchange(gradient.tensors, replica.clock, gradient.hyperparameters)))
 
     def updates_per_batch(self, groups: int) -> int:
-        """How often the master weights step while all ranks train one batch, in so many groups.
+        """Return the number of updates of the master weights while all ranks, in ``groups`` groups, train one batch.
 
-        One for each group, where the server steps for each push; methods that average what groups do make one.
+        By default this is one for each group if the server steps for each push, and else 1.
         """
         return groups if self.steps_at == "server" else 1
 
     def most_added(self, groups: int) -> int:
-        """Pushes that may come to the server side as one `Sum`, of so many groups; 0 if it needs each by itself."""
+        """Return the largest number of pushes in one `Sum`; 0 if the server side needs each push separately."""
         return 0
 
     def changes_with_period(self, period: int) -> dict[str, Any]:
-        """What is another one if ``period`` is this. Fragments are as many as can be sent at equal distances."""
+        """Return the settings that change with ``period``. The number of fragments becomes one that divides it."""
         return {"period": period, **({"fragments": math.gcd(self.fragments, period)} if self.fragments > 1 else {})}
 
     def apply_answer(self, replica: Replica, pulled: Pulled) -> None:
-        """What a group does with the answer of an exchange that was under way, if it comes before it is received.
+        """Apply the answer of an exchange in flight that arrives before `group_side` requests it.
 
-        `group_side` begins again afterwards: what this has to know of the exchange, and what it leaves to be known,
-        lies in the replica's memory. Unless a method says otherwise, the answer is loaded.
+        `group_side` starts again afterwards, so this method reads and leaves its state in the replica's memory. By
+        default it loads the answer.
         """
         replica.load(pulled)
 
     def server_side(self, master: Master, groups: Iterable[int]) -> ServerSide:
-        """The server's half, for the groups of these numbers."""
+        """Return the server's half, for the groups of these numbers."""
         if self.side is None:
             raise NotImplementedError(f"{type(self).__name__} has no server side")
         return self.side(self, master, groups)
 
 
 def check_period(period: int) -> None:
-    """Raises `ConfigurationError` unless there is a step between two exchanges."""
+    """Raise `ConfigurationError` unless ``period`` is 1 or more."""
     check_whole("period", period, "the local steps between two exchanges, 1 or more", 1)
 
 
 def check_fragments(fragments: int, period: int) -> None:
-    """Raises `ConfigurationError` unless so many fragments can be exchanged at equal distances in a period."""
+    """Raise `ConfigurationError` unless this number of fragments divides the period."""
     check_whole("fragments", fragments, "the parts that parameters are exchanged in, 1 or more", 1)
     if period % fragments:
         raise ConfigurationError(
@@ -492,7 +492,7 @@ def check_fragments(fragments: int, period: int) -> None:
 
 
 def with_period(method: Method, period: int) -> Method:
-    """A method with so many local steps between two exchanges, if it has such a number."""
+    """Return the method with this many local steps between two exchanges, if it has a period."""
     if getattr(method, "period", period) == period:
         return method
     return msgspec.structs.replace(method, **method.changes_with_period(period))

@@ -1,4 +1,4 @@
-"""Decoupled DiLoCo: groups on clocks of their own, merged fragment by fragment when enough of them have come."""
+"""Decoupled DiLoCo: groups on clocks of their own, merged fragment by fragment when a quorum has sent a fragment."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from lightning_omni.methods.replica import Pulled, Replica, copies
 from lightning_omni.methods.totals import Total
 
 _MOST = 1e15
-"""The largest weight of a group's part: sums of those that are larger would overflow."""
+"""The largest weight of a group's part; sums of larger ones would overflow."""
 
 
 class _Round:
-    """What has come of one fragment since it was merged last.
+    """The parts of one fragment that have arrived since its last merge.
 
     Attributes:
-        total: of the changes, each with the weight of its group in ...
-        unit: ... this unit, which is that of the first.
-        came: groups that it is of.
-        in_time: those among them that had read what was merged last.
+        total: the sum of the changes, each times the weight of its group in units of ...
+        unit: ... this weight, the first that arrived.
+        came: groups whose parts are in the total.
+        in_time: the groups among them that had read the last merge.
         merged_at: clock of the last merge.
-        closes: when the window of grace ends, if enough groups have come.
+        closes: end of the grace period; infinite without a quorum.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class _Round:
 
 
 class _Syncer(ServerSide):
-    """Merges a fragment when a quorum of groups has come with it, and a window of grace for others is over."""
+    """A server side that merges a fragment once a quorum of groups has sent it and the grace period is over."""
 
     method: DecoupledDiLoCo
 
@@ -68,7 +68,6 @@ class _Syncer(ServerSide):
 
     @property
     def _quorum(self) -> int:
-        """Groups that a merge needs."""
         quorum = self.method.quorum
         return len(self.groups) // 2 + 1 if quorum is None else quorum
 
@@ -88,12 +87,12 @@ class _Syncer(ServerSide):
             current.in_time.add(push.group)
         replies = self.released()
         if push.group not in current.in_time and push.group in self._waiting and current.closes == math.inf:
-            replies.append(self._reply(push.group))  # its part is in the next merge, for which it need not wait
+            replies.append(self._reply(push.group))  # its part counts in the next merge, and it need not wait for that
         return replies
 
     def released(self) -> list[Reply]:
         complete = waited_for = sorted({number for number, _ in self._waiting.values()})
-        if not self.working <= self._waiting.keys():  # else none that could come is free to
+        if not self.working <= self._waiting.keys():  # otherwise all groups wait, and no further push can arrive
             complete = [number for number in waited_for if self._is_complete(number, self._rounds[number])]
         replies = [reply for number in complete for reply in self._merge(number, self._rounds[number])]
         self.due = min((self._rounds[number].closes for number in waited_for), default=math.inf)
@@ -110,7 +109,7 @@ class _Syncer(ServerSide):
         return self.now >= current.closes or self.working <= current.in_time | self._waiting.keys()
 
     def _slack(self, number: int) -> float:
-        """Seconds until the first of those that wait for a fragment wants it, by the time between its pushes."""
+        """Return the seconds until the first group that waits for a fragment needs it, from its push interval."""
         waiting = [self._pushed[group] for group, (fragment, _) in self._waiting.items() if fragment == number]
         return max(0.0, min((last + between for last, between in waiting), default=0.0) - self.now)
 
@@ -133,10 +132,10 @@ class _Syncer(ServerSide):
         return None if self.method.fragments == 1 else number
 
     def evict(self, group: int) -> list[Reply]:
-        # What it pushed stays in the totals: those samples were trained.
+        # Its pushes stay in the totals, because their samples were trained.
         number, _ = self._waiting.pop(group, (None, 0))
         if number is not None and number not in {waited_for for waited_for, _ in self._waiting.values()}:
-            self._rounds[number].closes = math.inf  # no window is open for none
+            self._rounds[number].closes = math.inf  # no group waits for this merge
         self._pushed.pop(group, None)
         return super().evict(group)
 
@@ -152,7 +151,7 @@ class _Syncer(ServerSide):
                 {
                     "total": current.total.state(),
                     "unit": current.unit,
-                    # No lists: one as long as the parameters would be taken for what is remembered of each of them.
+                    # No list: one as long as the parameters would count as state per parameter.
                     "came": {group: group in current.in_time for group in sorted(current.came | current.in_time)},
                     "merged_at": current.merged_at,
                     "outer": outer.state_dict()["state"],
@@ -162,7 +161,7 @@ class _Syncer(ServerSide):
         )
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        # What had come in is part of the next merges; groups have read the weights as they are without it.
+        # The totals count in the next merges, because the weights that groups have read do not contain them.
         for current, outer, saved in zip(self._rounds, self._outer, states_in(state), strict=True):
             current.total.load_state(saved["total"])
             current.unit, current.merged_at = float(saved["unit"]), int(saved["merged_at"])
@@ -243,7 +242,6 @@ class DecoupledDiLoCo(Method, frozen=True, kw_only=True, tag="decoupled_diloco")
             check_whole("delay", self.delay, f"0 to period/fragments={self._stride} steps, or None", 0, self._stride)
 
     def check(self, groups: int) -> None:
-        """No more groups can come than there are."""
         if self.quorum is not None and self.quorum > groups:
             instead, are = (f"1 to {groups}", "are") if groups > 1 else ("1", "is")
             raise ConfigurationError(
@@ -251,7 +249,7 @@ class DecoupledDiLoCo(Method, frozen=True, kw_only=True, tag="decoupled_diloco")
             )
 
     def changes_with_period(self, period: int) -> dict[str, Any]:
-        """An answer is there before the next fragment is sent."""
+        """Return the settings that change with ``period``; the delay stays below the steps between two exchanges."""
         changes = super().changes_with_period(period)
         if self.delay is not None:
             changes["delay"] = min(self.delay, period // changes.get("fragments", 1) - 1)
@@ -266,11 +264,10 @@ class DecoupledDiLoCo(Method, frozen=True, kw_only=True, tag="decoupled_diloco")
 
     @property
     def _stride(self) -> int:
-        """Steps between two exchanges."""
         return self.period // self.fragments
 
     def group_side(self, replica: Replica) -> GroupSide:
-        """Inner steps; every H/P of them what one fragment has changed by goes out, and what was merged is loaded."""
+        """Make inner steps; every H/P of them, send the change of one fragment and later load the merged one."""
         memory, delay = replica.memory, self._stride if self.delay is None else self.delay
         while True:
             gradient = yield NextGradient()
@@ -292,10 +289,10 @@ class DecoupledDiLoCo(Method, frozen=True, kw_only=True, tag="decoupled_diloco")
                 yield from self._begin_again(replica)
 
     def apply_answer(self, replica: Replica, pulled: Pulled) -> None:
-        """The merged fragment, and on top of it what the group has changed since it was sent."""
+        """Load the merged fragment, and add the group's changes since it was sent."""
         memory, pieces = replica.memory, replica.pieces(pulled.fragment, self.fragments)
         sent, _ = memory.pop("sent"), memory.pop("under_way")
-        if pulled.refused:  # the others are no better, and are not at hand
+        if pulled.refused:  # the answer holds one fragment, and the others may not be finite either
             memory["is_lost"] = True
             return
         write(memory["outer"], pieces, pulled.tensors)
@@ -303,12 +300,12 @@ class DecoupledDiLoCo(Method, frozen=True, kw_only=True, tag="decoupled_diloco")
         memory["read_at"][pulled.fragment or 0] = replica.clock = pulled.clock
 
     def _begin_again(self, replica: Replica) -> GroupSide:
-        """Own weights and optimizer state have diverged, or are those of a server that has gone back in time."""
+        """Restart from the master weights: own state has diverged, or is newer than that of a restarted server."""
         replica.restart((yield Fetch()))
         replica.memory.clear()
 
     def _count(self, replica: Replica, gradient: Gradient) -> int:
-        """A step was made. Returns its number in the period, from 1."""
+        """Count a step, and return its number in the period, from 1."""
         memory = replica.memory
         for name, count in (("steps", 1), ("samples", gradient.samples or 1)):
             memory[name] = [before + count for before in memory.get(name, [0] * self.fragments)]
@@ -317,7 +314,7 @@ class DecoupledDiLoCo(Method, frozen=True, kw_only=True, tag="decoupled_diloco")
         return int(memory["step"])
 
     def _exchange(self, replica: Replica, fragment: int) -> Exchange:
-        """What a fragment has changed by since it was loaded, and how much it is to count."""
+        """Return the exchange of a fragment: its change since it was loaded, and the weight of that change."""
         memory, number = replica.memory, None if self.fragments == 1 else fragment
         change = replica.change(memory["outer"], -1.0, number, self.fragments)
         memory["sent"] = copies(read(replica.weights(), replica.pieces(number, self.fragments)))

@@ -1,4 +1,4 @@
-"""Delay-compensated asynchronous SGD: a first-order guess of what the gradient would be at the weights of today."""
+"""Delay-compensated asynchronous SGD: a first-order estimate of the gradient at the present weights."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from lightning_omni.methods.replica import copies
 
 _EPSILON = 1e-7
 _READS = 3
-"""Of what a group has read, the server needs no more: with an exchange under way, the gradient that comes next was
-computed at the weights before those that were answered last."""
+"""The number of reads kept for each group. With an exchange in flight, the next gradient was computed at the weights
+before those of the last answer.
+"""
 
 
 class _Compensate(ServerSide):
-    """Corrects each gradient, applies it at once, and remembers what the group reads."""
+    """A server side that corrects each gradient, applies it at once, and keeps the weights that each group has read."""
 
     method: DelayCompensated
 
@@ -61,7 +62,6 @@ class _Compensate(ServerSide):
 
     def _compensated(self, push: Push) -> list[Tensor | None]:
         corrected: list[Tensor | None] = []
-        # Of several reads, the one that this push was computed from.
         reads = self._read[push.group]
         _, read = next((each for each in reads if each[0] >= push.read_at), reads[-1])
         assert self.master.optimizer is not None
@@ -74,7 +74,7 @@ class _Compensate(ServerSide):
                 continue
             moved = _real(parameter.detach() - then)
             square = _real(gradient).square()
-            # What is maximized curves down where its negative, which is what descends, curves up.
+            # The curvature of a maximized objective has the opposite sign.
             strength = directions.get(id(parameter), 1.0) * self._strength(push.group, index, square)
             change = strength * square * moved
             corrected.append(gradient + (torch.view_as_complex(change) if gradient.is_complex() else change))
@@ -88,7 +88,7 @@ class _Compensate(ServerSide):
         return self.method.strength / torch.sqrt(mean + _EPSILON)
 
     def state(self) -> dict[str, Any]:
-        # What groups have read they read again when they resume.
+        # Groups read the weights again when they resume.
         return {"square": self._square}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -96,7 +96,7 @@ class _Compensate(ServerSide):
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """Return the numbers of a tensor; a complex one is two, each with its own curvature, as in torch's Adam."""
+    """Return a tensor as real numbers; a complex number is two, each with its own curvature, as in torch's Adam."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
@@ -107,14 +107,13 @@ class DelayCompensated(Method, frozen=True, kw_only=True, tag="delay_compensated
 
     .. math:: w_{t+1} = \mathrm{step}\bigl(w_t,\; g + \lambda_t\, g \odot g \odot (w_t - w_{t-\tau})\bigr)
 
-    with g taken at :math:`w_{t-\tau}`, the weights that this group last read; :math:`g \odot g` stands for the
-    Hessian's diagonal. The constant form has :math:`\lambda_t = \lambda`; the adaptive one
-    :math:`\lambda_t = \lambda / \sqrt{m_t + 10^{-7}}` with :math:`m_t = \mu m_{t-1} + (1-\mu)\, g \odot g`, kept for
-    each group. The server remembers what every group read, so it holds one more copy of the model for each group, or
-    three with ``overlap=True``.
+    with g taken at :math:`w_{t-\tau}`, the weights that this group last read; :math:`g \odot g` approximates the
+    Hessian's diagonal. The constant form has :math:`\lambda_t = \lambda`; the adaptive one :math:`\lambda_t = \lambda /
+    \sqrt{m_t + 10^{-7}}` with :math:`m_t = \mu m_{t-1} + (1-\mu)\, g \odot g`, kept for each group. The server keeps
+    the weights that every group read: one more copy of the model for each group, or three with ``overlap=True``.
 
     Args:
-        strength: :math:`\lambda`, 0 or more; 0 is `AsyncSGD`. Usual are 0.04 (constant) and 2 (adaptive).
+        strength: :math:`\lambda`, 0 or more; 0 is `AsyncSGD`. Usual values are 0.04 (constant) and 2 (adaptive).
         adaptive: whether to scale by the gradients' running mean square.
         decay: :math:`\mu`, from 0 to less than 1.
 

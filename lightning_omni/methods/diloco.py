@@ -1,4 +1,4 @@
-"""DiLoCo: many local steps, then one outer step along the mean of what they changed."""
+"""DiLoCo: many local steps, then one outer step along the mean of the groups' changes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_omni.methods.totals import Total
 
 
 class _OuterStep(PacedBarrier):
-    """One outer step when all working groups have pushed."""
+    """A barrier that makes one outer step when all working groups have pushed."""
 
     method: DiLoCo
 
@@ -59,13 +59,13 @@ class DiLoCo(Streaming, frozen=True, kw_only=True, tag="diloco"):
 
     The inner optimizer's state stays at the worker and is neither reset nor averaged.
 
-    Streaming DiLoCo: with P fragments, one of them, p, is exchanged every H/P steps. Its change is captured after step
-    t, and the outer step with it is taken while the groups make :math:`\tau` further ones; then
+    Streaming DiLoCo: with P fragments, groups exchange one of them, p, every H/P steps. Its change is captured after
+    step t, and the server makes the outer step with it while the groups make :math:`\tau` further steps; then
 
     .. math:: x_{i,p} \leftarrow \alpha\, x_{i,p} + (1 - \alpha)\, \theta_p
 
-    and the next change of this fragment is measured from :math:`\theta_p`. P = 1, :math:`\tau = 0` and
-    :math:`\alpha = 0` is DiLoCo.
+    and the next change of this fragment is measured from :math:`\theta_p`. P = 1, :math:`\tau = 0` and :math:`\alpha =
+    0` is DiLoCo.
 
     Args:
         period: H, inner steps between two outer ones of the same weight, in steps.
@@ -73,10 +73,10 @@ class DiLoCo(Streaming, frozen=True, kw_only=True, tag="diloco"):
         outer_momentum: :math:`\beta`, from 0 to less than 1.
         fragments: P, fragments of equal bytes that are exchanged one after the other; P divides H.
         delay: :math:`\tau`, steps that a group makes while an exchange is in flight, fewer than H/P; 0 waits.
-        alpha: :math:`\alpha`, the weight that a group gives to its own parameters, from 0 to less than 1. With 0 what
-            it learned in the last :math:`\tau` steps is lost.
-        keep_steps: whether all that it learned in these steps is kept, which is added to :math:`\theta_p`.
-        dynamic_steps: whether slow groups make fewer steps between two exchanges, at their own pace.
+        alpha: :math:`\alpha`, the weight that a group gives to its own parameters, from 0 to less than 1. With 0 a
+            group loses its last :math:`\tau` steps.
+        keep_steps: whether the group keeps these steps by adding their change to :math:`\theta_p`.
+        dynamic_steps: whether slow groups make fewer steps between two exchanges, in proportion to their speed.
 
     The model that is evaluated is the server's outer weights.
 
@@ -104,7 +104,7 @@ class DiLoCo(Streaming, frozen=True, kw_only=True, tag="diloco"):
         check_outer(self.outer_lr, self.outer_momentum)
 
     def group_side(self, replica: Replica) -> GroupSide:
-        """``period`` inner steps; push what they changed; go on from the outer weights."""
+        """Make ``period`` inner steps, push their change, and load the outer weights."""
         if self.streams:
             yield from self.stream(replica)
         memory = replica.memory
@@ -129,11 +129,11 @@ class DiLoCo(Streaming, frozen=True, kw_only=True, tag="diloco"):
 
 
 def outer_sgd(parameters: Sequence[Parameter], lr: float, momentum: float) -> torch.optim.SGD:
-    """The outer optimizer, also of no parameters at all: a server's share may have fewer numbers than fragments."""
+    """Return the outer optimizer; ``parameters`` may be empty, because a server's share may lack some fragments."""
     return torch.optim.SGD([{"params": list(parameters)}], lr=lr, momentum=momentum, nesterov=momentum > 0)
 
 
 def check_outer(outer_lr: float, outer_momentum: float) -> None:
-    """Raises `ConfigurationError` unless these make an outer optimizer."""
+    """Raise `ConfigurationError` unless these are hyperparameters of an outer optimizer."""
     check_number("outer_lr", outer_lr, "a number above 0; 0.7 is usual", above=0, below=float("inf"))
     check_number("outer_momentum", outer_momentum, "0 <= outer_momentum < 1; 0.9 is usual", 0, below=1)

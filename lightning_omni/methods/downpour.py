@@ -1,4 +1,4 @@
-"""Downpour SGD and GPU A-SGD: groups train on alone for some steps between pushes and fetches."""
+"""Downpour SGD and GPU A-SGD: groups train alone for some steps between pushes and fetches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_omni.methods.totals import Total
 
 
 class _ApplyOrAdd(Barrier):
-    """Applies each push at once, after the warm start, which is in lock-step."""
+    """A server side that applies each push at once, and in the warm start is a barrier."""
 
     method: Downpour
 
@@ -51,9 +51,9 @@ class Downpour(Method, frozen=True, kw_only=True, tag="downpour"):
         n_push: steps between two pushes.
         n_fetch: steps between two fetches.
         send: ``"gradients"`` or ``"updates"``.
-        warm_start: server updates that are made in lock-step, with the mean of all groups' gradients or updates,
-            before asynchrony begins: from random weights, asynchronous steps are often of no use. (To start from a
-            partly trained model, as the GPU A-SGD paper does, train it with one group and load its checkpoint.)
+        warm_start: server updates that are made in lock-step, with the mean of all groups' gradients or updates, before
+            asynchrony begins: from random weights, asynchronous steps often make no progress. (To start from a partly
+            trained model, as the GPU A-SGD paper does, train it with one group and load its checkpoint.)
 
     ``n_push = n_fetch = 1`` with gradients is `AsyncSGD`. The model that is evaluated is the server's.
 
@@ -88,7 +88,7 @@ class Downpour(Method, frozen=True, kw_only=True, tag="downpour"):
 
     @property
     def steps_at(self) -> Literal["server", "worker"]:  # type: ignore[override]  # depends on a setting
-        """At the server for gradients, at the worker for updates."""
+        """Return ``"server"`` for gradients and ``"worker"`` for updates."""
         return "server" if self.send == "gradients" else "worker"
 
     @property
@@ -104,7 +104,7 @@ class Downpour(Method, frozen=True, kw_only=True, tag="downpour"):
 
     @property
     def has_barrier(self) -> bool:
-        return False  # but for the warm start
+        return False  # except in the warm start
 
     @property
     def holds_others_up(self) -> bool:

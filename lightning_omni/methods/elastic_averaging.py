@@ -22,7 +22,7 @@ _BETA = 0.9
 
 
 class _Centre(ServerSide):
-    """Moves the centre at every push, and answers with the move."""
+    """A server side that moves the centre at every push, and answers with the move."""
 
     method: ElasticAveraging
 
@@ -33,13 +33,12 @@ class _Centre(ServerSide):
         return self.method.moving_rate if self.method.moving_rate is not None else _BETA / max(1, groups)
 
     def join(self, group: int) -> None:
-        # All groups together must not draw the centre further than they do: the spring of each is weaker.
+        # With more groups each spring is weaker, so that the total pull on the centre does not grow.
         super().join(group)
         self._rate = min(self._rate, self._rate_of(len(self.groups)))
 
     def receive(self, push: Push) -> list[Reply]:
-        # A weight is missing where the group does not know of the parameter yet, or has it frozen as the centre has it:
-        # then it is not drawn to the centre.
+        # A group sends no weight of a parameter that it does not have yet, or that is frozen at the centre's value.
         staleness = self.staleness_of(push)
         moves: Tensors = [
             None if weight is None else (weight - centre) * self._rate
@@ -60,8 +59,8 @@ class ElasticAveraging(Method, frozen=True, kw_only=True, tag="elastic_averaging
     .. math:: x \leftarrow x + u(x) - \alpha (x - c), \qquad c \leftarrow c + \alpha (x - c)
 
     where u(x) is the step of the user's optimizer, at the worker, with the gradient taken *before* the elastic move. In
-    the other steps :math:`x \leftarrow x + u(x)`. What one side gains the other loses: x + c changes by u alone. With
-    ``torch.optim.SGD(momentum=δ, nesterov=True)`` this is EAMSGD: the spring pulls at the weights without their
+    the other steps :math:`x \leftarrow x + u(x)`. One side gains as much as the other loses: x + c changes by u alone.
+    With ``torch.optim.SGD(momentum=δ, nesterov=True)`` this is EAMSGD: the spring pulls at the weights without their
     look-ahead.
 
     Args:
@@ -100,7 +99,7 @@ class ElasticAveraging(Method, frozen=True, kw_only=True, tag="elastic_averaging
             check_number("moving_rate", self.moving_rate, rate, 0, 1)
 
     def group_side(self, replica: Replica) -> GroupSide:
-        """Local steps; every ``period``-th, move towards the centre."""
+        """Make local steps; before every ``period``-th, move towards the centre."""
         memory = replica.memory
         while True:
             gradient = yield NextGradient()
@@ -112,6 +111,6 @@ class ElasticAveraging(Method, frozen=True, kw_only=True, tag="elastic_averaging
                     continue
                 replica.move(pulled.tensors, -1.0)
                 replica.clock = pulled.clock
-                if replica.loose:  # no step and no spring moves them any more: they are the centre's
+                if replica.loose:  # neither steps nor the spring move frozen weights, so they are loaded
                     replica.take_frozen((yield Fetch()))
             yield Step(gradient)

@@ -1,10 +1,11 @@
 """Fragments: a model's parameters, cut into parts of equal bytes that are exchanged one by one.
 
-Rule 1: both sides cut alike, from the sizes of the tensors and the number of servers alone; no offset ever travels.
-Rule 2: where several servers hold a share of the parameters each, every share is cut by itself, as its server does, and
-a fragment is the fragment of that number of each share, one after the other.
-Rule 3: fragments are cut once. A parameter that comes in mid-run goes whole into one of them, behind what that has; so
-what a fragment held before is the beginning of it.
+Rule 1: both sides cut in the same way, from the sizes of the tensors and the number of servers alone; offsets never
+travel.
+Rule 2: where several servers hold a share of the parameters each, each server cuts its share separately, and fragment k
+consists of the k-th fragments of all shares, one after the other.
+Rule 3: parameters are cut once. A parameter added mid-run is appended whole to one fragment, whose earlier content
+stays at its beginning.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from torch import Tensor
 
 
 class Piece(NamedTuple):
-    """What a fragment has of one tensor.
+    """A part of one tensor in a fragment.
 
     Attributes:
-        place: of the tensor among all.
-        range: first number, and the one behind the last, of the flattened tensor; None for all of it.
+        place: index of the tensor among all.
+        range: start and stop in the flattened tensor; None for the whole tensor.
     """
 
     place: int
@@ -32,19 +33,19 @@ Pieces = Sequence[Piece]
 """A fragment or a share: its pieces, in the order of the tensors, or share after share in that order."""
 
 UNIT = 64
-"""Numbers of a tensor that stay together where servers hold a share each."""
+"""The numbers of a tensor that stay together where several servers hold a share each."""
 FRAGMENTS = "fragments"
-"""Where in the state of a method's server side lies what it remembers of each fragment, if there are several."""
+"""The key of the list of states per fragment in the state of a method's server side, if it has several."""
 
 
 def cut(sizes: Sequence[tuple[int, int]], of: int, first: int = 0, servers: int = 1) -> Sequence[Pieces]:
-    """Tensors cut into fragments, the cuts between numbers and not within them.
+    """Cut tensors into fragments of equal bytes, between numbers.
 
     Args:
-        sizes: of each tensor its numbers, and the bytes of one of them.
-        of: how many fragments.
-        first: how many tensors there were at first; 0 for all.
-        servers: that hold a share of them each, as `divide` has it. Then no tensors come in later.
+        sizes: for each tensor, the count of its numbers and the bytes of one of them.
+        of: number of fragments.
+        first: number of tensors before any were added; 0 for all.
+        servers: number of servers that hold a share each, as from `divide`. With several, no tensors are added.
 
     Example:
         >>> cut([(6, 4), (2, 4)], of=2)
@@ -55,7 +56,7 @@ def cut(sizes: Sequence[tuple[int, int]], of: int, first: int = 0, servers: int 
     return _cut(tuple(sizes), of, first, servers)
 
 
-@lru_cache(maxsize=64)  # with many tensors it takes milliseconds, and each exchange asks for it
+@lru_cache(maxsize=64)  # with many tensors it takes milliseconds, and each exchange calls it
 def _cut(sizes: Sequence[tuple[int, int]], of: int, first: int, servers: int) -> Sequence[Pieces]:
     if servers > 1:
         shares = divide(sizes, servers)
@@ -83,13 +84,13 @@ def _cut(sizes: Sequence[tuple[int, int]], of: int, first: int, servers: int) ->
 
 
 def divide(sizes: Sequence[tuple[int, int]], servers: int) -> list[list[Piece]]:
-    """Tensors divided into shares of equal bytes, of which each server holds one.
+    """Divide tensors into shares of equal bytes, one for each server.
 
-    A tensor is cut at a multiple of `UNIT` of its numbers. One without numbers goes beside what is before it.
+    A tensor is cut at multiples of `UNIT` of its numbers. An empty tensor joins the share of the tensor before it.
 
     Args:
         sizes: as in `cut`.
-        servers: how many shares.
+        servers: number of shares.
 
     Example:
         >>> divide([(192, 4), (4, 4)], servers=2)
@@ -100,7 +101,7 @@ def divide(sizes: Sequence[tuple[int, int]], servers: int) -> list[list[Piece]]:
     shares: list[list[Piece]] = [[] for _ in range(servers)]
     for place, (count, width) in enumerate(sizes):
         cuts = [_cut_at((bound - begin) // width, count) for bound in bounds]
-        cuts[-1] = count  # of bounds that fall together at its beginning, the last one ends it
+        cuts[-1] = count  # if several bounds coincide at its beginning, the last one ends it
         for share, start, stop in zip(shares, cuts, cuts[1:], strict=False):
             if start < stop:
                 share.append(Piece(place, None if stop - start == count else (start, stop)))
@@ -111,7 +112,7 @@ def divide(sizes: Sequence[tuple[int, int]], servers: int) -> list[list[Piece]]:
 
 
 def _cut_at(at: int, count: int) -> int:
-    """Where a tensor of so many numbers is cut, if a share ends at this one."""
+    """Return the cut of a tensor of ``count`` numbers nearest to the end of a share at ``at``."""
     return min(count, max(0, at)) if not 0 < at < count else min(count, round(at / UNIT) * UNIT)
 
 
@@ -120,7 +121,6 @@ def _count(sizes: Sequence[tuple[int, int]], piece: Piece) -> int:
 
 
 def _within(piece: Piece, where: tuple[int, int] | None) -> Piece:
-    """A range of the numbers of a piece; None for all of them."""
     if where is None:
         return piece
     begin = piece.range[0] if piece.range is not None else 0
@@ -128,23 +128,23 @@ def _within(piece: Piece, where: tuple[int, int] | None) -> Piece:
 
 
 def state_of(fragments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What a method's server side remembers, from what it does of each fragment."""
+    """Return the state of a method's server side, from its states per fragment."""
     return dict(fragments[0]) if len(fragments) == 1 else {FRAGMENTS: [dict(each) for each in fragments]}
 
 
 def states_in(state: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """What there is of each fragment in what `state_of` has made."""
+    """Return the states per fragment in a result of `state_of`."""
     states: Sequence[Mapping[str, Any]] = state.get(FRAGMENTS, [state])
     return states
 
 
 def sizes_of(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """Of each tensor its numbers, and the bytes of one of them."""
+    """Return, for each tensor, the count of its numbers and the bytes of one of them."""
     return [(tensor.numel(), tensor.element_size()) for tensor in tensors]
 
 
 def read(tensors: Sequence[Tensor], pieces: Pieces) -> list[Tensor]:
-    """A fragment of tensors, a tensor for each piece. They share memory wherever a tensor is contiguous.
+    """Return a fragment of tensors, one tensor for each piece. They share memory where a tensor is contiguous.
 
     Example:
         >>> import torch
@@ -155,12 +155,12 @@ def read(tensors: Sequence[Tensor], pieces: Pieces) -> list[Tensor]:
 
 
 def write(tensors: Sequence[Tensor], pieces: Pieces, values: Sequence[Tensor]) -> None:
-    """Overwrites a fragment of tensors with one value for each piece."""
+    """Overwrite a fragment of tensors with one value for each piece."""
     for (place, where), value in zip(pieces, values, strict=True):
         whole = tensors[place]
         if where is None or whole.is_contiguous():
             _part(whole, where).copy_(value, non_blocking=True)
-        else:  # in another memory format, in which its numbers are not in a row
+        else:  # in another memory format, where a range is not contiguous
             flat = whole.flatten()
             flat[slice(*where)].copy_(value)
             whole.copy_(flat.view_as(whole))

@@ -1,4 +1,4 @@
-"""Gossip: groups average their weights with one another, two at a time, and no server sees them."""
+"""Gossip: groups average their weights pairwise, without a server."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from lightning_omni.methods.replica import Replica, is_sound, minus
 
 
 class _Bystander(ServerSide):
-    """The server is for synchronization points only."""
+    """A server side that rejects every push; gossip uses the server for synchronization points only."""
 
     def receive(self, push: Push) -> list[Reply]:
         raise ProtocolError("with gossip no group pushes to the server")
@@ -44,23 +44,23 @@ class Gossip(Method, frozen=True, kw_only=True, tag="gossip"):
     itself included.
 
     - *pull*: i publishes its weights :math:`x_i`; if j is another group,
-      :math:`x_i \leftarrow \tfrac12 (x_i + x_j)` with what j has last published.
+      :math:`x_i \leftarrow \tfrac12 (x_i + x_j)` with the weights that j published last.
     - *push*: if j is another group, i puts :math:`x_i` into the inbox of j. Then
       :math:`x_i \leftarrow (w x_i + \sum \text{inbox}) / (w + |\text{inbox}|)` with w = 2 if j = i, else 1.
 
-    Pushing conserves the mean of all weights far better than pulling, and brings them together somewhat more slowly.
-    No group waits for another. Velocities are not exchanged, and Nesterov's look-ahead is taken off before weights are
-    sent and added again afterwards.
+    Pushing conserves the mean of all weights far better than pulling, and brings them together somewhat more slowly. No
+    group waits for another. Velocities are not exchanged, and Nesterov's look-ahead is removed before weights are sent
+    and restored afterwards.
 
     Args:
         kind: ``"pull"`` or ``"push"``.
         period: local steps between two exchanges, in steps.
-        seed: of the random choice of peers.
+        seed: seed of the random choice of peers.
 
     The model that is evaluated is the exact mean of all groups' weights.
 
     Raises:
-        ConfigurationError: an argument is out of range, or there is just one group to gossip.
+        ConfigurationError: an argument is out of range, or the run has one group only.
 
     Example:
         >>> Gossip(kind="push")
@@ -85,14 +85,13 @@ class Gossip(Method, frozen=True, kw_only=True, tag="gossip"):
         check_choice("kind", self.kind, ("pull", "push"))
 
     def check(self, groups: int) -> None:
-        """One group has no peer to talk to."""
         if groups < 2:
             raise ConfigurationError(
                 f"gossip goes from group to group, and there is just {groups}; pass groups=2 or more, or another method"
             )
 
     def group_side(self, replica: Replica) -> GroupSide:
-        """Local steps; after every ``period``-th, gossip."""
+        """Make local steps; after every ``period``-th, gossip."""
         memory = replica.memory
         while True:
             gradient = yield NextGradient()
@@ -105,7 +104,7 @@ class Gossip(Method, frozen=True, kw_only=True, tag="gossip"):
             yield from self._pull(replica, peer, mine) if self.kind == "pull" else self._push(replica, peer, mine)
 
     def _draw(self, replica: Replica) -> int:
-        # A generator of its own for each draw: nothing to be saved, and a generator made again draws on as before.
+        # Each draw has its own generator, so no state is saved, and a restarted group side continues the same draws.
         draw = random.Random(f"{self.seed} {replica.group} {replica.memory['steps']}")
         return draw.choice(replica.peers)
 

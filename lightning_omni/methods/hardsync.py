@@ -1,4 +1,4 @@
-"""Hardsync: all groups push, one step is made with the mean of their gradients, all go on."""
+"""Hardsync: all groups push, the server makes one step with the mean of their gradients, and all continue."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from lightning_omni.methods.totals import Total
 
 
 class _MeanGradient(Barrier):
-    """The barrier that steps the user's optimizer with the mean gradient."""
+    """A barrier that steps the user's optimizer with the mean gradient."""
 
     def merge(self, total: Total, last: Push) -> None:
         self.master.update(total.scaled(1 / total.count), last.hyperparameters)
@@ -18,9 +18,9 @@ class HardSync(Method, frozen=True, kw_only=True, tag="hardsync"):
 
     .. math:: w_{t+1} = \mathrm{step}\Bigl(w_t,\; \tfrac1\lambda \sum_{l=1}^{\lambda} g_l(w_t)\Bigr)
 
-    for :math:`\lambda` groups. Staleness is always 0, and the result is that of one synchronous group with the batch
-    of them all; use it as a baseline for the asynchronous methods on the same network. For speed use ``groups=1``,
-    which all-reduces and needs no server.
+    for :math:`\lambda` groups. Staleness is always 0, and the result is that of one synchronous group with the batch of
+    all groups; use it as a baseline for the asynchronous methods on the same network. For speed use ``groups=1``, which
+    all-reduces and needs no server.
 
     The model that is evaluated is the server's.
 
@@ -36,9 +36,7 @@ class HardSync(Method, frozen=True, kw_only=True, tag="hardsync"):
     side = _MeanGradient
 
     def updates_per_batch(self, groups: int) -> int:
-        """One, of all groups together."""
         return 1
 
     def most_added(self, groups: int) -> int:
-        """All: the server makes one step with their mean."""
         return groups

@@ -25,11 +25,11 @@ from lightning_omni.methods.modules import check_describable, describe_module, t
 
 @dataclass(frozen=True)
 class Passed:
-    """What a backward pass through the head gives.
+    """The gradients of a backward pass through the head.
 
     Attributes:
-        inputs: the gradient of each floating-point or complex tensor that came in, None for the others.
-        parameters: the gradient of each parameter, None where it took no part.
+        inputs: one for each floating-point or complex input tensor; None for other inputs.
+        parameters: one for each parameter; None where it took no part.
     """
 
     inputs: list[Tensor | None]
@@ -37,12 +37,12 @@ class Passed:
 
 
 class MergedHead:
-    """A submodule at its owner. Exclusive access is `forward`, then `backward` or `abandon`.
+    """A submodule at its owner. An exclusive access is `forward`, then `backward` or `abandon`.
 
     Args:
         module: the submodule, over ``parameters``.
-        parameters: its parameters by name, in the order of gradients; the side that holds them steps them.
-        seed: of the random numbers that its forward pass draws (dropout, say).
+        parameters: its parameters by name, in the order of gradients; the caller steps them.
+        seed: seed of the random numbers of its forward pass (dropout, for example).
 
     Example:
         >>> module = nn.Linear(2, 1)
@@ -69,18 +69,18 @@ class MergedHead:
         autocast: torch.dtype | None = None,
         exclusive: bool = True,
     ) -> Any:
-        """The head's output.
+        """Return the head's output.
 
         Args:
             args: positional arguments of the submodule: trees of tensors and plain values.
             kwargs: keyword arguments, likewise.
-            training: whether the submodule is in training mode; or one word for each of `modes_of`.
+            training: whether the submodule is in training mode; or one value for each submodule, as from `modes_of`.
             autocast: the dtype of automatic mixed precision, if any.
             exclusive: whether a backward pass will follow.
 
         Raises:
-            UnsupportedError: the pass changed a buffer of the head, or gave what cannot travel.
-            ValueError: there are not so many submodules.
+            UnsupportedError: the pass changed a buffer of the head, or returned values that cannot travel.
+            ValueError: ``training`` does not match the number of submodules.
         """
         tree = (tuple(args), dict(kwargs))
         inputs = [tensor.detach() for tensor in tensors_of(tree)]
@@ -90,7 +90,7 @@ class MergedHead:
         before = self._buffer_versions()
         with torch.set_grad_enabled(exclusive), torch.random.fork_rng(devices=[]):
             torch.set_rng_state(self._random)
-            # Copies: the memory is the caller's, and layers may work in place, which torch forbids on leaves.
+            # Copies, because the memory is the caller's, and layers may work in place, which torch forbids on leaves.
             positional, named = with_tensors(tree, [tensor.clone() for tensor in inputs])
             with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
                 output = self._module(*positional, **named)
@@ -101,15 +101,15 @@ class MergedHead:
         return with_tensors(output, [tensor.detach() for tensor in tensors_of(output)])
 
     def backward(self, gradients: Sequence[Tensor | None], scale: float = 1.0) -> Passed:
-        """Ends the access with the gradients of what `forward` gave.
+        """End the access with the gradients of the output of `forward`.
 
         Args:
             gradients: one for each tensor of the output, in order; None where it took no part in the loss.
-            scale: multiplies the parameters' gradients, not those of the inputs.
+            scale: factor of the parameters' gradients, but not of those of the inputs.
         """
         inputs, outputs = self._inputs, self._outputs
         self.abandon()
-        self._set_modes(self._modes)  # others may have read it; what is computed again must be what was
+        self._set_modes(self._modes)  # evaluations in between change them; recomputation needs those of `forward`
         pairs = [
             (output, gradient.to(output.dtype))
             for output, gradient in zip(outputs, gradients, strict=True)
@@ -129,7 +129,7 @@ class MergedHead:
         return Passed(into, own)
 
     def abandon(self) -> None:
-        """Ends the access without a gradient."""
+        """End the access without a gradient."""
         self._inputs, self._outputs = [], []
 
     def _set_modes(self, modes: bool | Sequence[bool]) -> None:
@@ -152,33 +152,33 @@ class MergedHead:
 
 
 def modes_of(module: nn.Module) -> tuple[bool, ...]:
-    """Whether each submodule is in training mode, itself first, those that occur twice twice."""
+    """Return whether each submodule is in training mode, itself first; a shared module counts each time."""
     return tuple(each.training for _, each in module.named_modules(remove_duplicate=False))
 
 
 class Passage(Protocol):
-    """Brings what goes into a merged head to its owner, and back what comes out; and so with gradients."""
+    """A connection that brings inputs to a merged head and returns outputs, and likewise gradients."""
 
     def bring(self, tree: Any, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The tensors of the output, for ``tree`` (arguments, keyword arguments) with these tensors in it."""
+        """Return the tensors of the output for ``tree`` (arguments, keyword arguments) with these tensors in it."""
 
     def take_back(
         self, gradients: Sequence[Tensor | None], inputs: Sequence[tuple[torch.Size, torch.dtype]]
     ) -> Sequence[Tensor | None]:
-        """The gradients of the inputs, whose shapes and dtypes are given, for those of the output.
+        """Return the gradients of the inputs, of these shapes and dtypes, for those of the output.
 
         None stands for an output that took no part in the loss.
         """
 
 
 def pass_through(passage: Passage, tree: Any) -> tuple[Tensor, ...]:
-    """The tensors of a merged head's output, through which a backward pass goes in reverse.
+    """Return the tensors of a merged head's output, with a backward pass through the passage.
 
     Args:
-        passage: the way to the head and back.
+        passage: the connection to the head.
         tree: arguments and keyword arguments.
     """
-    # The anchor sees to it that a backward pass always comes this way, though nothing before may want a gradient.
+    # The anchor makes autograd call `_Pass.backward` even if no input requires a gradient.
     anchor = torch.zeros((), requires_grad=True)
     outputs: tuple[Tensor, ...] = _Pass.apply(  # type: ignore[no-untyped-call, unused-ignore]  # until torch 2.14
         passage, tree, anchor, *tensors_of(tree)
@@ -204,10 +204,10 @@ class _Pass(torch.autograd.Function):
 
 
 def clip(gradients: Sequence[Tensor | None], value: float, algorithm: str) -> None:
-    """Clips gradients in place, as Lightning's ``gradient_clip_val`` and ``gradient_clip_algorithm`` have it.
+    """Clip gradients in place, as Lightning's ``gradient_clip_val`` and ``gradient_clip_algorithm`` do.
 
     Args:
-        gradients: of all parameters together.
+        gradients: gradients of all parameters together.
         value: largest norm, or largest magnitude; 0 clips nothing.
         algorithm: ``"norm"`` or ``"value"``.
     """
@@ -224,15 +224,15 @@ def clip(gradients: Sequence[Tensor | None], value: float, algorithm: str) -> No
 
 
 def check_mergeable(name: str, model: nn.Module) -> nn.Module:
-    """The submodule of that name, if it can be merged.
+    """Return the submodule of this name, if it can be merged.
 
     Args:
         name: as in ``model.named_modules()``.
         model: the whole model.
 
     Raises:
-        ConfigurationError: there is no such submodule, or it has no parameters.
-        UnsupportedError: it shares parameters with the rest, keeps running statistics, or cannot be described.
+        ConfigurationError: the model has no such submodule, or it has no parameters.
+        UnsupportedError: it shares parameters with other modules, keeps running statistics, or cannot be described.
     """
     modules = dict(model.named_modules())
     if not isinstance(name, str) or name not in modules or not name:
@@ -269,7 +269,7 @@ def check_mergeable(name: str, model: nn.Module) -> nn.Module:
 def held_by_one(
     name: str, module: nn.Module, optimizers: Iterable[Optimizer]
 ) -> tuple[Optimizer, dict[str, Parameter]]:
-    """The optimizer that holds a merged head's parameters, and these by name, in its order.
+    """Return the optimizer that holds a merged head's parameters, and these by name, in its order.
 
     Args:
         name: the submodule's name in the model.
@@ -277,8 +277,8 @@ def held_by_one(
         optimizers: all optimizers.
 
     Raises:
-        ConfigurationError: none holds any of them.
-        UnsupportedError: the one that holds some does not hold all.
+        ConfigurationError: no optimizer holds any of them.
+        UnsupportedError: the optimizer that holds some does not hold all.
     """
     names = {parameter: f"{name}.{local}" for local, parameter in module.named_parameters()}
     for optimizer in optimizers:
@@ -297,7 +297,6 @@ def held_by_one(
 
 
 def _check_not_tied(name: str, model: nn.Module, own: set[int]) -> None:
-    """A weight, or a whole module, may have a second home in the body."""
     for other, parameter in model.named_parameters(remove_duplicate=False):
         if id(parameter) in own and not other.startswith(f"{name}."):
             raise UnsupportedError(

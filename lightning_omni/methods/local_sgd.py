@@ -1,4 +1,4 @@
-"""Local SGD: groups train on their own and average their weights every so many steps."""
+"""Local SGD: groups train on their own and average their weights every few steps."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from lightning_omni.methods.totals import Total
 
 
 class _Mean(PacedBarrier):
-    """Averages when all working groups have pushed."""
+    """A barrier that averages when all working groups have pushed."""
 
     def merge(self, total: Total, last: Push) -> None:
-        self.master.overwrite(total.means(), last.fragment)  # a group may not know of all parameters yet
+        self.master.overwrite(total.means(), last.fragment)  # a group may lack parameters that were added mid-run
 
 
 class LocalSGD(Streaming, frozen=True, kw_only=True, tag="local_sgd"):
@@ -30,12 +30,13 @@ class LocalSGD(Streaming, frozen=True, kw_only=True, tag="local_sgd"):
 
     Args:
         period: H, local steps between two averages, in steps.
-        warmup_steps: initial steps that are averaged one by one (post-local SGD), in steps.
+        warmup_steps: initial steps with an average after each (post-local SGD), in steps.
         fragments: P, fragments of the weights that are averaged one by one, every H/P steps; P divides H.
         delay: steps that a group makes while an average is in flight, fewer than H/P; 0 waits for it.
         alpha: part of its own weights that a group keeps at an average, from 0 to less than 1.
-        keep_steps: whether all that it learned while an average was in flight is kept, and added to that.
-        dynamic_steps: whether slow groups make fewer steps between two averages, at their own pace.
+        keep_steps: whether a group keeps the steps that it made while an average was in flight, by adding their change
+            to the average.
+        dynamic_steps: whether slow groups make fewer steps between two averages, in proportion to their speed.
 
     The model that is evaluated is the exact mean of all groups' weights.
 
@@ -74,7 +75,7 @@ class LocalSGD(Streaming, frozen=True, kw_only=True, tag="local_sgd"):
         return 1 if replica.clock < self.warmup_steps else super().steps_to_push(replica)
 
     def group_side(self, replica: Replica) -> GroupSide:
-        """Local steps; after every ``period``-th, the mean of all groups."""
+        """Make local steps; after every ``period``-th, load the mean of all groups."""
         if self.streams:
             yield from self.stream(replica)
         memory = replica.memory

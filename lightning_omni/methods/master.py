@@ -1,7 +1,7 @@
 """The master weights of one optimizer, and the user's torch optimizer that moves them.
 
-A torch optimizer reaches the server as a *description*: class path, defaults, parameter groups, plain attributes.
-It is never pickled, so nothing that comes over the wire can run code of its own choosing.
+A torch optimizer reaches the server as a *description*: class path, defaults, parameter groups, plain attributes. It is
+never pickled, so a message cannot execute code of its sender's choice.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lightning_omni.methods.fragments import cut, read, sizes_of
 _MAY_BE_FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 _IMPLEMENTATION_FLAGS = ("foreach", "fused", "capturable", "differentiable")
 _NOT_SETTINGS = ("params", "param_names", *_IMPLEMENTATION_FLAGS)
-"""What a parameter group holds besides hyperparameters."""
+"""Keys of a parameter group that are no hyperparameters."""
 _PLAIN = (bool, int, float, str, bytes, type(None))
 _STEP_ON_RANKS = 'use a method whose optimizer steps on the ranks (method="local_sgd", say), or groups=1'
 
@@ -38,12 +38,12 @@ class Master:
     """Master weights, their optimizer, and their clock: one tick for each applied update.
 
     Args:
-        parameters: name and initial value of every parameter that the optimizer moves; the values are used in
-            place, not copied.
+        parameters: name and initial value of every parameter that the optimizer moves; the values are used in place,
+            not copied.
         optimizer: the user's optimizer over exactly these parameters; None if the workers' own optimizers step.
         clock: number of updates that the values already contain.
-        first: how many of the parameters were there before training began; None for all.
-        servers: whose shares these are together, where one stands for several, as in a simulation.
+        first: number of the parameters that existed before training began; None for all.
+        servers: number of servers whose shares this master holds together, as in a simulation.
     """
 
     def __init__(
@@ -66,18 +66,18 @@ class Master:
         self._kept_settings: set[str] = set()
 
     def grow(self, parameters: Mapping[str, Parameter]) -> None:
-        """Further parameters, behind the others, which no parameter group holds yet."""
+        """Append parameters, which no parameter group holds yet."""
         self.parameters.update(parameters)
         self._ordered = list(self.parameters.values())
         before = self._fragments
         self.cut(len(before))
         for old, new in zip(before, self._fragments, strict=True) if len(before) > 1 else ():
-            for mine, moved in zip(old, new, strict=False):  # where others hold them, they stay the same objects
+            for mine, moved in zip(old, new, strict=False):  # optimizers hold the pieces: keep these objects
                 mine.data = moved.data
             new[: len(old)] = old
 
     def cut(self, fragments: int) -> None:
-        """The parameters are exchanged in so many fragments from now on: see `fragment`."""
+        """Cut the parameters into fragments, for `fragment`."""
         if fragments == 1:
             self._fragments = [self._ordered]
             return
@@ -88,15 +88,15 @@ class Master:
         ]
 
     def fragment(self, number: int | None) -> list[Parameter]:
-        """The pieces of a fragment, which share the parameters' memory; None for the parameters themselves."""
+        """Return the pieces of a fragment, which share the parameters' memory; None for the parameters themselves."""
         return self._ordered if number is None else self._fragments[number]
 
     def arrange(self, groups: Sequence[Mapping[str, Any]], state: Mapping[int, Any] | None = None) -> None:
-        """These are the optimizer's parameter groups from now on. State stays with its parameter.
+        """Replace the optimizer's parameter groups; state stays with its parameter.
 
         Args:
-            groups: settings, and under ``params`` the places of parameters among all.
-            state: optimizer state of parameters that have none yet, by place.
+            groups: settings, with the indices of parameters under ``params``.
+            state: optimizer state, by parameter index, of parameters that have none yet.
         """
         assert self.optimizer is not None
         before = self.optimizer.param_groups
@@ -118,13 +118,13 @@ class Master:
         hyperparameters: Sequence[Mapping[str, Any]],
         step_scale: float = 1.0,
     ) -> None:
-        """One step of the user's optimizer: ``weights, clock = step(weights, gradients), clock + 1``.
+        """Make one step of the user's optimizer: ``weights, clock = step(weights, gradients), clock + 1``.
 
         Args:
-            gradients: one for each parameter in order, or ``None``, which skips the parameter as torch does (no
-                weight decay, no momentum).
+            gradients: one for each parameter in order, or ``None``, which skips the parameter as torch does (no weight
+                decay, no momentum).
             hyperparameters: one mapping for each parameter group; they replace the optimizer's own.
-            step_scale: multiplies the learning rate of this one step.
+            step_scale: factor of the learning rate of this one step.
         """
         assert self.optimizer is not None, "this method's optimizer runs at the workers"
         left_out = {*_NOT_SETTINGS, *self._kept_settings}
@@ -137,10 +137,10 @@ class Master:
         self._check_kept(given)
 
     def _check_kept(self, settings: Sequence[Mapping[str, Any]]) -> None:
-        """Raise `UnsupportedError` if a step keeps what it learns where it is lost or cannot be saved.
+        """Raise `UnsupportedError` if a step keeps state where it is lost or cannot be saved.
 
         Args:
-            settings: those of each parameter group that the step was given.
+            settings: the settings of each parameter group that the step received.
         """
         assert self.optimizer is not None
         kind = type(self.optimizer)
@@ -148,7 +148,7 @@ class Master:
             for key, value in given.items():
                 if key in group and (group[key] is value or group[key] == value):
                     continue
-                # A count of steps, say, which ranks have from training in one group.
+                # For example a count of steps, which ranks have from training in one group.
                 if key not in self.optimizer.defaults:
                     self._kept_settings.add(key)
                 else:
@@ -168,7 +168,7 @@ class Master:
         self._has_checked_state = bool(self.optimizer.state)
 
     def step(self, optimizer: Optimizer, gradients: Sequence[Tensor | None], fragment: int | None = None) -> None:
-        """One step of any optimizer over the parameters, or a fragment; a method's own perhaps. The clock ticks."""
+        """Make one step of any optimizer over the parameters or a fragment. The clock ticks."""
         parameters = self.fragment(fragment)
         pairs = [(p, gradient) for p, gradient in zip(parameters, gradients, strict=True) if gradient is not None]
         for some in _steppable_together(optimizer, pairs):
@@ -186,25 +186,25 @@ class Master:
         self.clock += 1
 
     def overwrite(self, values: Sequence[Tensor | None], fragment: int | None = None) -> None:
-        """``weights, clock = values, clock + 1``; a weight whose value is None stays."""
+        """Set ``weights, clock = values, clock + 1``; a weight whose value is None stays."""
         for weight, value in zip(self.weights(fragment), values, strict=True):
             if value is not None:
                 weight.copy_(value)
         self.clock += 1
 
     def add(self, changes: Sequence[Tensor | None], factor: float = 1.0, fragment: int | None = None) -> None:
-        """``weights, clock = weights + factor * changes, clock + 1``, of all parameters or of a fragment."""
+        """Set ``weights, clock = weights + factor * changes, clock + 1``, for all parameters or a fragment."""
         for weight, change in zip(self.weights(fragment), changes, strict=True):
             if change is not None:
                 weight.add_(change, alpha=factor)
         self.clock += 1
 
     def weights(self, fragment: int | None = None) -> list[Tensor]:
-        """The live weights, in order, or a fragment's pieces of them. The next update changes them in place."""
+        """Return the live weights, in order, or a fragment's pieces of them. The next update changes them in place."""
         return [parameter.detach() for parameter in self.fragment(fragment)]
 
     def snapshot(self) -> dict[str, Any]:
-        """Weights, optimizer state and clock, of one and the same moment. The tensors are the live ones."""
+        """Return weights, optimizer state and clock of the same moment. The tensors are the live ones."""
         return {
             "weights": {name: parameter.detach() for name, parameter in self.parameters.items()},
             "state": self._state() if self.optimizer is not None else {},
@@ -212,7 +212,7 @@ class Master:
         }
 
     def _state(self) -> dict[Any, Any]:
-        """The optimizer's state by the places of parameters among all, whatever the order of parameter groups."""
+        """Return the optimizer's state by index among all parameters, independent of the order of parameter groups."""
         assert self.optimizer is not None
         places = {id(parameter): place for place, parameter in enumerate(self._ordered)}
         held = [id(parameter) for parameter in held_by(self.optimizer)]
@@ -221,14 +221,14 @@ class Master:
 
 
 def check_state(optimizer: Optimizer, weights: Mapping[int, Tensor], state: Mapping[int, Mapping[str, Any]]) -> None:
-    """Raises `MalformedMessage` unless the optimizer can step these weights with this state: a twin of it tries.
+    """Raise `MalformedMessage` unless a copy of the optimizer can step these weights with this state.
 
     Args:
-        optimizer: stays as it is.
-        weights: copies are made.
-        state: of each of the weights.
+        optimizer: the optimizer; it is not changed.
+        weights: weights by key; they are copied.
+        state: state of each weight.
     """
-    for key, values in state.items():  # fused kernels do not look before they write
+    for key, values in state.items():  # fused kernels do not check shapes before they write
         wrong = [
             name
             for name, value in values.items()
@@ -250,16 +250,16 @@ def check_state(optimizer: Optimizer, weights: Mapping[int, Tensor], state: Mapp
         parameter.grad = torch.zeros_like(parameter)
     try:
         twin.step()
-    except Exception as error:  # torch raises what it likes
+    except Exception as error:  # torch raises exceptions of many types
         raise MalformedMessage(
             f"optimizer state that {type(optimizer).__name__} cannot step with: {type(error).__name__}: {error}"
         ) from error
 
 
 def park(optimizer: Optimizer, parked: dict[Tensor, Any]) -> None:
-    """Stashes the state of parameters that no group holds any more, and gives it back to those that came back.
+    """Stash the state of parameters that no group holds any more, and restore that of parameters that returned.
 
-    Such state would be in the way of ``state_dict()``, which numbers what the groups hold.
+    Otherwise ``state_dict()``, which numbers the parameters in groups, would fail on such state.
 
     Args:
         optimizer: the optimizer.
@@ -275,15 +275,15 @@ def park(optimizer: Optimizer, parked: dict[Tensor, Any]) -> None:
 def hyperparameters_of(
     optimizer: Optimizer, of: Container[Tensor] | None = None, are_needed: bool = True
 ) -> list[dict[str, Any]]:
-    """The optimizer's hyperparameters as plain numbers, one mapping for each parameter group.
+    """Return the optimizer's hyperparameters as plain values, one mapping for each parameter group.
 
     Args:
         optimizer: the optimizer.
-        of: only of groups that hold some of these parameters; None takes all groups.
-        are_needed: whether an optimizer is to step with them; otherwise what is no plain value is left out.
+        of: parameters; only groups that hold some of them are returned. None returns all groups.
+        are_needed: whether an optimizer is to step with them; otherwise values that are not plain are left out.
 
     Raises:
-        UnsupportedError: one that is needed is no plain value.
+        UnsupportedError: a needed hyperparameter is no plain value.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(2))
@@ -303,15 +303,15 @@ def hyperparameters_of(
 
 
 def describe(optimizer: Optimizer, names: Mapping[Tensor, str], with_state: bool = True) -> dict[str, Any]:
-    """Describes a torch optimizer so that `rebuild` can make its twin in another process.
+    """Describe a torch optimizer so that `rebuild` can make a copy of it in another process.
 
     Args:
         optimizer: any optimizer whose ``step`` needs no closure.
-        names: the name of every parameter that the twin is to move; the others are left out.
+        names: the name of every parameter that the copy is to move; others are left out.
         with_state: whether to include its state (momentum buffers and the like).
 
     Raises:
-        UnsupportedError: it cannot be served; the message says why and what to do instead.
+        UnsupportedError: it cannot be served; the message gives the reason and a remedy.
     """
     check_servable(optimizer)
     marks = {} if type(optimizer).__module__.startswith("torch.optim.") else _marks_of(names)
@@ -330,7 +330,7 @@ def describe(optimizer: Optimizer, names: Mapping[Tensor, str], with_state: bool
 
 
 def _marks_of(names: Mapping[Tensor, str]) -> dict[str, dict[str, Any]]:
-    """Return, by parameters' names, plain attributes that a program has put on them: its optimizer may read them."""
+    """Return, by parameter name, plain attributes that a program has set on parameters: its optimizer may read them."""
     marks = {
         name: {key: value for key, value in vars(parameter).items() if _is_mark(key, value)}
         for parameter, name in names.items()
@@ -339,7 +339,7 @@ def _marks_of(names: Mapping[Tensor, str]) -> dict[str, dict[str, Any]]:
 
 
 def _is_mark(name: str, value: Any) -> bool:
-    """Tell whether an attribute is sent: a number or a text whose name means nothing to torch."""
+    """Return whether an attribute is sent: a number or a text whose name has no meaning in torch."""
     is_number = isinstance(value, float) or (isinstance(value, int) and abs(value) < 1 << 63)
     return (value is None or is_number or isinstance(value, str)) and not hasattr(Parameter, name)
 
@@ -350,12 +350,12 @@ def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def plain_attributes_of(optimizer: Optimizer) -> dict[str, Any]:
-    """Return those attributes that are plain values, as a copy."""
+    """Return the own attributes that are plain values, as a copy."""
     return {key: _plain(value) for key, value in attributes_of(optimizer).items() if _is_plain(value)}
 
 
 def has_own_step(optimizer: Optimizer) -> bool:
-    """Tell whether the optimizer has a step that is not its class's, as apex's ASP and others put on an instance."""
+    """Return whether the optimizer has a step other than its class's, as apex's ASP and others set on an instance."""
     step = vars(optimizer).get("step")
     while step is not type(optimizer).step and (
         hasattr(step, "_wrapped_by_lr_sched") or hasattr(step, "_torchdynamo_orig_callable")
@@ -365,15 +365,15 @@ def has_own_step(optimizer: Optimizer) -> bool:
 
 
 def held_by(optimizer: Optimizer) -> list[Parameter]:
-    """The parameters of an optimizer, in its order."""
+    """Return the parameters of an optimizer, in its order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def rate_of(optimizer: Optimizer, group: Mapping[str, Any]) -> float:
-    """Return the learning rate of one of its parameter groups, which a method scales or steps with.
+    """Return the learning rate of a parameter group, for a method that scales it or steps with it.
 
     Raises:
-        UnsupportedError: there is none, for the optimizer has none or finds one by itself (``lr=None``).
+        UnsupportedError: the optimizer has no learning rate, or finds one itself (``lr=None``).
     """
     rate = group.get("lr")
     if not isinstance(rate, (Real, Tensor)):
@@ -385,7 +385,7 @@ def rate_of(optimizer: Optimizer, group: Mapping[str, Any]) -> float:
 
 
 def directions_of(optimizer: Optimizer) -> dict[int, float]:
-    """Return, by the identity of each parameter, -1.0 where steps go up along the gradient (``maximize``), else 1.0."""
+    """Return, by the ``id`` of each parameter, -1.0 where steps go up along the gradient (``maximize``), else 1.0."""
     return {
         id(parameter): -1.0 if group.get("maximize") else 1.0
         for group in optimizer.param_groups
@@ -394,34 +394,34 @@ def directions_of(optimizer: Optimizer) -> dict[int, float]:
 
 
 def holds(group: Mapping[str, Any], of: Container[Tensor]) -> bool:
-    """Whether a parameter group holds some of these parameters; one that is empty belongs to all."""
+    """Return whether a parameter group holds some of these parameters, or is empty."""
     return not group["params"] or any(parameter in of for parameter in group["params"])
 
 
 def state_of(optimizer: Optimizer, of: Container[Tensor]) -> dict[int, Any]:
-    """The optimizer's state of these parameters, by their places among them, as in a ``state_dict``."""
+    """Return the optimizer's state of these parameters, by their indices among them, as in a ``state_dict``."""
     everything = optimizer.state_dict()["state"]
     return {place: everything[whole] for place, whole in enumerate(places_of(optimizer, of)) if whole in everything}
 
 
 def places_of(optimizer: Optimizer, of: Container[Tensor]) -> list[int]:
-    """The places of these parameters among all that the optimizer holds, in its order."""
+    """Return the indices of these parameters among all that the optimizer holds, in its order."""
     return [place for place, parameter in enumerate(held_by(optimizer)) if parameter in of]
 
 
 def rebuild(
     description: Mapping[str, Any], parameters: Mapping[str, Parameter], resolve: Resolve | None = None
 ) -> Optimizer:
-    """Makes the optimizer that `describe` described, over other parameters of the same names.
+    """Make the optimizer that `describe` described, over other parameters of the same names.
 
     Args:
         description: from `describe`.
         parameters: the parameters to move, by name.
-        resolve: finds the class of a class path; by default only ``torch.optim`` is allowed.
+        resolve: maps a class path to its class; by default only ``torch.optim`` is allowed.
 
     Raises:
         UnsupportedError: the class is not allowed or cannot be imported.
-        MalformedMessage: a group has a parameter twice, which torch would only warn of.
+        MalformedMessage: a group has a parameter twice, for which torch would only warn.
     """
     for group in description["groups"]:
         if len(set(group["params"])) < len(group["params"]):
@@ -429,11 +429,11 @@ def rebuild(
     kind = (resolve or resolver(()))(str(description["class"]))
     optimizer = object.__new__(kind)
     groups = [{**group, "params": [parameters[name] for name in group["params"]]} for group in description["groups"]]
-    # The base class alone: a subclass's constructor may want arguments that no description can hold.
+    # Only the base class is initialized: a subclass's constructor may need arguments that no description can hold.
     Optimizer.__init__(optimizer, groups, dict(description["defaults"]))
     vars(optimizer).update(description["attributes"])
     for name, marks in description.get("parameters", {}).items():
-        if name in parameters:  # of several servers, each has its own
+        if name in parameters:  # with several servers, each holds some of the parameters
             vars(parameters[name]).update({key: value for key, value in marks.items() if _is_mark(key, value)})
     if description["state"]:
         optimizer.load_state_dict(
@@ -444,20 +444,20 @@ def rebuild(
 
 
 def resolver(allowed: Sequence[str]) -> Resolve:
-    """A resolver that admits ``torch.optim`` and the class paths (``module:Class``) in ``allowed``, nothing else."""
+    """Return a resolver that admits only ``torch.optim`` and the class paths (``module:Class``) in ``allowed``."""
     return admitting(Optimizer, ("torch.optim", "torch.optim."), "optimizer", "--allow-optimizer", allowed)
 
 
 def admitting(
     base: type[T], home: tuple[str, str], what: str, option: str, allowed: Sequence[str]
 ) -> Callable[[str], type[T]]:
-    """A function from class path to class, for classes that may come from torch or were allowed.
+    """Return a function from class path to class, for classes that are torch's or in ``allowed``.
 
     Args:
-        base: what they are subclasses of.
-        home: the module of torch that has them, and what the names of those below it begin with.
-        what: they are, for messages.
-        option: of ``lightning-omni serve`` that allows one.
+        base: the base class of admitted classes.
+        home: torch's module of such classes, and the prefix of its submodules.
+        what: name of the kind of class, for messages.
+        option: option of ``lightning-omni serve`` that allows a class.
         allowed: class paths.
     """
 
@@ -488,14 +488,14 @@ def admitting(
 
 
 def import_class(path: str) -> type:
-    """The class at ``module:Class``, or ``module:Outer.Inner``.
+    """Return the class at ``module:Class``, or ``module:Outer.Inner``.
 
-    Every step is a class: a path cannot walk from a module to what that has imported.
+    Every step of the path must be a class: it cannot lead from a module to that module's imports.
 
     Raises:
-        ImportError: there is no such module.
-        AttributeError: it has nothing of that name.
-        TypeError: what is there is no class.
+        ImportError: the module does not exist.
+        AttributeError: the module has no such name.
+        TypeError: the object at the path is no class.
     """
     module, _, name = path.partition(":")
     found: Any = importlib.import_module(module)
@@ -508,7 +508,7 @@ def import_class(path: str) -> type:
 
 
 def check_servable(optimizer: Optimizer) -> None:
-    """Raises `UnsupportedError` for an optimizer that cannot run at the server."""
+    """Raise `UnsupportedError` for an optimizer that cannot run at the server."""
     kind = type(optimizer)
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedError(
@@ -537,12 +537,11 @@ def check_servable(optimizer: Optimizer) -> None:
 
 
 def class_path(kind: type) -> str:
-    """``module:Class`` of a class."""
+    """Return the ``module:Class`` of a class."""
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
 def _checked(kind: type[Optimizer], where: str, key: str, value: Any) -> Any:
-    """The value as plain data, or `UnsupportedError`, which says where it stands."""
     try:
         return _plain(value)
     except TypeError as error:
@@ -554,7 +553,7 @@ def _checked(kind: type[Optimizer], where: str, key: str, value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """The value as plain data; 0-dimensional tensors (a learning rate, say) become numbers."""
+    """Return the value as plain data; one-element tensors (a learning rate, for example) become numbers."""
     if isinstance(value, numpy.generic) or (isinstance(value, Tensor) and value.numel() == 1):
         return value.item()
     if isinstance(value, _PLAIN):
@@ -576,7 +575,7 @@ def _is_plain(value: Any) -> bool:
 
 @cache
 def _torch_attributes() -> frozenset[str]:
-    """Attributes that ``Optimizer.__init__`` itself makes, or that torch and schedulers hang on an instance."""
+    """Return the attributes that ``Optimizer.__init__`` sets, or that torch and schedulers add to an instance."""
     bare = object.__new__(Optimizer)
     Optimizer.__init__(bare, [torch.zeros(1)], {})
     return frozenset(vars(bare)) | {"step", "_opt_called", "_step_count", "_step_supports_amp_scaling"}
@@ -585,10 +584,10 @@ def _torch_attributes() -> frozenset[str]:
 def _steppable_together(
     optimizer: Optimizer, pairs: list[tuple[Parameter, Tensor]]
 ) -> list[list[tuple[Parameter, Tensor]]]:
-    """Parameters with their gradients, such that torch can step them in one call.
+    """Split parameters and their gradients into lists that torch can each step in one call.
 
-    Fused SGD cannot where some have a momentum buffer and others get their first gradient only now (seen in torch 2.13:
-    "expected Tensor as element 0 in argument 2, but got NoneType").
+    Fused SGD cannot step parameters with a momentum buffer together with others that get their first gradient (seen in
+    torch 2.13: "expected Tensor as element 0 in argument 2, but got NoneType").
     """
     if type(optimizer) is torch.optim.SGD and any(group.get("fused") for group in optimizer.param_groups):
         known = [pair for pair in pairs if optimizer.state.get(pair[0], {}).get("momentum_buffer") is not None]
@@ -599,7 +598,7 @@ def _steppable_together(
 
 
 def _choose_fastest_kernel(optimizer: Optimizer) -> None:
-    """Fused kernels are the fastest on a CPU, the multi-tensor ones the slowest."""
+    """Select kernels: on a CPU, fused ones are the fastest and multi-tensor ones the slowest."""
     fusable = type(optimizer) in _MAY_BE_FUSED
     for group in optimizer.param_groups:
         group.update((flag, False) for flag in ("capturable", "differentiable") if flag in group)
@@ -607,5 +606,5 @@ def _choose_fastest_kernel(optimizer: Optimizer) -> None:
             continue
         group["foreach"] = False
         if "fused" in group:
-            # In half precision the fused SGD of torch 2.13 leaves weights on a CPU as they are, and says nothing.
+            # In half precision, the fused SGD of torch 2.13 silently leaves weights on a CPU unchanged.
             group["fused"] = fusable and all(p.dtype in (torch.float32, torch.float64) for p in group["params"])

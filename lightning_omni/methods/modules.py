@@ -1,8 +1,8 @@
-"""A torch module as plain data, so that another process can make its twin without a pickle.
+"""A torch module as plain data, from which another process can rebuild it without pickle.
 
 A module reaches the server as a *description*: class path, plain attributes, buffers, and the descriptions of its
-children. Like an optimizer's, it holds nothing that runs: classes are imported by name, and only from ``torch.nn`` and
-from where the server was told to allow.
+children. Like an optimizer's, it contains no code: classes are imported by name, and only from ``torch.nn`` and from
+modules that the server was started to allow.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _DTYPE, _FUNCTION = "$dtype", "$function"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 _TORCH_FUNCTIONS = ("relu", "selu", "celu", "tanh", "sigmoid", "softmax", "log_softmax")
-"""Functions of torch itself that modules hold as activations; those of ``torch.nn.functional`` may all be held."""
+"""Functions of torch itself that modules hold as activations; those of ``torch.nn.functional`` are all allowed."""
 
 
 def describe_module(module: nn.Module) -> dict[str, Any]:
-    """Describes a module so that `rebuild_module` can make its twin in another process.
+    """Describe a module so that `rebuild_module` can make a copy of it in another process.
 
     Args:
         module: any module whose classes can be imported by name and whose attributes are plain values.
 
     Raises:
-        UnsupportedError: it cannot be described; the message says which part of it, and what to do instead.
+        UnsupportedError: it cannot be described; the message names the part and a remedy.
 
     Example:
         >>> description = describe_module(nn.Sequential(nn.Linear(2, 3), nn.ReLU()))
@@ -53,7 +53,7 @@ def _describe(module: nn.Module, names: Mapping[int, str], where: str) -> dict[s
         "attributes": {
             key: _encode(value, module, where, key) for key, value in vars(module).items() if key not in bare
         },
-        # By the first of its names: a weight that two modules share stays one weight.
+        # Each weight has its first name, so that a weight that two modules share stays one weight.
         "parameters": {
             name: None if parameter is None else names[id(parameter)] for name, parameter in module._parameters.items()
         },
@@ -66,11 +66,12 @@ def _describe(module: nn.Module, names: Mapping[int, str], where: str) -> dict[s
 
 
 def check_describable(module: nn.Module, where: str = "") -> None:
-    """Raises `UnsupportedError` unless the module's class can be imported by name and nothing is hooked to it.
+    """Raise `UnsupportedError` unless the module's class can be imported by name and the module has no hooks.
 
     Args:
         module: the module, without its children.
-        where: its name below the module that is described; hooks on that one run where it is called, and may stay.
+        where: its name below the described module; empty for the described module itself, whose hooks run at the caller
+            and are allowed.
     """
     kind, shown = type(module), where or "the module itself"
     if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
@@ -106,12 +107,12 @@ def check_describable(module: nn.Module, where: str = "") -> None:
 def rebuild_module(
     description: Mapping[str, Any], parameters: Mapping[str, Parameter], resolve: ResolveModule
 ) -> nn.Module:
-    """Makes the module that `describe_module` described, over the given parameters.
+    """Make the module that `describe_module` described, over the given parameters.
 
     Args:
         description: from `describe_module`.
         parameters: by name, as in ``module.named_parameters()``; used in place.
-        resolve: finds the class of a class path.
+        resolve: maps a class path to its class.
 
     Raises:
         UnsupportedError: a class is not allowed or cannot be imported.
@@ -124,7 +125,7 @@ def rebuild_module(
     """
     kind = resolve(str(description["class"]))
     module = object.__new__(kind)
-    # The base class alone: a subclass's constructor may want arguments that no description can hold.
+    # Only the base class is initialized: a subclass's constructor may need arguments that no description can hold.
     nn.Module.__init__(module)
     for key, value in description["attributes"].items():
         object.__setattr__(module, key, _decode(value))
@@ -138,18 +139,18 @@ def rebuild_module(
 
 
 def module_resolver(allowed: Sequence[str]) -> ResolveModule:
-    """A resolver that admits ``torch.nn`` and the class paths (``module:Class``) in ``allowed``, nothing else."""
+    """Return a resolver that admits only ``torch.nn`` and the class paths (``module:Class``) in ``allowed``."""
     return admitting(nn.Module, ("torch.nn", "torch.nn.modules."), "module class", "--allow-module", allowed)
 
 
 def class_paths(description: Mapping[str, Any]) -> set[str]:
-    """All class paths in a description."""
+    """Return all class paths in a description."""
     children = [child for child in description["children"].values() if child is not None]
     return {description["class"]}.union(*(class_paths(child) for child in children))
 
 
 def _encode(value: Any, module: nn.Module, where: str, key: str) -> Any:
-    """An attribute as plain data; dtypes and torch's own functions (an activation, say) by their names."""
+    """Return an attribute as plain data; dtypes and torch's own functions (such as activations) become names."""
     if value is None or isinstance(value, (bool, int, float, str, bytes)):
         return value
     if isinstance(value, torch.dtype):
@@ -171,7 +172,6 @@ def _encode(value: Any, module: nn.Module, where: str, key: str) -> Any:
 
 
 def _function_path(function: Any) -> str:
-    """Where torch has this function; empty if it is none of torch's."""
     name = function.__name__
     if getattr(torch.nn.functional, name, None) is function:
         return f"torch.nn.functional:{name}"
@@ -208,10 +208,10 @@ def _decode(value: Any) -> Any:
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """The tensors of a tree of tuples, lists and dicts, in order.
+    """Return the tensors of a tree of tuples, lists and dicts, in order.
 
     Raises:
-        UnsupportedError: the tree holds tensors in something else (a named tuple, a subclass of dict).
+        UnsupportedError: the tree holds tensors in another container (a named tuple, a subclass of dict).
     """
     found: list[Tensor] = []
 
@@ -224,13 +224,13 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 
 def with_tensors(tree: Any, tensors: Sequence[Any]) -> Any:
-    """The same tree with others in the places of its tensors, in the order of `tensors_of`."""
+    """Return the same tree with its tensors replaced, in the order of `tensors_of`."""
     others = iter(tensors)
     return _replace(tree, lambda _: next(others))
 
 
 def _replace(tree: Any, by: Callable[[Tensor], Any]) -> Any:
-    # Just the kinds that travel as what they are: a subclass would arrive as something else.
+    # Only these exact types keep their type on the wire; a subclass would arrive as its base.
     if isinstance(tree, Tensor):
         return by(tree)
     if type(tree) in (tuple, list):

@@ -10,19 +10,20 @@ from lightning_omni.methods.replica import Pulled, Replica
 
 
 def overlapped(side: GroupSide, replica: Replica) -> GroupSide:
-    r"""A group side whose exchanges are not waited for.
+    r"""Run a group side without waiting for its exchanges.
 
     The exchange of step t travels while step t+1 computes its gradient, at the weights that step t had:
 
     .. math:: w_{t+1} = \mathrm{answer}(t - 1), \qquad \mathrm{push}(t) = g(w_t)
 
-    The answer is loaded when that gradient is there, before it is pushed; so a gradient is one step of its group older
-    than without. With a barrier over all groups this is the delayed update :math:`w_{t+1} = w_t - \eta\,g(w_{t-1})`.
+    The answer is loaded once that gradient is computed, before it is pushed, so each gradient is one step of its group
+    older than without overlap. With a barrier over all groups this is the delayed update :math:`w_{t+1} = w_t -
+    \eta\,g(w_{t-1})`.
 
     Args:
-        side: of a method whose optimizer steps at the server. It is answered as if nothing had come, and what comes is
-            loaded.
-        replica: its weights.
+        side: group side of a method whose optimizer steps at the server. It receives empty answers; the real ones are
+            loaded into the replica.
+        replica: the group's replica.
 
     References:
         Gupta, Zhang, Wang 2016, arXiv:1509.04210 (Rudra-adv*: pushes and pulls beside the computation); Ren et al.
@@ -47,7 +48,7 @@ def overlapped(side: GroupSide, replica: Replica) -> GroupSide:
 
 
 def check_overlap(method: Method) -> None:
-    """Raises `ConfigurationError` if a method's exchanges cannot be overlapped so."""
+    """Raise `ConfigurationError` if a method's exchanges cannot be overlapped in this way."""
     if method.steps_at != "server":
         raise ConfigurationError(
             f"overlap=True with {type(method).__name__}: its optimizer steps on the ranks, which exchange now and then;"

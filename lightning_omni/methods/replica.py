@@ -1,4 +1,4 @@
-"""A group's own copy of one optimizer's weights, as the group side of a method sees it."""
+"""A group's own copy of one optimizer's weights, as the group side of a method uses it."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ Hyperparameters = Sequence[Mapping[str, Any]]
 
 
 class Pulled(msgspec.Struct, frozen=True):
-    """What the server answers.
+    """The server's answer.
 
     Attributes:
-        tensors: one for each parameter, in the optimizer's order; empty if none were asked for. They are only valid
+        tensors: one for each parameter, in the optimizer's order; empty if none were requested. They are only valid
             until the group side's next need.
         clock: number of updates that the master weights contain.
         note: one number from the server side.
-        refused: the push was not finite and was not applied; ``tensors`` are the master weights.
-        fragment: which fragment ``tensors`` are of, one for each of its pieces; None for all parameters.
+        refused: whether the push was refused (not finite, or computed from newer weights than the server has, see
+            `Method.resyncs`); ``tensors`` are then the master weights.
+        fragment: the fragment of ``tensors``, one for each of its pieces; None for all parameters.
     """
 
     tensors: Sequence[Tensor]
@@ -38,9 +39,9 @@ class Pulled(msgspec.Struct, frozen=True):
 
 
 class Drift:
-    """Which weights a group has moved since it had them of the server, exactly; with fragments, of which fragments.
+    """An exact record of the weights that a group has moved since it received them from the server, by fragment.
 
-    Weights are named by their place among the parameters.
+    Weights are identified by their index among the parameters.
     """
 
     def __init__(self) -> None:
@@ -49,22 +50,22 @@ class Drift:
         self._read: dict[int | None, int] = {}
 
     def move(self, places: Iterable[int]) -> None:
-        """These are the group's own."""
+        """Record that the group has moved these weights."""
         self._now += 1
         self._moved.update(dict.fromkeys(places, self._now))
 
     def read(self, fragment: int | None = None) -> None:
-        """A fragment is the server's; None for all weights."""
+        """Record that a fragment equals the server's; None for all weights."""
         self._now += 1
         self._read[fragment] = self._now
 
     def forget(self, places: Iterable[int]) -> None:
-        """These are the server's."""
+        """Record that these weights equal the server's."""
         for place in places:
             self._moved.pop(place, None)
 
     def has(self, place: int, fragment: int | None = None) -> bool:
-        """Whether a weight has been moved; of a fragment, what is in it of the weight."""
+        """Return whether the group has moved a weight, or the part of it in a fragment."""
         read = max(self._read.get(None, 0), self._read.get(fragment, 0))
         return self._moved.get(place, 0) > read
 
@@ -72,8 +73,8 @@ class Drift:
 class Replica:
     """The parameters of one optimizer on one rank.
 
-    A frozen weight stays what it is bitwise, until a group writes it: lossy wire formats must not move it, nor the
-    mean of what is the same in all groups. So it is exchanged only where groups have trained it before: see `agreed`.
+    A frozen weight stays bitwise constant until a group writes it: neither a lossy wire format nor the mean of equal
+    values may move it. It is exchanged only where groups have trained it before: see `agreed`.
 
     Args:
         parameters: the parameters, in the optimizer's order; moved in place.
@@ -81,16 +82,15 @@ class Replica:
         group: number of this rank's group.
 
     Attributes:
-        first: how many of the parameters were there before training began.
-        servers: that hold a share of the parameters each; fragments are cut out of the shares.
+        first: number of the parameters that existed before training began.
+        servers: number of servers that hold a share of the parameters each; fragments are cut from the shares.
         clock: the server's clock when the weights were read.
         peers: numbers of the groups that are alive, this one included.
-        drift: which weights are not the server's.
-        memory: what the method's group side remembers: plain values, tensors and lists of them.
-        closure: computes loss and gradients once more, in the step that is under way, for a worker's own optimizer that
-            asks for it.
-        loss: what the closure has returned for the gradients that are there.
-        arguments: further ones of the step that is under way, by name, for a worker's own optimizer.
+        drift: the weights that differ from the server's.
+        memory: state of the method's group side: plain values, tensors and lists of them.
+        closure: computes loss and gradients again within the current step, for optimizers that call it.
+        loss: the closure's result for the present gradients.
+        arguments: further keyword arguments of the current step of the worker's own optimizer.
     """
 
     def __init__(self, parameters: Sequence[Parameter], optimizer: Optimizer, group: int = 0) -> None:
@@ -108,21 +108,21 @@ class Replica:
         self.arguments: Mapping[str, Any] = {}
 
     def here(self, tensor: Tensor) -> Tensor:
-        """What this rank exchanges of a parameter, of its gradient or of its optimizer state: all of it."""
+        """Return the part of a parameter, its gradient or its optimizer state that this rank exchanges: all of it."""
         return tensor.detach()
 
     def weights(self) -> list[Tensor]:
-        """The live weights, to be read; `load`, `move`, `descend`, `overwrite` and `mix` write them."""
+        """Return the live weights for reading; `load`, `move`, `descend`, `overwrite` and `mix` write them."""
         return [self.here(parameter) for parameter in self.ordered]
 
     def pieces(self, fragment: int | None, of: int) -> Pieces:
-        """What a fragment has of each parameter; None for all parameters."""
+        """Return the pieces of a fragment; None for all parameters."""
         if fragment is None:
             return [Piece(place) for place in range(len(self.ordered))]
         return cut(sizes_of(self.ordered), of, self.first, self.servers)[fragment]
 
     def load(self, pulled: Pulled) -> None:
-        """Overwrites the weights and remembers their clock; nothing happens if there is nothing to load."""
+        """Overwrite the weights and store their clock; an answer without tensors changes nothing."""
         if not pulled.tensors:
             return
         for weight, value in zip(self.weights(), pulled.tensors, strict=True):
@@ -131,25 +131,25 @@ class Replica:
         self.drift.read()
 
     def restart(self, pulled: Pulled) -> None:
-        """Begins again from the master weights: own weights and optimizer state have diverged."""
+        """Restart from the master weights, without optimizer state, after own weights or state have diverged."""
         self.load(pulled)
         self.optimizer.state.clear()
 
     def go_on_from(self, pulled: Pulled) -> None:
-        """Goes on from the server's answer; begins again from it if the push was refused."""
+        """Load the server's answer; restart from it if the push was refused."""
         if pulled.refused:
             self.restart(pulled)
         else:
             self.load(pulled)
 
     def move(self, by: Sequence[Tensor], factor: float = 1.0) -> None:
-        """``weights += factor * by``, but for frozen ones: no group trains them, and rounding must not move them."""
+        """Add ``factor * by`` to the weights, except frozen ones, which rounding must not move."""
         for parameter, weight, change in zip(self.ordered, self.weights(), by, strict=True):
             if parameter.requires_grad:
                 weight.add_(change.to(weight.device), alpha=factor)
 
     def descend(self, gradient: Sequence[Tensor | None]) -> None:
-        """Make a step of plain SGD: ``weights -= lr * gradient`` by each group's lr; ``+=`` where it maximizes."""
+        """Make a step of plain SGD: ``weights -= lr * gradient`` with each group's lr; ``+=`` where it maximizes."""
         rates = {
             id(parameter): rate_of(self.optimizer, group)
             for group in self.optimizer.param_groups
@@ -162,18 +162,18 @@ class Replica:
         self.drift.move(self._trained_by(gradient))
 
     def step(self, gradient: Sequence[Tensor | None]) -> None:
-        """A step of the worker's own optimizer along this gradient."""
+        """Make a step of the worker's own optimizer along this gradient."""
         for parameter, direction in zip(self.ordered, gradient, strict=True):
             if parameter.grad is not direction:
                 parameter.grad = direction
-        # The class's own: strategies and schedulers hang steps of theirs on the instance.
+        # This calls the class's step, because strategies and schedulers replace that of the instance.
         with torch.enable_grad():
             closure = [] if self.closure is None else [self._evaluated(self.closure)]
             type(self.optimizer).step(self.optimizer, *closure, **self.arguments)
         self.drift.move(self._trained_by(gradient))
 
     def _evaluated(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The closure, which need not compute what it has: unless the optimizer, as SAM does, is elsewhere by then."""
+        """Wrap the closure to return the known loss first, unless the optimizer (such as SAM) has moved the weights."""
         known, before = [self.loss], self._versions()
 
         def evaluated() -> Any:
@@ -182,28 +182,31 @@ class Replica:
         return evaluated
 
     def _versions(self) -> list[tuple[int, int]]:
-        """Of weights and gradients: others if they were written; none for torch's, which call the closure first."""
+        """Return versions of weights and gradients, which change when they are written.
+
+        The list is empty for torch's optimizers, which call the closure first.
+        """
         if type(self.optimizer).__module__.startswith("torch.optim."):
             return []
         tensors = [tensor for each in self.ordered for tensor in (each, each.grad) if tensor is not None]
         return [(self.here(tensor).data_ptr(), tensor._version) for tensor in tensors]
 
     def _trained_by(self, gradient: Sequence[Tensor | None]) -> list[int]:
-        """Places of weights that a step with this gradient may have moved."""
+        """Return the indices of weights that a step with this gradient may have moved."""
         pairs = zip(self.ordered, gradient, strict=True)
         return [place for place, (each, part) in enumerate(pairs) if part is not None or each.requires_grad]
 
     def part(self, fragment: int | None, of: int) -> list[Tensor]:
-        """The weights' pieces of a fragment; None for the weights."""
+        """Return the weights' pieces of a fragment; None for the weights."""
         return read(self.weights(), self.pieces(fragment, of))
 
     def overwrite(self, values: Sequence[Tensor], fragment: int | None = None, of: int = 1) -> None:
-        """Overwrites the weights' pieces of a fragment, one value for each; None for the weights."""
+        """Overwrite the weights' pieces of a fragment, one value for each; None for the weights."""
         write(self.weights(), self.pieces(fragment, of), values)
         self.drift.read(fragment)
 
     def mix(self, pulled: Pulled, of: int, own: float = 0.0) -> None:
-        """``weights = own * weights + (1 - own) * pulled``, of the fragment that was pulled; ``own`` is 0 if frozen."""
+        """Set ``weights = own * weights + (1 - own) * pulled`` in the pulled fragment; ``own`` is 0 if frozen."""
         pieces, weights = self.pieces(pulled.fragment, of), self.weights()
         values = [value.to(mine) for mine, value in zip(read(weights, pieces), pulled.tensors, strict=True)]
         if own:
@@ -215,19 +218,19 @@ class Replica:
         self.drift.read(pulled.fragment)
 
     def agreed(self, fragment: int | None = None, of: int = 1) -> list[bool]:
-        """Of each piece of a fragment, whether it is frozen and the server's; None for all parameters."""
+        """Return whether each piece of a fragment is frozen and equals the server's; None for all parameters."""
         return [self._is_agreed(piece.place, fragment) for piece in self.pieces(fragment, of)]
 
     def _is_agreed(self, place: int, fragment: int | None = None) -> bool:
         return not self.ordered[place].requires_grad and not self.drift.has(place, fragment)
 
     def offered(self, weights: Sequence[Tensor], fragment: int | None = None, of: int = 1) -> list[Tensor | None]:
-        """Weights, or their pieces of a fragment, that are to be averaged: None for what is agreed."""
+        """Return the weights, or their pieces of a fragment, that are to be averaged; None for the agreed ones."""
         agreed = self.agreed(fragment, of)
         return [None if known else weight for weight, known in zip(weights, agreed, strict=True)]
 
     def exactly(self, pulled: Pulled, of: int) -> Pulled:
-        """What was pulled in a lossy wire format: what is agreed is what it is, without the rounding."""
+        """Return an answer in a lossy wire format with the exact own values of agreed pieces, without rounding."""
         if not pulled.tensors or not any(agreed := self.agreed(pulled.fragment, of)):
             return pulled
         each = zip(self.part(pulled.fragment, of), pulled.tensors, agreed, strict=True)
@@ -235,18 +238,18 @@ class Replica:
 
     @property
     def loose(self) -> list[int]:
-        """Places of frozen weights that are not the server's, for the group has trained them before."""
+        """Return the indices of frozen weights that differ from the server's: the group has trained them before."""
         return [place for place, each in enumerate(self.ordered) if not each.requires_grad and self.drift.has(place)]
 
     def take_frozen(self, pulled: Pulled) -> None:
-        """Frozen weights that are `loose` are the server's from now on, which these are."""
+        """Load the frozen weights that are `loose` from an answer with the server's weights."""
         weights, loose = self.weights(), self.loose
         for place in loose:
             weights[place].copy_(pulled.tensors[place])
         self.drift.forget(loose)
 
     def rebase(self, pulled: Pulled, sent: Sequence[Tensor], of: int) -> None:
-        """``weights = pulled + (weights - sent)``, of the fragment that was pulled: steps made since then are kept."""
+        """Set ``weights = pulled + (weights - sent)`` in the pulled fragment, to keep the steps made since the push."""
         mine = self.part(pulled.fragment, of)
         moved = [
             value.to(now) + change for value, now, change in zip(pulled.tensors, mine, minus(mine, sent), strict=True)
@@ -254,9 +257,9 @@ class Replica:
         self.overwrite(moved, pulled.fragment, of)
 
     def remember(self, name: str) -> list[Tensor]:
-        """The weights as they were when this was first asked for by this name, kept in ``memory``.
+        """Return the weights at the first call with this name, from ``memory``.
 
-        Of parameters that came in mid-run: as they were when it was asked for with them.
+        Parameters that were added mid-run have their value at the first call with them.
         """
         kept: list[Tensor] = self.memory.setdefault(name, [])
         kept.extend(copies(self.weights()[len(kept) :]))
@@ -265,13 +268,13 @@ class Replica:
     def change(
         self, since: Sequence[Tensor], factor: float = 1.0, fragment: int | None = None, of: int = 1
     ) -> list[Tensor | None]:
-        """``factor * (weights - since)``; None for what no optimizer moves any more and nothing has moved.
+        """Return ``factor * (weights - since)``; None for an unchanged weight that no optimizer moves any more.
 
         Args:
             since: from `remember`.
             factor: 1 or -1.
-            fragment: of which fragment; None for all.
-            of: how many fragments there are.
+            fragment: number of the fragment; None for all.
+            of: number of fragments.
         """
         pieces = self.pieces(fragment, of)
         weights, before = read(self.weights(), pieces), read(since, pieces)
@@ -283,10 +286,10 @@ class Replica:
         ]
 
     def base(self) -> list[Tensor]:
-        r"""The weights without Nesterov's look-ahead: what momentum methods send to each other.
+        r"""Return the weights without Nesterov's look-ahead, as momentum methods send them to each other.
 
         ``torch.optim.SGD(nesterov=True)`` keeps the point :math:`\tilde x = x + \delta v` at which the next gradient is
-        taken; with :math:`v = -\eta b` for its buffer b, this returns :math:`x = \tilde x + \eta\delta b`. So it does
+        taken; with :math:`v = -\eta b` for its buffer b, this returns :math:`x = \tilde x + \eta\delta b`. It does so
         for classes with SGD in their names; for any other optimizer it returns copies of the weights.
         """
         bases = [weight.clone() for weight in self.weights()]
@@ -306,7 +309,7 @@ class Replica:
         return bases
 
     def state(self) -> dict[str, Any]:
-        """Weights, clock, memory and optimizer state, to be gone on from by `load_state`. The tensors are live."""
+        """Return weights, clock, memory and optimizer state, for `load_state`. The tensors are live."""
         return {
             "weights": self.weights(),
             "clock": self.clock,
@@ -315,16 +318,15 @@ class Replica:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a `state`."""
         self.load(Pulled(state["weights"], int(state["clock"])))
         self.memory = dict(state["memory"])
         teach(self.optimizer, state["optimizer"])
 
 
 def learnt_by(optimizer: Optimizer) -> dict[Any, Any]:
-    """An optimizer's state without its hyperparameters.
+    """Return an optimizer's state without its hyperparameters.
 
-    One that wraps another may have a ``state_dict`` of a form of its own, and is known by that alone.
+    An optimizer that wraps another may have a ``state_dict`` of its own form, which is returned whole.
     """
     everything = optimizer.state_dict()
     state: dict[Any, Any] = everything.get("state", everything)
@@ -332,27 +334,27 @@ def learnt_by(optimizer: Optimizer) -> dict[Any, Any]:
 
 
 def teach(optimizer: Optimizer, state: Mapping[Any, Any]) -> None:
-    """Gives an optimizer a state that one like it has `learnt_by`; its hyperparameters stay."""
+    """Load a state from `learnt_by` into an optimizer of the same kind; its hyperparameters stay."""
     own = optimizer.state_dict()
     optimizer.load_state_dict({**own, "state": state} if "state" in own else dict(state))
 
 
 def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies that no other code changes."""
+    """Return detached copies."""
     return [tensor.detach().clone() for tensor in tensors]
 
 
 def is_sound(tensors: Sequence[Tensor] | None) -> bool:
-    """Whether there is something, and all of it finite: a peer that diverged must not take the others along.
+    """Return whether tensors are present and all finite: a peer that diverged must not spoil the others.
 
-    All members of a group that have the model in shares must see the same.
+    All members of a group that have the model in shares must get the same result.
     """
-    # The sum is quick; that of many numbers in float16 may be infinite though none of them is.
+    # The sum is fast, but in float16 it may overflow although all numbers are finite.
     return tensors is not None and all(
         bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all()) for tensor in tensors
     )
 
 
 def minus(first: Sequence[Tensor], second: Sequence[Tensor]) -> list[Tensor]:
-    """The differences, tensor by tensor."""
+    """Return the differences, tensor by tensor."""
     return list(torch._foreach_sub(list(first), list(second))) if len(first) else []

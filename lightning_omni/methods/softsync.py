@@ -1,4 +1,4 @@
-"""n-softsync: the server steps with the mean of so many gradients, from whichever groups they come."""
+"""n-softsync: the server steps with the mean of c gradients, from any groups."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_omni.methods.totals import Total
 
 
 class _EveryC(ServerSide):
-    """One update for every c pushes."""
+    """A server side that makes one update for every c pushes."""
 
     method: SoftSync
 
@@ -23,7 +23,6 @@ class _EveryC(ServerSide):
 
     @property
     def c(self) -> int:
-        """Gradients in one update."""
         return max(1, len(self.groups) // self.method.n)
 
     def receive(self, push: Push) -> list[Reply]:
@@ -83,20 +82,20 @@ class SoftSync(Method, frozen=True, kw_only=True, tag="softsync"):
             \alpha / \max(1, \tfrac1c \sum_k \tau_k) & \text{"average"} \\
             \alpha / \max(1, \tau_k) & \text{"each"} \end{cases}
 
-    A fast group may appear twice in a sum, and no group waits: each is answered at once with the weights as they are.
-    Staleness has mean :math:`(\lambda-1)/c`, whatever the groups' speeds; n = 1 is no barrier and n = :math:`\lambda`
-    is asynchronous SGD. With "each", the sum is weighted by :math:`1/\max(1,\tau_k)` and the learning rate multiplied
-    by the mean weight, which for plain SGD is the paper's :math:`\tfrac1c\sum\alpha_k g_k` and for adaptive optimizers
-    keeps the step smaller, too.
+    A fast group may appear twice in a sum, and no group waits: each gets the present weights at once. Staleness has
+    mean :math:`(\lambda-1)/c`, independent of the groups' speeds; n = 1 is no barrier and n = :math:`\lambda` is
+    asynchronous SGD. With "each", the sum is weighted by :math:`1/\max(1,\tau_k)` and the learning rate multiplied by
+    the mean weight, which for plain SGD is the paper's :math:`\tfrac1c\sum\alpha_k g_k`, and for adaptive optimizers
+    makes the step smaller, too.
 
     Args:
-        n: 1 to the number of groups.
+        n: number of parts that the groups are split into, 1 to the number of groups.
         modulation: how staleness scales the learning rate.
 
     With aggregators, which sum pushes (``lightning-omni serve --upstream``), an update is made of c or more gradients,
     because a sum arrives whole. "each" cannot be used with aggregators.
 
-    When all groups are idle (before a validation, for example), the gradients received so far are applied even if there
+    When all groups are idle (before a validation, for example), the gradients received so far are applied even if they
     are fewer than c, so that no sample is lost. The model that is evaluated is the server's.
 
     Raises:
@@ -120,7 +119,6 @@ class SoftSync(Method, frozen=True, kw_only=True, tag="softsync"):
         check_choice("modulation", self.modulation, ("none", "average", "each"))
 
     def check(self, groups: int) -> None:
-        """The server cannot wait for less than one gradient."""
         if self.n > groups:
             raise ConfigurationError(
                 f"n={self.n}, but there {'is' if groups == 1 else 'are'} only {counted(groups, 'group')}: an update"
@@ -133,9 +131,8 @@ class SoftSync(Method, frozen=True, kw_only=True, tag="softsync"):
         return True
 
     def updates_per_batch(self, groups: int) -> int:
-        """One for every c gradients."""
         return groups // max(1, groups // self.n)
 
     def most_added(self, groups: int) -> int:
-        """As many as there are in an update; none, if each is weighted by its own staleness."""
+        """Return the number of gradients in an update; 0 if each is weighted by its own staleness."""
         return 0 if self.modulation == "each" else max(1, groups // self.n)

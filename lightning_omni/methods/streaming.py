@@ -1,4 +1,4 @@
-"""What local SGD and DiLoCo have in common: exchanges in fragments, one by one, beside the local steps."""
+"""The common part of local SGD and DiLoCo: exchanges of single fragments, in parallel with the local steps."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from lightning_omni.methods.contract import (
 from lightning_omni.methods.replica import Pulled, Replica, copies
 
 STEADY = 16
-"""Exchanges over which a group's step time is averaged before it says how many steps the group makes."""
+"""Number of exchanges over which a group's step time is averaged before it determines the group's steps."""
 
 
 class PacedBarrier(Barrier):
-    """A barrier of groups that make fewer local steps if they are slower, so that none has to wait for them."""
+    """A barrier whose slower groups make fewer local steps, so that no group has to wait for them."""
 
     method: Streaming
 
@@ -64,7 +64,7 @@ class PacedBarrier(Barrier):
         return [msgspec.structs.replace(each, note=float(self._local_steps(each.group))) for each in replies]
 
     def _local_steps(self, group: int) -> int:
-        """The steps that a group is to make from this exchange to the next; all of them, until its pace is known."""
+        """Return the steps that a group is to make until its next exchange; all of them while its speed is unknown."""
         every = self.method.push_period
         means = {number: mean for number, (mean, _) in self._step_times.items() if number in self.groups}
         return max(1, round(every * min(means.values()) / means[group])) if group in means else every
@@ -74,7 +74,7 @@ class PacedBarrier(Barrier):
         return super().evict(group)
 
     def state(self) -> dict[str, Any]:
-        # No lists, for one with an entry for each parameter is divided over several servers.
+        # No lists: a list as long as the parameters would be divided over several servers.
         means = {group: mean for group, (mean, _) in self._step_times.items()}
         counts = {group: count for group, (_, count) in self._step_times.items()}
         own = {"step_times": means, "step_times_of": counts}
@@ -87,30 +87,29 @@ class PacedBarrier(Barrier):
 
 
 class Streaming(Method, frozen=True, kw_only=True):
-    r"""A method of local steps that exchanges one of P fragments every H/P steps, if it is told to.
+    r"""A method of local steps that can exchange one of P fragments every H/P steps.
 
-    Fragment p is captured after step t and travels while further steps are made; what became of it is mixed in after
+    Fragment p is captured after step t and travels while further steps are made; the group mixes in the answer after
     step t + :math:`\tau`:
 
     .. math:: x_{i,p} \leftarrow \alpha\, x_{i,p} + (1 - \alpha)\, \theta_p
 
-    or, with ``keep_steps=True``, what the group has learned in these :math:`\tau` steps is kept:
+    or, with ``keep_steps=True``, keeps its progress in these :math:`\tau` steps:
 
     .. math:: x_{i,p} \leftarrow \theta_p + (x_{i,p} - x_{i,p}^{\text{captured}})
 
-    Groups go by the server's clock from one fragment to the next, so that they exchange the same one at a barrier, and
-    each every H steps. With ``dynamic_steps=True`` slower groups make fewer of them, at least one between two
-    exchanges, so that all come to the barrier at about the same time.
+    The server's clock determines the next fragment, so that all groups exchange the same one at a barrier, and each
+    fragment every H steps. With ``dynamic_steps=True`` slower groups make fewer steps, at least one between two
+    exchanges, so that all arrive at the barrier at about the same time.
 
     Args:
         period: H, local steps between two exchanges of the same weight, in steps.
         fragments: P; it divides H.
-        delay: :math:`\tau`, steps that an exchange may take without being waited for, fewer than H/P; 0 waits.
-        alpha: :math:`\alpha`, the part of its own weights that a group keeps, from 0 to less than 1. With 0 what it
-            learned in the last :math:`\tau` steps is lost.
-        keep_steps: whether what it learned in these steps is kept instead, which takes a copy of one fragment.
-        dynamic_steps: whether slow groups make fewer steps, as many as their pace allows; a mean then has as much of
-            each group as it has learned.
+        delay: :math:`\tau`, steps that a group makes while an exchange is in flight, fewer than H/P; 0 waits.
+        alpha: :math:`\alpha`, the part of its own weights that a group keeps, from 0 to less than 1. With 0 a group
+            loses its last :math:`\tau` steps.
+        keep_steps: whether the group keeps these steps instead, which takes a copy of one fragment.
+        dynamic_steps: whether slow groups make fewer steps, in proportion to their speed.
 
     References:
         Douillard et al. 2025, "Streaming DiLoCo with overlapping communication", arXiv:2501.18512 (algorithm 2); steps
@@ -119,7 +118,7 @@ class Streaming(Method, frozen=True, kw_only=True):
     """
 
     period: int = 1
-    fragments: int = 1  # type: ignore[misc]  # of any other method it is not to be chosen
+    fragments: int = 1  # type: ignore[misc]  # of other methods it is a class attribute
     delay: int = 0
     alpha: float = 0.0
     keep_steps: bool = False
@@ -138,12 +137,11 @@ class Streaming(Method, frozen=True, kw_only=True):
             )
 
     def most_added(self, groups: int) -> int:
-        """All: the server goes by their mean."""
         return groups
 
     @property
     def streams(self) -> bool:
-        """Whether it is told to exchange in another way than all at once, waiting, and overwriting."""
+        """Return whether exchanges differ from plain ones, which send all weights, wait, and overwrite."""
         return self.fragments > 1 or self.delay > 0 or self.alpha > 0 or self.dynamic_steps
 
     def steps_to_push(self, replica: Replica) -> int:
@@ -151,30 +149,32 @@ class Streaming(Method, frozen=True, kw_only=True):
         return max(1, int(memory.get("every", self.push_period)) - int(memory.get("steps", 0)))
 
     def changes_with_period(self, period: int) -> dict[str, Any]:
-        """An answer is there before the next fragment is sent; steps are kept only if any are made meanwhile."""
+        """Return the settings that change with ``period``.
+
+        The delay stays below the steps between two exchanges, and ``keep_steps`` needs a delay.
+        """
         changes = super().changes_with_period(period)
         delay = min(self.delay, period // changes.get("fragments", 1) - 1)
         return {**changes, "delay": delay, "keep_steps": self.keep_steps and delay > 0}
 
     def begin(self, replica: Replica) -> None:
-        """What a group remembers before it moves its weights."""
+        """Store the values that the group needs from before its step."""
 
     def given(self, replica: Replica, fragment: int | None) -> Tensors:
-        """What is pushed of a fragment."""
         return replica.offered(replica.part(fragment, self.fragments), fragment, self.fragments)
 
     def keep(self, replica: Replica, pulled: Pulled) -> None:
-        """What a group remembers of an answer, before its own weights are mixed with it."""
+        """Store the values that the group needs from an answer, before its own weights are mixed with it."""
 
     def stream(self, replica: Replica) -> GroupSide:
-        """Local steps; after every H/P-th a fragment is sent, and what became of it is mixed in `delay` steps later.
+        """Make local steps; after every H/P-th, send a fragment, and mix in the answer `delay` steps later.
 
-        With dynamic steps, after as many as the server has said.
+        With dynamic steps, the server sets the number of steps.
         """
         memory = replica.memory
         while True:
             gradient = yield NextGradient()
-            if memory.get("diverged"):  # and so is this gradient
+            if memory.get("diverged"):  # this gradient has diverged, too
                 replica.restart((yield Fetch()))
                 memory.clear()
                 continue
@@ -198,7 +198,7 @@ class Streaming(Method, frozen=True, kw_only=True):
                 self.apply_answer(replica, (yield exchange))
 
     def apply_answer(self, replica: Replica, pulled: Pulled) -> None:
-        """Mixes a fragment in. After a push that was not finite the group begins again with its next gradient."""
+        """Mix a fragment in. After a push that was not finite, the group restarts with its next gradient."""
         replica.memory.pop("due", None)
         sent = replica.memory.pop("sent", None)
         if pulled.refused:

@@ -1,4 +1,4 @@
-"""Sums of what groups push, tensor by tensor, where any tensor may be missing."""
+"""Sums of pushes, tensor by tensor, where any tensor may be missing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 class Total:
     """A running weighted sum of pushes.
 
-    A parameter that took no part in any of them stays ``None``; one that took part in some counts as zero in the rest.
+    A parameter that no push has stays ``None``; one that some pushes have counts as zero in the others.
 
     Example:
         >>> import torch
@@ -26,14 +26,13 @@ class Total:
         self.clear()
 
     def clear(self) -> None:
-        """Nothing any more."""
         self.count = 0
         self.weight = 0.0
         self._sum: list[Tensor | None] = []
         self._counts: list[int] = []
 
     def reach(self, parameters: int) -> None:
-        """There are so many parameters: those that came in mid-run took no part so far."""
+        """Extend the total to this number of parameters; earlier pushes did not have the new ones."""
         missing = parameters - len(self._sum)
         self._sum.extend([None] * missing)
         self._counts.extend([0] * missing)
@@ -45,13 +44,13 @@ class Total:
         counts: Sequence[int] | None = None,
         pushes: int = 1,
     ) -> None:
-        """``sum += weight * tensors``; copies what it keeps.
+        """Add ``weight * tensors`` to the sum; tensors that it keeps are copied.
 
         Args:
-            tensors: of one push, or the sum of several.
-            weight: of each of these pushes.
-            counts: of each tensor, how many of the pushes had it; None if this is one push.
-            pushes: how many they are.
+            tensors: tensors of one push, or the sum of several.
+            weight: weight of each of these pushes.
+            counts: for each tensor, the number of pushes that had it; None for one push.
+            pushes: number of pushes.
         """
         self.reach(len(tensors))
         for index, tensor in enumerate(tensors):
@@ -67,32 +66,30 @@ class Total:
         self.weight += weight * pushes
 
     def scaled(self, factor: float) -> list[Tensor | None]:
-        """The sum times a factor, in place: the total is as good as cleared."""
-        if factor != 1.0:  # times one is no change, and one pass less
+        """Return the sum times a factor, in place; the total may only be cleared afterwards."""
+        if factor != 1.0:  # skips a pass over the tensors
             for tensor in self._sum:
                 if tensor is not None:
                     tensor.mul_(factor)
         return self._sum
 
     def means(self) -> list[Tensor | None]:
-        """The mean of each tensor over the pushes that had it, all of weight 1; in place, as `scaled`."""
+        """Return the mean of each tensor over the pushes that had it, all of weight 1; in place, like `scaled`."""
         for tensor, count in zip(self._sum, self._counts, strict=True):
             if tensor is not None and count > 1:
                 tensor.mul_(1 / count)
         return self._sum
 
     def take(self, factor: float = 1.0) -> list[Tensor | None]:
-        """Like `scaled`, and clears the total."""
+        """Return the sum times a factor, and clear the total."""
         scaled = self.scaled(factor)
         self.clear()
         return scaled
 
     def state(self) -> dict[str, Any]:
-        """Everything, as plain values and live tensors."""
         return {"count": self.count, "weight": self.weight, "sum": list(self._sum), "counts": list(self._counts)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a `state`."""
         self.count, self.weight = int(state["count"]), float(state["weight"])
         self._sum = [None if tensor is None else tensor.clone() for tensor in state["sum"]]
         known = [0 if tensor is None else self.count for tensor in self._sum]

@@ -1,9 +1,9 @@
-"""How long exchanges take where aggregators add pushes up on their way to the server, and hand its answers on.
+"""Durations of exchanges where aggregators sum pushes on their way to the server, and forward its answers.
 
-What is exchanged does not change: pushes of one sum count one after the other, at the moment when the sum is served.
+Aggregators do not change the exchanged values: the pushes of a sum count one after the other, when the sum is served.
 
-Rule 1: of pushes that are added up one travels on, and is served; of answers that are sent at one moment to groups of
-the same aggregator, too.
+Rule 1: of the pushes in a sum, one travels on and is served; of the answers that the server sends at one moment to
+groups of the same aggregator, one travels.
 Rule 2: a sum is sent when a real aggregator would send it: see `lightning_omni.protocol.aggregator`.
 """
 
@@ -20,30 +20,30 @@ from lightning_omni.simulator.shared_link import SharedLink
 
 
 class _Aggregator:
-    """What has come and was not sent, who waits for an answer, and its network card."""
+    """An aggregator's unsent pushes, its groups that wait for an answer, and its network card."""
 
     def __init__(self, engine: Engine, card: Link) -> None:
         self.inwards, self.outwards = (SharedLink(engine, card.bandwidth) for _ in range(2))
-        self.batch: list[tuple[int, Process]] = []  # group, and what goes on when its push is served
+        self.batch: list[tuple[int, Process]] = []  # group, and the process that resumes when its push is served
         self.largest = 0
         self.waiting: set[int] = set()
         self.groups: set[int] = set()
         self.is_busy = False
-        self.answered = -1.0, 0  # when the server has sent its last answer, and how many bytes
-        self.heard: Process | None = None  # is over when that is here
+        self.answered = -1.0, 0  # time and bytes of the server's last answer
+        self.heard: Process | None = None  # ends when that answer arrives
 
 
 class AggregatedExchanges(Exchanges):
-    """What exchanges by way of aggregators cost, in virtual time.
+    """Exchanges by way of aggregators, in virtual time.
 
     Each aggregator has a network card like the server's, and a link to it like a group's.
 
     Args:
         engine: virtual time.
-        cluster: the links, the server, and how many aggregators.
-        shares: of the one server, 1.
-        side: the method's server side, which knows which groups work.
-        sum_bytes: of a sum, where pushes travel in a lossy format; None: as large as the largest push.
+        cluster: the links, the server, and the number of aggregators.
+        shares: the share of the one server, 1.
+        side: returns the method's server side, which holds the working groups.
+        sum_bytes: bytes of a sum, if pushes travel in a lossy format; None: those of its largest push.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class AggregatedExchanges(Exchanges):
 
     def answer(self, group: int, nbytes: int) -> Timeline:
         aggregator = self._aggregator_of(group)
-        if group not in aggregator.waiting:  # it has read weights outside an exchange
+        if group not in aggregator.waiting:  # the answer to a fetch
             yield from super().answer(group, nbytes)
             return
         aggregator.waiting.discard(group)
@@ -90,7 +90,7 @@ class AggregatedExchanges(Exchanges):
         return self._aggregators[self.nodes[group] * len(self._aggregators) // nodes]
 
     def _groups_of(self, aggregator: _Aggregator) -> set[int]:
-        if len(self._groups) != len(self.nodes):  # another has come
+        if len(self._groups) != len(self.nodes):  # a group has joined
             self._groups = dict.fromkeys(self.nodes)
             for each in self._aggregators:
                 each.groups.clear()
@@ -110,7 +110,7 @@ class AggregatedExchanges(Exchanges):
             self._engine.start(self._send(aggregator))
 
     def _send(self, aggregator: _Aggregator) -> Timeline:
-        """A process: a sum travels and is served, and its answer comes back."""
+        """Run a process that sends a sum until it is served and its answer is back."""
         batch, nbytes = aggregator.batch, self._sum_bytes or aggregator.largest
         aggregator.batch, aggregator.largest, aggregator.is_busy = [], 0, True
         (server,) = self._servers

@@ -1,6 +1,6 @@
-"""The machines of a simulated run: how long devices compute, how long links take, and what goes wrong when.
+"""The machines of a simulated run: compute times of devices, delays of links, and failures.
 
-All times are seconds of virtual time, all sizes bytes. Everything here is a frozen value of plain numbers, so that a
+All times are seconds of virtual time, all sizes bytes. All classes are frozen values of plain numbers, so that a
 cluster can be written in YAML.
 """
 
@@ -20,18 +20,18 @@ from lightning_omni.checks import check_choice, check_kind, check_number, check_
 from lightning_omni.errors import ConfigurationError
 
 _SLOWEST_NORMAL = 0.05
-"""A normal factor is cut off here: nothing takes no time."""
+"""The smallest normal factor, so that every batch takes time."""
 
 
 @dataclass(frozen=True)
 class Jitter:
-    """By what factor a device's times scatter. The mean of the factor is 1.
+    """A random factor of a device's times, with mean 1.
 
     Args:
         kind: distribution of the factor; ``"exponential"`` makes the whole time exponential.
         cv: standard deviation over mean, 0 or more, for ``"normal"``, ``"lognormal"`` and ``"gamma"``; the
-            exponential's is always 1. A normal factor is cut off at 0.05, so that its mean is 1 for a ``cv`` of up to
-            about 0.4.
+            exponential's is always 1. A normal factor is cut off at 0.05, so its mean is 1 for a ``cv`` of up to about
+            0.4.
 
     Raises:
         ConfigurationError: an argument is out of range.
@@ -67,7 +67,7 @@ class Jitter:
         object.__setattr__(self, "cv", 0.0)
 
     def factors(self, random: np.random.Generator, count: int) -> np.ndarray[Any, Any]:
-        """That many factors: float64, ``(count,)``."""
+        """Draw ``count`` factors: float64, ``(count,)``."""
         if self.kind == "exponential":
             return random.standard_exponential(count)
         if self.kind == "none" or self.cv == 0:
@@ -82,12 +82,12 @@ class Jitter:
 
 @dataclass(frozen=True)
 class Device:
-    """How long one rank computes: a batch of b samples takes ``(overhead + b * seconds_per_sample) * jitter``.
+    """A rank's compute speed: a batch of b samples takes ``(overhead + b * seconds_per_sample) * jitter``.
 
     Args:
-        seconds_per_sample: of forward and backward, in seconds.
-        overhead: of every batch, in seconds.
-        jitter: how these times scatter.
+        seconds_per_sample: time of forward and backward for one sample, in seconds.
+        overhead: additional time of every batch, in seconds.
+        jitter: random variation of these times.
 
     Raises:
         ConfigurationError: a time is negative, or both are 0.
@@ -110,7 +110,6 @@ class Device:
             )
 
     def seconds(self, samples: int) -> float:
-        """Mean time of a batch, in seconds."""
         return self.overhead + samples * self.seconds_per_sample
 
 
@@ -138,31 +137,30 @@ class Link:
         _check_time("latency", self.latency)
 
     def seconds(self, nbytes: float) -> float:
-        """Time of one message, in seconds."""
         return self.latency + nbytes / self.bandwidth
 
     def ring_seconds(self, nbytes: int, members: int) -> float:
-        """Time of a ring all-reduce among that many members, in seconds."""
+        """Return the time of a ring all-reduce among ``members``, in seconds."""
         rounds = 2 * (members - 1)
         return rounds * (nbytes / members / self.bandwidth + self.latency)
 
     def broadcast_seconds(self, nbytes: int, members: int) -> float:
-        """Time until one of that many members has sent a message to all others, by a tree, in seconds."""
-        rounds = (members - 1).bit_length()  # in each, all that have it pass it on: twice as many have it then
+        """Return the time of a tree broadcast from one of ``members`` to all others, in seconds."""
+        rounds = (members - 1).bit_length()  # each round doubles the members that have it
         return rounds * self.seconds(nbytes)
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank dies, and its group with it.
+    """The death of a rank, and of its group with it.
 
     Args:
         rank: number of the rank.
-        time: when, in seconds.
-        until: when the whole group comes back, in seconds, as one that joins a run that goes on; None for never.
+        time: time of the death, in seconds.
+        until: time at which the whole group returns, in seconds, as one that joins a running run; None for never.
 
     Raises:
-        ConfigurationError: it would come back before it has died.
+        ConfigurationError: the return precedes the death.
 
     Example:
         >>> Failure(rank=3, time=10.0, until=25.0).until
@@ -182,13 +180,13 @@ class Failure:
 
 @dataclass(frozen=True)
 class Slowdown:
-    """A rank computes slower for a while: every batch that it begins between ``start`` and ``stop``.
+    """A period in which a rank is slower, in every batch that it begins between ``start`` and ``stop``.
 
     Args:
         rank: number of the rank.
         start: first moment, in seconds.
-        stop: first moment after it, in seconds.
-        factor: by which its times are longer, above 0.
+        stop: first moment after the period, in seconds.
+        factor: factor of its times, above 0.
     """
 
     rank: int
@@ -204,17 +202,17 @@ class Slowdown:
 
 @dataclass(frozen=True)
 class ServerRestart:
-    """The parameter server dies, and another one goes on from the last save: see ``save_every`` of `Cluster`.
+    """The death of the parameter server, and its replacement, which continues from the last save.
 
-    Groups finish the batch that they compute, wait, and attach to the new one. What they had trained since that save is
-    dealt out again. With one group there is no server, and nothing happens.
+    Groups finish their current batch, wait, and attach to the replacement. Batches trained since that save (see
+    `Cluster`) are dealt out again. With one group there is no server, and the event has no effect.
 
     Args:
-        time: when, in seconds.
-        until: when the new one is there, in seconds.
+        time: time of the death, in seconds.
+        until: time at which the replacement is available, in seconds.
 
     Raises:
-        ConfigurationError: the new one would be there before the old one has died.
+        ConfigurationError: ``until`` is not later than ``time``.
 
     Example:
         >>> ServerRestart(time=10.0, until=10.3).until
@@ -235,28 +233,29 @@ class Cluster:
 
     Args:
         devices: one for each rank.
-        link: from each group to the server, and from group to group. What a group exchanges with several servers shares
-            it.
-        server: the server's network card, which all transfers share: one at a time inwards, one at a time outwards. Of
-            several servers each has one.
-        group_link: between the members of a group: neighbours in its ring all-reduce, and those that pass on what their
-            leader was answered.
-        update_seconds: time that the server takes for one push, in seconds; one at a time. A server that holds a
-            share of the weights takes that part of it.
-        head_seconds_per_sample: time that a merged head takes for one sample, forward and backward, in seconds; one
-            group at a time.
-        events: ranks that die, or are slow for a while; and the server, which dies and is started again.
-        servers: parameter servers, which hold a share of the weights each if there are several; ``"per-node"``: one on
-            each node, and what a group exchanges with that of its own node crosses no link.
-        nodes: over which the devices are spread evenly, in the order of ranks, for ``servers="per-node"``; None: each
-            device is a node of its own.
-        aggregators: between groups and the one server: they add up what groups push, and hand its answers on. Groups
+        link: the link from each group to the server, and from group to group. A group's exchange with several servers
+            shares it.
+        server: the server's network card, with its bandwidth in each direction, which all transfers share. Each of
+            several servers has one.
+        group_link: the link between the members of a group, for ring all-reduces and for broadcasts of their leader's
+            answers.
+        update_seconds: time of the server for one push, in seconds; one push at a time. A server that holds a share of
+            the weights takes that part of it.
+        head_seconds_per_sample: time of a merged head for one sample, forward and backward, in seconds; one group at a
+            time.
+        events: failures and slowdowns of ranks, and restarts of the server.
+        servers: number of parameter servers, which hold a share of the weights each if there are several;
+            ``"per-node"``: one on each node, and a group's exchange with that of its own node crosses no link.
+        nodes: number of nodes over which the devices are spread evenly, in the order of ranks, for
+            ``servers="per-node"``; None: each device is a node of its own.
+        aggregators: number of processes between groups and the one server that sum pushes and forward answers. Groups
             are spread evenly over them, in the order of ranks. Each has a card like ``server`` and a ``link`` to it.
-        save_every: seconds between two saves of the server's state, from which another one goes on.
+        save_every: seconds between two saves of the server's state, from which a replacement continues.
 
     Raises:
-        ConfigurationError: there is no device, an event is about a rank that is none, the devices cannot be spread
-            over the nodes, or the server dies while it is away or not alone.
+        ConfigurationError: ``devices`` is empty, an event names no rank of the cluster, the devices cannot be spread
+            evenly over the nodes, or a server restart begins before the last one has ended or is combined with several
+            servers or aggregators.
 
     Example:
         >>> Cluster.of_speeds([1, 2], seconds_per_sample=0.01).devices[1].seconds_per_sample
@@ -282,7 +281,7 @@ class Cluster:
         self._check_servers()
         for name in ("update_seconds", "head_seconds_per_sample"):
             _check_time(name, getattr(self, name))
-        for name in ("devices", "events"):  # a list from YAML is as good
+        for name in ("devices", "events"):  # YAML has lists
             object.__setattr__(self, name, tuple(getattr(self, name)))
         for device in self.devices:
             check_kind("devices", device, Device, "a Device for each rank")
@@ -315,7 +314,7 @@ class Cluster:
 
     @property
     def restarts(self) -> list[ServerRestart]:
-        """When the server dies, in this order."""
+        """Return the restarts of the server, by time."""
         found = [event for event in self.events if isinstance(event, ServerRestart)]
         return sorted(found, key=lambda restart: restart.time)
 
@@ -345,7 +344,7 @@ class Cluster:
         jitter: Jitter | None = None,
         **network: Any,
     ) -> Cluster:
-        """Equal devices.
+        """Make a cluster of equal devices.
 
         Args:
             size: number of devices.
@@ -366,12 +365,12 @@ class Cluster:
         jitter: Jitter | None = None,
         **network: Any,
     ) -> Cluster:
-        """Devices of different speeds.
+        """Make a cluster of devices of different speeds.
 
         Args:
             speeds: one for each device, above 0; a device of speed 2 takes half the times.
-            seconds_per_sample: of a device of speed 1, see `Device`.
-            overhead: of a device of speed 1, see `Device`.
+            seconds_per_sample: time at speed 1, see `Device`.
+            overhead: time at speed 1, see `Device`.
             jitter: see `Device`; None for none.
             network: other arguments of the cluster.
         """
@@ -391,17 +390,17 @@ class Cluster:
         jitter: Jitter | None = None,
         **network: Any,
     ) -> Cluster:
-        """Equal devices but for the last, which takes ``factor`` times as long."""
+        """Make a cluster of equal devices except for the last, whose times are ``factor`` times longer."""
         check_number("factor", factor, "a number above 0; 4 takes four times as long", above=0, below=math.inf)
         return cls.of_speeds([1.0] * (size - 1) + [1 / factor], seconds_per_sample, overhead, jitter, **network)
 
     def slowness(self, rank: int, time: float) -> float:
-        """The factor by which slowdowns lengthen what the rank begins at ``time``."""
+        """Return the factor by which slowdowns lengthen a batch that the rank begins at ``time``."""
         return math.prod(event.factor for event in self._slowdowns.get(rank, ()) if event.start <= time < event.stop)
 
     @cached_property
     def _slowdowns(self) -> dict[int, list[Slowdown]]:
-        """Those of each rank: it is asked for every batch, and a thousand ranks have many."""
+        """Return the slowdowns of each rank; cached, because every batch needs them, and a thousand ranks have many."""
         found: dict[int, list[Slowdown]] = {}
         for event in self.events:
             if isinstance(event, Slowdown):
@@ -410,16 +409,14 @@ class Cluster:
 
     @property
     def server_count(self) -> int:
-        """How many parameter servers there are."""
         return (self.nodes or len(self.devices)) if self.servers == "per-node" else self.servers
 
     def node_of(self, rank: int) -> int:
-        """The node that a rank is on."""
         return rank * (self.nodes or len(self.devices)) // len(self.devices)
 
     @property
     def words(self) -> str:
-        """The cluster for people, in a line.
+        """Return a description of the cluster in one line.
 
         Example:
             >>> Cluster.with_straggler(8, 4.0, jitter=Jitter("gamma", 0.3), link=Link(1.25e9, 5e-5)).words
@@ -456,11 +453,11 @@ class Cluster:
         return ", ".join([*parts, counted(restarts, "server restart")] if restarts else parts)
 
     def summary(self) -> dict[str, Any]:
-        """The cluster in plain values, equal devices counted instead of repeated."""
+        """Return the cluster in plain values, with counts of equal devices."""
         plain = {**asdict(replace(self, devices=self.devices[:1], nodes=None, events=())), "nodes": self.nodes}
         plain["events"] = [{"kind": type(event).__name__, **_given(asdict(event))} for event in self.events]
         plain["devices"] = [{"count": count, **asdict(device)} for device, count in Counter(self.devices).items()]
-        if self.server_count == 1:  # as it was written before there could be several
+        if self.server_count == 1:  # the form from before there could be several servers
             del plain["servers"], plain["nodes"]
         if not self.aggregators:
             del plain["aggregators"]
@@ -470,12 +467,10 @@ class Cluster:
 
 
 def _given(values: dict[str, Any]) -> dict[str, Any]:
-    """Those that are not None."""
     return {name: value for name, value in values.items() if value is not None}
 
 
 def _short(value: float) -> str:
-    """A large number with the prefix of its unit."""
     power = max(0, min(4, int(math.log10(value) // 3)))
     return f"{value / 1000**power:g} {('', 'k', 'M', 'G', 'T')[power]}"
 

@@ -1,13 +1,13 @@
-"""Virtual time: an event queue, and processes that wait in it. Nothing here knows what a group or a server is.
+"""Virtual time: an event queue, and processes that wait in it, without any notion of groups or servers.
 
-A process is a generator. What it yields is what it waits for:
+A process is a generator. Its yields determine when it resumes:
 
-- a moment, in seconds: it goes on then;
-- another process: it goes on when that one is over, with what it has returned;
-- None: it goes on when something else resumes it, with what that brings.
+- a moment, in seconds: at that moment;
+- another process: when that one has ended, with its return value;
+- None: when other code resumes it, with the value that this code passes.
 
-Rule: events happen in order of (time, priority, serial number). The serial number counts the events as they were put
-down, so what was caused first happens first, and the same run has the same order every time.
+Rule: events happen in order of (time, priority, serial number). The serial number counts events as they are scheduled,
+so causes precede effects, and the same run always has the same order.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from typing import Any
 
 
 class Priority(IntEnum):
-    """What comes first among the events of one moment, whenever they were put down."""
+    """The order of events of one moment, before the order in which they were scheduled."""
 
     FAILURE = 0
-    """A rank dies: whatever its group was to do at that moment, it does not."""
+    """A rank dies; other events of its group at that moment do not happen."""
     EVENT = 1
-    """All else."""
+    """All other events."""
 
 
 class Process:
-    """A generator in virtual time, which `Engine.resume` begins.
+    """A generator in virtual time, started by `Engine.resume`.
 
     Args:
         timeline: the generator.
-        priority: of all that happens to it at moments of its own.
+        priority: priority of its scheduled events.
 
     Attributes:
-        is_over: whether it has returned, or was stopped.
-        returned: what it has returned.
+        is_over: whether it has returned or was stopped.
+        returned: its return value.
     """
 
     __slots__ = ("is_over", "priority", "returned", "timeline", "waiters")
@@ -49,15 +49,15 @@ class Process:
 
 
 Timeline = Generator[float | Process | None, Any, Any]
-"""What a process is made from."""
+"""The generator of a process."""
 
 
 class Engine:
-    """Runs processes in virtual time.
+    """An event loop of processes in virtual time.
 
     Attributes:
         now: virtual time, in seconds.
-        events: which process goes on when, and with what: a heap of (time, priority, serial number, process, value).
+        events: the scheduled events: a heap of (time, priority, serial number, process, value).
 
     Example:
         >>> engine = Engine()
@@ -80,17 +80,17 @@ class Engine:
 
     @property
     def next_time(self) -> float:
-        """When the next event is due, in seconds; never, if there is none."""
+        """Return the time of the next event, in seconds; infinity without events."""
         return self.events[0][0] if self.events else math.inf
 
     def start(self, timeline: Timeline, priority: Priority = Priority.EVENT) -> Process:
-        """A process begins: it runs, now, to the first thing that it waits for."""
+        """Start a process now, up to its first wait."""
         process = Process(timeline, priority)
         self.resume(process)
         return process
 
     def resume(self, process: Process, value: Any = None) -> None:
-        """A process goes on, now, to the next thing that it waits for; nothing happens if it is over."""
+        """Resume a process now, up to its next wait, unless it has ended."""
         while not process.is_over:
             try:
                 awaited = process.timeline.send(value)
@@ -107,17 +107,16 @@ class Engine:
             value = awaited.returned
 
     def resume_at(self, time: float, process: Process, value: Any) -> None:
-        """A process that waits for it goes on at ``time``, with this value."""
+        """Schedule the resumption of a waiting process at ``time``, with this value."""
         heapq.heappush(self.events, (time, process.priority, self._serial_number, process, value))
         self._serial_number += 1
 
     def stop(self, process: Process) -> None:
-        """A process ends where it is. What it has started goes on, and so does what waits for it, with None."""
+        """End a process at once; processes that it started continue, and those that wait for it resume with None."""
         process.timeline.close()
         self._finish(process, None)
 
     def step(self) -> None:
-        """The next event happens."""
         self.now, _, _, process, value = heapq.heappop(self.events)
         self.resume(process, value)
 
@@ -128,5 +127,5 @@ class Engine:
 
 
 def until_resumed() -> Timeline:
-    """What waits until something else resumes it, and returns what that brings."""
+    """Wait until other code resumes the process, and return the value that it passes."""
     return (yield None)

@@ -1,6 +1,6 @@
-"""How a group comes by its gradient: by itself, or through a merged head at the server; and how long its devices take.
+"""Sources of a group's gradient, with or without a merged head at the server, and the compute times of its devices.
 
-A group's batch goes through the real server's head, whole, when its access there ends.
+A group's whole batch passes through the real server's head when its access there ends.
 """
 
 from __future__ import annotations
@@ -33,19 +33,13 @@ from lightning_omni.simulator.workbench import Result, Workbench
 from lightning_omni.simulator.workload import Loss
 
 FORWARD = 1 / 3
-"""Part of a batch's time that is its forward pass: the backward pass multiplies twice as many matrices."""
+"""The forward pass's part of a batch's time; the backward pass has twice as many matrix products."""
 _DRAWN_AT_ONCE = 64
-"""Factors of a device's times."""
+"""Number of jitter factors drawn at once."""
 
 
 class Clockwork:
-    """How long one rank's batches take.
-
-    Args:
-        cluster: the devices.
-        rank: number of the rank.
-        seed: of the jitter, together with the rank.
-    """
+    """The times of one rank's batches; the seed of their jitter is ``(seed, rank)``."""
 
     def __init__(self, cluster: Cluster, rank: int, seed: int) -> None:
         self._cluster, self._rank, self._device = cluster, rank, cluster.devices[rank]
@@ -53,14 +47,14 @@ class Clockwork:
         self._factors: list[float] = []
 
     def seconds(self, samples: int, now: float) -> float:
-        """Time of the next batch if it begins now, in seconds."""
+        """Return the time of the next batch if it begins now, in seconds."""
         if not self._factors:
             self._factors = self._device.jitter.factors(self._random, _DRAWN_AT_ONCE).tolist()
         time = self._device.seconds(samples) * self._factors.pop()
         return time * self._cluster.slowness(self._rank, now) if self._cluster.events else time
 
     def speed(self, samples: int, now: float) -> float:
-        """Samples per second that are to be expected of a batch of so many that begins now."""
+        """Return the expected samples per second of a batch of this size that begins now."""
         return samples / (self._device.seconds(samples) * self._cluster.slowness(self._rank, now))
 
 
@@ -69,10 +63,10 @@ class Members:
 
     Args:
         cluster: the devices and links.
-        ranks: of the group.
-        seed: of the jitter.
+        ranks: ranks of the group.
+        seed: seed of the jitter.
         is_balanced: whether they get parts of a batch in proportion to their speeds.
-        all_reduce: how they average their gradients.
+        all_reduce: the format in which they average their gradients.
     """
 
     def __init__(
@@ -85,23 +79,21 @@ class Members:
 
     @property
     def first(self) -> int:
-        """Rank of the first one."""
         return self._ranks[0]
 
     def positions(self, batch: Batch, now: float) -> list[range]:
-        """Each member's positions of a batch that begins now."""
         members, shares = len(self._ranks), self._shares(batch, now)
         return [positions(batch, member, members, shares) for member in range(members)]
 
     def work(self, batch: Batch, now: float) -> list[tuple[int, int, float]]:
-        """Each member's rank, its samples of a batch that begins now, and its seconds for them."""
+        """Return each member's rank, its samples of a batch that begins now, and its seconds for them."""
         return [
             (rank, len(part), clock.seconds(len(part), now))
             for rank, clock, part in zip(self._ranks, self._clocks, self.positions(batch, now), strict=True)
         ]
 
     def reduce_seconds(self, layout: Layout) -> float:
-        """Time in which they average gradients of a layout."""
+        """Return the time in which they average gradients of a layout."""
         if self._is_exact:
             return self._link.ring_seconds(layout.nbytes, len(self._ranks))
         nbytes = self._all_reduce.nbytes([spec.shape for spec in layout.specs])
@@ -109,12 +101,12 @@ class Members:
         return rounds * self._link.ring_seconds(round(nbytes / rounds), len(self._ranks))
 
     def averaged(self, gradient: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """What they have after that, of the mean gradient over all of them."""
+        """Return the all-reduce's result for gradients with this exact mean over all members."""
         if self._is_exact:
             return gradient
         found = [None if each is None else each.clone() for each in gradient]
         there = {place: each for place, each in enumerate(found) if each is not None}
-        # What the group has computed is the mean already.
+        # The gradient is the mean already, so the collective is the identity.
         run_through(self._all_reduce.average(list(there.values()), list(there), self._unsent), lambda mean: mean)
         return found
 
@@ -131,15 +123,15 @@ class Members:
 
 
 class Assignment(NamedTuple):
-    """A batch that a group is to compute the gradient of.
+    """A batch whose gradient a group is to compute.
 
     Attributes:
         group: number of the group.
         leader: its leader's rank.
-        weights: at which it is computed.
-        parts: positions of each member's samples, or all of them together.
-        place: epoch, and batches of it that are trained with this one.
-        seconds: that the group takes for it.
+        weights: weights at which it is computed.
+        parts: positions of each member's samples, or of all samples together.
+        place: epoch, and number of its batches that are trained with this one.
+        seconds: time that the group takes for it.
     """
 
     group: int
@@ -151,12 +143,12 @@ class Assignment(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """What travels to a merged head or from it for one sample.
+    """The size of one sample's data on the way to a merged head, or back.
 
     Attributes:
-        numbers: floating-point numbers, and ...
-        nbytes: ... their bytes as they are.
-        others: bytes of all else.
+        numbers: number of floating-point numbers.
+        nbytes: their bytes in their own dtypes.
+        others: bytes of all other tensors.
     """
 
     numbers: int
@@ -165,14 +157,12 @@ class Carried(NamedTuple):
 
     @classmethod
     def of(cls, tree: Any) -> Carried:
-        """All tensors of a tree."""
         sizes = [(each.numel(), each.element_size(), each.is_floating_point()) for each in tensors_of(tree)]
         floats = [(count, count * width) for count, width, is_float in sizes if is_float]
         others = sum(count * width for count, width, is_float in sizes if not is_float)
         return cls(sum(count for count, _ in floats), sum(nbytes for _, nbytes in floats), others)
 
     def on_wire(self, wire: WireFormat, samples: int) -> int:
-        """Bytes of so many samples in a wire format."""
         if wire == RAW or not self.numbers:
             return (self.nbytes + self.others) * samples
         layout = Layout((TensorSpec("", (self.numbers * samples,), "float32"),))
@@ -180,7 +170,7 @@ class Carried(NamedTuple):
 
 
 class SimulatedHead:
-    """Stands in the place of the submodule's ``forward`` in the simulation's model.
+    """A stand-in for the merged submodule's ``forward`` in the simulation's model, which calls the server.
 
     Args:
         name: the submodule's name.
@@ -204,11 +194,11 @@ class SimulatedHead:
         self._output: Any = None
 
     def part(self, seed: int) -> dict[str, Any]:
-        """What a server is told of it, beyond its weights and optimizer."""
+        """Return the server's description of the head, without weights and optimizer."""
         return {"name": self.name, "module": describe_module(self._module), "seed": seed}
 
     def sizes(self, model: nn.Module, loss: Loss, batch: Any) -> tuple[Carried, Carried]:
-        """What goes into the head and comes out of it for a batch."""
+        """Return the sizes of the head's inputs and outputs for a batch."""
         seen: list[tuple[Carried, Carried]] = []
 
         def keep(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -217,7 +207,7 @@ class SimulatedHead:
         was_training = model.training
         hook = self._module.register_forward_hook(keep, with_kwargs=True)
         try:
-            model.eval()  # nothing is drawn, nothing is counted
+            model.eval()  # no dropout, no running statistics
             loss(model, batch)
         finally:
             hook.remove()
@@ -230,22 +220,20 @@ class SimulatedHead:
         return seen[0]
 
     def install(self, server: SimulatedServer, wire: Both) -> None:
-        """From now on the submodule is the server's."""
         self._server, self._side.wire = server, wire
         self._module.forward = self
 
     def access_for(self, leader: int, epoch: int, trained: int) -> None:
-        """The next forward pass is this group's; with its batch it will have trained so many of the epoch."""
+        """Set the group of the next forward pass, and its trained batches of the epoch including this one."""
         self._group_place = (leader, epoch, trained)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The head's output, as the server gives it."""
         tree = (args, kwargs)
         outputs = pass_through(self, tree) if torch.is_grad_enabled() else self._ask(tree, exclusive=False)
         return with_tensors(self._output, outputs)
 
     def bring(self, tree: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The batch to the server; back come the output's tensors."""
+        """Send the batch to the server, and return the output's tensors."""
         return self._ask(with_tensors(tree, tensors), exclusive=True)
 
     def _ask(self, tree: Any, exclusive: bool) -> list[Tensor]:
@@ -257,7 +245,7 @@ class SimulatedHead:
     def take_back(
         self, gradients: Sequence[Tensor | None], inputs: Sequence[tuple[torch.Size, torch.dtype]]
     ) -> list[Any]:
-        """The output's gradients to the server, which steps the head; back come those of the inputs."""
+        """Send the output's gradients to the server, which steps the head, and return those of the inputs."""
         leader, epoch, trained = self._group_place
         request = self._side.backward(gradients, (epoch, trained))
         answer, payload = self._server.ask_head(leader, request.message, request.payload, m.HeadGradients)
@@ -266,18 +254,17 @@ class SimulatedHead:
 
 
 class RoundedHead:
-    """Stands in the place of a merged head's ``forward`` in a replay: all that passes is rounded as on its way.
+    """A stand-in for a merged head's ``forward`` in a replay, with the rounding of the wire formats in both directions.
 
     Args:
         module: the head.
-        wire: how activations and gradients travelled.
+        wire: wire formats of activations and gradients.
     """
 
     def __init__(self, module: nn.Module, wire: Both) -> None:
         self._own, self._wire = module.forward, wire
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The head's output, as its group got it."""
         up, down = self._wire
         args, kwargs = _rounded((args, kwargs), up, down)
         return _rounded(self._own(*args, **kwargs), down, up)
@@ -303,18 +290,18 @@ class _Rounded(torch.autograd.Function):
 
 
 class Gradients:
-    """Where gradients come from: each group computes by itself.
+    """The source of gradients that each group computes by itself.
 
     Args:
         engine: virtual time.
-        bench: computes.
+        bench: computes the gradients.
     """
 
     def __init__(self, engine: Engine, bench: Workbench) -> None:
         self._engine, self._bench = engine, bench
 
     def compute(self, work: Assignment) -> Timeline:
-        """A process' part: returns the `Result` when the group has it."""
+        """Wait until the group has its gradient. Returns the `Result`."""
         due, samples = self._engine.now + work.seconds, self._bench.samples
         indices = [samples.at(work.place[0], part) for part in work.parts]
         self._bench.begin(work.group, due, work.weights, indices)
@@ -322,20 +309,19 @@ class Gradients:
         return self._bench.result(work.group)
 
     def drop(self, group: int) -> None:
-        """A group has died: its result is not wanted any more."""
         self._bench.drop(group)
 
 
 class ThroughHead(Gradients):
-    """A group's batch goes through a merged head at the server, between its forward and its backward pass.
+    """The source of gradients whose batches pass through a merged head at the server between forward and backward pass.
 
     Args:
         engine: virtual time.
-        bench: computes.
+        bench: computes the gradients.
         head: the merged head.
-        costs: how long the way there takes.
-        sizes: what goes into the head and comes out of it for one sample.
-        wire: how that travels.
+        costs: durations of the travel to the head.
+        sizes: sizes of the head's inputs and outputs for one sample.
+        wire: their wire formats.
     """
 
     def __init__(
@@ -359,7 +345,7 @@ class ThroughHead(Gradients):
         self._lost.add(group)
 
     def _through_head(self, work: Assignment) -> Timeline:
-        """A process of its own: what is on its way comes to the head even if its group has died."""
+        """Run a batch in a process of its own, which reaches the head even if its group has died."""
         (part,) = work.parts
         samples, (up, down) = len(part), self._wire
         yield self._engine.now + work.seconds * FORWARD
@@ -367,7 +353,7 @@ class ThroughHead(Gradients):
         yield from self._costs.to_head(work.group, self._inputs.on_wire(up, samples), answers, samples)
         if work.group in self._lost:
             return None
-        # Nothing else has had the head since its access began, so all of it may be computed now.
+        # The group has had exclusive access until now, so the whole batch may be computed at this moment.
         self._head.access_for(work.leader, *work.place)
         batch = self._bench.samples.batch(self._bench.samples.at(work.place[0], part))
         result: Result = self._bench.compute(work.weights, [batch])

@@ -1,8 +1,9 @@
 """One simulated compute group: a process that drives its state machine through virtual time.
 
-Rule: its leader alone speaks with the server and with other groups. It passes on what it hears to the other members,
-and the group goes on when all of them have it. A message without weights takes the latency of their links. Where that
-takes no time, or there is one member, each moment is bitwise what it would be if all of them heard.
+Rule: only its leader communicates with the server and with other groups. The leader broadcasts its messages to the
+other members, and the group continues when all have them. A message without weights takes the latency of the members'
+links. Where broadcasts take no time, or with one member, each moment is bitwise the same as if all members received the
+messages.
 """
 
 from __future__ import annotations
@@ -45,22 +46,22 @@ from lightning_omni.simulator.settings import Batches
 from lightning_omni.simulator.workbench import Result
 
 MOST_REFUSED = 10
-"""Pushes of one group that may be refused in a row before the run counts as diverged."""
+"""Number of refused pushes in a row, of one group, at which the run counts as diverged."""
 
 
 @dataclass
 class Surroundings:
-    """What all groups of a run live in.
+    """The objects that all groups of a run share.
 
     Attributes:
         engine: virtual time.
         server: the parameter server.
-        network: the way there, and from group to group.
-        gradients: where they come from.
-        monitor: is told what happens.
-        batches: how gradients are made.
-        groups: the living ones by number.
-        barrier: where they wait for one another between two epochs.
+        network: the links to the server and between groups.
+        gradients: the source of gradients.
+        monitor: records the run.
+        batches: the settings of batches and gradients.
+        groups: the living groups by number.
+        barrier: their barrier between two epochs.
     """
 
     engine: Engine
@@ -74,11 +75,11 @@ class Surroundings:
 
 
 class EpochBarrier:
-    """Lets groups go on when all living ones are there, in the order in which they have come.
+    """A barrier that releases groups when all living ones have arrived, in the order of arrival.
 
     Args:
         engine: virtual time.
-        groups: the living ones.
+        groups: the living groups.
     """
 
     def __init__(self, engine: Engine, groups: dict[int, SimulatedGroup]) -> None:
@@ -86,7 +87,6 @@ class EpochBarrier:
         self._waiting: list[Process] = []
 
     def wait(self, process: Process) -> Timeline:
-        """A process' part: goes on when all are there."""
         if len(self._waiting) + 1 < len(self._groups):
             self._waiting.append(process)
             yield None
@@ -94,7 +94,6 @@ class EpochBarrier:
             self._release()
 
     def leave(self, process: Process) -> None:
-        """A group has died; the others do not wait for it."""
         if process in self._waiting:
             self._waiting.remove(process)
         if self._waiting and len(self._waiting) >= len(self._groups):
@@ -107,10 +106,10 @@ class EpochBarrier:
 
 
 class Account(msgspec.Struct):
-    """What a group has trained since its last push: gradients, samples, sum of losses, and seconds of its devices.
+    """The training of a group since its last push: gradients, samples, sum of losses, and seconds of its devices.
 
-    Where the server may go back to a save, seconds are those of the `batches` that are not dealt out again. There are
-    none once they were counted.
+    Where the server may restart from a save, the seconds are those of `batches` that are not dealt out again. Both are
+    empty once they are counted.
     """
 
     steps: int = 0
@@ -120,11 +119,10 @@ class Account(msgspec.Struct):
     batches: TrainedBatches = []
 
     def was_counted(self) -> None:
-        """What it has trained has come to the server."""
         self.seconds, self.batches = 0.0, []
 
     def go_back(self) -> None:
-        """The server is at its last save again."""
+        """Remove batches that a server restarted from its last save deals out again."""
         self.batches = [batch for batch in self.batches if not batch[0].goes_out_again(*batch[1:3])]
         self.seconds = sum(seconds for *_, seconds in self.batches)
 
@@ -135,21 +133,17 @@ class SimulatedGroup:
     Args:
         core: its state machine, without weights as yet.
         replica: its weights.
-        ranks: of its members; the first leads.
+        ranks: ranks of its members; the first leads.
         members: its devices.
-        around: what all groups live in.
-        epoch: that is under way when it joins; None if it is there from the beginning.
+        around: the shared objects of the run.
+        epoch: the current epoch, if the group joins a running run; else None.
 
     Attributes:
-        core: its state machine.
-        replica: its weights.
-        number: of the group.
-        ranks: of its members.
-        leader: the first of them.
-        members: its devices.
-        leased: how far it has trained, as the server knows it.
-        asked: its question what comes next, while it waits for the answer.
-        process: its life, which is over with the last epoch.
+        number: number of the group.
+        leader: its first rank.
+        leased: its progress as reported to the server.
+        asked: its unanswered request for the next step after an epoch's batches; else None.
+        process: its process, which ends with the last epoch.
     """
 
     def __init__(
@@ -174,29 +168,29 @@ class SimulatedGroup:
         self.asked: m.Await | None = None
         self._exchange: Process | None = None
         self._under_way: Ask | None = None
-        self._before = self._pushed = (0, 0)  # epoch, and batches of it, of the last push but one, and of the last
+        self._before = self._pushed = (0, 0)  # epoch and trained batches at the last two pushes
         self._published: list[Tensor] | None = None
         self._inbox = Total()
         self.process = Process(self.live(joins=epoch is not None))
 
-    # --- Its life ----------------------------------------------------------------------------------------------------
+    # --- Its process -------------------------------------------------------------------------------------------------
 
     def live(self, joins: bool) -> Timeline:
-        """The group's process: epoch after epoch. One that joins reads the weights first."""
+        """Run the group's process, epoch after epoch. A group that joins reads the weights first."""
         if joins:
             self.replica.load((yield from self._fetch(self.core.fetch(0))))
         yield from self._train_epoch()
         while self._data.epoch + 1 < self._around.monitor.limits.epochs:
-            yield from self._around.barrier.wait(self.process)  # the last push of another may not be answered yet
+            yield from self._around.barrier.wait(self.process)  # other groups may still wait for an answer
             yield from self._around.server.wait_while_away()
             self.open_epoch(self._data.epoch + 1)
             if self.core.method.steps_at == "server":
-                # While it waited for the others, the master weights moved on.
+                # The master weights have moved while the group waited for others.
                 self.replica.load((yield from self._fetch(self.core.fetch(0))))
             yield from self._train_epoch()
 
     def open_epoch(self, epoch: int) -> None:
-        """An epoch begins, one pass over the data: batches are counted from 0."""
+        """Open an epoch, one pass over the data, and count batches from 0."""
         self._data.restart(epoch)
         size = self._around.monitor.epoch_size
         plan = EpochPlan(epoch=epoch, total=size, batch_size=self._around.batches.size, budget=size)
@@ -211,7 +205,7 @@ class SimulatedGroup:
                 action = self._do_at_once(self.core.answer(0, (yield from self._wait_for(action))))
 
     def _next_batch(self) -> Timeline:
-        """Returns the next batch; None if the epoch is over."""
+        """Return the next batch, perhaps after a wait; None at the end of the epoch."""
         around, data = self._around, self._data
         around.monitor.end(self.number)
         while True:
@@ -224,7 +218,7 @@ class SimulatedGroup:
             if data.drawn > data.trained:
                 data.begin_batch()
                 return data.current
-            if self._under_way is not None:  # it has nothing to compute meanwhile
+            if self._under_way is not None:  # there is no batch left to overlap it with
                 self.core.apply_answer(0, (yield from self._receive()))
             yield from around.server.wait_while_away()
             self.asked = data.question()
@@ -235,14 +229,14 @@ class SimulatedGroup:
                 return None
 
     def ask(self, question: m.Await) -> None:
-        """Asks what comes next; perhaps once more, for the server has died."""
+        """Send the request for the next step; repeated after a restart of the server."""
         out = self._around.server.control(self.leader, question)
         self.leased.report(question.epoch, question.trained)
         self._around.network.deliver(out)
 
     @property
     def _finished(self) -> int:
-        """Batches of the epoch whose training is over: those of a push that is under way are not."""
+        """Return the number of the epoch's batches whose training has ended, without those of a push in flight."""
         if self._under_way is None:
             return self._data.trained
         epoch, trained = self._before
@@ -251,7 +245,7 @@ class SimulatedGroup:
     # --- Its gradients -----------------------------------------------------------------------------------------------
 
     def _compute(self, batch: Batch) -> Timeline:
-        """Returns the `Result` once the group has it."""
+        """Wait until the group has its gradient. Returns the `Result`."""
         around = self._around
         now = around.engine.now
         work = self.members.work(batch, now)
@@ -270,7 +264,7 @@ class SimulatedGroup:
         return (yield from around.gradients.compute(assignment))
 
     def _step(self, result: Result, size: int) -> Action:
-        """The state machine is given a gradient."""
+        """Pass a gradient to the state machine, and return its next action."""
         monitor = self._around.monitor
         seconds = monitor.computed(self.number, size)
         self._account.seconds += seconds
@@ -286,17 +280,17 @@ class SimulatedGroup:
         return self.core.gradient(0, Gradient(self.members.averaged(result.gradient), hyperparameters))
 
     def _record(self, done: Account, read: int, write: int, staleness: int, epoch: int) -> None:
-        """A row of the trace: what was trained since the last one."""
+        """Append a row to the trace for the training since the last one."""
         loss = done.losses / max(1, done.steps)
         row = (self._around.engine.now, self.number, read, write, staleness, loss, done.samples, epoch, done.steps)
         self._around.monitor.rows.append(row)
         self._around.monitor.pushed(done.seconds, done.batches)
         done.was_counted()
 
-    # --- What its state machine wants --------------------------------------------------------------------------------
+    # --- Actions of its state machine --------------------------------------------------------------------------------
 
     def _do_at_once(self, action: Action) -> Action:
-        """Does what takes no time. Returns what does."""
+        """Perform actions that take no time. Returns the first that does."""
         while True:
             answer: Answer = None
             match action:
@@ -311,7 +305,7 @@ class SimulatedGroup:
             action = self.core.answer(0, answer)
 
     def _wait_for(self, action: Action) -> Timeline:
-        """Does what takes time. Returns the answer."""
+        """Perform an action that takes time. Returns its answer."""
         match action:
             case Ask(waits=False):
                 return self._begin(action)
@@ -333,14 +327,14 @@ class SimulatedGroup:
     # --- To the server and back --------------------------------------------------------------------------------------
 
     def _begin(self, ask: Ask) -> None:
-        """A push goes its way while the group goes on."""
+        """Start a push in a process of its own, without waiting for its answer."""
         process = Process(self._push(ask))
         self._before, self._pushed = self._pushed, (ask.epoch, ask.trained)
         self._under_way, self._exchange = ask, process
         self._around.engine.resume(process)
 
     def _receive(self) -> Timeline:
-        """Returns the answer to what is under way."""
+        """Wait for the answer to the push in flight. Returns the method's answer."""
         assert self._under_way is not None
         assert self._exchange is not None
         ask, self._under_way = self._under_way, None
@@ -349,7 +343,7 @@ class SimulatedGroup:
         return (yield from self._receive_answer(ask, answer))
 
     def stop(self) -> None:
-        """The group has died, and what it has under way comes to no one."""
+        """Stop the group after its death; nothing receives the answer to its exchange."""
         engine = self._around.engine
         engine.stop(self.process)
         if self._exchange is not None:
@@ -357,28 +351,27 @@ class SimulatedGroup:
         self.lose_answer()
 
     def lose_answer(self) -> None:
-        """What the group has under way to the server, or back, is lost; one that lives asks again."""
+        """Drop the exchange with the server that is in flight; a living group repeats it."""
         if (attempt := self._around.network.exchanges.pop(self.number, None)) is not None:
             self._around.engine.stop(attempt)
 
     def go_back(self) -> None:
-        """The server is at its last save again: what the group has not pushed may be dealt out once more."""
+        """Handle a restart from the last save: batches that are not pushed may be dealt out again."""
         self._account.go_back()
         self._pushing.go_back()
 
     def _push(self, ask: Ask) -> Timeline:
-        """Returns what the server answers."""
         done = self._pushing = self._account
         self._account = Account()
         return (yield from self._until_answered(lambda: self._try_to_push(ask, done)))
 
     def _until_answered(self, attempt: Callable[[], Timeline]) -> Timeline:
-        """Asks the server until there is an answer, and returns that."""
+        """Repeat an attempt to exchange with the server until it is answered. Returns the answer."""
         around = self._around
         while True:
             if around.server.away_until is not None:
                 yield from around.server.wait_while_away()
-            # A process of its own, which ends when the server dies.
+            # A separate process, because it ends when the server dies.
             process = around.network.exchanges[self.number] = Process(attempt())
             around.engine.resume(process)
             if (answer := (yield process)) is not None:
@@ -386,21 +379,21 @@ class SimulatedGroup:
                 return answer
 
     def _try_to_push(self, ask: Ask, done: Account) -> Timeline:
-        """Returns what the server answers."""
+        """Push once. Returns the server's answer."""
         server, network, monitor, need = self._around.server, self._around.network, self._around.monitor, ask.need
         assert isinstance(need, Exchange)
         nbytes, outgoing = server.prepare(self.core, ask)
-        # A process of its own: what is on its way is served even if this group dies meanwhile.
+        # A separate process, because a push in flight is served even if this group dies.
         yield self._around.engine.start(network.costs.push(self.number, nbytes))
         shard = server.shard
         clock, refused = shard.master.clock, shard.counts.refused
-        read = min(need.read_at, clock)  # a server that goes on from a save takes newer weights for those of the save
+        read = min(need.read_at, clock)  # a restarted server treats newer weights as those of its save
         staleness = shard.method_side.staleness_of(Push(self.number, read, ()))
         out = server.ask(self.leader, self.core, ask, outgoing)
         self.leased.report(ask.epoch, ask.trained)
         network.deliver(out)
         if monitor.may_go_back and any(isinstance(item.message, m.Weights) and item.message.repeated for item in out):
-            pass  # it has counted before
+            pass  # a repeated push has been counted
         elif shard.counts.refused == refused:
             self._record(done, read, clock + 1, staleness, ask.epoch)
         else:
@@ -409,7 +402,7 @@ class SimulatedGroup:
         return (yield None)
 
     def _check_divergence(self) -> None:
-        """The run ends when the server refuses a push too many, and not when the group hears of it."""
+        """End the run when the server refuses one push too many, before the group receives the refusal."""
         try:
             self.core.check_nonfinite(self._around.server.shard.counts.refused_in_row[self.number])
         except NonFiniteGradients:
@@ -429,14 +422,14 @@ class SimulatedGroup:
         return (yield None)
 
     def _receive_answer(self, ask: Ask, answer: tuple[m.Weights, list[Tensor]]) -> Timeline:
-        """Returns what the server's answer is to the method, once all members have it."""
+        """Broadcast the server's answer to all members. Returns the method's answer."""
         message, tensors = answer
         if len(self.ranks) > 1 and (seconds := self._passed_on(self._bytes_of_answer(ask))):
             yield self._around.engine.now + seconds
         return self.core.receive(LastAnswer.of(message), tensors, message.clock, message.note, ask.fragment)
 
     def _bytes_of_answer(self, ask: Ask) -> int:
-        """On its way to the other members: as it came, if it is smaller so, and if they know beforehand how large."""
+        """Return the bytes of an answer's broadcast: encoded, if that is smaller and of a size known beforehand."""
         if not ask.pulls:
             return 0
         layout = self._around.server.shard.layout.fragment(ask.fragment, self.core.method.fragments)
@@ -445,13 +438,12 @@ class SimulatedGroup:
         return min(largest, layout.nbytes) if smallest == largest else layout.nbytes
 
     def _passed_on(self, nbytes: int) -> float:
-        """Seconds until all members have so many bytes of their leader."""
         return self._around.network.costs.passed_on(nbytes, len(self.ranks))
 
     # --- From group to group -----------------------------------------------------------------------------------------
 
     def _read_peer(self, number: int) -> Timeline:
-        """Returns the weights that a group has published; None if there are none."""
+        """Wait for the published weights of a group. Returns None if it has none."""
         yield self._around.network.to_peer()
         peer = self._around.groups.get(number)
         published = peer._published if peer is not None else None
@@ -462,22 +454,20 @@ class SimulatedGroup:
 
     @property
     def _peer_bytes(self) -> int:
-        """Of the weights of a group, as they travel."""
         return self.core.wire_format.pushes.sizes(self._around.server.shard.layout)[1]
 
     def _told_of_peers(self, is_there: bool) -> float:
-        """Seconds in which members are told whether another group's weights are there, and then get them."""
+        """Return the seconds in which members learn whether a peer's weights are available, and then receive them."""
         seconds = self._passed_on(0)
         return seconds + self._passed_on(self._around.server.shard.layout.nbytes) if is_there else seconds
 
     def _send(self, need: SendPeer) -> Timeline:
-        """A process: weights travel to a group's inbox."""
+        """Run a process that sends weights to a group's inbox."""
         tensors = copies(need.tensors)
         yield self._around.network.to_peer(self._peer_bytes)
         if need.group in self._around.groups:
             self._around.groups[need.group]._inbox.add(tensors)
 
     def _read_inbox(self) -> Inbox:
-        """Empties the inbox."""
         count, total = self._inbox.count, self._inbox.take()
         return Inbox([tensor for tensor in total if tensor is not None] if count else None, count)

@@ -1,4 +1,4 @@
-"""What is counted and measured of a simulated run; from it follows when it is evaluated and when it ends."""
+"""Counters and measurements of a simulated run, which determine its evaluations and its end."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from lightning_omni.trace import reaches
 
 Columns = dict[str, np.ndarray[Any, Any]]
 Row = tuple[float, int, int, int, int, float, int, int, int]
-"""A push or, where groups talk to one another only, a step, as in `Trace.COLUMNS`."""
+"""A push or, where groups exchange only with one another, a step, as in `Trace.COLUMNS`."""
 Batches = list[tuple["Leased", int, int, float]]
-"""Trained batches: what the server knows of their group, epoch, number of the batch, and seconds of devices."""
+"""Trained batches: the progress of their group, epoch, number of the batch, and seconds of devices."""
 Work = list[tuple[int, int, float]]
-"""Of each member of a group its rank, its samples and its seconds."""
+"""Rank, samples and seconds of each member of a group."""
 
 
 class Leased:
-    """How far a group has trained, as the server knows it, now and as of its last save.
+    """A group's progress as reported to the server, now and as of its last save.
 
     Attributes:
-        known: epoch, and batches of it that the server knows to be trained.
+        known: epoch, and number of its batches that are reported as trained.
         saved: the same as of the last save.
     """
 
@@ -35,41 +35,40 @@ class Leased:
         self.known = self.saved = -1, 0
 
     def save(self) -> None:
-        """The server's state is saved."""
         self.saved = self.known
 
     def report(self, epoch: int, trained: int) -> None:
-        """The server hears of so many batches."""
         self.known = max(self.known, (epoch, trained))
 
     def goes_out_again(self, epoch: int, number: int) -> bool:
-        """Whether a batch that was trained is dealt out again, by a server that goes on from its last save."""
+        """Return whether a server that restarts from its last save deals a trained batch out again."""
         known_epoch, known = self.known
         saved = self.saved[1] if self.saved[0] == known_epoch else 0
         return epoch == known_epoch and saved < number <= known
 
 
 class Monitor:
-    """Counts what a run has done, has it evaluated, and says when it is over.
+    """The counters of a run, which evaluate it and end it.
 
     Args:
         engine: virtual time.
-        limits: when the run ends; kept, as is `epoch_size`.
-        cadence: how often it is evaluated.
-        metrics: computes the metrics as of now; None for none.
-        clock: of the master weights; None where groups talk to one another only: then each step counts as an update.
+        limits: the run's limits; kept, as is `epoch_size`.
+        cadence: the times of evaluations.
+        metrics: computes the present metrics; None for none.
+        clock: returns the clock of the master weights; None where groups exchange only with one another: then each step
+            counts as an update.
         epoch_size: samples in an epoch.
 
     Attributes:
-        rows: of the trace.
+        rows: rows of the trace.
         evaluations: time, update, samples and metrics of each.
-        work: rows of `Trace.WORK`; of a step that the run cuts short there is none.
+        work: rows of `Trace.WORK`, without steps that the end of the run cut short.
         step_times: rows of `Trace.STEPS`, likewise.
-        steps: gradients that were computed.
-        samples: that were trained.
-        useful_seconds: in which ranks computed gradients that were pushed, added up over ranks; not those that a server
-            that has died took along.
-        ended: why the run is over; empty before.
+        steps: number of computed gradients.
+        samples: number of trained samples.
+        useful_seconds: time in which ranks computed gradients that were pushed, summed over ranks, without those that a
+            restart of the server lost.
+        ended: reason for the end of the run; empty before.
     """
 
     def __init__(
@@ -93,29 +92,26 @@ class Monitor:
         self._computed: dict[int, float] = {}
         self.useful_seconds = 0.0
         self._since_save: Batches | None = None
-        self._is_back = False  # whether the weights are older ones than those that were evaluated last
+        self._is_back = False  # whether a restart has replaced the weights since the last evaluation
         self.steps = self.samples = 0
         self.ended = ""
 
     @property
     def updates(self) -> int:
-        """Updates so far."""
         return self.steps if self._clock is None else self._clock()
 
     @property
     def fraction(self) -> float:
-        """How much of the run is done, 0 to 1."""
         return self.limits.fraction(self.updates, self.samples / self.epoch_size, self._engine.now)
 
     def begin(self, group: int, work: Work) -> None:
-        """A group begins a batch."""
         self._begun[group] = self._engine.now, work
 
     def computed(self, group: int, samples: int) -> float:
-        """A group has computed a gradient. Whatever comes before its next batch is exchange.
+        """Record that a group has computed a gradient. The time until its next batch counts as exchange.
 
         Returns:
-            Seconds that its ranks have taken for it, added up.
+            The seconds that its ranks have taken for it, summed.
         """
         self._computed[group] = self._engine.now
         self.samples += samples
@@ -124,24 +120,23 @@ class Monitor:
 
     @property
     def may_go_back(self) -> bool:
-        """Whether the server saves its state."""
         return self._since_save is not None
 
     def pushed(self, seconds: float, batches: Batches) -> None:
-        """A push of so many devices' seconds has counted."""
+        """Count a push that took this many device seconds."""
         self.useful_seconds += seconds
         if self._since_save is not None:
             self._since_save += batches
 
     def saved(self) -> None:
-        """The server's state is saved: what was pushed before is never lost."""
+        """Record a save of the server's state; earlier pushes can no longer be lost."""
         self._since_save = []
 
     def go_back(self, are_lost: bool) -> None:
-        """The server is at its last save again: what is trained once more, or lost, was of no use.
+        """Record a restart from the last save, and subtract batches that are repeated or lost from the useful time.
 
         Args:
-            are_lost: whether the updates since then are, also those that are not made again.
+            are_lost: whether all updates since that save are lost, including those that are not repeated.
         """
         for leased, epoch, number, seconds in self._since_save or ():
             if are_lost or leased.goes_out_again(epoch, number):
@@ -152,14 +147,14 @@ class Monitor:
                 self._next_evaluation -= self._period
 
     def end(self, group: int) -> None:
-        """A group's step is over, if there was one: it may begin its next batch."""
+        """Record the end of a group's step, if it has begun one."""
         if group in self._begun:
             now, (began, work) = self._engine.now, self._begun.pop(group)
             self.work.extend(work)
             self.step_times.append((group, now, now - began, now - self._computed[group]))
 
     def check(self) -> None:
-        """There may have been an update: is the run to be evaluated, or over?"""
+        """Evaluate or end the run if it is due after an update."""
         updates = self.updates
         if updates >= self._next_evaluation:
             self.evaluate()
@@ -169,7 +164,7 @@ class Monitor:
             self.ended = self.ended or "max_updates"
 
     def evaluate_by_time(self, period: float) -> Timeline:
-        """A process that evaluates whenever so many seconds have passed, as long as anything else may happen."""
+        """Run a process that evaluates every ``period`` seconds while other events are scheduled."""
         for number in count(1):
             yield number * period
             self.evaluate()
@@ -177,13 +172,13 @@ class Monitor:
                 return
 
     def evaluate_at_end(self) -> None:
-        """The run is evaluated as it has ended, unless that has just been done."""
+        """Evaluate the run at its end, unless its last update has been evaluated."""
         evaluated = not self._is_back and self.evaluations and self.evaluations[-1][1] == self.updates
         if self._metrics is not None and not evaluated:
             self.evaluate()
 
     def evaluate(self) -> None:
-        """The run is evaluated; one that reaches its target is over."""
+        """Evaluate the run, and end it if it has reached its target."""
         assert self._metrics is not None
         metrics, self._is_back = self._metrics(), False
         self.evaluations.append((self._engine.now, self.updates, self.samples, metrics))
@@ -197,13 +192,13 @@ class Monitor:
 
 
 def arrays(columns: Mapping[str, type[Any]], rows: Sequence[tuple[Any, ...]]) -> Columns:
-    """One array for each column of that name and type."""
+    """Return one array for each column of this name and type."""
     values = zip(*rows, strict=True) if rows else ((),) * len(columns)
     return {name: np.array(column, dtype) for (name, dtype), column in zip(columns.items(), values, strict=True)}
 
 
 def evaluated(evaluations: Sequence[tuple[float, int, int, dict[str, float]]]) -> Columns:
-    """One array for each column of these evaluations; a metric that was missing is NaN."""
+    """Return one array for each column of these evaluations; a missing metric is NaN."""
     columns = {"time": np.float64, "update": np.int64, "samples": np.int64}
     names = dict.fromkeys(name for *_, metrics in evaluations for name in metrics)
     return arrays(columns, [row[:3] for row in evaluations]) | {

@@ -1,4 +1,4 @@
-"""Goes through a recorded run once more, without its devices: the same pushes in the same order, bit for bit."""
+"""Repetition of a recorded run without its devices: the same pushes in the same order, bit for bit."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from lightning_omni.topology import Topology
 from lightning_omni.trace import Trace
 
 BatchAt = Callable[[int, range], Any]
-"""The batch of an epoch's positions: ``batches(epoch, positions)``."""
+"""A function that returns the batch of an epoch's positions: ``batches(epoch, positions)``."""
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """What a replay ends with.
+    """The result of a replay.
 
     Attributes:
         weights: the master weights by name.
@@ -64,25 +64,25 @@ def replay(
     optimizer: MakeOptimizer,
     merged: str | None = None,
 ) -> Replayed:
-    """Repeats a recorded run of one optimizer, and of a merged head if there was one.
+    """Repeat a recorded run of one optimizer, and of a merged head if there was one.
 
-    Members of a group compute one after the other; their gradients are averaged as DDP does. Hyperparameters of an
-    optimizer at the server are those that were recorded; an optimizer at the workers keeps those that it is made with.
-    Parameters that came to the optimizer in mid-run come to it here; those that were frozen or unfrozen are so from one
-    push to the next, if the optimizer is at the server.
+    Members of a group compute one after the other; their gradients are averaged as DDP does. An optimizer at the server
+    uses the recorded hyperparameters; optimizers at the workers keep their initial ones. The replay adds parameters
+    that the run added to the optimizer. If the optimizer is at the server, a parameter that was frozen or unfrozen
+    changes between two pushes.
 
     Args:
-        events: from `lightning_omni.protocol.record.read_record`, or as a recorder was told them.
-        model: as it was when groups were first formed; it stays as it is. It has all parameters that ever came.
+        events: from `lightning_omni.protocol.record.read_record`, or as a recorder received them.
+        model: the model when groups were first formed, with all parameters that were added later; it is not changed.
         loss: the mean loss of a batch, from the model and the batch.
-        batches: gives the batch of an epoch's positions.
+        batches: returns the batch of an epoch's positions.
         optimizer: makes the torch optimizer from parameters.
-        merged: name of the submodule that was merged. A group of several ranks put its rows together there; here each
-            member's are computed by themselves, so with such groups the outcome is the same but for rounding.
+        merged: name of the merged submodule. In the run, a group of several ranks passed its rows through the head
+            together; the replay computes each member's separately, so with such groups results agree up to rounding.
 
     Raises:
-        ConfigurationError: the run has several optimizers, was not recorded from its beginning, or formed other groups
-            whose weights no server knew.
+        ConfigurationError: the run has several optimizers, was not recorded from its beginning, or formed new groups
+            whose initial state is not on record.
         ProtocolError: the record contradicts the method.
 
     Example:
@@ -108,14 +108,14 @@ def replay(
 
 
 def trace_of(events: Iterable[Event], optimizer: int | None = None) -> Trace:
-    """The trace of a recorded run. A record knows no losses: they are NaN.
+    """Return the trace of a recorded run. A record contains no losses: they are NaN.
 
     Args:
         events: from `lightning_omni.protocol.record.read_record`.
-        optimizer: the one to trace, if there are several; a merged head comes after the others.
+        optimizer: number of the optimizer to trace, if the run has several; a merged head has the last number.
 
     Raises:
-        ConfigurationError: the record holds several runs, or several optimizers and none was named.
+        ConfigurationError: the record holds several runs, or several optimizers and ``optimizer`` is None.
 
     Example:
         >>> trace_of([Event(kind="push", time=2.5, group=1, read_at=0, clock=1)]).columns()["time"]
@@ -151,7 +151,6 @@ def trace_of(events: Iterable[Event], optimizer: int | None = None) -> Trace:
 
 
 def _message(event: Event, tensors: Tensors, pull: bool = True, fragment: int | None = None) -> m.PushMessage:
-    """The push that an event tells of."""
     return m.PushMessage(
         optimizer=event.optimizer,
         read_at=event.read_at,
@@ -167,7 +166,7 @@ def _message(event: Event, tensors: Tensors, pull: bool = True, fragment: int | 
 
 
 def _tree(event: Event, weights: dict[str, Tensor]) -> dict[str, Any]:
-    """The parameter groups that an event tells of, as they are told to a server."""
+    """Return the parameter groups of an event, as sent to a server."""
     return {"groups": event.param_groups, "weights": weights, "state": {}}
 
 
@@ -177,17 +176,17 @@ class _Group:
     replica: Replica
     core: GroupCore
     ahead: set[tuple[int, int]] = field(default_factory=set)
-    """Batches whose gradient was computed with access to the head, before the body's push told of them."""
+    """Batches whose gradient was computed with access to the head, before the body's push reported them."""
     others: dict[str, Tensor] = field(default_factory=dict)
-    """Weights of parameters that other groups train and this one does not know of yet."""
+    """Weights of parameters that other groups train and this one does not have yet."""
     has_joined: bool = False
-    """Whether it has joined the others in mid-run, and has not read the weights yet."""
+    """Whether it has joined the others mid-run, and has not read the weights yet."""
     present: tuple[bool, ...] = ()
-    """Which parameters had a gradient in the last push, if the record says so."""
+    """Whether each parameter had a gradient in the last push; empty if not recorded."""
     sent: tuple[Exchange, Encoded] | None = None
-    """What it has under way, until the server takes it."""
+    """The exchange in flight, until the server answers it."""
     answer: Pulled | None = None
-    """What the server has answered to that."""
+    """The server's answer to that exchange."""
 
 
 class _Replay:
@@ -232,7 +231,6 @@ class _Replay:
         return Workbench(self._model, self._parameters, self._loss, Samples([0], 0), False, 1)
 
     def take(self, event: Event) -> None:
-        """One event."""
         if event.optimizer:
             self._take_of_head(event)
         elif event.kind in ("seed", "form"):
@@ -274,7 +272,7 @@ class _Replay:
         self._check_clock(event, self._shard)
 
     def _take_of_group(self, group: _Group, event: Event) -> None:
-        """What a group has trained until then, and what it does then."""
+        """Train the group's batches up to an event, and then apply the event."""
         if (event.present or event.elsewhere) and self._method.steps_at == "server":
             self._mask(group, event)
         self._step_time = event.note
@@ -302,7 +300,6 @@ class _Replay:
             raise ProtocolError(f"the record says {event}, but after it the clock is {shard.master.clock}")
 
     def result(self) -> Replayed:
-        """What it has come to."""
         if not self._is_formed:
             raise ConfigurationError("events: the record is empty")
         weights = dict(zip(self._body, copies(self._shard.master.weights()), strict=True))
@@ -346,7 +343,6 @@ class _Replay:
         self._groups = {number: self._new_group(number, topology) for number in topology.alive}
 
     def _divided(self, servers: int) -> Split:
-        """The weights, as so many servers have them."""
         layout = Layout.of({name: parameter.detach() for name, parameter in self._body.items()})
         at_servers = self._optimizer if self._method.steps_at == "server" else None
         return Split.of(layout, servers, is_elementwise(self._method, at_servers))
@@ -367,7 +363,7 @@ class _Replay:
         return Shard(description, weights, clock, method, topology.alive, resolve, servers=servers)
 
     def _join(self, event: Event) -> None:
-        """A group more takes part; it reads the weights before anything else."""
+        """Add a group, which reads the weights before anything else."""
         (ranks,) = event.groups
         self._shard.method_side.join(event.group)
         self._groups[event.group] = self._make_group(event.group, ranks, (*self._groups, event.group))
@@ -386,10 +382,10 @@ class _Replay:
         self._arrange(group)
         return group
 
-    # --- Parameters that come and go ---------------------------------------------------------------------------------
+    # --- Changes of parameters ---------------------------------------------------------------------------------------
 
     def _restructure(self, group: _Group, event: Event) -> None:
-        """A group's optimizer has other parameter groups, or more parameters."""
+        """Change the parameter groups of a group's optimizer, and add new parameters."""
         shard = self._shard
         for name in event.parameters:
             self._add(name)
@@ -413,7 +409,7 @@ class _Replay:
         self._bench = self._new_bench()
 
     def _arrange(self, group: _Group) -> None:
-        """The group's own optimizer has the parameter groups that were recorded; settings of the first stay."""
+        """Set the recorded parameter groups of the group's own optimizer; existing groups keep their settings."""
         own, groups = group.replica.ordered, group.replica.optimizer.param_groups
         held = [each for each in groups if holds(each, set(own))]
         for number, described in enumerate(self._param_groups):
@@ -441,7 +437,7 @@ class _Replay:
                 self._bench = self._new_bench()
 
     def _train(self, group: _Group, epoch: int, spans: Spans, hyperparameters: Hyperparameters) -> None:
-        """The group computes the gradients of these batches and goes on with each."""
+        """Compute the gradients of these batches, and continue the group with each."""
         for start, stop in spans:
             if (start, stop) in group.ahead:
                 group.ahead.remove((start, stop))
@@ -451,7 +447,7 @@ class _Replay:
     def _step(
         self, group: _Group, epoch: int, span: tuple[int, int], hyperparameters: Hyperparameters
     ) -> list[Tensor | None]:
-        """The group goes on with its part of one gradient; that of the head is returned."""
+        """Continue the group with its part of one gradient, and return the head's part."""
         if not isinstance(need := group.core.waits_for(0), NextGradient):
             raise ProtocolError(f"the record has {group.ranks} train {span}, but they want {need}")
         members = len(group.ranks)
@@ -472,7 +468,7 @@ class _Replay:
         return [gradient[name] for name in self._head]
 
     def _head_access(self, event: Event) -> None:
-        """A group's access to the merged head: its gradient is computed now, and the head is stepped with it."""
+        """Replay a group's access to the merged head: compute its gradient, and step the head with it."""
         group, shard = self._groups.get(event.group), self._head_shard
         if group is None or shard is None:
             return
@@ -480,7 +476,7 @@ class _Replay:
             raise ConfigurationError(
                 "events: accesses to a merged head can be replayed if the data was leased and nothing was clipped"
             )
-        # The weights must be those that this access read: the bench computes before anything moves them.
+        # The access must read the present weights, so the bench computes before they move.
         gradient = self._step(group, event.epoch, event.spans[-1], ())
         group.ahead.add(event.spans[-1])
         message = _message(event, gradient)
@@ -489,7 +485,7 @@ class _Replay:
         self._check_clock(event, shard)
 
     def _answer(self, group: _Group, pulled: Pulled) -> None:
-        """The group goes on to the next need that the record answers; what it has under way is answered later."""
+        """Continue the group up to its next need that the record answers; an exchange in flight is answered later."""
         if group.sent is not None:
             group.sent, group.answer = None, pulled
             if isinstance(group.core.waits_for(0), Receive):
@@ -499,7 +495,7 @@ class _Replay:
         self._go_on(group, group.core.answer(0, pulled))
 
     def _go_on(self, group: _Group, action: Action) -> None:
-        """The group sends, and receives what there is."""
+        """Perform the group's sends, and the receives whose answers have arrived."""
         while True:
             match action:
                 case Ask(need=Exchange() as need, waits=False):
@@ -515,7 +511,7 @@ class _Replay:
                     raise ConfigurationError(f"{type(self._method).__name__} goes from group to group, past any record")
 
     def _finish_exchange(self, group: _Group) -> None:
-        """Before the group waited for others, or came to have other parameters, it received what was under way."""
+        """Receive the exchange in flight, as groups do before they wait for others or get other parameters."""
         if group.answer is not None:
             pulled, group.answer = group.answer, None
             group.core.apply_answer(0, pulled)
@@ -553,7 +549,7 @@ class _Replay:
             self._answer(group, self._pulled(need, reply))
 
     def _pulled(self, need: Exchange, reply: Reply, refused: bool = False) -> Pulled:
-        """What a group gets of what answers its push."""
+        """Return a reply to a push as the group receives it."""
         shard = self._shard
         known = shard.layout_of(reply.group).fragment(need.fragment, self._method.fragments)
         tensors: list[Tensor] = []
@@ -563,7 +559,7 @@ class _Replay:
         return Pulled(tensors, shard.master.clock, reply.note, refused, need.fragment)
 
     def _fetch(self, group: _Group) -> None:
-        """The group asked for the master weights in the midst of its steps, or was synchronized."""
+        """Replay a fetch of the master weights, within the group's steps or at a synchronization."""
         side = self._shard.method_side
         side.fetched(group.replica.group)
         pulled = Pulled(self._known(group), self._shard.master.clock)
@@ -577,5 +573,4 @@ class _Replay:
         group.others.update((name, parameter.detach().clone()) for name, parameter in beyond)
 
     def _known(self, group: _Group) -> list[Tensor]:
-        """Copies of the master weights that a group knows of."""
         return copies(self._shard.master.weights()[: len(group.replica.ordered)])

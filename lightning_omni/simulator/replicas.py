@@ -1,6 +1,6 @@
-"""Parameters of groups, by name and in the optimizer's order; and how a thousand groups' fit in the memory of a few.
+"""Parameters of simulated groups, by name and in the optimizer's order.
 
-Groups that read the same weights share them.
+Groups that read the same weights share them, so that those of a thousand groups fit into the memory of a few.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from lightning_omni.simulator.workload import MakeOptimizer
 
 
 class SharedWeights(list[Tensor]):
-    """The master weights of one clock. No code changes them; they live as long as a group holds them."""
+    """The master weights at one clock. They are never changed, and freed when no group holds them."""
 
 
 class WeightsByClock:
-    """The weights of each clock that some group still works with.
+    """The weights of each clock that a group still uses.
 
     Attributes:
         most: the most different weights that were alive at a time.
@@ -36,7 +36,7 @@ class WeightsByClock:
         self.most = 0
 
     def at(self, clock: int, buffer: Tensor) -> SharedWeights:
-        """A copy of the weights that lie in ``buffer`` at this clock; the same for all that read it."""
+        """Return a copy of the weights in ``buffer`` at this clock; all readers share it."""
         known = self._at.get(clock)
         if known is None:
             known = self._at[clock] = SharedWeights(self._layout.views(buffer.clone()))
@@ -44,12 +44,12 @@ class WeightsByClock:
         return known
 
     def forget(self) -> None:
-        """The clock goes back, and there will be other weights at the same ones."""
+        """Forget all weights, because the clock goes back and will reach the same values with other weights."""
         self._at.clear()
 
 
 class OwnReplica(Replica):
-    """A replica that keeps no gradient from one step to the next: a thousand groups would keep a thousand."""
+    """A replica that frees gradients after each step; otherwise a thousand groups would keep a thousand."""
 
     def step(self, gradient: Sequence[Tensor | None]) -> None:
         super().step(gradient)
@@ -58,10 +58,10 @@ class OwnReplica(Replica):
 
 
 class SharingReplica(Replica):
-    """A replica that refers to shared weights instead of copying them, until it moves: then it copies first.
+    """A replica that refers to shared weights, and copies them before it first moves them.
 
     Args:
-        parameters: only say which weight has which learning rate.
+        parameters: used only to find the learning rate of each weight.
         optimizer: holds the hyperparameters.
         group: number of the group.
         start: the weights.
@@ -95,10 +95,10 @@ class SharingReplica(Replica):
 
 
 def named_parameters(model: nn.Module, optimizer: Optimizer) -> dict[str, Parameter]:
-    """The parameters of an optimizer by name, in its order.
+    """Return the parameters of an optimizer by name, in its order.
 
     Raises:
-        ConfigurationError: it holds something that is no parameter of the model.
+        ConfigurationError: it holds a parameter that the model does not have.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     ordered = held_by(optimizer)
@@ -110,12 +110,12 @@ def named_parameters(model: nn.Module, optimizer: Optimizer) -> dict[str, Parame
 def own_replica(
     make: MakeOptimizer, model: nn.Module, parameters: Mapping[str, Parameter], weights: Sequence[Tensor], group: int
 ) -> OwnReplica:
-    """A group's replica with parameters of its own.
+    """Return a replica with parameters of its own for a group.
 
     Args:
-        make: makes the user's optimizer, which gets all parameters in the model's order.
+        make: makes the user's optimizer from all parameters in the model's order.
         model: has the other parameters.
-        parameters: those that are trained, by name, in the optimizer's order.
+        parameters: the trained parameters by name, in the optimizer's order.
         weights: their values.
         group: number of the group.
     """

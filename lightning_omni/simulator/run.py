@@ -1,4 +1,4 @@
-"""A run in virtual time with real gradients, by the server's and the methods' own objects."""
+"""A run in virtual time with real gradients, made of the server's and the methods' own objects."""
 
 from __future__ import annotations
 
@@ -51,55 +51,58 @@ def simulate(
     all_reduce: str | AllReduce = "fp32",
     progress: bool | Progress = False,
 ) -> Trace:
-    """Trains a model on a cluster that does not exist: virtual time, real gradients.
+    """Train a model on a simulated cluster, in virtual time with real gradients.
 
-    Time passes as devices, links and the server's queues have it; nothing waits for anything in real time. Server,
-    leases, epochs and both halves of the method are the objects of a real run. A push travels over the group's link,
-    queues at the server's network card, then for the server itself; when it is served it counts as arrived, and the
-    order of arrivals decides staleness. The answer goes back the same way. Control messages and evaluations take no
-    time. One group trains synchronously whatever the method, and exchanges take it no time, as in a real run.
+    Devices, links and the server's queues determine the time; nothing waits in real time. Server, leases, epochs and
+    both halves of the method are the objects of a real run. A push travels over the group's link, queues at the
+    server's network card, then for the server itself; it arrives when it is served, and the order of arrivals
+    determines staleness. The answer travels back the same way. Control messages and evaluations take no time. One group
+    trains synchronously with any method, and its exchanges take no time, as in a real run.
 
     Args:
         method: a name, or a method.
-        topology: which rank is in which group; or a number of groups, split evenly.
+        topology: the ranks of each group; or a number of groups, split evenly.
         cluster: the devices and links.
-        model: a copy of it is trained; it stays as it is.
-        data: a map-style dataset. The tensors of a ``TensorDataset`` are indexed directly, anything else is collated.
-        optimizer: makes a torch optimizer from parameters; it runs where the method has it.
+        model: the model; it is copied and not changed.
+        data: a map-style dataset. The tensors of a ``TensorDataset`` are indexed directly, other data are collated.
+        optimizer: makes a torch optimizer from parameters; it runs at the server or at the workers, as the method
+            requires.
         loss: the mean loss of a batch, from the model and the batch (a tuple of tensors for a ``TensorDataset``).
         batch_size: samples in one device's batch; a group of k devices trains on k times as many.
-        rebalance: ``"auto"`` gives the members of a group parts of its batch in proportion to their mean speeds, which
-            are known from the start; a slowdown is followed at once.
-        merged: name of a submodule that stays at the server, as by ``OmniStrategy(merged=...)``. A group's batch comes
-            there after a third of the group's time (its forward pass); the access lasts as long as the head takes, and
-            the way of its outputs and their gradients.
-        evaluate: metrics of a model in evaluation mode, by name. The model is the one that the method would validate.
-        evaluate_every: updates between two evaluations; there is always one at the end.
+        rebalance: ``"auto"`` divides a group's batch over its members in proportion to their mean speeds, which are
+            known from the start and follow slowdowns at once.
+        merged: name of a submodule that stays at the server, as with ``OmniStrategy(merged=...)``. A group's batch
+            arrives there after a third of the group's time (its forward pass); the access lasts for the time of the
+            head and for the travel of its outputs and their gradients.
+        evaluate: returns the metrics, by name, of a model in evaluation mode. The model is the one that the method
+            would validate.
+        evaluate_every: updates between two evaluations; the run is always evaluated at its end.
         evaluate_every_seconds: seconds of virtual time between two evaluations.
         max_updates: updates after which the run ends. An update is a tick of the server's clock or, where groups
-            talk to one another only (gossip), one local step of one group.
+            exchange only with one another (gossip), one local step of one group.
         max_epochs: passes over the data after which the run ends.
         max_seconds: virtual time at which the run ends, in seconds.
         target: name and value of a metric; the run ends with the evaluation that reaches it (from above if the name
             contains "loss" or "error").
-        seed: of data order, jitter and whatever is random in the model; same seed, bitwise the same trace.
-        batched: compute gradients of several groups at a time with ``torch.func.vmap``; ``"auto"`` where that is
-            faster and cannot change the outcome beyond rounding (no buffers, no dropout, few weights and samples).
-        members_apart: compute each member's gradient by itself and average them as DDP does; for bit-equality with a
+        seed: seed of data order, jitter and random operations of the model; the same seed gives bitwise the same trace.
+        batched: compute gradients of several groups at a time with ``torch.func.vmap``; ``"auto"`` where that is faster
+            and cannot change the outcome beyond rounding (no buffers, no dropout, few weights and samples).
+        members_apart: compute each member's gradient separately and average them as DDP does; for bit-equality with a
             real run of groups of several ranks.
-        record: told of every event at the server, as by `lightning_omni.protocol.ServerCore`.
-        wire: how pushes are put into bytes, by name or as a value: see docs/wire-formats.md. A link takes as long as
-            these bytes need.
-        overlap: exchanges travel while groups compute their next gradient, as by ``OmniStrategy(overlap=True)``; for
+        record: receives every event at the server, as from `lightning_omni.protocol.ServerCore`.
+        wire: wire format of pushes, by name or as a value: see docs/wire-formats.md. Links take the time of the encoded
+            bytes.
+        overlap: exchanges travel while groups compute their next gradient, as with ``OmniStrategy(overlap=True)``; for
             methods whose optimizer steps at the server.
-        all_reduce: how the members of a group average their gradients, as by ``OmniStrategy(all_reduce=...)``. Their
-            link takes as long as these bytes need; what members have not sent yet is kept as its mean over them.
+        all_reduce: how the members of a group average their gradients, as with ``OmniStrategy(all_reduce=...)``. Their
+            link takes the time of these bytes; the members' unsent residuals are stored as their mean.
         progress: True shows a progress bar; or a function, called with the fraction done and a text. With either,
-            Ctrl-C returns the trace so far (``ended == "interrupted"``) instead of raising KeyboardInterrupt; so does
-            a function that raises `lightning_omni.simulator.Enough` (``ended == "stopped"``).
+            Ctrl-C returns the trace so far (``ended == "interrupted"``) instead of raising KeyboardInterrupt; so does a
+            function that raises `lightning_omni.simulator.Enough` (``ended == "stopped"``).
 
     Returns:
-        The trace. Its ``ended`` says why the run ended, ``weights`` are those of the model last evaluated.
+        The trace. Its ``ended`` is the reason for the end of the run; its ``weights`` are those of the model last
+        evaluated.
 
     Raises:
         ConfigurationError: an argument is wrong.
@@ -137,7 +140,7 @@ def simulate(
     check_restarts(cluster, topology, chosen, merged, record)
     formation = Formation(chosen, topology, merged, wire_format, overlap, all_reduce_of(all_reduce))
     if topology.is_synchronous:
-        # Whatever the method, one group is plain synchronous training.
+        # With any method, one group is plain synchronous training.
         formation = Formation(HardSync(), topology, all_reduce=formation.all_reduce)
     workload = Workload(model, data, loss, evaluate, optimizer)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -148,7 +151,7 @@ def simulate(
 
 
 def check_aggregators(cluster: Cluster, topology: Topology, method: Method) -> None:
-    """Raises `ConfigurationError` if the cluster has aggregators, and the method needs each push by itself."""
+    """Raise `ConfigurationError` if the cluster has aggregators, but the method needs each push separately."""
     groups = len(topology.alive)
     if not cluster.aggregators or groups == 1:
         return
@@ -162,7 +165,7 @@ def check_aggregators(cluster: Cluster, topology: Topology, method: Method) -> N
 def check_restarts(
     cluster: Cluster, topology: Topology, method: Method, merged: str | None = None, record: Recorder | None = None
 ) -> None:
-    """Raises `ConfigurationError` if the server is started again, and what is to be simulated cannot go on then."""
+    """Raise `ConfigurationError` if the server restarts, but the run cannot continue from a save."""
     if not cluster.restarts or topology.is_synchronous:
         return
     if method.talks_to_peers or method.resyncs:
@@ -179,7 +182,6 @@ def check_restarts(
 
 
 def _check_together(topology: Topology, cluster: Cluster, batches: Batches, rebalance: str, merged: str | None) -> None:
-    """Whether arguments of `simulate` go with each other."""
     if topology.ranks != tuple(range(len(cluster.devices))):
         raise ConfigurationError(
             f"topology: it has {len(topology.ranks)} ranks, but the cluster {len(cluster.devices)} devices;"

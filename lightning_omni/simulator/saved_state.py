@@ -1,9 +1,9 @@
-"""The server's state as it would lie on a disk, in virtual time: when it is saved, and how another server goes on.
+"""The saved state of a simulated server: when it is saved, and how a replacement server continues from it.
 
-Rule 1: it is saved when a real server saves it (`lightning_omni.server.saving`): when groups were formed or have
-joined, and then every so many seconds, between two messages; if groups wait for answers then, as soon as none does, but
-at most as many seconds later.
-Rule 2: between two messages nothing changes. So it is enough to save before the next message what was due by then.
+Rule 1: it is saved when a real server saves it (`lightning_omni.server.saving`): after groups were formed or have
+joined, and then periodically, between two messages. If groups wait for answers when a save is due, it is made once none
+waits, at most one period later.
+Rule 2: the state does not change between two messages, so it suffices to make due saves before the next message.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from lightning_omni.protocol.journal import Entry
 
 
 class SavedState:
-    """The last save of a server, and the journal of what ranks were told since.
+    """The last save of a server, and the journal of its answers to ranks since.
 
     Args:
         every: seconds between two saves, above 0.
-        on_save: called after each, but for that of a server that has just begun.
+        on_save: called after each save, except that of a server that has just started.
     """
 
     def __init__(self, every: float, on_save: Callable[[], None]) -> None:
@@ -32,12 +32,11 @@ class SavedState:
         self._journal: list[Entry] = []
 
     def save(self, core: ServerCore, moment: float) -> None:
-        """Saves the state as of a moment, in seconds."""
         self._write(core, moment)
         self._on_save()
 
     def poll(self, core: ServerCore, now: float) -> None:
-        """Saves what was due by now. To be called before each message, and before the server dies."""
+        """Make the saves that are due by now. The caller polls before each message, and before the server dies."""
         if core.has_state:
             due = self._changed if core.journal.is_due else self._due
             moment = max(self._changed, due if core.is_quiet else self._latest)
@@ -46,7 +45,7 @@ class SavedState:
         self._changed = now
 
     def restore(self, core: ServerCore, now: float) -> None:
-        """Another server goes on from the last save, and saves at once."""
+        """Restore the last save in another server, which saves at once."""
         packed, buffer = self._saved
         core.load(unpack(packed, buffer.clone()), self._journal, now)
         self._write(core, now)

@@ -1,7 +1,7 @@
-"""The real server as simulated groups speak to it, all ranks at once, and the way there and back.
+"""The real server, as simulated groups use it, with all ranks joined, and the network to and from it.
 
-It refuses nothing they say. Several servers that hold a share of the weights each do what one does, in the same order,
-so there is one here, too; what they cost is counted in `lightning_omni.simulator.exchange`.
+It refuses no message of theirs. Several servers that hold a share of the weights each do the same as one, in the same
+order, so the simulation has one; `lightning_omni.simulator.exchange` computes the time that several take.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from lightning_omni.simulator.saved_state import SavedState
 from lightning_omni.topology import Topology
 
 GENERATION = 1
-"""The groups are formed once."""
+"""The generation of groups; the groups are formed once."""
 HEAD = 1
-"""Number of a merged head: the optimizer of the rest is 0."""
+"""Number of a merged head's optimizer; that of the body is 0."""
 _Answer = TypeVar("_Answer", bound=m.Message)
 _NOTHING = b""
 _NONCE = bytes(NONCE_BYTES)
-"""A rank's own: nothing can overhear, and the server's are drawn."""
+"""A constant nonce of ranks: connections cannot be overheard here, and the server's nonces are random."""
 
 
 class SimulatedServer:
@@ -50,18 +50,18 @@ class SimulatedServer:
 
     Args:
         engine: virtual time.
-        layout: of the trained parameters.
-        topology: which rank is in which group.
-        seed: of nonces and tickets.
-        optimizer: the user's.
-        record: told of everything that happens to the weights.
+        layout: layout of the trained parameters.
+        topology: the ranks of each group.
+        seed: seed of nonces and tickets.
+        optimizer: the user's optimizer.
+        record: receives all events that concern the weights.
 
     Attributes:
         core: the server.
         snapshots: weights that it has sent, by clock.
-        incarnation: of the groups that were formed.
-        away_until: when a server that has died is there again, in seconds; None while it is there.
-        shard: the master weights; there are none before the groups were formed.
+        incarnation: incarnation of the groups that were formed.
+        away_until: time at which a server that has died is available again, in seconds; None while it is available.
+        shard: the master weights; unset before the groups were formed.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class SimulatedServer:
             self._join(rank)
 
     def form(self, method: Method, wire_format: WireFormat, overlap: bool, parts: Sequence[Mapping[str, Any]]) -> None:
-        """The recorder forms the groups and hands weights and optimizers over: see `part_of`."""
+        """Form the groups and send weights and optimizers, as the recorder does: see `part_of`."""
         form = m.Form(
             generation=GENERATION,
             groups=self._topology.groups,
@@ -103,14 +103,14 @@ class SimulatedServer:
         self.shard = self.core.shards[0]
 
     def join(self, members: int, name: str) -> tuple[m.Joined, tuple[int, ...], list[Out]]:
-        """A group more takes part.
+        """Add a group.
 
         Args:
             members: number of its ranks.
-            name: of the group.
+            name: name of the group.
 
         Returns:
-            What it is told, its ranks, and what the server sends.
+            The answer to the group, its ranks, and the server's messages.
         """
         first = max(self._topology.ranks) + 1
         ranks = tuple(range(first, first + members))
@@ -122,15 +122,14 @@ class SimulatedServer:
         return joined, ranks, out
 
     def control(self, rank: int, message: m.Message) -> list[Out]:
-        """A rank says something on its control connection."""
         self._poll()
         return _accepted(self._link.control(rank, message))
 
     def prepare(self, core: GroupCore, ask: Ask) -> tuple[int, Outgoing | None]:
-        """The bytes of a push that is sent now; and the push, if its size is only known when it is encoded.
+        """Return the bytes of a push that is sent now; and the encoded push, if its size is only known after encoding.
 
-        If it is known before, the push is encoded when it arrives: there is one memory then for all that are under way.
-        What its group does not wait for is encoded now, for the group moves on.
+        Otherwise the push is encoded when it arrives, so that all pushes in flight share one memory. A push that its
+        group does not wait for is encoded now, because the group moves its weights.
         """
         present = [tensor is not None for tensor in ask.tensors]
         layout = self.shard.layout.fragment(ask.fragment, core.method.fragments)
@@ -141,12 +140,12 @@ class SimulatedServer:
         return cast(m.PushMessage, outgoing.message).nbytes, outgoing
 
     def ask(self, leader: int, core: GroupCore, ask: Ask, outgoing: Outgoing | None = None) -> list[Out]:
-        """A push or a fetch arrives.
+        """Deliver a push or a fetch.
 
         Args:
             leader: the rank that sent it.
-            core: of its group.
-            ask: what was asked.
+            core: the group's state machine.
+            ask: the request.
             outgoing: from `prepare`.
         """
         outgoing = outgoing or core.send(ask, self.shard.layout, self._memory)
@@ -155,7 +154,7 @@ class SimulatedServer:
     def ask_head(
         self, leader: int, message: m.HeadForward | m.HeadBackward, payload: Tensor, expect: type[_Answer]
     ) -> tuple[_Answer, Tensor]:
-        """A group's batch at the merged head, or its gradients; answered at once, for the head is the group's alone."""
+        """Send a batch or its gradients to the merged head, which is the group's alone. Returns the answer."""
         (out,) = self._data(leader, message, payload)
         assert isinstance(out.message, expect)
         (answer,) = out.payload
@@ -163,24 +162,24 @@ class SimulatedServer:
         return out.message, answer.clone()
 
     def tick(self) -> list[Out]:
-        """Time has passed. Returns what the server sends."""
+        """Advance the server's time. Returns its messages."""
         self._poll()
         return self.core.tick(self._engine.now)
 
     def lose(self, rank: int, reason: str) -> list[Out]:
-        """A rank is dead. Returns what the server sends."""
+        """Report a dead rank to the server. Returns its messages."""
         self._poll()
         return self.core.lose(rank, reason)
 
-    # --- It dies, and another one goes on ----------------------------------------------------------------------------
+    # --- Restarts ----------------------------------------------------------------------------------------------------
 
     def save_every(self, seconds: float, on_save: Callable[[], None]) -> None:
-        """From now on, with the groups formed, its state is saved every so many seconds."""
+        """Save the server's state now and every ``seconds``. The groups must be formed."""
         self._saved_state = SavedState(seconds, on_save)
         self._saved_state.save(self.core, self._engine.now)
 
     def die(self, until: float) -> None:
-        """It dies: its state is that of the last save, and it hears nothing until a moment, in seconds."""
+        """Replace the server by one from the last save, which receives no message before ``until``, in seconds."""
         self._poll()
         assert self._saved_state is not None
         self.core, self.away_until = self._new_core(), until
@@ -189,24 +188,22 @@ class SimulatedServer:
         self.snapshots.forget()
 
     def come_back(self, ranks: Iterable[int]) -> None:
-        """It hears again, and these ranks attach again."""
+        """Let the server receive messages again, and attach these ranks again."""
         self.away_until = None
         for rank in ranks:
             self._join(rank, returns=True)
 
     def wait_while_away(self) -> Timeline:
-        """A process' part: goes on when the server is there."""
         while self.away_until is not None:
             yield self.away_until
 
-    # --- What the server sends ---------------------------------------------------------------------------------------
+    # --- Messages from the server ------------------------------------------------------------------------------------
 
     def group_of(self, out: Out) -> int:
-        """To which group it goes."""
         return self._topology.group_of(self._link.rank_of(out.peer))
 
     def tensors_of(self, out: Out) -> list[Tensor]:
-        """The weights in an answer, to keep: groups that are sent the same share them."""
+        """Return the weights in an answer, to keep: groups that receive the same weights share them."""
         message, shard = out.message, self.shard
         assert isinstance(message, m.Weights)
         if not out.payload:
@@ -214,7 +211,7 @@ class SimulatedServer:
         if out.payload[0] is shard.buffer:
             return self.snapshots.at(message.clock, shard.buffer)
         assert isinstance(out.payload[0], Tensor)
-        # Of another's push, or of a fetch, it is either the very buffer or in the format of answers.
+        # Every other payload is in the format of answers.
         fragment = message.fragment if message.fragment >= 0 else None
         layout = shard.layout.fragment(fragment, shard.method_side.method.fragments)
         return layout.views(shard.arrived(out.payload[0], layout).clone())
@@ -222,7 +219,7 @@ class SimulatedServer:
     # --- Connections -------------------------------------------------------------------------------------------------
 
     def _new_core(self) -> ServerCore:
-        # Silence means nothing here: a rank dies when the cluster says so.
+        # Ranks never time out: they die only in the cluster's events.
         return ServerCore(
             self._key, self._random.randbytes, math.inf, math.inf, resolve=self._resolve, record=self._record
         )
@@ -238,25 +235,24 @@ class SimulatedServer:
         return _accepted(self._link.data(rank, message, payload))
 
     def _poll(self) -> None:
-        """Something is about to happen, now."""
         self._link.now = self._engine.now
         if self._saved_state is not None:
             self._saved_state.poll(self.core, self._engine.now)
 
 
 class SimulatedNetwork:
-    """What the server sends goes where it is to go, and takes its time.
+    """The network that delivers the server's messages, in virtual time.
 
     Args:
         engine: virtual time.
         between: the link from group to group.
-        server: at the far end.
-        costs: how long exchanges with it take; kept.
+        server: the server.
+        costs: durations of exchanges with the server; kept.
 
     Attributes:
-        processes: what waits for what the server sends, by the number of the group.
-        expired: called when the method was told of a moment that it had asked for.
-        exchanges: what waits for weights in their place, while they compute.
+        processes: the process that receives the server's messages, by the number of the group.
+        expired: called after the method handled a moment that it had requested.
+        exchanges: processes that receive weights instead, while the group computes.
     """
 
     def __init__(self, engine: Engine, between: Link, server: SimulatedServer, costs: Exchanges) -> None:
@@ -267,13 +263,13 @@ class SimulatedNetwork:
         self.exchanges: dict[int, Process] = {}
 
     def deliver(self, out: list[Out]) -> None:
-        """What the server sends now goes where it is to go: weights take their time, verdicts none."""
+        """Deliver messages that the server sends now: weights take time, verdicts none."""
         for item in out:
             group = self._server.group_of(item)
             process = self.processes[group]
             if isinstance(item.message, m.Weights):
                 process = self.exchanges.get(group, process)
-                # Copied now: the server's answer is only valid until the next message.
+                # The tensors are copied now, because the answer is only valid until the server's next message.
                 answer = item.message, self._server.tensors_of(item)
                 self._engine.start(self._send(group, process, answer))
             elif isinstance(item.message, m.Verdict):
@@ -284,15 +280,15 @@ class SimulatedNetwork:
             self._engine.start(self._expire(due))
 
     def _send(self, group: int, process: Process, answer: tuple[m.Weights, list[Tensor]]) -> Timeline:
-        """A process: weights travel to a group, and what waits for them there goes on."""
+        """Run a process that sends weights to a group, and resumes the process that waits for them."""
         yield from self.costs.answer(group, answer[0].nbytes)
         self._engine.resume(process, answer)
 
     def _expire(self, due: float) -> Timeline:
-        """A process: the method is told of the moment that it has asked for, unless it asks for another by then."""
+        """Run a process that ticks the server when its method has requested, unless it requests a later moment."""
         yield due
         self._due = math.inf
-        if self._server.away_until is not None:  # it looks at the time when it is back
+        if self._server.away_until is not None:  # it checks the time when it is available again
             return
         self.deliver(self._server.tick() if self._server.core.due <= self._engine.now else [])
         self.expired()
@@ -300,7 +296,7 @@ class SimulatedNetwork:
     # --- From group to group -----------------------------------------------------------------------------------------
 
     def to_peer(self, nbytes: int = 0) -> float:
-        """When a message to another group is there, if it is sent now. Links between groups are not shared."""
+        """Return the arrival of a message to another group that is sent now. Links between groups are not shared."""
         return self._engine.now + self._between.seconds(nbytes)
 
 
@@ -310,13 +306,13 @@ def part_of(
     head: Mapping[str, Any] | None = None,
     servers: int = 1,
 ) -> dict[str, Any]:
-    """Weights and optimizer as a server takes them; no optimizer if it steps at the workers.
+    """Return weights and optimizer in the server's format, without an optimizer that steps at the workers.
 
     Args:
-        parameters: by name, in the optimizer's order.
-        optimizer: over these, and perhaps others.
-        head: what is to be said of a merged head.
-        servers: for which the one here stands.
+        parameters: parameters by name, in the optimizer's order.
+        optimizer: an optimizer over these, and perhaps others; None for none.
+        head: description of a merged head.
+        servers: number of servers that the simulated one represents.
     """
     names: dict[Tensor, str] = {parameter: name for name, parameter in parameters.items()}
     return {
@@ -329,7 +325,7 @@ def part_of(
 
 
 def resolve_also(optimizer: Optimizer) -> Resolve:
-    """A resolver that admits the user's own class, too: no other is sent here."""
+    """Return a resolver that also admits the user's own optimizer class, the only one that is sent here."""
     return resolver([class_path(type(optimizer))])
 
 

@@ -1,4 +1,4 @@
-"""What a simulated run is told, as values: groups, batches, when it is evaluated and ends, and who hears of it."""
+"""Settings of a simulated run, as values: groups, batches, evaluations, limits, and progress reports."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from lightning_omni.protocol.wire_format import RAW, WireFormat
 from lightning_omni.topology import Topology
 
 Progress = Callable[[float, str], None]
-"""Called with the fraction that is done, 0 to 1, and a text."""
+"""A function of the fraction done, 0 to 1, and a text."""
 
 
 @dataclass(frozen=True)
 class Formation:
-    """Which ranks train, and how they exchange.
+    """The groups of a run, and how they exchange.
 
     Args:
-        method: what is exchanged.
-        topology: which rank is in which group.
+        method: the method.
+        topology: the ranks of each group.
         merged: name of the submodule that stays at the server.
-        wire_format: how pushes are put into bytes.
-        overlap: whether they travel while groups compute.
+        wire_format: encoding of pushes as bytes.
+        overlap: whether exchanges travel while groups compute.
         all_reduce: how gradients are averaged inside a group.
     """
 
@@ -42,14 +42,14 @@ class Formation:
 
 @dataclass(frozen=True)
 class Batches:
-    """How a run's batches are made, and their gradients; see `simulate`.
+    """The settings of a run's batches and gradients; see `simulate`.
 
     Args:
         size: samples in one device's batch.
-        is_balanced: whether a group's devices get parts by their speeds.
+        is_balanced: whether a group's devices get parts in proportion to their speeds.
         batched: whether gradients of several groups are computed at a time.
-        members_apart: whether each member's gradient is computed by itself.
-        seed: of all that is random.
+        members_apart: whether each member's gradient is computed separately.
+        seed: seed of all random numbers.
 
     Raises:
         ConfigurationError: the size is not above 0, or the seed is no whole number.
@@ -69,7 +69,7 @@ class Batches:
 
 @dataclass(frozen=True)
 class RunLimits:
-    """When a run ends: with whichever comes first.
+    """The limits of a run, which ends at the first that it reaches.
 
     Args:
         updates: the most updates.
@@ -83,10 +83,10 @@ class RunLimits:
 
     @classmethod
     def of(cls, max_updates: int | None, max_epochs: int | None, max_seconds: float | None) -> RunLimits:
-        """Limits of which some are None.
+        """Return limits from arguments, of which some are None.
 
         Raises:
-            ConfigurationError: all are, or one is not above 0, or only part of an update or an epoch.
+            ConfigurationError: all are None, one is not above 0, or updates or epochs are not whole.
         """
         given = {"max_updates": max_updates, "max_epochs": max_epochs, "max_seconds": max_seconds}
         if all(value is None for value in given.values()):
@@ -97,13 +97,13 @@ class RunLimits:
         return cls(*(math.inf if value is None else value for value in given.values()))
 
     def fraction(self, updates: int, epochs: float, seconds: float) -> float:
-        """How much of the run is done, 0 to 1."""
+        """Return the fraction of the run that is done, 0 to 1."""
         return min(1.0, max(updates / self.updates, seconds / self.seconds, epochs / self.epochs))
 
 
 @dataclass(frozen=True)
 class Cadence:
-    """How often a run is evaluated, besides once at its end, and the metric that ends it.
+    """The times of a run's evaluations, besides the one at its end, and the metric that ends it.
 
     Args:
         every_updates: updates between two evaluations.
@@ -111,8 +111,8 @@ class Cadence:
         target: name and value of a metric; the run ends with the evaluation that reaches it.
 
     Raises:
-        ConfigurationError: a period is not above 0, the target has no name or no value, or nothing is ever compared
-            with it.
+        ConfigurationError: a period is not above 0, the target is no pair of a name and a number, or a target is set
+            without a period.
     """
 
     every_updates: int | None = None
@@ -143,18 +143,18 @@ def _check_above_zero(name: str, value: float | None) -> None:
 
 
 def _check_counted(name: str, value: float | None) -> None:
-    """Updates and epochs are counted; an infinite number of them is as good as None."""
+    """Check a number of updates or epochs; infinity is equivalent to None."""
     if value is not None and value != math.inf:
         check_whole(name, value, "a whole number above 0, or None", 1)
 
 
 class Enough(Exception):
-    """Raised by a function that is told the progress: the run ends there, as if it had been asked for no more."""
+    """The exception by which a progress function ends the run, as at a limit."""
 
 
 @contextmanager
 def progress_of(wanted: bool | Progress) -> Iterator[Progress | None]:
-    """What shows progress: a bar, the caller's function, or None."""
+    """Provide the progress function: that of a bar, the caller's, or None."""
     if callable(wanted):
         yield wanted
     elif wanted is False:

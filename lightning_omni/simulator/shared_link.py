@@ -1,7 +1,7 @@
-"""A link on which messages are carried at once, as over TCP: each gets an even part of it, if it can take that much.
+"""A link that several messages cross at once, as over TCP: each gets an even part of it, up to the message's own limit.
 
-Messages of one limit are equally fast, and so what has crossed of each is counted once for all of them: a message costs
-the logarithm of how many there are.
+Messages of one limit are equally fast, so their crossed bytes are counted once for all; a message costs the logarithm
+of their number.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from lightning_omni.simulator.engine import Engine, Process, Timeline, until_res
 
 
 class _Lane:
-    """Messages of which none can be faster than the same limit.
+    """The messages that have the same limit.
 
     Attributes:
-        messages: a heap of (``crossed`` when all of it has, serial number, what goes on then).
-        crossed: bytes that would have crossed of a message that had been here from the beginning.
+        messages: a heap of (``crossed`` at its end, serial number, process to resume then).
+        crossed: bytes that would have crossed of a message that had been in the lane from the beginning.
         rate: bytes per second of each message.
     """
 
@@ -26,7 +26,6 @@ class _Lane:
 
     @property
     def due(self) -> float:
-        """Seconds until the first message has crossed, at this rate."""
         return max(self.messages[0][0] - self.crossed, 0.0) / self.rate
 
 
@@ -59,14 +58,14 @@ class SharedLink:
         self._shared_at, self._serial_number = 0.0, 0
 
     def carry(self, nbytes: float, limit: float) -> Process:
-        """A message begins to cross.
+        """Start to carry a message.
 
         Args:
-            nbytes: of it, above 0.
-            limit: bytes per second, at most.
+            nbytes: bytes of the message, above 0.
+            limit: its most bytes per second.
 
         Returns:
-            What is over, with the moment, when all of it has crossed.
+            A process that ends when the whole message has crossed, and returns that moment.
         """
         message = self._engine.start(until_resumed())
         self._go_on()
@@ -77,13 +76,12 @@ class SharedLink:
         return message
 
     def _go_on(self) -> None:
-        """Up to now messages have crossed at their rates."""
         for lane in self._lanes.values():
             lane.crossed += lane.rate * (self._engine.now - self._shared_at)
         self._shared_at = self._engine.now
 
     def _share(self) -> None:
-        """Other messages are on the link than before: those that can take their even part get it, and no less."""
+        """Divide the bandwidth evenly after the messages have changed; faster lanes get the surplus of slower ones."""
         left, count = self._bandwidth, sum(len(lane.messages) for lane in self._lanes.values())
         for limit, lane in sorted(self._lanes.items()):
             lane.rate = min(limit, left / count)
@@ -94,12 +92,12 @@ class SharedLink:
             self._engine.start(self._arrive(first, self._engine.now + first.due, self._serial_number))
 
     def _arrive(self, lane: _Lane, due: float, serial_number: int) -> Timeline:
-        """A process: the first messages of a lane have crossed, unless others have come before."""
+        """Run a process that ends the first messages of a lane, unless the messages change before."""
         yield due
         if serial_number != self._serial_number:
             return
         self._go_on()
-        lane.crossed = lane.messages[0][0]  # and no rounding error less
+        lane.crossed = lane.messages[0][0]  # without rounding error
         arrived = []
         while lane.messages and lane.messages[0][0] <= lane.crossed:
             arrived.append(heapq.heappop(lane.messages)[2])

@@ -1,4 +1,4 @@
-"""A wire format applied to each share by itself, as several servers have it: they get a part of each push."""
+"""A wire format that is applied to each share of the weights separately, as with several servers."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from lightning_omni.protocol.wire_format import (
 from lightning_omni.protocol.wire_formats import BothWays
 
 _LENGTH = 8
-"""Bytes that say how long a part is."""
+"""Bytes of the length of a part."""
 
 
 def by_share(wire_format: WireFormat, method: Method, split: Split) -> WireFormat:
-    """What several servers make of a wire format: the one server of the simulator and the replay then holds their bits.
+    """Return the wire format with the rounding of several servers, for the one server of the simulator and the replay.
 
-    Tensors as they are, are the same in parts; and what groups send one another has no parts.
+    Raw tensors are the same in parts, and messages between groups have no parts.
 
     Args:
-        wire_format: of a run.
-        method: of the run.
-        split: how the weights are divided.
+        wire_format: the run's wire format.
+        method: the run's method.
+        split: the division of the weights over servers.
     """
     if len(split.shares) == 1 or method.talks_to_peers:
         return wire_format
@@ -51,13 +51,13 @@ def by_share(wire_format: WireFormat, method: Method, split: Split) -> WireForma
 
 @register
 class ByShare(WireFormat, frozen=True, kw_only=True, dict=True, tag="by_share"):
-    """Each share in the format, one after the other; in front the lengths of all.
+    """A wire format that encodes each share separately; the payload begins with the lengths of all shares.
 
-    No server knows it that others can reach: there each share travels by itself.
+    Only the simulator's own server supports it: in real runs each share travels by itself.
 
     Args:
-        wire_format: of each share, as plain data.
-        split: how the tensors of all parameters are divided.
+        wire_format: the format of each share, as plain data.
+        split: the division of all parameters' tensors.
     """
 
     wire_format: dict[str, Any]
@@ -69,7 +69,7 @@ class ByShare(WireFormat, frozen=True, kw_only=True, dict=True, tag="by_share"):
 
     @property
     def activations(self) -> WireFormat:
-        return self._each.activations  # the first server has all of a merged head
+        return self._each.activations  # the first server holds the whole merged head
 
     def sizes(self, layout: Layout) -> tuple[int, int]:
         least, most = zip(*map(self._each.sizes, self._split_of(layout).shares), strict=True)
@@ -99,5 +99,5 @@ class ByShare(WireFormat, frozen=True, kw_only=True, dict=True, tag="by_share"):
         return buffer
 
     def _split_of(self, layout: Layout) -> Split:
-        """The same cuts where only some of the tensors are there, or a fragment of them."""
+        """Return the same cuts for a layout of some of the tensors, or of a fragment of them."""
         return self.split if layout.specs == self.split.layout.specs else self.split.within(layout)

@@ -1,4 +1,4 @@
-"""One simulated run: its parts are put together, and events happen until it is over."""
+"""One simulated run: its construction, and the loop over its events until it ends."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ class Simulation:
     """A run in virtual time.
 
     Args:
-        workload: what is trained.
+        workload: model, data, loss, metrics and optimizer.
         cluster: the devices and links.
-        formation: the groups, and what they exchange.
-        batches: how the gradients are made.
-        limits: when the run ends.
-        cadence: how often it is evaluated.
-        record: told of every event at the server.
+        formation: the groups, and how they exchange.
+        batches: the settings of batches and gradients.
+        limits: the limits of the run.
+        cadence: the times of evaluations.
+        record: receives every event at the server.
 
     Attributes:
         server: the parameter server.
-        groups: the living groups by number. One that comes back has another.
+        groups: the living groups by number. A group that returns has a new number.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Simulation:
         layout = Layout.of({name: parameter.detach() for name, parameter in self._parameters.items()})
         topology = formation.topology
         self.server = SimulatedServer(self._engine, layout, topology, batches.seed, self._optimizer, record)
-        # One group has no server in its path: there exchanges take no time.
+        # One group has no server in its path, so exchanges take no time.
         between = Cluster(cluster.devices) if topology.is_synchronous else cluster
         split = self._split(layout, between.server_count)
         self._servers = len(split.shares)
@@ -102,7 +102,6 @@ class Simulation:
     # --- Its parts ---------------------------------------------------------------------------------------------------
 
     def _split(self, layout: Layout, servers: int) -> Split:
-        """The weights, divided over the servers as a real run divides them."""
         method = self._formation.method
         at_servers = self._optimizer if method.steps_at == "server" else None
         return Split.of(layout, servers, is_elementwise(method, at_servers)) if servers > 1 else Split.whole(layout)
@@ -128,7 +127,7 @@ class Simulation:
         return ThroughHead(self._engine, bench, head, self._costs, sizes, Both.of(self._wire_format))
 
     def _form(self) -> None:
-        """The server gets weights and optimizers, and knows the groups."""
+        """Form the groups at the server, and send it weights and optimizers."""
         method = self._formation.method
         at_server = self._optimizer if method.steps_at == "server" else None
         parts = [part_of(self._parameters, at_server, servers=self._servers)]
@@ -178,7 +177,6 @@ class Simulation:
     # --- The run -----------------------------------------------------------------------------------------------------
 
     def run(self, progress: Progress | None, returns_if_interrupted: bool) -> Trace:
-        """Runs to the end."""
         try:
             self._start()
             self._go_through(progress)
@@ -192,7 +190,7 @@ class Simulation:
         return self._trace()
 
     def _start(self) -> None:
-        """Everything begins, in the order that `docs/simulator.md` has for what happens at one moment."""
+        """Start all processes, in the order that `docs/simulator.md` defines for events of one moment."""
         for event in self._cluster.events:
             if isinstance(event, Failure):
                 self._engine.start(self._failure(event), Priority.FAILURE)
@@ -207,7 +205,7 @@ class Simulation:
         self._engine.start(self._end())
 
     def _end(self) -> Timeline:
-        """A process: the run is over when all groups are."""
+        """Run a process that ends the run when all groups have ended."""
         while running := [group for group in self.groups.values() if not group.process.is_over]:
             yield running[0].process
         self._monitor.ended = self._monitor.ended or "max_epochs"
@@ -227,7 +225,7 @@ class Simulation:
                     progress(done, f"{monitor.updates} updates, {engine.now:.4g} s")
 
     def _failure(self, failure: Failure) -> Timeline:
-        """A process: a rank dies, and its group with it, which may come back."""
+        """Run a process in which a rank dies with its group, and the group perhaps returns."""
         yield failure.time
         topology = self._formation.topology
         home = topology.group_of(failure.rank)
@@ -238,7 +236,7 @@ class Simulation:
         if is_away := self.server.away_until is not None:
             self._remove(group)
             self._barrier.leave(group.process)
-            yield from self.server.wait_while_away()  # which does not hear of it before
+            yield from self.server.wait_while_away()  # it notices the death only then
         self._network.deliver(self.server.tick())
         rank = group.ranks[topology.members(home).index(failure.rank)]
         out = self.server.lose(rank, reason)
@@ -255,13 +253,12 @@ class Simulation:
             self._come_back(home, group)
 
     def _remove(self, group: SimulatedGroup) -> None:
-        """A group is dead."""
         group.stop()
         del self.groups[group.number]
         self._gradients.drop(group.number)
 
     def _come_back(self, home: int, dead: SimulatedGroup) -> None:
-        """The devices of a group that has died are one again, which joins the others."""
+        """Form a new group of the devices of a dead one, which joins the others."""
         joined, ranks, out = self.server.join(len(dead.ranks), str(home))
         epoch = joined.plan.epoch if joined.plan is not None else 0
         identity = GroupId(str(home), joined.incarnation)
@@ -270,7 +267,7 @@ class Simulation:
         self._engine.resume(self._homes[home].process)
 
     def _restart(self, restart: ServerRestart) -> Timeline:
-        """A process: the server dies, and another one goes on from the last save."""
+        """Run a process in which the server dies, and another continues from the last save."""
         yield restart.time
         self.server.die(restart.until)
         self._costs.begin_again()
@@ -278,32 +275,31 @@ class Simulation:
         for group in list(self.groups.values()):
             group.go_back()
             group.lose_answer()
-        self._saved()  # by the new one, which begins with that
+        self._saved()  # the new server starts with a save
         yield restart.until
         self.server.come_back(rank for group in self.groups.values() for rank in group.ranks)
         self._network.deliver(self.server.tick())
         self._engine.start(self._ask_again())
 
     def _ask_again(self) -> Timeline:
-        """A process: groups that wait to be told what comes next ask another server, unless it has told them already.
+        """Run a process in which groups repeat their unanswered requests for the next step.
 
-        One after the other, for what one says may answer the next one's question.
+        They do so one after the other, because one group's request may cause the answer to the next one's.
         """
         for group, question in [(group, group.asked) for group in self.groups.values()]:
-            yield self._engine.now  # what has been answered is heard before
+            yield self._engine.now  # earlier answers arrive first
             if question is not None and group.asked is question:
                 group.ask(question)
 
     def _saved(self) -> None:
-        """The server's state is saved."""
         self._monitor.saved()
         for group in self.groups.values():
             group.leased.save()
 
-    # --- What comes of it --------------------------------------------------------------------------------------------
+    # --- Results -----------------------------------------------------------------------------------------------------
 
     def _weights(self) -> dict[str, Tensor]:
-        """The weights that the method would evaluate."""
+        """Return the weights that the method would evaluate."""
         weights = self.server.shard.master.weights()
         if self._formation.method.evaluated == "mean" and self.groups:
             total = Total()
@@ -317,7 +313,7 @@ class Simulation:
         return named
 
     def _metrics(self) -> dict[str, float]:
-        """The metrics of the model that the method would validate, as of now."""
+        """Return the present metrics of the model that the method would validate."""
         assert self._evaluate is not None
         parameters = dict(self._evaluated.named_parameters())
         for name, weight in self._weights().items():

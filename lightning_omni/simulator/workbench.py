@@ -1,4 +1,4 @@
-"""Where the gradients of all simulated groups are computed: real ones, as late as possible, several at a time."""
+"""The computation of all simulated groups' gradients: real ones, as late as possible, several at a time."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.simulator.workload import Loss
 
 MOST_TOGETHER = 32
-"""Gradients computed at a time, at most."""
+"""The most gradients computed at a time."""
 MOST_SAMPLES = 512
-"""Samples in them together, at most: more fall out of the processor's cache."""
+"""The most samples in them together; more exceed the processor's cache."""
 MOST_NUMBERS = 2_000_000
-"""Weights in them together, at most, for the same reason."""
+"""The most weights in them together, for the same reason."""
 FEWEST_TOGETHER = 8
-"""Fewer than that are as fast one by one."""
+"""The fewest gradients computed at a time; fewer are as fast one by one."""
 
 
 class Samples:
-    """A map-style dataset, batch by batch, in the order of a seeded permutation for each epoch.
+    """A map-style dataset that is read in batches, in the order of a seeded permutation for each epoch.
 
     Args:
         data: the dataset; the tensors of a `TensorDataset` are indexed directly.
-        seed: of the permutations, which are those of torch's DistributedSampler.
+        seed: seed of the permutations, which are those of torch's DistributedSampler.
     """
 
     def __init__(self, data: Any, seed: int) -> None:
@@ -47,27 +47,25 @@ class Samples:
         return len(self._data)
 
     def at(self, epoch: int, positions: range) -> Tensor:
-        """Indices of the samples at these positions of an epoch's permutation."""
+        """Return the indices of the samples at these positions of an epoch's permutation."""
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(self._seed + epoch)
             self._epoch, self._order = epoch, torch.randperm(len(self), generator=generator)
         return self._order[positions.start : positions.stop : positions.step]
 
     def batch(self, indices: Tensor) -> Any:
-        """The samples as one batch."""
         if self._tensors is not None:
             return tuple([tensor[indices] for tensor in self._tensors])
         return default_collate([self._data[index] for index in indices.tolist()])
 
     def batches(self, indices: Sequence[Tensor]) -> Any:
-        """Several batches of one size, stacked."""
         if self._tensors is not None:
             return self.batch(torch.stack(list(indices)))
         return tree_map(lambda *parts: torch.stack(parts), *map(self.batch, indices))
 
 
 _FEW_SAMPLES = 8
-"""Up to so many samples in a batch, batched convolutions gain more than they lose."""
+"""The largest batch at which batched convolutions are faster."""
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -86,15 +84,15 @@ class _Computation(msgspec.Struct):
 
 
 class Workbench:
-    """Computes the gradients that are under way.
+    """The computations in flight, which it makes late and, where that is faster, together.
 
-    A computation is put down when a group begins it and done when its result is fetched, together with others that
-    are under way by then, should that be faster. Buffers of the model (BatchNorm's running statistics) are one for all
-    groups; every forward pass changes them, in the order in which results are fetched.
+    A computation starts when a group begins it and is made when its result is fetched, together with others in flight.
+    All groups share the model's buffers (BatchNorm's running statistics); every forward pass changes them, in the order
+    in which results are fetched.
 
     Args:
-        model: works with any weights that are put into it; used up.
-        parameters: name and parameter of those that are trained.
+        model: works with any weights that are put into it; it is changed.
+        parameters: the trained parameters by name.
         loss: see `simulate`.
         samples: the data.
         batched: see `simulate`.
@@ -132,28 +130,27 @@ class Workbench:
         self._several_at_one = vmap(grad_and_value(self._value), in_dims=(None, 0), randomness="different")
 
     def begin(self, group: int, due: float, weights: list[Tensor], parts: list[Tensor]) -> None:
-        """A group begins a computation.
+        """Begin a computation.
 
         Args:
             group: number of the group.
-            due: when it will want the result, in seconds.
-            weights: not changed until then.
+            due: time at which it needs the result, in seconds.
+            weights: the weights, not changed until then.
             parts: indices of each member's samples; gradients of several members are averaged as DDP does.
         """
         self._jobs[group] = _Computation(group, due, weights, parts)
 
     def drop(self, group: int) -> None:
-        """The group's result is not wanted any more."""
         self._jobs.pop(group, None)
 
     def result(self, group: int) -> Result:
-        """The result of what the group began."""
+        """Return the result of the group's computation."""
         job = self._jobs[group]
         if job.result is None:
             together = self._neighbours(job) if self._is_probed and self._width >= self._fewest else [job]
             if len(together) < self._fewest or not self._compute_together(together):
                 job.result = self.compute(job.weights, [self.samples.batch(part) for part in job.parts])
-                # Where a parameter takes no part, vmap gives zeros; torch gives None, and its optimizers skip that.
+                # For a parameter that takes no part, vmap returns zeros, but torch None, which its optimizers skip.
                 self._is_probed = True
                 if self._width and any(tensor is None for tensor in job.result.gradient):
                     self._width = 0
@@ -162,7 +159,7 @@ class Workbench:
         return job.result
 
     def compute(self, weights: Sequence[Tensor], batches: Sequence[Any]) -> Result:
-        """One gradient: of one batch, or the mean over members, each divided first and then added, as DDP does."""
+        """Compute the gradient of one batch, or the mean over members, each divided before the sum, as in DDP."""
         for parameter, weight in zip(self._parameters, weights, strict=True):
             parameter.data = weight
         total: list[Tensor | None] = []
@@ -176,7 +173,7 @@ class Workbench:
         return Result(total, losses / len(batches))
 
     def _differentiate(self, loss: Tensor) -> list[Tensor | None]:
-        """One gradient for each parameter; None where it is frozen, or took no part in the loss."""
+        """Return one gradient for each parameter; None where it is frozen, or took no part in the loss."""
         moving = [parameter for parameter in self._parameters if parameter.requires_grad]
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
@@ -193,7 +190,7 @@ class Workbench:
         return [next(rest) if parameter.requires_grad else None for parameter in self._parameters]
 
     def _neighbours(self, job: _Computation) -> list[_Computation]:
-        """The job, and others of its kind that are wanted soon."""
+        """Return the computation, and others of its shape that are due soon."""
         size = len(job.parts[0])
         alike = (
             (other.due, other.group)
@@ -203,7 +200,7 @@ class Workbench:
         return [job, *(self._jobs[group] for _, group in heapq.nsmallest(self._width - 1, alike))]
 
     def _compute_together(self, jobs: list[_Computation]) -> bool:
-        """Computes them all, if the model can be batched."""
+        """Compute all results at once. Returns False if the model cannot be batched."""
         if len(jobs[0].parts) > 1:
             return False
         first = jobs[0].weights
@@ -215,7 +212,7 @@ class Workbench:
                 stacked = tuple(torch.stack(column) for column in zip(*(job.weights for job in jobs), strict=True))
                 gradients, losses = self._several(stacked, batch)
         except (RuntimeError, TypeError, ValueError):
-            self._width = 0  # vmap cannot take this model; an error of its own shows when it is called plainly
+            self._width = 0  # vmap does not support this model; the model's own errors appear without vmap
             return False
         rows = zip(*(gradient.unbind() for gradient in gradients), strict=True)
         for job, row, loss in zip(jobs, rows, losses.tolist(), strict=True):
@@ -228,7 +225,7 @@ class Workbench:
 
 
 class _Objective(nn.Module):
-    """The loss as a module, so that ``functional_call`` can put weights into the model inside."""
+    """The loss as a module, so that ``functional_call`` can set the weights of the model inside."""
 
     def __init__(self, model: nn.Module, loss: Loss) -> None:
         super().__init__()
@@ -240,14 +237,14 @@ class _Objective(nn.Module):
 
 
 def _suits(model: nn.Module, group_batch: int) -> bool:
-    """Whether batching is faster, and gradients do not depend on their order: no running statistics, nothing random."""
+    """Return whether batching is faster and independent of the order: no running statistics, no random operations."""
     if group_batch > _FEW_SAMPLES and any(parameter.dim() > 2 for parameter in model.parameters()):
-        return False  # convolutions with weights of their own for every sample group are slow
+        return False  # convolutions with separate weights for each group of samples are slow
     return not any(True for _ in model.buffers()) and not any(isinstance(m, _DropoutNd) for m in model.modules())
 
 
 def _added(total: list[Tensor | None], gradient: Sequence[Tensor | None], members: int) -> list[Tensor | None]:
-    """``total + gradient / members``, where a missing tensor counts as zero unless it is missing everywhere."""
+    """Return ``total + gradient / members``, where a missing tensor counts as zero unless it is missing everywhere."""
     parts = [None if tensor is None else tensor / members for tensor in gradient]
     if not total:
         return list(parts)

@@ -1,4 +1,4 @@
-"""What a simulated cluster trains: a model with its data, loss, metrics and optimizer, made by a function."""
+"""The workload of a simulated cluster: a model with its data, loss, metrics and optimizer, made by a function."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ BUILT_IN = "synthetic"
 
 
 def sgd(parameters: Any) -> Optimizer:
-    """SGD with a learning rate of 0.1 and no momentum."""
+    """Return SGD with a learning rate of 0.1 and no momentum."""
     return SGD(parameters, lr=0.1)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A model and how it is trained.
+    """A model and its training.
 
     Args:
-        model: what is trained.
+        model: the model.
         data: a map-style dataset; the tensors of a ``TensorDataset`` are indexed directly.
         loss: the mean loss of a batch, from the model and the batch.
-        evaluate: metrics of a model in evaluation mode, by name; None for none.
+        evaluate: returns the metrics, by name, of a model in evaluation mode; None for none.
         optimizer: makes a torch optimizer from parameters.
 
     Raises:
-        ConfigurationError: one of them is of another kind, or the model has nothing to train.
+        ConfigurationError: an argument has the wrong type, or the model has no trainable parameter.
     """
 
     model: nn.Module
@@ -70,14 +70,13 @@ class Workload:
 
     @property
     def nbytes(self) -> int:
-        """Size of the weights, in bytes."""
         return sum(parameter.numel() * parameter.element_size() for parameter in self.model.parameters())
 
 
 def synthetic() -> Workload:
-    """Ten classes of points in 24 dimensions, three overlapping clusters each, and a perceptron with 64 hidden units.
+    """Make points of ten classes in 24 dimensions, in three overlapping clusters each, and a perceptron of 64 units.
 
-    There are 4096 points to train on and 2048 others to evaluate, always the same ones.
+    The 4096 points for training and 2048 for evaluation are always the same.
     """
     random = torch.Generator().manual_seed(0)
     centres = 1.6 * torch.randn(30, 24, generator=random)
@@ -93,12 +92,12 @@ def synthetic() -> Workload:
 
 
 def classification_loss(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Mean cross entropy of a batch of inputs and labels."""
+    """Return the mean cross entropy of a batch of inputs and labels."""
     return cross_entropy(model(batch[0]), batch[1])
 
 
 def classification_metrics(model: nn.Module, inputs: Tensor, labels: Tensor) -> dict[str, float]:
-    """Mean cross entropy, and the fraction of samples that are put into the right class."""
+    """Return the mean cross entropy, and the fraction of samples that are classified correctly."""
     outputs = model(inputs)
     return {
         "loss": float(cross_entropy(outputs, labels)),
@@ -107,15 +106,15 @@ def classification_metrics(model: nn.Module, inputs: Tensor, labels: Tensor) -> 
 
 
 def workload_named(text: str, seed: int = 0) -> Workload:
-    """The built-in workload, or what a function of yours returns.
+    """Return the built-in workload, or the result of a user's function.
 
     Args:
-        text: ``"synthetic"``, ``"file.py:function"`` or ``"package.module:function"``. The function takes nothing and
-            returns a `Workload`.
-        seed: of torch's RNG while the function runs, so of the weights that the model begins with.
+        text: ``"synthetic"``, ``"file.py:function"`` or ``"package.module:function"``. The function has no arguments
+            and returns a `Workload`.
+        seed: seed of torch's RNG while the function runs, and so of the model's initial weights.
 
     Raises:
-        ConfigurationError: there is no such function, or it returns something else.
+        ConfigurationError: the function does not exist, or returns another type.
 
     Example:
         >>> workload_named("synthetic").nbytes
@@ -146,7 +145,7 @@ def _function(text: str) -> Callable[[], Any]:
 
 
 def _module_of_file(path: Path) -> ModuleType:
-    """A file as a module; like a script's, its folder is where it imports from."""
+    """Import a file as a module; as for a script, its folder is added to the import path."""
     if not path.is_file():
         raise ConfigurationError(f"workload: there is no file {str(path)!r}; pass its path before the colon")
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -154,7 +153,7 @@ def _module_of_file(path: Path) -> ModuleType:
     assert spec.loader is not None
     _import_from(path.parent.resolve())
     module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(path.stem, module)  # dataclasses look their module up
+    sys.modules.setdefault(path.stem, module)  # dataclasses need their module there
     spec.loader.exec_module(module)
     return module
 

@@ -1,4 +1,4 @@
-"""The lossy wire formats that ship, one file each, and all formats by the names that users write."""
+"""The lossy wire formats that ship, one file each, and all formats by their names for users."""
 
 from collections.abc import Mapping
 
@@ -12,14 +12,14 @@ from lightning_omni.protocol.wire_formats.top_k import TopK
 __all__ = ["BF16", "FP16", "BothWays", "Int8", "TopK", "Wire", "wire_named", "wire_of"]
 
 Wire = str | WireFormat | Mapping[str, str | WireFormat]
-"""What users pass as ``wire=``: see `wire_of`."""
+"""The type of ``wire=``: see `wire_of`."""
 
 
 def wire_named(text: str) -> WireFormat:
-    """The wire format of that name, with settings after a colon.
+    """Return the wire format of this name, with settings after a colon.
 
     Raises:
-        ConfigurationError: there is none, or it has no such setting.
+        ConfigurationError: no such format or setting exists.
 
     Example:
         >>> wire_named("topk:0.001")
@@ -31,13 +31,10 @@ def wire_named(text: str) -> WireFormat:
 
 
 def wire_of(given: Wire) -> WireFormat:
-    """The wire format that a user means.
-
-    Args:
-        given: a name, a format, or ``{"push": ..., "pull": ...}`` with either of them.
+    """Return the wire format for a user's argument: a name, a format, or ``{"push": ..., "pull": ...}`` with these.
 
     Raises:
-        ConfigurationError: it is none.
+        ConfigurationError: the argument is none of these.
     """
     if isinstance(given, str):
         return wire_named(given)

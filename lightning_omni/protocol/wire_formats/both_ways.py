@@ -1,4 +1,4 @@
-"""One wire format for pushes, and another for their answers."""
+"""A wire format for pushes together with another for their answers."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from lightning_omni.protocol.wire_format import WireFormat, from_wire, register
 
 @register
 class BothWays(WireFormat, frozen=True, kw_only=True, dict=True, tag="both_ways"):
-    """What ``wire={"push": ..., "pull": ...}`` becomes. It encodes nothing itself.
+    """The format of ``wire={"push": ..., "pull": ...}``. It encodes nothing itself.
 
     Args:
         push: the format of pushes, as plain data.
-        pull: that of their answers, likewise.
+        pull: the format of answers, as plain data.
 
     Raises:
-        MalformedMessage: one of them is none.
+        MalformedMessage: one of them is no format.
         ConfigurationError: one of them is for both directions itself.
 
     Example:

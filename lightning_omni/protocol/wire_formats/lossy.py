@@ -1,7 +1,7 @@
-"""What lossy wire formats have in common: one run of numbers, and error feedback at the sender.
+"""The common part of lossy wire formats: one run of numbers, and error feedback at the sender.
 
-Rule: what a push leaves out is its sender's residual, and is added to what the next push is given. So what was decoded
-and what is owed add up to what was given, whatever a format leaves out.
+Rule: the part that a push leaves out is its sender's residual, which is added to the next push. So the decoded numbers
+and the residual add up to the pushed numbers in any format.
 """
 
 from __future__ import annotations
@@ -19,22 +19,21 @@ from lightning_omni.protocol.wire_format import RESIDUAL, Encoded, Memory, State
 
 
 class Lossy(WireFormat, frozen=True, kw_only=True):
-    """A format that makes fewer bytes of the same numbers.
+    """A format that encodes the same numbers in fewer bytes.
 
-    A subclass says what becomes of one run of real numbers: in float32, or in float64 if one of the tensors has that.
-    Complex numbers are two real ones each.
+    A subclass encodes one run of real numbers, in float32, or in float64 if one of the tensors has that dtype. Complex
+    numbers are two real ones each.
     """
 
     def nbytes(self, count: int) -> int:
-        """Bytes of so many numbers."""
         raise NotImplementedError(f"{type(self).__name__} does not say how large its payloads are")
 
     def compress(self, numbers: Tensor) -> list[Tensor]:
-        """Numbers, ``(count,)``, as tensors whose bytes travel one after the other. What is not finite stays so."""
+        """Return numbers, ``(count,)``, as tensors whose bytes travel in order. Non-finite numbers stay non-finite."""
         raise NotImplementedError(f"{type(self).__name__} cannot compress")
 
     def expand(self, payload: Tensor, count: int) -> Tensor:
-        """The numbers that these bytes stand for, ``(count,)``; it raises whatever it likes if there are none."""
+        """Return the numbers, ``(count,)``, that these bytes encode. May raise any exception on other bytes."""
         raise NotImplementedError(f"{type(self).__name__} cannot expand")
 
     def check_answers(self, method: Method) -> None:
@@ -70,7 +69,7 @@ class Lossy(WireFormat, frozen=True, kw_only=True):
         return Encoded(payload if flat.is_cpu else room.copy_(payload), present, {RESIDUAL: owed})
 
     def decode(self, payload: Tensor, layout: Layout, memory: Memory) -> Tensor:
-        if payload.storage_offset():  # what follows is read as wider numbers, which may not begin anywhere
+        if payload.storage_offset():  # the bytes are read as wider numbers, which must be aligned
             payload = payload.clone()
         buffer, views = memory.hold(layout)
         for view, part in zip(views, self.expand(payload, sum(layout.reals)).split(layout.reals), strict=True):
@@ -79,15 +78,14 @@ class Lossy(WireFormat, frozen=True, kw_only=True):
 
 
 def _numbers(tensor: Tensor) -> Tensor:
-    """The real numbers of a tensor, in a row; perhaps its own memory."""
     real = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
     wide = torch.promote_types(real.dtype, torch.float32)
     return real.to(wide).flatten()
 
 
 def _like(numbers: Tensor, tensor: Tensor) -> Tensor:
-    """Real numbers in the shape of a tensor, as wide as they are."""
+    """Return real numbers in the shape of a tensor, in their own precision."""
     if tensor.is_complex():
         real, imaginary = numbers.reshape(*tensor.shape, 2).unbind(-1)
-        return torch.complex(real, imaginary)  # not a view, which may begin at every other number only
+        return torch.complex(real, imaginary)  # no view, because views of complex numbers must be aligned
     return numbers.view_as(tensor)

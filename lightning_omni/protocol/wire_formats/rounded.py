@@ -12,7 +12,7 @@ from lightning_omni.protocol.wire_formats.lossy import Lossy
 
 
 class Rounded(Lossy, frozen=True, kw_only=True):
-    """Rounds to another dtype. A number beyond its range travels as its largest, and the remainder is owed."""
+    """A format that rounds to another dtype. A number beyond its range travels as the largest, with a residual."""
 
     dtype: ClassVar[torch.dtype]
 
@@ -25,7 +25,7 @@ class Rounded(Lossy, frozen=True, kw_only=True):
 
     def compress(self, numbers: Tensor) -> list[Tensor]:
         largest = torch.finfo(self.dtype).max
-        # Only what is finite is cut off: the server has to see that anything else is not.
+        # Only finite numbers are clamped, so that the server can detect the others.
         return [torch.where(numbers.isfinite(), numbers.clamp(-largest, largest), numbers).to(self.dtype)]
 
     def expand(self, payload: Tensor, count: int) -> Tensor:
@@ -34,7 +34,7 @@ class Rounded(Lossy, frozen=True, kw_only=True):
 
 @register
 class BF16(Rounded, frozen=True, kw_only=True, tag="bf16"):
-    """Half the bytes of float32, and its range, with 8 bits of precision.
+    """A format of half the bytes of float32, with its range and 8 bits of precision.
 
     Example:
         >>> from lightning_omni.protocol.layout import Layout
@@ -50,6 +50,6 @@ class BF16(Rounded, frozen=True, kw_only=True, tag="bf16"):
 
 @register
 class FP16(Rounded, frozen=True, kw_only=True, tag="fp16"):
-    """Half the bytes of float32, with 11 bits of precision, from about 6e-8 to 65,504."""
+    """A format of half the bytes of float32, with 11 bits of precision, from about 6e-8 to 65,504."""
 
     dtype: ClassVar[torch.dtype] = torch.float16

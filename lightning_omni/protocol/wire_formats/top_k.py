@@ -14,10 +14,10 @@ from lightning_omni.protocol.wire_formats.lossy import Lossy
 
 @register
 class TopK(Lossy, frozen=True, kw_only=True, tag="topk"):
-    """The largest of all numbers of a push with their places, 8 bytes each; the others wait until they are large.
+    """A format of the largest numbers of a push with their indices, 8 bytes each; the residual collects the others.
 
     Args:
-        fraction: of the numbers that travel, above 0 to 1; one at least.
+        fraction: fraction of the numbers that travel, above 0 to 1; at least one number travels.
 
     Raises:
         ConfigurationError: the fraction is out of range.
@@ -53,7 +53,7 @@ class TopK(Lossy, frozen=True, kw_only=True, tag="topk"):
         return 8 * self._most(count)
 
     def compress(self, numbers: Tensor) -> list[Tensor]:
-        # What is not finite counts as the largest, so that the server gets to see it.
+        # Non-finite numbers count as the largest, so that the server receives them.
         magnitudes = numbers.abs().nan_to_num(nan=torch.inf)
         places = magnitudes.topk(self._most(numbers.numel()), sorted=False).indices.sort().values
         return [places.to(torch.int32), numbers[places].float()]
