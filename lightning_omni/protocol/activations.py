@@ -1,8 +1,8 @@
-"""A merged head's activations and gradients as bytes: floating-point numbers in the run's wire format, all else raw.
+"""The encoding of a merged head's activations and gradients: floating-point in the run's wire format, others raw.
 
-Rule 1: no residual. The next batch has other activations, and what rounding took from these is owed to none of them.
-Rule 2: a part of an activation is none: of formats that leave numbers out (top-k), nothing is used here.
-Rule 3: integers and booleans (targets, places of tokens, masks) arrive as they are.
+Rule 1: no residual is kept, because the rounding error of these activations does not belong to those of the next batch.
+Rule 2: formats that leave numbers out (top-k) are not used here, because an incomplete activation is useless.
+Rule 3: integers and booleans (targets, token positions, masks) are sent unchanged.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Both(NamedTuple):
     """The wire formats of a merged head's two directions.
 
     Attributes:
-        up: of what goes to the server: activations, and the gradients of what came back.
-        down: of what comes from it: outputs, and the gradients of activations.
+        up: format of tensors sent to the server: activations, and the gradients of outputs.
+        down: format of tensors sent by the server: outputs, and the gradients of activations.
 
     Example:
         >>> from lightning_omni.protocol.wire_formats import wire_of
@@ -39,7 +39,7 @@ class Both(NamedTuple):
 
     @classmethod
     def of(cls, chosen: WireFormat) -> Both:
-        """Those of a run in this wire format."""
+        """Return the formats for a run with this wire format."""
         return cls(chosen.pushes.activations, chosen.answers.activations)
 
 
@@ -47,7 +47,7 @@ RAW_BOTH = Both(RAW, RAW)
 
 
 def pack_in(wire: WireFormat, tree: Any) -> tuple[Packed, Tensor]:
-    """A tree as it travels; see `lightning_omni.protocol.codec.pack`."""
+    """Encode a tree; see `lightning_omni.protocol.codec.pack`."""
     packed, buffer = pack(tree)
     if _is_raw(wire, packed):
         return packed, buffer
@@ -63,11 +63,11 @@ def pack_in(wire: WireFormat, tree: Any) -> tuple[Packed, Tensor]:
 
 
 def flat_of(wire: WireFormat, packed: Packed, payload: Tensor) -> Tensor:
-    """The tensors of a tree in flat memory, from what has travelled.
+    """Decode the tensors of a tree into flat memory.
 
     Raises:
-        MalformedMessage: it is not as long as they are.
-        Refused: they cannot be had from it.
+        MalformedMessage: the payload has another length than the tensors.
+        Refused: the payload cannot be decoded.
     """
     if _is_raw(wire, packed):
         return payload
@@ -85,12 +85,12 @@ def flat_of(wire: WireFormat, packed: Packed, payload: Tensor) -> Tensor:
 
 
 def unpack_in(wire: WireFormat, packed: Packed, payload: Tensor) -> Any:
-    """A tree from what has travelled; see `lightning_omni.protocol.codec.unpack`."""
+    """Decode a tree; see `lightning_omni.protocol.codec.unpack`."""
     return unpack(packed, flat_of(wire, packed, payload))
 
 
 def check(wire: WireFormat, packed: Packed, nbytes: int) -> None:
-    """Raises `MalformedMessage` unless every tensor is sane, and all fit exactly into so many bytes as they travel."""
+    """Raise `MalformedMessage` unless every tensor is sane, and all have exactly ``nbytes`` bytes when encoded."""
     if _is_raw(wire, packed):
         check_specs(packed.specs, nbytes)
         return
@@ -103,12 +103,11 @@ def check(wire: WireFormat, packed: Packed, nbytes: int) -> None:
 
 
 def _is_raw(wire: WireFormat, packed: Packed) -> bool:
-    """Whether all of a tree travels as it is."""
     return wire == RAW or not any(_flags(packed.layout)[0])
 
 
 def _flags(layout: Layout) -> tuple[list[bool], list[bool]]:
-    """Which entries are floating-point numbers, and which are not."""
+    """Return which entries are floating-point numbers, and which are not."""
     floats = [spec.dtype in DTYPES and DTYPES[spec.dtype].is_floating_point for spec in layout.specs]
     return floats, [not each for each in floats]
 

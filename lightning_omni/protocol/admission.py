@@ -1,4 +1,4 @@
-"""Admission: which ranks are let in, and on which connections.
+"""Admission of ranks and their connections.
 
 Rule 1: a rank is admitted by a proof that it holds the run's key, its data connection by one of that rank's process.
 Rule 2: a rank has one control connection and one data connection, and keeps those.
@@ -18,15 +18,15 @@ from lightning_omni.protocol.service import Out, Payload, Peer, Sender
 
 
 class Admission:
-    """Lets ranks in.
+    """The service that admits ranks.
 
     Args:
         run: the run.
-        key: its shared secret.
-        random: draws that many random bytes (nonces).
-        data_port: the port of the data socket, which is told to every admitted rank; and so is ...
-        standing: ... seconds for which ranks are to look for the server again when it is gone, updates so far, and when
-            it began.
+        key: the run's shared secret.
+        random: returns a number of random bytes (nonces).
+        data_port: returns the port of the data socket, which every admitted rank is sent.
+        standing: returns the seconds for which ranks are to look for the server again when it is gone, its updates so
+            far, and its start time.
     """
 
     def __init__(
@@ -46,22 +46,22 @@ class Admission:
 
     @property
     def attached(self) -> set[Peer]:
-        """Data connections of ranks that are still here, and of aggregators."""
-        out = self._roster.gone, self._roster.lost  # where a share is held only the latter is told of the dead
+        """Return the data connections of live ranks and of aggregators."""
+        out = self._roster.gone, self._roster.lost  # a server with a share receives the dead in the latter only
         own = {peer for peer, rank in self._attached.items() if not any(rank in ranks for ranks in out)}
         return own.union(self._servers.data_peers)
 
     def find(self, channel: m.Channel, peer: Peer) -> Member | None:
-        """The admitted rank behind a connection."""
+        """Return the admitted rank behind a connection; None if there is none."""
         if channel == m.DATA:
             return self._roster.members[self._attached[peer]] if peer in self._attached else None
         return self._roster.by_peer(peer)
 
     def member_of(self, channel: m.Channel, peer: Peer) -> Member:
-        """The admitted rank behind a connection.
+        """Return the admitted rank behind a connection.
 
         Raises:
-            Refused: there is none.
+            Refused: the connection has not been admitted.
         """
         member = self.find(channel, peer)
         if member is not None:
@@ -71,23 +71,23 @@ class Admission:
         raise Refused("stranger", "say Hello first: this connection has not been admitted")
 
     def leader_peer(self, group: int) -> Peer:
-        """The data connection of a group's leader, or of the member that exchanges with this server."""
+        """Return the data connection of a group's leader, or of its member that exchanges with this server."""
         return self._data_peers[self._roster.formed.exchanges_with(group, self._servers.number)]
 
     def data_connection(self, rank: int) -> tuple[Peer, bytes] | None:
-        """A rank's data connection, and the secret that has opened it; None if it has none, or is gone."""
+        """Return a live rank's data connection, and the secret that has opened it; None without one."""
         if rank not in self._data_peers or rank in self._roster.gone:
             return None
         return self._data_peers[rank], self._roster.members[rank].session
 
     def hello(self, sender: Sender, message: m.Hello, payload: Payload) -> list[Out]:
-        """A rank says hello."""
+        """Answer a rank's hello with a challenge."""
         challenge = self._random(NONCE_BYTES)
         self._roster.record_hello(sender.peer, message, challenge)
         return [Out(sender.peer, m.CONTROL, m.Challenge(nonce=challenge))]
 
     def admit(self, sender: Sender, message: m.Proof, payload: Payload) -> list[Out]:
-        """A rank proves that it holds the key."""
+        """Admit a rank that proves that it holds the key."""
         hello, challenge = self._roster.admit(sender.peer, message, self._now())
         patience, clock, began = self._standing()
         welcome = m.Welcome(
@@ -103,7 +103,7 @@ class Admission:
         return [Out(sender.peer, m.CONTROL, welcome)]
 
     def challenge(self, sender: Sender, message: m.Attach, payload: Payload) -> list[Out]:
-        """A rank opens its data connection."""
+        """Answer a rank's request for a data connection with a challenge."""
         challenge = self._random(NONCE_BYTES)
         self._attaching[sender.peer] = (message, challenge)
         while len(self._attaching) > MOST_CHALLENGED:
@@ -111,7 +111,7 @@ class Admission:
         return [Out(sender.peer, m.DATA, m.AttachChallenge(nonce=challenge))]
 
     def attach(self, sender: Sender, message: m.AttachProof, payload: Payload) -> list[Out]:
-        """A rank proves that its own process is behind the data connection."""
+        """Admit a data connection with a proof that the rank's own process is behind it."""
         attach, challenge = self._attaching.pop(sender.peer, (None, b""))
         secret = self._secret_of(attach.rank) if attach is not None else b""
         if attach is None or not secret or not is_equal(message.mac, attach_mac(secret, "rank", attach, challenge)):
@@ -126,7 +126,7 @@ class Admission:
         return [Out(sender.peer, m.DATA, m.Attached(mac=attach_mac(secret, "server", attach, challenge)))]
 
     def _secret_of(self, rank: int) -> bytes:
-        """Of an admitted rank, or an aggregator; empty if there is none."""
+        """Return the secret of an admitted rank or an aggregator; empty if there is none."""
         if rank < 0:
             return self._servers.secret_of(rank)
         member = self._roster.members.get(rank)

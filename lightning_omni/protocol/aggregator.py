@@ -1,14 +1,14 @@
-"""An aggregator: it adds up what groups push, and sends the sum to the server as one. No weights are kept here.
+"""An aggregator: it sums the pushes of groups and sends each sum to the server as one. It holds no weights.
 
-The server tells it which groups there are and which of them wait for others (`aggregators`). A push that it cannot take
-(it is not finite, or of groups that it has not heard of) it refuses with the code `DIRECTLY`, and the group pushes to
-the server itself. So whatever happens here, the server is where a push counts or does not.
+The server sends it the groups and their waiting states (`aggregators`). The aggregator refuses a push that it cannot
+sum (not finite, or of an unknown group) with the code `DIRECTLY`, and the group then pushes to the server. So the
+server alone decides which pushes count.
 
-Rule 1: a push is answered once: with what the server answers, or with `DIRECTLY`.
-Rule 2: where groups wait for each other, a sum is sent when no group that pushes here is computing: each has pushed,
-waits for something else, or is gone. Else no group waits for a slower one: a sum is sent as soon as the one before was
-answered, and what comes meanwhile is in the next.
-Rule 3: what a group that is dead has pushed is taken out of a sum that was not sent yet.
+Rule 1: a push is answered once: with the server's answer, or with `DIRECTLY`.
+Rule 2: if groups wait for each other, a sum is sent when no group that pushes here is computing: each has pushed, waits
+for something else, or is gone. Otherwise no group waits for a slower one: a sum is sent once the one before was
+answered, and includes all pushes since.
+Rule 3: the push of a dead group is removed from a sum that was not sent yet.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from lightning_omni.protocol.shard_servers import COORDINATOR, OneServer
 from lightning_omni.protocol.wire_format import RAW, Memory, WireFormat
 
 DIRECTLY = "directly"
-"""Code of a refusal: this push is for the server itself."""
+"""Code of a refusal: the group must send this push to the server itself."""
 
 
 @dataclass
 class _Held:
-    """A push that has no answer yet.
+    """A push without an answer yet.
 
     Attributes:
-        peer: the connection that waits for it.
+        peer: connection that waits for the answer.
         push: the message.
-        payload: its tensors, as they came; the connection keeps them until it is answered.
-        sum: number of the sum that it was sent in; 0 before that.
+        payload: its encoded tensors, in memory that the connection keeps until the answer.
+        sum: number of the sum that contains it; 0 before that is sent.
     """
 
     peer: Peer
@@ -53,7 +53,7 @@ class _Held:
 
 @dataclass
 class _Plan:
-    """What the server has said of the groups."""
+    """The groups and their settings, as the server has sent them."""
 
     method: Method
     pushes: WireFormat
@@ -62,35 +62,30 @@ class _Plan:
 
     @property
     def is_barrier(self) -> bool:
-        """Whether groups wait for each other."""
         return self.method.side is not None and issubclass(self.method.side, Barrier)
 
     @property
     def most(self) -> int:
-        """Pushes of one sum."""
+        """Return the largest number of pushes in one sum."""
         return self.method.most_added(len(self.leaders))
 
     def layout(self, push: m.PushMessage) -> Layout:
-        """Of all tensors that such a push may have."""
+        """Return the layout of all tensors that a push may contain."""
         return self.layouts[push.optimizer].fragment(push.part, self.method.fragments)
 
 
 @dataclass
 class _Batch:
-    """Pushes that are being added up: their groups, in order, and the sum so far."""
+    """A sum under construction: its groups in order, and the total so far."""
 
     groups: list[int] = field(default_factory=list)
     total: Total = field(default_factory=Total)
 
 
 class Aggregator(OneServer):
-    """The state machine of an aggregator.
+    """The state machine of an aggregator."""
 
-    Args:
-        is_attached: whether a rank has a data connection here.
-    """
-
-    number = 1  # what happens another server says
+    number = 1  # another server sends the commands
 
     def __init__(self) -> None:
         self._count_heard = self._sums = 0
@@ -99,10 +94,10 @@ class Aggregator(OneServer):
         self.watch(lambda rank: False)
 
     def watch(self, is_attached: Callable[[int], bool]) -> None:
-        """A run may come.
+        """Reset for a new run.
 
         Args:
-            is_attached: whether a rank has a data connection here.
+            is_attached: returns whether a rank has a data connection to this aggregator.
         """
         self._is_attached = is_attached
         self._plan: _Plan | None = None
@@ -110,10 +105,10 @@ class Aggregator(OneServer):
         self._held: dict[int, _Held] = {}
         self._batches: dict[tuple[int, int], _Batch] = {}  # by optimizer and fragment
 
-    # --- What the server says ----------------------------------------------------------------------------------------
+    # --- Commands of the server --------------------------------------------------------------------------------------
 
     def told(self, message: sm.Told) -> list[Out]:
-        """The server says what has come true."""
+        """Process a command of the server."""
         match message:
             case sm.Gather():
                 return self._gather(message)
@@ -132,7 +127,7 @@ class Aggregator(OneServer):
         self._batches.clear()
         leaders = {leader.group: leader for leader in message.leaders}
         incarnations = {group: leader.incarnation for group, leader in leaders.items()}
-        self._held = {  # groups that were formed before hear nothing any more
+        self._held = {  # groups formed before receive no answer any more
             group: held for group, held in self._held.items() if incarnations.get(group) == held.push.incarnation
         }
         self._plan = _Plan(
@@ -154,16 +149,16 @@ class Aggregator(OneServer):
             key = held.push.optimizer, held.push.fragment
             batch = self._batches.pop(key)
             for other in batch.groups:
-                if other != group:  # the sum again, without it
+                if other != group:  # rebuild the sum without the dead group
                     self._add(plan, other)
 
     # --- Pushes ------------------------------------------------------------------------------------------------------
 
     def check_push(self, sender: Sender, message: m.PushMessage) -> int:
-        """Bytes of a push.
+        """Return the size of a push in bytes.
 
         Raises:
-            Refused: it is for the server itself.
+            Refused: the group must send this push to the server itself.
         """
         try:
             plan = self._plan_for(sender.rank, message)
@@ -199,7 +194,7 @@ class Aggregator(OneServer):
         return next((leader.group for leader in leaders if leader.rank == rank), None)
 
     def push(self, sender: Sender, message: m.PushMessage, payload: Payload) -> list[Out]:
-        """A group pushes; it is answered when the server has answered the sum."""
+        """Add a group's push to a sum; the group is answered after the server has answered the sum."""
         self.check_push(sender, message)
         group, plan = self._group_of(sender.rank), self._plan
         assert plan is not None
@@ -238,7 +233,7 @@ class Aggregator(OneServer):
 
     @property
     def _computing(self) -> int:
-        """Groups that push here and will before long."""
+        """Return the number of groups that are going to push here."""
         assert self._plan is not None
         return sum(
             group not in self._held and leader.rank not in self._idle and self._is_attached(leader.rank)
@@ -246,7 +241,7 @@ class Aggregator(OneServer):
         )
 
     def _is_free(self, optimizer: int) -> bool:
-        """Whether no sum is on its way."""
+        """Return whether no sum awaits its answer."""
         return not any(held.sum and held.push.optimizer == optimizer for held in self._held.values())
 
     def _send(self, plan: _Plan, key: tuple[int, int]) -> Out:
@@ -261,7 +256,7 @@ class Aggregator(OneServer):
         return Out(COORDINATOR, m.DATA, message, (payload,))
 
     def answered(self, message: m.Message, payload: Tensor) -> list[Out]:
-        """The server has said something on the data connection."""
+        """Process the server's answer to a sum."""
         match message:
             case sm.Summed():
                 out = [each for answer in message.answers for each in self._hand_on(answer, payload)]
@@ -277,7 +272,7 @@ class Aggregator(OneServer):
     def _hand_on(self, answered: sm.Answered, payload: Tensor) -> list[Out]:
         held = self._held.get(answered.group)
         if held is None or (held.push.incarnation, held.push.sequence) != (answered.incarnation, answered.sequence):
-            return []  # it is gone, or was told to push to the server itself
+            return []  # the group is gone, or was sent `DIRECTLY`
         del self._held[answered.group]
         return [Out(held.peer, m.DATA, answered.answer, (payload,) if answered.answer.nbytes else ())]
 
@@ -286,20 +281,19 @@ class Aggregator(OneServer):
             Out(self._held.pop(group).peer, m.DATA, m.RefusedMessage(code=DIRECTLY, reason=reason)) for group in groups
         ]
 
-    # --- As seen by the server ---------------------------------------------------------------------------------------
+    # --- The server's interface --------------------------------------------------------------------------------------
 
     def hello(self, sender: Sender, message: m.Hello | sm.ShardHello, payload: Payload) -> list[Out]:
-        """A rank, or a server, takes this for the server."""
+        """Refuse a rank or server that takes this aggregator for the server."""
         raise Refused(
             "upstream", "this is an aggregator: give the address of the server that it adds up for (its --upstream)"
         )
 
     def done(self) -> None:
-        """What was told last is done."""
         self._count_heard += 1
 
     def report(self) -> None:
-        """Says what is done."""
+        """Send the number of processed commands to the server."""
         self._out.append(Out(COORDINATOR, m.CONTROL, sm.ShardHeard(count=self._count_heard)))
 
     def tick(self, now: float) -> list[Out]:
@@ -307,7 +301,7 @@ class Aggregator(OneServer):
         return []
 
     def fail(self, reason: str) -> None:
-        """It cannot go on."""
+        """Report to the server that this aggregator cannot continue."""
         self._out.append(Out(COORDINATOR, m.CONTROL, sm.ShardFailed(reason=reason)))
 
     def drain(self) -> list[Out]:

@@ -1,15 +1,15 @@
-"""What the one server has to do with aggregators, which add up what groups push on its way here.
+"""The server's side of aggregators, which sum the pushes of several groups for it.
 
-Groups speak to the server itself on their control connections: leases, signs of life, losses and synchronization points
-go end to end. A leader that asks is told of an aggregator, and pushes to it; the aggregator adds the pushes of several
-groups up, sends one sum, and hands the one answer on to all of them. So of pushes and of answers only one in so many
-passes the server's link.
+Groups exchange control messages with the server directly: leases, heartbeats, losses and synchronization points. At its
+request, a leader is assigned an aggregator and pushes to it. The aggregator sums the pushes of several groups, sends
+one sum, and forwards the one answer to all of them, so the server's link carries one push and one answer for several
+groups.
 
-Rule 1: an aggregator decides nothing. Which groups there are, which of them wait, and which push counts, is the
-server's to say.
-Rule 2: a push may come in a sum or by itself, and counts once: see `deliveries`. A sum is applied whole or not at all,
-and if it is not, each of its groups pushes to the server itself.
-Rule 3: an aggregator that is gone takes nothing along: the groups that have no answer push to the server itself.
+Rule 1: an aggregator decides nothing. The server decides which groups there are, which of them wait, and which pushes
+count.
+Rule 2: a push may arrive in a sum or alone, and counts once: see `deliveries`. A sum is applied whole or not at all; if
+not, each of its groups pushes to the server itself.
+Rule 3: the loss of an aggregator loses nothing: groups without an answer push to the server itself.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lightning_omni.protocol.shards import HeldShards
 from lightning_omni.topology import Topology
 
 MOST = 256
-"""Aggregators of one server, and processes that may be about to show that they are."""
+"""The most aggregators of one server, and the most processes that are about to prove to be aggregators."""
 
 
 @dataclass
@@ -40,15 +40,15 @@ class _AggregatorLink:
     """The connections of an aggregator.
 
     Attributes:
-        number: its own, from -1 downwards.
-        control: where it is told what happens.
-        address: of its data socket.
-        secret: opens its data connection.
-        last_seen: when it last said something.
-        data: where its sums come from; empty before it is open.
-        sent: messages that it was sent, of which it has ...
-        done: ... done as many as this says.
-        asked: ranks that are to hear of it, by their connections, and how much it must have done before.
+        number: its number, from -1 downwards.
+        control: control connection, to which commands are sent.
+        address: address of its data socket.
+        secret: secret that opens its data connection.
+        last_seen: time of its last message.
+        data: connection of its sums; empty before it is open.
+        sent: number of commands sent to it.
+        done: number of these that it has processed.
+        asked: control connections of ranks to be sent its address, and the value of ``done`` that each of them awaits.
     """
 
     number: int
@@ -63,15 +63,15 @@ class _AggregatorLink:
 
 
 class Aggregators(OneServer):
-    """The server, as its aggregators see it. It outlasts a run.
+    """The server's aggregators. The object outlasts a run.
 
     Args:
         key: the run's shared secret.
-        random: draws that many random bytes (nonces).
+        random: returns a number of random bytes (nonces).
         heartbeat_timeout: seconds of silence after which an aggregator counts as gone.
-        now: the time of the message that is being handled.
-        data_port: of the server.
-        is_recorded: whether what happens is recorded: a record is of pushes one by one.
+        now: returns the time of the current message.
+        data_port: returns the server's data port.
+        is_recorded: whether events are recorded: a record needs every single push.
     """
 
     def __init__(
@@ -93,19 +93,19 @@ class Aggregators(OneServer):
 
     def _forget_run(self) -> None:
         self._admitted: dict[int, sm.Admit] = {}
-        self._of: dict[int, int] = {}  # rank: number of the aggregator that it was told of
-        self._leaders: dict[int, int] = {}  # of groups that take part
+        self._of: dict[int, int] = {}  # the aggregator that each rank was assigned
+        self._leaders: dict[int, int] = {}  # leaders of the participating groups
         self._formed: m.Form | None = None
         self._adds_up = False
 
     def serve(self, roster: Roster, shards: HeldShards) -> None:
-        """A run may come, with these ranks and weights."""
+        """Reset for a run with these ranks and weights."""
         self._roster, self._shards = roster, shards
         self._forget_run()
         for link in self._links.values():
             self._send(link, sm.RunOver())
 
-    # --- What aggregators are told -----------------------------------------------------------------------------------
+    # --- Commands to aggregators -------------------------------------------------------------------------------------
 
     def check_method(self, method: Method, groups: int) -> None:
         if self._links and groups > 1 and not method.most_added(groups):
@@ -147,7 +147,7 @@ class Aggregators(OneServer):
                     self._send(link, message)
 
     def pushed_directly(self, rank: int) -> None:
-        # Others that push to the same aggregator must not wait for it there.
+        # The other groups of the same aggregator must not wait for this one there.
         self._send_about(rank, sm.Idle(rank=rank))
 
     def _send_about(self, rank: int, message: sm.Told) -> None:
@@ -188,14 +188,14 @@ class Aggregators(OneServer):
         link.asked.append((sender.peer, link.sent))
         return []
 
-    # --- Aggregators come and go -------------------------------------------------------------------------------------
+    # --- Arrival and loss of aggregators -----------------------------------------------------------------------------
 
     def hello(self, sender: Sender, message: sm.ShardHello, payload: Payload) -> list[Out]:
-        """An aggregator says hello."""
+        """Answer an aggregator's hello with a challenge."""
         return self._newcomers.challenge(sender.peer, message)
 
     def admit(self, sender: Sender, message: sm.ShardProof, payload: Payload) -> list[Out]:
-        """An aggregator proves that it holds the key."""
+        """Admit an aggregator that proves that it holds the key."""
         hello, challenge = self._newcomers.proved(sender.peer, message)
         if hello.shard or hello.shards:
             raise Refused(
@@ -245,7 +245,7 @@ class Aggregators(OneServer):
             raise Refused("stranger", "this data connection is of no aggregator")
 
     def heard(self, sender: Sender, message: sm.ShardHeard, payload: Payload) -> list[Out]:
-        """An aggregator lives, and has done what it was told."""
+        """Record the commands that an aggregator has processed; send its address to ranks that waited for these."""
         link = self._link_of(sender.peer)
         link.last_seen, link.done = self._now(), max(link.done, message.count)
         due = [peer for peer, sent in link.asked if sent <= link.done]
@@ -254,7 +254,7 @@ class Aggregators(OneServer):
         return [Out(link.control, m.CONTROL, m.Acknowledged()), *(Out(peer, m.CONTROL, answer) for peer in due)]
 
     def fail(self, sender: Sender, message: sm.ShardFailed, payload: Payload) -> list[Out]:
-        """An aggregator cannot go on."""
+        """Remove an aggregator that cannot continue."""
         return self._lose(self._link_of(sender.peer))
 
     def tick(self, now: float) -> list[Out]:
@@ -272,7 +272,7 @@ class Aggregators(OneServer):
         raise Refused("stranger", "say ShardHello first: this connection is of no aggregator")
 
     def _lose(self, link: _AggregatorLink) -> list[Out]:
-        """An aggregator is gone. A rank that has noticed it itself does no more than it did."""
+        """Remove an aggregator; its ranks push directly from now on, which some may do already."""
         del self._links[link.number]
         theirs = [rank for rank, number in self._of.items() if number == link.number]
         for rank in theirs:
@@ -284,7 +284,7 @@ class Aggregators(OneServer):
 
 
 def _nearness(host: str, address: str) -> int:
-    """How many bits the addresses of two machines have in common in front; 0 if that is not known."""
+    """Return the number of leading bits that the addresses of two machines share; 0 if it is unknown."""
     try:
         one, other = ip_address(host), ip_address(urlsplit(address).hostname or "")
     except ValueError:

@@ -1,14 +1,14 @@
-"""How gradients are averaged inside a compute group: as they are, rounded, or as products of thin matrices.
+"""The formats in which gradients are averaged inside a compute group: exact, rounded, or as products of thin matrices.
 
-An all-reduce format is a frozen value, as a wire format is; it says how the members of one group make one gradient of
-theirs, and nothing of what groups exchange. Here is its arithmetic alone: `AllReduce.average` yields what is to be
-averaged over the members, and is sent the mean. Who takes the mean is not known here: torch.distributed between ranks,
-and nothing at all where a simulator has computed the whole group's gradient, which is the mean already.
+Like a wire format, an all-reduce format is a frozen value. It defines how the members of one group form one gradient,
+and nothing about exchanges between groups. This module contains the arithmetic alone: `AllReduce.average` yields each
+tensor to average over the members, and is sent the mean. The caller computes the mean: torch.distributed between ranks,
+or the identity where a simulator has computed the whole group's gradient.
 
-Rule 1: all members do the same at the same place; what they yield has one shape and dtype on all of them.
-Rule 2: what a member was given and has not sent yet lies in its `Unsent`: added up over members, what was sent and
-what lies there are the gradients that were given.
-Rule 3: a gradient that is not finite stays so, and leaves no trace: a loss scaler skips the step, or a server refuses
+Rule 1: all members do the same at the same point; the tensors that they yield have one shape and dtype on all of them.
+Rule 2: the part of its gradients that a member has not sent yet is kept in its `Unsent`: summed over members, the sent
+parts and the kept ones are the gradients.
+Rule 3: a gradient that is not finite stays so and leaves no trace: a loss scaler skips the step, or a server refuses
 it.
 """
 
@@ -28,16 +28,16 @@ from lightning_omni.errors import ConfigurationError
 from lightning_omni.registry import Registry
 
 Steps = Generator[Tensor, Tensor, None]
-"""Yields what is to be averaged over the members, and is sent the mean; both are flat."""
+"""A generator that yields each flat tensor to average over the members, and is sent the mean."""
 
 
 @dataclass
 class Unsent:
-    """What a member remembers of one parameter.
+    """A member's memory of one parameter.
 
     Attributes:
-        error: what it was given and has not sent yet, in the gradient's shape.
-        factor: the right one of the last two thin matrices, from which the next begins; the same on all members.
+        error: the part of its gradients that it has not sent yet, in the gradient's shape.
+        factor: right factor of the last product, the start of the next one; the same on all members.
     """
 
     error: Tensor
@@ -45,40 +45,40 @@ class Unsent:
 
 
 Memory = MutableMapping[Hashable, Unsent]
-"""By parameter, or by whatever stands for it."""
+"""The memory by parameter, or by a key that represents it."""
 
 
 class AllReduce(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
     """A way to average gradients over the members of a group.
 
     Attributes:
-        messages: all-reduces of one gradient, one after the other, at most.
+        messages: the most consecutive all-reduces of one gradient.
     """
 
     messages: ClassVar[int] = 1
 
     def nbytes(self, shapes: Iterable[Sequence[int]]) -> int:
-        """Bytes of a member's gradient as they travel, of float32 parameters of these shapes."""
+        """Return the encoded size of a member's gradient, for float32 parameters of these shapes, in bytes."""
         raise NotImplementedError(f"{type(self).__name__} does not say how many bytes travel")
 
     def share(self, shapes: Iterable[Sequence[int]]) -> float:
-        """The part of a gradient's bytes, as float32, that travels; see `nbytes`."""
+        """Return the encoded size of a gradient as a fraction of its size in float32; see `nbytes`."""
         shapes = tuple(shapes)
         return self.nbytes(shapes) / (4 * sum(map(math.prod, shapes)))
 
     def average(self, gradients: Sequence[Tensor], keys: Sequence[Hashable], memory: Memory) -> Steps:
-        """Averages a member's gradients with those of the others, in place.
+        """Average a member's gradients with those of the others, in place.
 
         Args:
-            gradients: of some parameters, on one device and of one dtype.
-            keys: of these parameters in the memory.
-            memory: what this member remembers.
+            gradients: gradients of some parameters, on one device and of one dtype.
+            keys: keys of these parameters in the memory.
+            memory: this member's memory.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot average")
 
 
 class Exact(AllReduce, frozen=True, kw_only=True, tag="fp32"):
-    """Every number as it is: DistributedDataParallel's own all-reduce."""
+    """The exact average: DistributedDataParallel's own all-reduce."""
 
     def nbytes(self, shapes: Iterable[Sequence[int]]) -> int:
         return 4 * sum(map(math.prod, shapes))
@@ -88,7 +88,7 @@ class Exact(AllReduce, frozen=True, kw_only=True, tag="fp32"):
 
 
 class _Sixteen(AllReduce, frozen=True, kw_only=True):
-    """Every number in 16 bits."""
+    """An average in 16 bits per number."""
 
     dtype: ClassVar[torch.dtype]
 
@@ -100,32 +100,32 @@ class _Sixteen(AllReduce, frozen=True, kw_only=True):
 
 
 class RoundedBF16(_Sixteen, frozen=True, kw_only=True, tag="bf16"):
-    """bfloat16: the range of float32, and 8 bits of precision."""
+    """An average in bfloat16: the range of float32, and 8 bits of precision."""
 
     dtype: ClassVar[torch.dtype] = torch.bfloat16
 
 
 class RoundedFP16(_Sixteen, frozen=True, kw_only=True, tag="fp16"):
-    """float16: 11 bits of precision, up to 65,504; more than that is infinite."""
+    """An average in float16: 11 bits of precision, up to 65,504; larger numbers become infinite."""
 
     dtype: ClassVar[torch.dtype] = torch.float16
 
 
 class PowerSGD(AllReduce, frozen=True, kw_only=True, tag="powersgd"):
-    """Each matrix of gradients as the product of two thin ones, with error feedback and warm start.
+    """An average of gradient matrices as products of two thin ones, with error feedback and warm start.
 
     A gradient of shape (n, ...) counts as a matrix of n rows. One step of subspace iteration from the last factor Q
-    gives P = mean(M Q), with orthonormal columns, and Q = mean(Mᵀ P). The mean is taken to be P Qᵀ, and what a member's
-    own gradient is more than that is added to its next. What would not become half as large travels as it is.
+    gives P = mean(M Q), with orthonormal columns, and Q = mean(Mᵀ P). P Qᵀ approximates the mean, and each member adds
+    the remainder of its own gradient to its next one. Gradients that would not shrink to half their size are sent
+    whole.
 
     Args:
-        rank: columns of the thin matrices, 1 or more: the larger, the closer, and the more bytes.
-        dtype: in which all of it travels: ``"fp32"``, or ``"bf16"`` for half the bytes. By how much thin matrices are
-            rounded is a part of what is added to the next gradient; what travels as it is stays rounded, as with the
-            format ``"bf16"``.
+        rank: columns of the thin matrices, 1 or more: a larger rank is more accurate and needs more bytes.
+        dtype: dtype of all messages: ``"fp32"``, or ``"bf16"`` for half the bytes. The rounding of the thin matrices is
+            part of the error feedback; gradients sent whole stay rounded, as with the format ``"bf16"``.
 
     Raises:
-        ConfigurationError: the rank is not above 0, or there is no such dtype.
+        ConfigurationError: the rank is not above 0, or the dtype is unknown.
 
     Example:
         >>> PowerSGD(rank=4).nbytes([(500, 800), (500,)]) / Exact().nbytes([(500, 800), (500,)]) < 1 / 50
@@ -168,13 +168,13 @@ class PowerSGD(AllReduce, frozen=True, kw_only=True, tag="powersgd"):
         _put((yield _flat(factors, sent)), factors)
         for (each, unsent, key), matrix, rows, factor in zip(known, matrices, left, factors, strict=True):
             found = rows @ factor.T
-            is_finite = found.isfinite().all()  # on all members or none; not asked, for a device would be waited for
+            is_finite = found.isfinite().all()  # the same on all members; stays on the device, to avoid a wait
             error = torch.where(is_finite, matrix - found, unsent.error.flatten(1)).view(each.shape)
             memory[key] = Unsent(error, torch.where(is_finite, factor, unsent.factor))
             each.copy_(found.view(each.shape))
 
     def _columns(self, shape: Sequence[int]) -> int:
-        """Of the thin matrices; 0 for a gradient that travels as it is."""
+        """Return the columns of the thin matrices; 0 for a gradient that is sent whole."""
         if len(shape) < 2 or not all(shape):
             return 0
         rows, width = shape[0], math.prod(shape[1:])
@@ -187,7 +187,7 @@ class PowerSGD(AllReduce, frozen=True, kw_only=True, tag="powersgd"):
 
 
 def resumed(steps: Steps, mean: Tensor) -> Tensor | None:
-    """What is to be averaged next, once the mean of the last is known; None if that was all."""
+    """Send the mean of the last tensor; return the next tensor to average, or None at the end."""
     try:
         return steps.send(mean)
     except StopIteration:
@@ -195,11 +195,11 @@ def resumed(steps: Steps, mean: Tensor) -> Tensor | None:
 
 
 def run_through(steps: Steps, mean: Callable[[Tensor], Tensor]) -> None:
-    """Averages to the end.
+    """Average to the end.
 
     Args:
-        steps: of `AllReduce.average`.
-        mean: gives the mean over the members of what one of them yields; it may write to that.
+        steps: generator of `AllReduce.average`.
+        mean: returns the mean over the members of a tensor that one of them yields; it may overwrite that tensor.
     """
     message: Tensor | None = next(steps)
     while message is not None:
@@ -207,7 +207,7 @@ def run_through(steps: Steps, mean: Callable[[Tensor], Tensor]) -> None:
 
 
 def _remembered(unsent: Unsent | None, gradient: Tensor, columns: int, dtype: torch.dtype) -> Unsent:
-    """Of a parameter; the factor is made again, of the same random numbers on all members, if it has other columns."""
+    """Return a parameter's memory; its factor is drawn again, equally on all members, if it has other columns."""
     width = gradient[0].numel()
     if unsent is not None and unsent.factor.shape == (width, columns) and unsent.factor.device == gradient.device:
         return unsent
@@ -222,7 +222,6 @@ def _flat(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def _put(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    """The numbers back into tensors, in order."""
     for each, part in zip(tensors, flat.split([each.numel() for each in tensors]), strict=True):
         each.copy_(part.view(each.shape))
 
@@ -234,20 +233,20 @@ FORMATS: dict[str, type[AllReduce]] = {
     "fp16": RoundedFP16,
     "powersgd": PowerSGD,
 }
-"""By the names that users write."""
+"""The formats by the names that users write."""
 _registry = Registry(
     FORMATS, AllReduce, "all_reduce", "all-reduce format", "lightning_omni.protocol.all_reduce.AllReduce", ""
 )
 
 
 def all_reduce_of(given: str | AllReduce) -> AllReduce:
-    """The all-reduce format that a user means.
+    """Return the all-reduce format that a user requests.
 
     Args:
         given: a name, with settings after a colon, or a value.
 
     Raises:
-        ConfigurationError: it is none.
+        ConfigurationError: it is no all-reduce format.
 
     Example:
         >>> all_reduce_of("powersgd:2,dtype=bf16")
@@ -263,7 +262,7 @@ def all_reduce_of(given: str | AllReduce) -> AllReduce:
 
 
 def text_of(format_: AllReduce) -> str:
-    """The text that `all_reduce_of` makes the value of."""
+    """Return the text that `all_reduce_of` parses to this value."""
     return _registry.text_of(format_)
 
 

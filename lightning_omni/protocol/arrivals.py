@@ -1,14 +1,14 @@
-"""What other groups have sent to one that holds the model in shares, so that each member takes its share of the same.
+"""Messages from other groups to a group that holds the model in shares: all its members take the same messages.
 
-Where the members of a group hold the model together, each of them has an inbox, for its share. A message to the group
-comes in parts, one to each member, at different moments. If one member took a message into account and another did
-not, the group would have a model of which one share is averaged with another group's and one is not.
+Each member has an inbox for its share. A message to the group has one part for each member, and the parts arrive at
+different times. If one member used a message and another did not, only one share of the model would be averaged.
 
 Rule 1: groups number their messages to a group, from 1 on; each part has the message's number, and parts from one
-sender come in order. So what a member has is told by one number for each sender.
-Rule 2: to read its inbox, each member says what it has (`Arrivals.seen`), and the most that any has is what all take
-(`Arrivals.take`) as soon as they have it (`Arrivals.has`). What comes meanwhile waits until that is known.
-Rule 3: if a member lacks a part that never comes (its connection broke, say), all of them take nothing: `take` says so.
+sender arrive in order. So one number per sender describes the messages that a member has.
+Rule 2: to read its inbox, each member reports its numbers (`Arrivals.seen`), and all take the messages up to the
+largest that any reports (`Arrivals.take`) as soon as they have them (`Arrivals.has`). Parts that arrive meanwhile wait.
+Rule 3: if a member lacks a part that will not arrive (its connection broke, for example), its `take` returns None, and
+all members take nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lightning_omni.methods import Inbox
 from lightning_omni.methods.totals import Total
 
 MOST_WAITING = 16
-"""Parts that may wait until it is known when they are to be taken; what comes beyond counts as lost."""
+"""Parts that may wait for the next `take`; further ones count as lost."""
 
 
 class _Part(NamedTuple):
@@ -55,11 +55,11 @@ class Arrivals:
         self._waiting: list[_Part] = []
 
     def add(self, sender: int, number: int, tensors: Sequence[Tensor] | None) -> None:
-        """A part has come.
+        """Add a part that has arrived.
 
         Args:
-            sender: the group that has sent it.
-            number: of the message, as that group counts those to this one.
+            sender: number of the sending group.
+            number: the sender's number of this message to this group.
             tensors: this member's share of the weights; None if it cannot be used.
         """
         if self._is_open:
@@ -68,25 +68,25 @@ class Arrivals:
             self._waiting.append(_Part(sender, number, tensors if len(self._waiting) < MOST_WAITING else None))
 
     def spoil(self) -> None:
-        """What came since the last time is of no use: the parameters are others now."""
+        """Drop the parts since the last `take`, because the parameters have changed."""
         self._lacks = self._lacks or self._total.count > 0
         self._total.clear()
         self._waiting = [part._replace(tensors=None) for part in self._waiting]
 
     def seen(self) -> dict[int, int]:
-        """The number of the last message of each sender. What comes from here on waits until `take`."""
+        """Return the number of each sender's last message; parts that arrive from now on wait until `take`."""
         self._is_open = False
         return dict(self._latest)
 
     def has(self, upto: Mapping[int, int]) -> bool:
-        """Whether all is here that is to be taken, or can come no more."""
+        """Return whether all messages up to these numbers have arrived, or cannot arrive any more."""
         latest = dict(self._latest)
         for part in self._waiting:
             latest[part.sender] = max(latest.get(part.sender, 0), part.number)
         return all(latest.get(sender, 0) >= number for sender, number in upto.items())
 
     def take(self, upto: Mapping[int, int]) -> Inbox | None:
-        """All messages since the last time up to these, whether all members can use them or not.
+        """Take all messages since the last time up to these numbers, even if a part is missing.
 
         Args:
             upto: the largest number of each sender that any member has.
@@ -112,7 +112,7 @@ class Arrivals:
     def _include(self, part: _Part) -> None:
         latest = self._latest.get(part.sender, 0)
         if part.number <= latest:
-            return  # it was done without, or is taken already
+            return  # it was skipped, or is taken already
         self._lacks = self._lacks or part.number > latest + 1 or part.tensors is None
         self._latest[part.sender] = part.number
         if part.tensors is not None:

@@ -1,6 +1,6 @@
-"""Trees of plain data and tensors (optimizer states, snapshots) as bytes, without pickle.
+"""The encoding of trees of plain data and tensors (optimizer states, snapshots) as bytes, without pickle.
 
-Rule: the tree itself is MessagePack; tensors stand beside it in one flat buffer and the tree holds only their number.
+Rule: the tree is encoded as MessagePack. Its tensors are in one flat buffer; the tree holds their indices.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ _MAX_DEPTH = 32
 
 
 class Packed(msgspec.Struct, frozen=True):
-    """A tree without its tensors, and how these lie in the buffer that travels beside it."""
+    """A tree without its tensors, and the layout of these in the buffer sent with it."""
 
     tree: bytes
     specs: tuple[TensorSpec, ...]
 
     @property
     def layout(self) -> Layout:
-        """Layout of the tensors in the buffer."""
+        """Return the layout of the tensors in the buffer."""
         return Layout(self.specs)
 
 
 def pack(tree: Any) -> tuple[Packed, Tensor]:
-    """Splits a tree into plain data and one flat buffer.
+    """Split a tree into plain data and one flat buffer.
 
     Args:
         tree: dicts, lists, tuples, numbers, strings, bytes, None and tensors, nested.
@@ -79,13 +79,13 @@ def pack(tree: Any) -> tuple[Packed, Tensor]:
 
 
 def unpack(packed: Packed, buffer: Tensor, copy: bool = False) -> Any:
-    """Puts a tree together again.
+    """Rebuild a tree.
 
     Args:
         packed: the plain part.
         buffer: the tensors' values, uint8 ``(nbytes,)``.
-        copy: whether each tensor has memory of its own, as it needs for ``torch.save``, which refuses tensors of
-            several dtypes in one memory. Otherwise all share the buffer's.
+        copy: whether each tensor gets its own memory, as ``torch.save`` requires for several dtypes. Otherwise all
+            tensors share the buffer's memory.
 
     Raises:
         MalformedMessage: the bytes are no tree, or do not fit the buffer.
@@ -120,9 +120,9 @@ def unpack(packed: Packed, buffer: Tensor, copy: bool = False) -> Any:
 
 
 def _check_nesting(tree: Any) -> None:
-    """Raises `ValueError` if lists and dicts are nested so deeply that a walk through them might not end well.
+    """Raise `ValueError` if lists and dicts are nested so deeply that recursion over them might fail.
 
-    Python before 3.12 does not even decode what is nested deeper than its recursion limit; later ones do.
+    Python before 3.12 refuses to decode below its recursion limit; later versions do not.
     """
     level = [tree]
     for _ in range(_MOST_NESTED):
@@ -139,7 +139,7 @@ def _check_nesting(tree: Any) -> None:
 
 
 def check_specs(specs: tuple[TensorSpec, ...], nbytes: int) -> None:
-    """Raises `MalformedMessage` unless every spec is sane and all fit exactly into ``nbytes``."""
+    """Raise `MalformedMessage` unless every spec is sane and all fit exactly into ``nbytes``."""
     for spec in specs:
         if not spec.is_sane:
             part = f" and range {spec.range}" if spec.range is not None else ""

@@ -1,9 +1,8 @@
-"""Collectives of all live ranks: each contributes bytes, and gets those of all.
+"""Collectives of all live ranks: each contributes bytes and receives those of all.
 
-Rule 1: a collective is complete when every *live* rank has contributed; the dead are not waited for.
-Rule 2: all ranks must call the same one; two that differ at one synchronization point end the run with a clear
-sentence.
-Rule 3: a rank opens a few at a time, so what is kept is bounded by the number of ranks.
+Rule 1: a collective is complete when every *live* rank has contributed; it does not wait for dead ranks.
+Rule 2: all ranks must call the same collective; two different ones at the same point end the run with a clear message.
+Rule 3: a rank may have a few open at a time, so the number of ranks bounds the memory.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch import Tensor
 from lightning_omni.errors import CollectiveMismatch, ProtocolError
 
 MOST_OPEN = 16
-"""Collectives at which a rank may wait when it opens another one."""
+"""The most collectives at which a rank may wait when it opens another one."""
 
 _OF_EACH_BATCH = (
     ". Groups train different numbers of batches, so what a hook has kept of each batch has other sizes on other ranks:"
@@ -30,7 +29,7 @@ _ELSEWHERE = (
 
 
 class _Contribution(NamedTuple):
-    """What a rank contributes to a collective."""
+    """A rank's contribution to a collective."""
 
     what: str
     where: str
@@ -41,7 +40,7 @@ class _Contribution(NamedTuple):
 
 
 class Collectives:
-    """The collectives that are under way.
+    """The open collectives.
 
     Example:
         >>> collectives = Collectives()
@@ -55,18 +54,18 @@ class Collectives:
         self._open: dict[int, dict[int, _Contribution]] = {}
 
     def contribute(self, number: int, rank: int, what: str, payload: bytes | Tensor, where: str = "") -> None:
-        """A rank takes part in a collective.
+        """Add a rank's contribution to a collective.
 
         Args:
-            number: of the collective.
-            rank: that takes part.
-            what: it calls; the same on all ranks.
-            payload: that the others get.
-            where: the rank is, in words, for the message if others called something else.
+            number: number of the collective.
+            rank: the contributing rank.
+            what: the collective and its signature; the same on all ranks.
+            payload: bytes for the other ranks.
+            where: the rank's position in the program, for the message on a mismatch.
 
         Raises:
             ProtocolError: the rank waits at too many others.
-            CollectiveMismatch: others called something else at the same point.
+            CollectiveMismatch: other ranks called another collective at the same point.
         """
         if number not in self._open and sum(rank in waiting for waiting in self._open.values()) >= MOST_OPEN:
             raise ProtocolError(f"rank {rank} comes to collective {number}, and waits at {MOST_OPEN} others")
@@ -83,22 +82,22 @@ class Collectives:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no collective is under way."""
+        """Return whether no collective is open."""
         return not self._open
 
     @property
     def contributed(self) -> set[int]:
-        """Ranks that have contributed to what is under way, and wait for the others."""
+        """Return the ranks that have contributed to an open collective and wait for the others."""
         return {rank for present in self._open.values() for rank in present}
 
     def forget(self, ranks: Collection[int]) -> None:
-        """What the dead contributed does not count, nor what they called."""
+        """Drop the contributions of dead ranks."""
         for present in self._open.values():
             for rank in ranks:
                 present.pop(rank, None)
 
     def complete(self, live: Collection[int]) -> list[tuple[int, list[tuple[int, bytes | Tensor]]]]:
-        """Collectives that have become complete: their number, and each rank's payload in rank order."""
+        """Remove and return the complete collectives: their numbers, and the ranks' payloads in rank order."""
         ready = []
         for number in sorted(self._open):
             present = self._open[number]

@@ -1,4 +1,4 @@
-"""One moment of a run at the server, over everything that it holds: what a snapshot and a checkpoint are of."""
+"""The moment of a run at the server that a snapshot or checkpoint represents."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from lightning_omni.protocol.progress import Progress
 
 
 class Cut(msgspec.Struct, frozen=True, kw_only=True):
-    """Which moment: exactly so much was handled before it, and nothing after it is in what it names.
+    """A moment at the server, described by the counts of everything handled before it.
 
-    A server handles one message at a time, so every moment between two of them is one of all optimizers. Servers that
-    hold a part each would have to agree on one.
+    A server handles one message at a time, so a moment between two of them is consistent over all optimizers. Several
+    servers that hold a share each must agree on a moment.
 
     Attributes:
-        clocks: updates that the weights of each optimizer contain.
-        pushes: of each group, the pushes that were handled since groups were formed, those to all optimizers together;
-            also pushes that were refused or wait for others. A group that has pushed nothing is not there.
-        epoch: number of the epoch that is under way, or was last; -1 if none was leased.
+        clocks: updates in the weights of each optimizer.
+        pushes: for each group, the number of pushes to all optimizers since groups were formed, including pushes that
+            were refused or wait for others. Groups without pushes are left out.
+        epoch: number of the current or last epoch; -1 if none was leased.
         total: positions in that epoch.
         trained: ranges of it that are trained, in order.
     """
@@ -31,7 +31,7 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True):
     trained: tuple[tuple[int, int], ...] = ()
 
     def progress(self, known: Progress) -> Progress:
-        """How far the run is at this moment; a rank, which knows it but roughly inside an epoch, says the rest.
+        """Return the run's progress at this moment: inside the epoch, a rank's own count of samples is approximate.
 
         Example:
             >>> from lightning_omni.protocol.progress import ReferenceBatch

@@ -1,4 +1,4 @@
-"""Data: an epoch is opened, its samples are leased, and groups hear what comes next."""
+"""The service for data: it opens epochs, leases their samples, and answers groups that ask for the next step."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from lightning_omni.topology import Topology
 
 
 class DataLeasing(Service):
-    """Leases samples.
+    """The service that leases samples.
 
     Args:
         run: the run.
-        training: is told which groups wait meanwhile.
+        training: service that is notified of groups that wait.
     """
 
     def __init__(self, run: RunContext, training: Training) -> None:
@@ -30,7 +30,7 @@ class DataLeasing(Service):
 
     def join(self, group: int, ranks: tuple[int, ...]) -> None:
         self._epochs.join(group, ranks)
-        if self._roster.joining:  # it has a batch at least, however long it takes to ask for one
+        if self._roster.joining:  # the group holds a batch even before it requests one
             self._epochs.draw_first(group)
 
     def evict(self, group: int, lost: bool) -> list[Out]:
@@ -51,14 +51,14 @@ class DataLeasing(Service):
         self._epochs.load(state)
 
     def open(self, sender: Sender, message: m.OpenEpoch, payload: Payload) -> list[Out]:
-        """An epoch begins."""
+        """Open an epoch."""
         self._epochs.open(message.plan)
         return [Out(sender.peer, m.CONTROL, m.EpochOpened(epoch=message.plan.epoch))]
 
     def draw(self, sender: Sender, message: m.Draw, payload: Payload) -> list[Out]:
-        """A group draws its next batches."""
+        """Lease a group its next batches."""
         book, group = self._epochs.book_of(message.epoch, message.generation), sender.group
-        if not book.has(group):  # another member was faster to say that the group leaves the epoch
+        if not book.has(group):  # another member's `Leave` arrived first
             return [Out(sender.peer, m.CONTROL, m.Drawn(number=message.number, batches=()))]
         spans = self._notes.new_spans(group, message)
         batches = self._epochs.draw(group, message.number, message.trained)
@@ -66,7 +66,7 @@ class DataLeasing(Service):
         return [Out(sender.peer, m.CONTROL, m.Drawn(number=message.number, batches=tuple(batches)))]
 
     def wait(self, sender: Sender, message: m.Await, payload: Payload) -> list[Out]:
-        """A group has trained what it holds, and asks what is next; it hears when that is known."""
+        """Record that a group has trained its batches; it is answered once the next step is decided."""
         if verdict := self._epochs.verdict_again(sender.rank, message):
             return [Out(sender.peer, m.CONTROL, m.Verdict(next=verdict))]
         spans = self._notes.new_spans(sender.group, message)
@@ -75,7 +75,7 @@ class DataLeasing(Service):
         return self._training.idle(sender.rank)
 
     def leave(self, sender: Sender, message: m.Leave, payload: Payload) -> list[Out]:
-        """A group leaves the epoch early."""
+        """Let a group leave the epoch early."""
         spans = self._notes.new_spans(sender.group, message)
         self._epochs.leave(sender.group, message)
         self._notes.train(sender.group, message.epoch, spans)

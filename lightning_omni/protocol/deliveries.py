@@ -1,9 +1,9 @@
-"""Which pushes have come: each counts once, in order, and only from the group that is there now.
+"""The pushes received from each group: each counts once, in order, and only from the group's current incarnation.
 
-Rule 1: what an earlier incarnation of a group has sent is refused: ``late``. So is what comes after a later push.
-Rule 2: the last push may come again, for its answer may have been lost. It is answered again and changes nothing.
-Rule 3: a push before which one is missing is refused: ``gap``. At a server that goes on from a save, pushes that came
-after that are missing: of each group the first one to come is the next.
+Rule 1: pushes of an earlier incarnation of a group are refused: ``late``. So is a push that arrives after a later one.
+Rule 2: the last push may arrive again, because its answer was lost. It is answered again and changes nothing.
+Rule 3: a push whose predecessor is missing is refused: ``gap``. A server that continues from a save lacks the pushes
+after it, so it accepts the first push of each group as the next one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Delivery:
     Attributes:
         sequence: its number.
         applied: whether it was finite.
-        staleness: what it was answered with; -1 before that.
+        staleness: staleness in its answer; -1 before that.
         is_answered: whether the method has answered it.
     """
 
@@ -37,20 +37,20 @@ class Deliveries:
     """The pushes of all groups to all optimizers.
 
     Attributes:
-        missing: pushes that a server before this one has answered, and that came after its last save.
+        missing: number of pushes that an earlier server has answered after its last save.
     """
 
     def __init__(self) -> None:
         self.missing = 0
         self._last: dict[tuple[int, int], Delivery] = {}
-        self._followed: set[tuple[int, int]] | None = None  # groups and optimizers of which a push has come again
+        self._followed: set[tuple[int, int]] | None = None  # pairs with a push since the restart
 
     def check(self, group: int, identity: GroupId, message: PushMessage) -> Delivery | None:
-        """The last delivery, if this push is that one once more; None if it is the next one.
+        """Return the last delivery if this push repeats it; None if the push is the next one.
 
         Args:
-            group: number of the group that sent it.
-            identity: which group that is.
+            group: number of the sending group.
+            identity: identity of that group.
             message: the push.
 
         Raises:
@@ -77,7 +77,7 @@ class Deliveries:
         raise Refused("gap", f"push {message.sequence} of group {identity} came, and push {expected} has not")
 
     def count(self, group: int, message: PushMessage, applied: bool) -> None:
-        """A push has been merged, or refused because it is not finite: it does not count again."""
+        """Count a push that was merged, or refused because it is not finite."""
         key = group, message.optimizer
         if self._followed is not None and key not in self._followed:
             self._followed.add(key)
@@ -85,26 +85,24 @@ class Deliveries:
         self._last[key] = Delivery(message.sequence, applied, is_answered=not applied)
 
     def answer(self, group: int, optimizer: int, staleness: int) -> None:
-        """The method has answered the group's last push."""
+        """Record that the method has answered the group's last push."""
         if (last := self._last.get((group, optimizer))) is not None:
             last.staleness, last.is_answered = staleness, True
 
     def forget(self, group: int) -> None:
-        """A group is gone."""
         self._last = {key: last for key, last in self._last.items() if key[0] != group}
 
     def clear(self) -> None:
-        """Groups were formed: all count from the first."""
+        """Start all sequences at 1 again, because groups were formed."""
         self._last.clear()
         self._followed = None
 
     def state(self) -> list[Any]:
-        """All of it, as plain values."""
+        """Return the state as plain values."""
         return [(*key, last.sequence, last.applied, last.staleness) for key, last in self._last.items()]
 
     def load(self, state: list[Any]) -> None:
-        """Goes on from a `state`."""
-        # What was not answered is when it comes again: the method has merged it.
+        # The method has merged unanswered pushes, which are answered when they are repeated.
         self._last = {
             (group, optimizer): Delivery(sequence, applied, staleness, is_answered=True)
             for group, optimizer, sequence, applied, staleness in state

@@ -1,8 +1,8 @@
-"""The epoch that is under way: its lease book, which ranks wait at its end, and whether one called for a stop.
+"""The current epoch: its lease book, the ranks that wait at its end, and requests to stop.
 
-Rule: every member of a group gets the same verdict on the same question, however late it asks. So a verdict
-follows from what the member has heard before and from what its group has drawn, and ``more`` is a promise: the batch
-is drawn already. A rank that asks again, for the answer was lost, hears the same again.
+Rule: every member of a group gets the same verdict on the same question, however late it asks. A verdict therefore
+depends on the verdicts that the member has received and on the batches that its group has drawn, and ``more`` is a
+promise: the batch is drawn already. A rank that repeats a question, because the answer was lost, gets the same answer.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from lightning_omni.protocol.messages import Await, Leave
 from lightning_omni.protocol.validations import ValidationBook
 
 STOPS = ("", "validate", "end", "skip")
-"""How a group that leaves an epoch may end it for the others: see `lightning_omni.protocol.messages.Leave`."""
+"""Ways in which a group that leaves an epoch may end it for all: see `lightning_omni.protocol.messages.Leave`."""
 
 
 class Epochs:
-    """Opens, watches and closes epochs.
+    """The epochs of a run, of which at most one is open.
 
     Args:
-        journal: told of what ranks will know.
+        journal: journal for the decisions that ranks are sent.
     """
 
     def __init__(self, journal: Journal | None = None) -> None:
@@ -48,35 +48,34 @@ class Epochs:
         self.samples: Counter[int] = Counter()  # of each group, trained since groups were formed
         self._sizes: dict[int, int] = {}
         self._waiting: dict[int, tuple[int, Await]] = {}
-        self._asked: set[int] = set()  # ranks whose questions have not been looked at yet
-        self._dirty = True  # whether something has changed for those whose questions have been
+        self._asked: set[int] = set()  # ranks with questions that were not checked yet
+        self._dirty = True  # whether the checked questions must be checked again
         self._validations = 0
         self._validated: Counter[int] = Counter()
-        self._told: dict[int, tuple[Await, str]] = {}  # of each rank, its last question that was answered
+        self._told: dict[int, tuple[Await, str]] = {}  # each rank's last answered question
         self._saved: _Saved | None = None
 
     @property
     def progress(self) -> int:
-        """Positions of the epoch that are trained."""
+        """Return the number of trained positions of the epoch."""
         return self.book.trained if self.book else 0
 
     @property
     def trained_spans(self) -> tuple[tuple[int, int], ...]:
-        """Ranges of the epoch that are trained."""
+        """Return the trained ranges of the epoch."""
         return self.book.trained_spans if self.book else ()
 
     @property
     def called(self) -> tuple[int, int]:
-        """The epoch that was opened last, -1 for none, and how often its groups were called to a validation so far."""
+        """Return the number of the last epoch opened, -1 for none, and the number of its validations so far."""
         return (self.book.plan.epoch if self.book else -1), self._validations
 
     @property
     def plan(self) -> EpochPlan | None:
-        """The plan of the epoch, if one is under way or was."""
         return self.book.plan if self.book else None
 
     def form(self, group_sizes: dict[int, int], generation: int, keep_epoch: bool) -> None:
-        """Groups are formed, or formed again; what was out on lease goes back."""
+        """Start with new groups; leased batches return to the pool."""
         self._sizes = dict(group_sizes)
         self.generation = generation
         self.stop = ""
@@ -88,7 +87,7 @@ class Epochs:
             self.book = None
 
     def join(self, group: int, ranks: Sequence[int]) -> None:
-        """A group more draws, from the epoch that is under way, too; validations that were are none of its."""
+        """Add a group, which also draws from the current epoch and skips its earlier validations."""
         self._sizes[group] = len(ranks)
         self._dirty = True
         for rank in ranks:
@@ -97,12 +96,11 @@ class Epochs:
             self.book.join(group, len(ranks))
 
     def draw_first(self, group: int) -> None:
-        """The first batch of a group that has joined."""
         if self.book is not None:
             self.book.draw(group, 0)
 
     def open(self, plan: EpochPlan) -> None:
-        """An epoch begins; every rank says so.
+        """Open an epoch; every rank requests this.
 
         Raises:
             ProtocolError: ranks disagree on the plan.
@@ -124,10 +122,10 @@ class Epochs:
         self._begin()
 
     def book_of(self, epoch: int, generation: int) -> LeaseBook:
-        """The book of an epoch.
+        """Return the book of an epoch.
 
         Raises:
-            ProtocolError: that epoch is not under way, or the groups have changed since.
+            ProtocolError: that epoch is not open, or the groups have changed since.
         """
         if generation != self.generation:
             raise ProtocolError(f"groups were formed again: generation {self.generation}, not {generation}")
@@ -136,59 +134,59 @@ class Epochs:
         return self.book
 
     def holds(self, group: int, epoch: int) -> bool:
-        """Whether that epoch is under way and the group draws from it."""
+        """Return whether that epoch is open and the group draws from it."""
         return self.book is not None and self.book.plan.epoch == epoch and self.book.has(group)
 
     def check_trained(self, group: int, epoch: int, batches: int) -> None:
-        """Raises `ProtocolError` unless `train` would accept this."""
+        """Raise `ProtocolError` unless `train` would accept these arguments."""
         if self.book is not None and self.book.plan.epoch == epoch:
             self.book.check_trained(group, batches)
 
     def train(self, group: int, epoch: int, batches: int) -> None:
-        """A push says how far its group has trained."""
+        """Record the number of batches that a group has trained, as its push reports."""
         if self.book is not None and self.book.plan.epoch == epoch:
             self.book.train(group, batches)
             self._journal.note(TrainedEntry(group, epoch, batches))
 
     def draw(self, group: int, number: int, trained: int) -> list[Batch]:
-        """A group of the epoch that is under way draws its batches from a number on, and says how far it has trained.
+        """Return a group's batches from a number on, and record the number that it has trained.
 
         Raises:
-            ProtocolError: it skips a number, or has not drawn what it says that it has trained.
+            ProtocolError: the group skips a number, or reports more trained batches than it has drawn.
         """
         assert self.book is not None
         self.train(group, self.book.plan.epoch, trained)
-        self._dirty = self._dirty or not self.book.has_begun(group)  # what was left for it may be for others now
+        self._dirty = self._dirty or not self.book.has_begun(group)  # batches kept for it may go to others now
         batches = self.book.draw(group, number)
         self._journal.note(DrewEntry(group, number))
         return batches
 
     def verdict_again(self, rank: int, question: Await) -> str:
-        """What a rank was told when it asked this before; empty if it was told nothing yet."""
+        """Return the verdict that a rank received on this question before; empty without one."""
         asked, verdict = self._told.get(rank, (None, ""))
         return verdict if asked == question else ""
 
     def wait(self, group: int, rank: int, question: Await) -> None:
-        """A rank has trained what its group holds of the validation interval, and asks what is next."""
+        """Record the question of a rank that has trained its group's batches of the validation interval."""
         book = self.book_of(question.epoch, question.generation)
-        if book.has(group) or group not in self._sizes:  # else a peer was faster to say that the group leaves
+        if book.has(group) or group not in self._sizes:  # else a peer's `Leave` arrived first
             book.train(group, question.trained)
-        self._journal.note(AskedEntry(group, rank, question))  # not what was refused: no server could go on from that
+        self._journal.note(AskedEntry(group, rank, question))  # after the checks, so that replay cannot fail
         self._waiting[rank] = (group, question)
         self._asked.add(rank)
 
     def new_spans(self, group: int, epoch: int, batches: int) -> tuple[tuple[int, int], ...]:
-        """The batches of a group, one range each, that `train` would now add."""
+        """Return the group's batches, one range each, that `train` would add."""
         if self.book is None or self.book.plan.epoch != epoch:
             return ()
         return self.book.untrained_spans(group, batches)
 
     def leave(self, group: int, message: Leave) -> None:
-        """A group leaves the epoch early, and perhaps ends the run for all.
+        """Remove a group from the epoch early; it may also end the run for all.
 
         Raises:
-            ProtocolError: it has not drawn what it says that it has trained, or no rank would understand how the others
-                are to end; nothing has changed.
+            ProtocolError: the group reports more trained batches than it has drawn, or ``stop`` is unknown; nothing has
+                changed.
         """
         if message.stop not in STOPS:
             raise ProtocolError(f"a group leaves an epoch with stop={message.stop!r}: there are {STOPS}")
@@ -207,7 +205,6 @@ class Epochs:
             self.book.close()
 
     def evict(self, group: int) -> None:
-        """A group is dead."""
         self._dirty = True
         self._sizes.pop(group, None)
         self._waiting = {rank: asked for rank, asked in self._waiting.items() if asked[0] != group}
@@ -215,16 +212,16 @@ class Epochs:
             self.book.evict(group)
 
     def resolve_pending(self, all_answered: bool = True) -> list[tuple[int, str]]:
-        """Verdicts that can now be given: rank and verdict.
+        """Return the verdicts that are possible now: rank and verdict.
 
         Args:
-            all_answered: whether no group waits for the answer to a push. If one does, the epoch is not over yet: that
-                the others are idle may be what the group's answer follows from.
+            all_answered: whether no group waits for the answer to a push. If one does, the epoch is not over, because
+                the answer may depend on the other groups being idle.
         """
         if not self._waiting:
             return []
         given: list[tuple[int, str]] = []
-        # A verdict can make another possible (an interval closes), so go on until nothing moves.
+        # A verdict can enable another one (an interval closes), so repeat until none is left.
         while ready := self._next_verdict(all_answered):
             _, question = self._waiting.pop(ready[0])
             self._told[ready[0]] = question, ready[1]
@@ -236,10 +233,10 @@ class Epochs:
             self._journal.note(ResolvedEntry(all_answered))
         return given
 
-    # --- A server that goes on ----------------------------------------------------------------------------------------
+    # --- Saved state --------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """All of it, as plain values."""
+        """Return the state as plain values."""
         state = _EpochsState(
             sizes=self._sizes,
             generation=self.generation,
@@ -256,7 +253,6 @@ class Epochs:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Goes on from a `state`."""
         plain = msgspec.msgpack.decode(state["epochs"], type=_EpochsState)
         self._sizes, self.generation, self.stop = plain.sizes, plain.generation, plain.stop
         self.samples = Counter(plain.samples)
@@ -267,7 +263,7 @@ class Epochs:
         self._dirty = True
 
     def go_back(self) -> None:
-        """What was trained after the state that was loaded counts no more; what groups have drawn stays theirs."""
+        """Undo the training after the loaded state; groups keep the batches that they have drawn."""
         self.validations.go_back()
         if self.book is None or self._saved is None:
             return
@@ -286,9 +282,9 @@ class Epochs:
         self._validated.clear()
 
     def _next_verdict(self, all_answered: bool) -> tuple[int, str] | None:
-        """The first verdict that can be given."""
+        """Return the first possible verdict."""
         state = _QuiescenceCheck(self, all_answered)
-        # With a thousand groups, most questions at an epoch's end change nothing for ranks that wait already.
+        # With a thousand groups, most questions at an epoch's end change nothing for the waiting ranks.
         all_again = self._dirty or self.stop or state.is_trained or state.all_wait
         ranks = sorted(self._waiting if all_again else self._asked & self._waiting.keys())
         verdicts = ((rank, self._verdict(rank, state)) for rank in ranks)
@@ -319,7 +315,7 @@ class Epochs:
 
     @property
     def _is_called_over(self) -> bool:
-        """Whether ranks were told that this epoch is over: then a stop comes too late for those that ask after them."""
+        """Return whether a rank's verdict was that this epoch is over: a later stop then affects no other rank."""
         plan = self.plan
         return plan is not None and any(
             verdict.startswith("over") and (asked.epoch, asked.generation) == (plan.epoch, self.generation)
@@ -327,7 +323,7 @@ class Epochs:
         )
 
     def _has_more(self, group: int, question: Await) -> bool:
-        """Whether the group has something to train before the next validation."""
+        """Return whether the group has a batch to train before the next validation."""
         assert self.book is not None
         if not self.book.has(group):
             return False
@@ -337,18 +333,18 @@ class Epochs:
         return self.book.has_free(group) and self.book.next_interval <= interval
 
     def all_wait(self) -> bool:
-        """Whether every group waits, and none has anything to train before the next validation."""
+        """Return whether every group waits, without a batch to train before the next validation."""
         assert self.book is not None
         here = [asked for rank, asked in self._waiting.items() if self._validated[rank] == self._validations]
         if len(here) < len(self.book.groups):
-            return False  # asked with every message, so the cheap answer first
+            return False  # called for every message, so the cheap test is first
         if any(self._has_more(*asked) for asked in here):
             return False
         return {group for group, _ in here} >= set(self.book.groups)
 
 
 class _Saved(NamedTuple):
-    """How far the run was when its state was saved."""
+    """The progress of the run when its state was saved."""
 
     plan: EpochPlan | None
     trained: tuple[tuple[int, int], ...]
@@ -356,7 +352,7 @@ class _Saved(NamedTuple):
 
 
 class _EpochsState(msgspec.Struct, frozen=True):
-    """What `Epochs` remembers, but for the book."""
+    """The state of `Epochs`, without the book."""
 
     sizes: dict[int, int]
     generation: int
@@ -369,18 +365,16 @@ class _EpochsState(msgspec.Struct, frozen=True):
 
 
 class _QuiescenceCheck:
-    """What is the same for all that wait until the next verdict is given: read once, not once for each."""
+    """The values shared by all waiting ranks until the next verdict, each computed once."""
 
     def __init__(self, epochs: Epochs, all_answered: bool) -> None:
         self._epochs, self.all_answered = epochs, all_answered
 
     @cached_property
     def is_trained(self) -> bool:
-        """Whether every batch of the epoch is trained."""
         assert self._epochs.book is not None
         return self._epochs.book.is_finished
 
     @cached_property
     def all_wait(self) -> bool:
-        """Whether every group waits."""
         return self._epochs.all_wait()

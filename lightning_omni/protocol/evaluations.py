@@ -1,4 +1,4 @@
-"""Evaluations: a group takes a validation on, says what came of it, and all ranks hear that."""
+"""Evaluations: a group takes over a validation and publishes the result, which all ranks read."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from lightning_omni.protocol.training import Training
 from lightning_omni.topology import Topology
 
 LARGEST = 256 << 20
-"""Bytes of tensors in the result of one validation: metrics, and the buffers of the model that was evaluated."""
+"""The most bytes of tensors in the result of one validation: metrics, and the buffers of the evaluated model."""
 
 
 class Evaluations(Service):
-    """Gives validations to groups.
+    """The service that assigns validations to groups.
 
     Args:
         run: the run.
-        training: is told which group pushes nothing meanwhile.
+        training: service that is notified of groups that push nothing meanwhile.
     """
 
     def __init__(self, run: RunContext, training: Training) -> None:
@@ -50,7 +50,7 @@ class Evaluations(Service):
         self._epochs.validations.load({**state, "results": results})
 
     def redo(self, entry: ClaimedEntry | EvaluatedEntry | ReadEntry | SavedEntry) -> None:
-        """A server before this one has told ranks of this."""
+        """Replay an entry of the journal."""
         book = self._epochs.validations
         match entry:
             case ClaimedEntry():
@@ -69,7 +69,7 @@ class Evaluations(Service):
         return result
 
     def claim(self, sender: Sender, message: m.ClaimValidation, payload: Payload) -> list[Out]:
-        """A group passes a point at which the run is to be validated."""
+        """Assign a validation to a group that passes its point in the epoch."""
         self._epochs.book_of(message.epoch, message.generation)
         number = self._epochs.validations.claim(sender.group, message.epoch, message.passed)
         self._journal.note(ClaimedEntry(sender.group, message.epoch, message.passed))
@@ -77,7 +77,7 @@ class Evaluations(Service):
         return [answer, *(self._training.idle(sender.rank) if number else ())]
 
     def check_result(self, sender: Sender, message: m.PublishEvaluation) -> int:
-        """Bytes of what came of a validation."""
+        """Check the size of a validation's result, and return it."""
         self._epochs.validations.check_evaluates(sender.group, message.number)
         if message.nbytes > LARGEST:
             raise MalformedMessage(f"{message.nbytes} bytes are announced, and at most {LARGEST} may come")
@@ -85,7 +85,7 @@ class Evaluations(Service):
         return message.nbytes
 
     def publish(self, sender: Sender, message: m.PublishEvaluation, payload: Payload) -> list[Out]:
-        """A group has evaluated."""
+        """Store a group's result of a validation."""
         result = message.packed, as_tensor(payload)
         self._epochs.validations.publish(sender.group, message.number, result)
         self._journal.note(EvaluatedEntry(sender.group, message.number, message.packed, bytes_of(payload)))
@@ -93,13 +93,13 @@ class Evaluations(Service):
         return [Out(sender.peer, m.DATA, m.EvaluationPublished())]
 
     def ask(self, sender: Sender, message: m.AskValidations, payload: Payload) -> list[Out]:
-        """A rank wants to know how many validations are complete."""
+        """Answer a rank with the number of complete validations."""
         book = self._epochs.validations
         complete = book.known(self._roster.hears_first(sender.group))
         return [Out(sender.peer, m.CONTROL, m.Validations(complete=complete, is_missed=book.is_missed))]
 
     def read(self, sender: Sender, message: m.ReadEvaluation, payload: Payload) -> list[Out]:
-        """A rank wants to know what came of a validation."""
+        """Answer a rank with the result of a validation."""
         packed, buffer = self._read(sender.rank, message.number) or (None, as_tensor(b""))
         answer = m.Evaluation(packed=packed or Packed(b"", ()), is_void=packed is None, nbytes=buffer.numel())
         return [Out(sender.peer, m.DATA, answer, (buffer,) if buffer.numel() else ())]

@@ -1,22 +1,22 @@
-"""A group's state machine: gradients and answers go in, what is to be done comes out. No sockets, clocks or threads.
+"""A group's state machine: it converts gradients and answers into actions. No sockets, clocks or threads.
 
-The other half of `lightning_omni.protocol.server`. It drives the group sides of the method, one for each optimizer, and
-keeps what the group knows of the run. What drives it (a rank of a real run, the simulator, a replay, a test) does what
-comes out, and says what came of it::
+It is the counterpart of `lightning_omni.protocol.server`. It drives the group sides of the method, one for each
+optimizer, and keeps the group's view of the run. A driver (a rank of a real run, the simulator, a replay, a test)
+performs each action and reports its result::
 
     action = core.gradient(optimizer, gradient)
     while not isinstance(action, NextGradient):
         action = core.answer(optimizer, do(action))
 
-Rule 1: one action of an optimizer at a time. Its tensors are live ones, and stand until it is answered.
-Rule 2: every rank of a group drives a core of its own, with the same events. The leader alone speaks to the server and
-to other groups, and shares what it hears; so all of them come to the same actions.
-Rule 3: a push has a number, and keeps it until it is answered: `GroupCore.send` may be called again for the same `Ask`,
-where the answer was lost, and returns the same. The server applies each number once.
-Rule 4: what the method needs and the group can do by itself, a step of its own optimizer for instance, is done here.
-Rule 5: an exchange of an optimizer may be under way while gradients are computed. Before its group waits for others, at
-a synchronization point or for more data, before its parameters change and before other groups are formed, what drives
-the core receives the answer and gives it to `GroupCore.apply_answer`; so at each of these moments nothing is under way.
+Rule 1: each optimizer has one action at a time. The action's tensors are live, and stay unchanged until it is answered.
+Rule 2: every rank of a group drives its own core with the same events. Only the leader communicates with the server and
+other groups; it shares the results, so all members arrive at the same actions.
+Rule 3: a push keeps its number until it is answered. If the answer was lost, `GroupCore.send` may be called again for
+the same `Ask` and returns the same. The server applies each number once.
+Rule 4: needs of the method that the group can meet by itself, such as a step of its own optimizer, are met here.
+Rule 5: an exchange of an optimizer may overlap the computation of gradients. The driver receives its answer and passes
+it to `GroupCore.apply_answer` before the group waits for others (at a synchronization point, or for more data), before
+its parameters change, and before other groups are formed. So no exchange is under way at these moments.
 """
 
 from __future__ import annotations
@@ -68,24 +68,25 @@ from lightning_omni.topology import GroupId
 
 @dataclass(frozen=True)
 class Average:
-    """The mean of all groups' own weights, these among them: what methods without master weights are evaluated by.
+    """A request for the mean of all groups' own weights: methods without master weights are evaluated by it.
 
     Attributes:
-        tensors: this group's; None for those that are agreed, as the master weights are.
+        tensors: this group's weights; None for those that all groups share, such as master weights.
     """
 
     tensors: Tensors
 
 
 class Ask(NamedTuple):
-    """Ask the server, and answer with what `GroupCore.receive` makes of its answer.
+    """A request to the server; its answer is the result of `GroupCore.receive`.
 
     Attributes:
-        optimizer: which of the model's optimizers.
-        need: what the method wants, or a synchronization point.
-        epoch: whose data is leased; -1 if none is.
-        trained: batches of it that are trained with this.
-        waits: whether for the server's answer. If not, send it and answer None: `Receive` will ask for what it brings.
+        optimizer: number of the optimizer.
+        need: the method's need, or a synchronization point.
+        epoch: epoch of leased data; -1 if none is leased.
+        trained: batches of it that are trained with this request.
+        waits: whether the driver waits for the server's answer. Otherwise it sends the request and answers None; a
+            later `Receive` requests the answer.
     """
 
     optimizer: int
@@ -96,26 +97,25 @@ class Ask(NamedTuple):
 
     @property
     def tensors(self) -> Tensors:
-        """What is to go with the message."""
         return () if isinstance(self.need, Fetch) else self.need.tensors
 
     @property
     def pulls(self) -> bool:
-        """Whether the answer brings tensors."""
+        """Return whether the answer contains tensors."""
         return not isinstance(self.need, Exchange) or self.need.pull
 
     @property
     def fragment(self) -> int | None:
-        """Which fragment is pushed and answered; None for all parameters."""
+        """Return the fragment that is pushed and answered; None for all parameters."""
         return self.need.fragment if isinstance(self.need, Exchange) else None
 
 
 class Outgoing(NamedTuple):
-    """What the leader sends to the server, from `GroupCore.send`.
+    """A message of the leader to the server, from `GroupCore.send`.
 
     Attributes:
         message: the message.
-        payload: of a push, its tensors in the run's wire format.
+        payload: for a push, its tensors in the run's wire format.
     """
 
     message: m.PushMessage | m.FetchMessage | m.AverageMessage | m.Seed | m.TakeSnapshot
@@ -123,22 +123,22 @@ class Outgoing(NamedTuple):
 
 
 Action = NextGradient | Ask | Receive | Publish | SendPeer | ReadPeer | ReadInbox
-"""What is to be done: a gradient computed, the server asked, or other groups spoken to, as the method's needs say."""
+"""An action for the driver: compute a gradient, send a request to the server, or communicate with other groups."""
 
 
 @dataclass
 class LastAnswer:
-    """What the server's last answer says of the run.
+    """The state of the run in the server's last answer.
 
     Attributes:
-        staleness: of the push that was answered; -1 for a fetch.
+        staleness: staleness of the answered push; -1 for a fetch.
         applied: whether that push was applied.
         progress: positions of the epoch trained by all groups.
         stop: as in `lightning_omni.protocol.messages.Leave`.
-        refused_in_row: pushes of this group that were refused in a row, this one among them.
-        repeated: whether that push was counted when it came the first time, and its answer is lost.
-        validations: those of all groups that are complete.
-        groups: how many take part, of a run that they join on their own; else 0.
+        refused_in_row: consecutive refused pushes of this group, up to this one.
+        repeated: whether that push was counted when it arrived first, and its answer was lost.
+        validations: number of validations that all groups have completed.
+        groups: number of participating groups, if groups join the run on their own; otherwise 0.
     """
 
     staleness: int = -1
@@ -152,7 +152,6 @@ class LastAnswer:
 
     @classmethod
     def of(cls, message: m.Weights) -> LastAnswer:
-        """What a message of the server's says."""
         return cls(
             message.staleness,
             message.applied,
@@ -177,31 +176,32 @@ class _Half:
     seconds: float = 0.0
     steps: int = 0
     sent: State = field(default_factory=dict)
-    """What the sender of its pushes remembers, as the last push that was applied has left it."""
+    """The sender's state after the last applied push."""
     sending: State | None = None
-    """The same if the push that is to be answered is applied, too."""
+    """The sender's state if the unanswered push is applied, too."""
     under_way: Ask | None = None
-    """What was said and not waited for."""
+    """The request that was sent without waiting."""
     outgoing: list[Outgoing] | None = None
-    """How it was said, to each server: its tensors have moved on."""
+    """Its messages to each server: its tensors have changed since."""
     sequence: int = 0
-    """Pushes answered in this incarnation of the group; the next one is that number and one more."""
+    """The number of answered pushes in this incarnation of the group; the next push has the next number."""
 
 
 class GroupCore:
-    """A compute group, without what computes its gradients.
+    """A compute group, without the computation of its gradients.
 
     Args:
         method: the method.
-        wire_format: how its pushes are put into bytes.
-        max_nonfinite_pushes: pushes with NaN or infinite numbers that are borne in a row; None bears any.
-        overlap: whether exchanges travel while gradients are computed, if the method's optimizer steps at the server;
+        wire_format: encoding of its pushes.
+        max_nonfinite_pushes: the number of consecutive pushes with NaN or infinite numbers that ends the run; None for
+            no limit.
+        overlap: whether exchanges overlap the computation of gradients, if the method's optimizer steps at the server;
             see `lightning_omni.methods.overlap`.
 
     Attributes:
-        identity: which group this is.
-        data: what the group has drawn and trained of the epoch's data, if it is leased.
-        last_answer: what the server's last answer says of the run.
+        identity: identity of this group.
+        data: the group's drawn and trained batches of the epoch, if its data is leased.
+        last_answer: state of the run in the server's last answer.
 
     Example:
         >>> import torch
@@ -237,26 +237,25 @@ class GroupCore:
         self._halves: list[_Half] = []
 
     def attach(self, replica: Replica, is_head: bool = False) -> int:
-        """Takes in the weights of an optimizer. Returns its number.
+        """Add the weights of an optimizer; return its number.
 
         Args:
             replica: the weights.
-            is_head: whether they are a merged head's, which the server steps by itself.
+            is_head: whether they belong to a merged head, which the server steps by itself.
         """
         self._halves.append(_Half(replica, is_head))
         return len(self._halves) - 1
 
     def detach_all(self) -> None:
-        """Forgets all optimizers; others may be attached."""
         self._halves.clear()
 
     def form(self, identity: GroupId | None = None) -> None:
-        """Other groups stand: the method begins again, with what its replicas remember.
+        """Restart the method for other groups, with the memory of its replicas.
 
-        What the sender remembers stays: the rank that forms groups sees to it that the new leaders have it.
+        The senders' states are kept: the rank that forms groups passes them to the new leaders.
 
         Args:
-            identity: which group this is now, if it is another one: its pushes are counted from the first.
+            identity: new identity of this group, whose pushes are then counted from the first; None keeps both.
         """
         for half in self._halves:
             half.side = half.under_way = half.outgoing = None
@@ -267,7 +266,7 @@ class GroupCore:
     # --- Events ------------------------------------------------------------------------------------------------------
 
     def gradient(self, optimizer: int, gradient: Gradient) -> Action:
-        """The group has the gradient that it wanted."""
+        """Continue the method with a gradient; return the next action."""
         if not isinstance(need := self.waits_for(optimizer), NextGradient):
             raise ProtocolError(f"a gradient of optimizer {optimizer}, whose group waits for {need}")
         if self.data is not None and (batch := self.data.current) is not None:
@@ -275,7 +274,7 @@ class GroupCore:
         return self._go_on(optimizer, gradient)
 
     def answer(self, optimizer: int, answer: Answer) -> Action:
-        """The last action of an optimizer is done, with this answer to the method's need."""
+        """Continue the method with the answer to an optimizer's last action; return the next action."""
         half = self._halves[optimizer]
         if isinstance(half.need, Publish | SendPeer):
             answer = half.need.tensors
@@ -284,7 +283,7 @@ class GroupCore:
         return self._go_on(optimizer, answer)
 
     def apply_answer(self, optimizer: int, pulled: Pulled) -> None:
-        """What is under way was answered before the method asked for it: it applies that, and begins again."""
+        """Apply the answer of an overlapped exchange before the method requests it, and restart the method."""
         half = self._halves[optimizer]
         if half.under_way is None:
             raise ProtocolError(f"an answer to optimizer {optimizer}, of which nothing is under way")
@@ -295,7 +294,7 @@ class GroupCore:
         half.sequence += 1
         last = self.last_answer
         if half.sending is not None and (not answer.refused or (last.repeated and last.applied)):
-            half.sent = half.sending  # else the state stands as it was before
+            half.sent = half.sending  # else the previous state stays
         half.sending = half.under_way = half.outgoing = None
         if self.wire_format.answers == RAW or (self.method.answers_changes and not answer.refused):
             return answer
@@ -304,26 +303,26 @@ class GroupCore:
     def receive(
         self, answer: LastAnswer, tensors: Sequence[Tensor], clock: int, note: float = 0.0, fragment: int | None = None
     ) -> Pulled:
-        """The server has sent weights; what they are to the method, if it asked for them.
+        """Return the weights that the server has sent, in the form that the method expects.
 
         Args:
-            answer: what came with them.
+            answer: state of the run sent with the weights.
             tensors: the weights, or none.
-            clock: of the master weights.
-            note: one number for the method.
-            fragment: which fragment they are; None for all parameters.
+            clock: clock of the master weights.
+            note: a number for the method.
+            fragment: fragment of the weights; None for all parameters.
 
         Raises:
-            NonFiniteGradients: the server refused too many pushes in a row.
+            NonFiniteGradients: the server refused too many consecutive pushes.
         """
         self.last_answer = answer
         self.check_nonfinite(answer.refused_in_row)
-        # Where the answer was lost, groups with weights of their own begin again from the master weights.
+        # After a lost answer, groups with weights of their own restart from the master weights.
         lost = answer.repeated and self.method.steps_at == "worker"
         return Pulled(tensors, clock, note, refused=lost or not answer.applied, fragment=fragment)
 
     def check_nonfinite(self, in_row: int) -> None:
-        """So many of what this group pushed last were not finite, and none of them was applied.
+        """Check the number of this group's consecutive pushes that were not finite and not applied.
 
         Raises:
             NonFiniteGradients: too many.
@@ -337,31 +336,31 @@ class GroupCore:
             )
 
     def step_took(self, optimizer: int, seconds: float) -> None:
-        """A local step has taken so long, exchanges left out."""
+        """Add the duration of a local step, without exchanges."""
         half = self._halves[optimizer]
         half.seconds += seconds
         half.steps += 1
 
     def steps_take(self, optimizer: int, seconds: float) -> None:
-        """Local steps take so long, whatever `step_took` has said."""
+        """Set the duration of local steps, instead of the durations from `step_took`."""
         half = self._halves[optimizer]
         half.seconds, half.steps = seconds, 1
 
     @property
     def overlaps(self) -> bool:
-        """Whether exchanges travel while gradients are computed, whatever the method is."""
+        """Return whether exchanges overlap the computation of gradients."""
         return self.overlap and self.method.steps_at == "server"
 
-    # --- What is to be done ------------------------------------------------------------------------------------------
+    # --- Actions -----------------------------------------------------------------------------------------------------
 
     def fetch(self, optimizer: int) -> Ask:
-        """The server's weights, which the method did not ask for. `receive` the answer."""
+        """Return a request for the server's weights that the method did not need; pass the answer to `receive`."""
         return Ask(optimizer, Fetch(), *self.place)
 
     def synchronize(self, optimizer: int) -> Ask:
-        """A synchronization point of all groups: the weights to be evaluated. `receive` the answer.
+        """Return a request for the weights to evaluate at a synchronization point; pass the answer to `receive`.
 
-        They are the master weights or, where groups have none in common, the mean of all groups' own.
+        These are the master weights or, if groups have none in common, the mean of all groups' own weights.
         """
         half = self._halves[optimizer]
         if self.method.evaluated == "mean" and not half.is_head:
@@ -370,16 +369,16 @@ class GroupCore:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Where the group is in the epoch's data: see `Lessee.place`."""
+        """Return the group's position in the epoch's data: see `Lessee.place`."""
         return self.data.place if self.data is not None else (-1, 0)
 
     def send(self, ask: Ask, layout: Layout, memory: Memory) -> Outgoing:
-        """What is said to the server for an `Ask`. By the leader alone; again, if the answer was lost.
+        """Return the message to the server for an `Ask`; called by the leader only, and again if the answer was lost.
 
         Args:
-            ask: from this core.
-            layout: of the optimizer's parameters.
-            memory: may be used for the payload, and must not be for another one before this is answered.
+            ask: a request of this core.
+            layout: layout of the optimizer's parameters.
+            memory: memory for the payload, which no other may use before this is answered.
         """
         half = self._halves[ask.optimizer]
         if ask is half.under_way and half.outgoing is not None:
@@ -393,17 +392,17 @@ class GroupCore:
         return outgoing
 
     def send_parts(self, ask: Ask, split: Split, memories: Sequence[Memory]) -> list[Outgoing]:
-        """What is sent to each of several servers that hold a share, as in `send`. The first one coordinates.
+        """Return the messages to each of several servers that hold a share, as in `send`; the first one coordinates.
 
         Args:
-            ask: from this core.
-            split: how the optimizer's parameters are divided.
-            memories: may be used for the payloads, one for each server, as in `send`.
+            ask: a request of this core.
+            split: division of the optimizer's parameters.
+            memories: memory for the payloads, one for each server, as in `send`.
         """
         half = self._halves[ask.optimizer]
         if ask is half.under_way and half.outgoing is not None:
             return half.outgoing
-        apart = ask._replace(epoch=-1, trained=0)  # of the data the server that coordinates knows alone
+        apart = ask._replace(epoch=-1, trained=0)  # only the coordinating server leases data
         asks = [ask] + [apart] * (len(split.shares) - 1)
         if isinstance(ask.need, Fetch):
             return [self.send(each, split.layout, memories[0]) for each in asks]
@@ -431,7 +430,7 @@ class GroupCore:
         return Outgoing(message, encoded.payload)
 
     def encode(self, optimizer: int, need: Exchange, layout: Layout, memory: Memory) -> Encoded:
-        """A push in the run's wire format, as in `send`."""
+        """Encode a push in the run's wire format, as in `send`."""
         half, part = self._halves[optimizer], layout.fragment(need.fragment, self.method.fragments)
         state = self._sender_state(half, need, layout)
         encoded = self.wire_format.pushes.encode(need.tensors, part, state, memory)
@@ -439,37 +438,35 @@ class GroupCore:
         return encoded
 
     def _sender_state(self, half: _Half, need: Exchange, layout: Layout) -> State:
-        """What the sender remembers of what is to be pushed."""
         if need.fragment is None:
             return half.sent
         return state_of_fragment(half.sent, layout, need.fragment, self.method.fragments)
 
     def _will_have_sent(self, half: _Half, need: Exchange, layout: Layout, state: State) -> None:
-        """What the sender remembers of what is pushed, if it is applied."""
+        """Store the sender's state that holds if the push is applied."""
         if need.fragment is not None:
             state = with_fragment(half.sent, state, layout, need.fragment, self.method.fragments)
         half.sending = state
 
     def sequence(self, optimizer: int) -> int:
-        """Pushes of an optimizer that the server has answered since the group has its incarnation."""
+        """Return the number of an optimizer's pushes that the server has answered in this incarnation of the group."""
         return self._halves[optimizer].sequence
 
     def sender_state(self, optimizer: int) -> State:
-        """What the sender of an optimizer's pushes remembers; of a leader only."""
+        """Return the sender's state for an optimizer's pushes; a leader's only."""
         return self._halves[optimizer].sent
 
     def load_sender_state(self, optimizer: int, state: State) -> None:
-        """Goes on from a `sender_state`."""
         self._halves[optimizer].sent = state
 
     def waits_for(self, optimizer: int) -> Need:
-        """What the method waits for: the next gradient, or what it was not answered yet."""
+        """Return the method's current need: the next gradient, or an unanswered one."""
         half = self._halves[optimizer]
         self._begin(half)
         return half.need
 
     def _begin(self, half: _Half) -> None:
-        """A generator may be made again whenever it wants the next gradient: for other groups, or more parameters."""
+        """Start the method's generator, or restart it for other groups or more parameters."""
         if half.side is None or half.parameters != len(half.replica.ordered):
             half.parameters = len(half.replica.ordered)
             side = self.method.group_side(half.replica)
@@ -477,7 +474,7 @@ class GroupCore:
             half.need = next(half.side)
 
     def _as_peers_get(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Weights in the run's wire format, and back: what is sent is what both sides go on with."""
+        """Encode and decode weights, so that the sender continues with the same numbers as the receivers."""
         pushes = self.wire_format.pushes
         if pushes == RAW:
             return weights
@@ -486,7 +483,7 @@ class GroupCore:
         return layout.views(pushes.decode(payload, layout, Memory()))
 
     def _go_on(self, optimizer: int, answer: Any) -> Action:
-        """Drives the method to the next need that the group cannot answer by itself."""
+        """Drive the method to the next need that the group cannot meet by itself."""
         half = self._halves[optimizer]
         assert half.side is not None
         while True:

@@ -1,11 +1,11 @@
-"""Admission: version, then key, then fingerprint. The key itself never travels.
+"""The handshake of admission: version, then key, then fingerprint. The key itself is never sent.
 
-Rule 1: a rank proves that it holds the run's key with a MAC over both nonces; the server proves the same back.
-Rule 2: nothing but version and nonces is revealed to a process without the key.
-Rule 3: every secret beside the run's key is derived from it, each for one purpose; none of them travels.
-Rule 4: a data connection is opened by a proof over fresh nonces with a key of that rank's process alone, so that bytes
-that were overheard open nothing.
-Nonces are arguments here; drawing them is the caller's business.
+Rule 1: a rank proves that it holds the run's key with a MAC over both nonces; the server proves the same in return.
+Rule 2: a process without the key learns nothing but version and nonces.
+Rule 3: every other secret is derived from the run's key for one purpose, and is never sent.
+Rule 4: a data connection is opened by a proof over fresh nonces with a key of that rank's process alone, so that
+overheard bytes open nothing.
+Callers draw the nonces and pass them as arguments.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from lightning_omni.protocol.shard_messages import ShardHello, ShardProof, Shard
 
 NONCE_BYTES = 32
 Request = Callable[[Message, type[Any]], Any]
-"""Sends a message to the other side, and returns its answer, which is of that type."""
+"""A function that sends a message to the other side and returns its answer of the given type."""
 
 
 def hello_of(run: str, rank: int, world_size: int, layout: Layout, nonce: bytes, returns: bool = False) -> Hello:
-    """What a rank says first.
+    """Return the first message of a rank.
 
     Args:
-        run: a name that all ranks of the run agree on.
+        run: name on which all ranks of the run agree.
         rank: the rank.
         world_size: number of ranks.
-        layout: the parameters of all optimizers; every rank must have the same.
+        layout: parameters of all optimizers; every rank must have the same.
         nonce: random bytes.
-        returns: whether a server that is gone had admitted it.
+        returns: whether an earlier server, which is gone, had admitted the rank.
     """
     return Hello(
         version=VERSION,
@@ -66,16 +66,16 @@ def hello_of(run: str, rank: int, world_size: int, layout: Layout, nonce: bytes,
 
 
 def join(request: Request, key: bytes, hello: Hello, where: str = "") -> tuple[Welcome, bytes]:
-    """A rank's side of the handshake on its control connection.
+    """Perform a rank's side of the handshake on its control connection.
 
     Args:
-        request: to the server.
+        request: sends to the server.
         key: the run's shared secret.
-        hello: from `hello_of`.
+        hello: message of `hello_of`.
         where: the server's address, for messages.
 
     Returns:
-        What the server tells an admitted rank, and the secret that opens this rank's data connection.
+        The server's welcome, and the secret that opens this rank's data connection.
 
     Raises:
         Refused: the server does not hold the key.
@@ -88,11 +88,11 @@ def join(request: Request, key: bytes, hello: Hello, where: str = "") -> tuple[W
 
 
 def attach(request: Request, secret: bytes, number: int, nonce: bytes) -> None:
-    """Proves to hold the secret of a data connection, or of one between leaders, and has it proved.
+    """Authenticate both sides of a data connection, or of one between leaders, by their shared secret.
 
     Args:
-        request: to the other side.
-        secret: from `join`; or that of leaders.
+        request: sends to the other side.
+        secret: secret of `join`, or of leaders.
         number: the rank.
         nonce: random bytes.
 
@@ -107,10 +107,10 @@ def attach(request: Request, secret: bytes, number: int, nonce: bytes) -> None:
 
 
 def observe(request: Request, key: bytes, nonce: bytes, where: str = "") -> None:
-    """The handshake of a process that watches and is no rank.
+    """Perform an observer's side of the handshake.
 
     Args:
-        request: to the server.
+        request: sends to the server.
         key: the run's shared secret.
         nonce: random bytes.
         where: the server's address, for messages.
@@ -126,59 +126,59 @@ def observe(request: Request, key: bytes, nonce: bytes, where: str = "") -> None
 
 
 def rank_mac(key: bytes, hello: Hello, challenge: bytes) -> bytes:
-    """The MAC by which a rank answers a challenge."""
+    """Return a rank's MAC in answer to a challenge."""
     return _mac(key, b"rank", hello, challenge)
 
 
 def server_mac(key: bytes, hello: Hello, challenge: bytes) -> bytes:
-    """The MAC by which the server shows that it holds the key, too."""
+    """Return the server's MAC, which proves that it holds the key, too."""
     return _mac(key, b"server", hello, challenge)
 
 
 def session_key(key: bytes, hello: Hello, challenge: bytes) -> bytes:
-    """The secret of one admitted process and its server; it opens that process's data connection."""
+    """Return the secret that a rank's process and the server share; it opens that process's data connection."""
     return derive(key, b"session", msgspec.msgpack.encode((hello, challenge)))
 
 
 def attach_mac(secret: bytes, side: Literal["rank", "server"], attach: Attach, challenge: bytes) -> bytes:
-    """The MAC by which either side shows that it holds the secret of a connection."""
+    """Return the MAC that proves that one side holds the secret of a connection."""
     return hmac.digest(secret, msgspec.msgpack.encode(("attach", side, attach, challenge)), hashlib.sha256)
 
 
 def share_mac(secret: bytes, side: str, share: tuple[Any, ...]) -> bytes:
-    """The MAC by which either side shows that it holds the secret of the connection for which memory is shared."""
+    """Return the MAC that proves that one side holds the secret of the connection that shares memory."""
     return hmac.digest(secret, msgspec.msgpack.encode(("share", side, share)), hashlib.sha256)
 
 
 def observer_mac(key: bytes, side: Literal["observer", "server"], hello: Observe, challenge: bytes) -> bytes:
-    """The MAC by which a process that watches, or the server to it, shows that it holds the key."""
+    """Return the MAC that proves that an observer, or the server to it, holds the key."""
     return hmac.digest(key, msgspec.msgpack.encode(("observe", side, hello, challenge)), hashlib.sha256)
 
 
 def shard_mac(key: bytes, side: Literal["shard", "coordinator"], hello: ShardHello, challenge: bytes) -> bytes:
-    """The MAC by which a server that holds a share, or the one that coordinates, shows that it holds the key."""
+    """Return the MAC that proves that a server with a share, or the coordinating server, holds the key."""
     return hmac.digest(key, msgspec.msgpack.encode(("between servers", side, hello, challenge)), hashlib.sha256)
 
 
 def aggregator_key(key: bytes, hello: ShardHello, challenge: bytes) -> bytes:
-    """The secret of one admitted aggregator and its server; it opens its data connection."""
+    """Return the secret that an aggregator and its server share; it opens the aggregator's data connection."""
     return derive(key, b"aggregator", msgspec.msgpack.encode((hello, challenge)))
 
 
 def join_as_shard(request: Request, key: bytes, hello: ShardHello, where: str = "") -> tuple[ShardWelcome, bytes]:
-    """The side of a server that holds a share, or adds pushes up, of the handshake with the one that coordinates.
+    """Perform the handshake of a server with a share, or of an aggregator, with the coordinating server.
 
     Args:
-        request: to the server that coordinates.
+        request: sends to the coordinating server.
         key: the run's shared secret.
-        hello: what this server says of itself.
-        where: the address of that server, for messages.
+        hello: this server's description of itself.
+        where: address of the coordinating server, for messages.
 
     Returns:
-        What it tells a server that it lets in, and the secret that opens an aggregator's data connection.
+        The coordinating server's welcome, and the secret that opens an aggregator's data connection.
 
     Raises:
-        Refused: the server does not hold the key.
+        Refused: the coordinating server does not hold the key.
     """
     challenge = request(hello, Challenge).nonce
     welcome: ShardWelcome = request(ShardProof(mac=shard_mac(key, "shard", hello, challenge)), ShardWelcome)
@@ -188,13 +188,13 @@ def join_as_shard(request: Request, key: bytes, hello: ShardHello, where: str = 
 
 
 def derive(key: bytes, purpose: bytes, salt: bytes = b"", length: int = 32) -> bytes:
-    """HKDF with SHA-256 (RFC 5869): a secret for one purpose.
+    """Derive a secret for one purpose, by HKDF with SHA-256 (RFC 5869).
 
     Args:
         key: the secret to derive from.
-        purpose: what the new secret is for; other purposes give unrelated secrets.
-        salt: makes it another one each time.
-        length: its length in bytes, at most 8160.
+        purpose: purpose of the new secret; other purposes give unrelated secrets.
+        salt: value that makes each derivation different.
+        length: length in bytes, at most 8160.
     """
     extracted = hmac.digest(salt or bytes(hashlib.sha256().digest_size), key, hashlib.sha256)
     block, derived = b"", b""
@@ -205,12 +205,12 @@ def derive(key: bytes, purpose: bytes, salt: bytes = b"", length: int = 32) -> b
 
 
 def is_equal(one: bytes, other: bytes) -> bool:
-    """Compares two MACs in constant time."""
+    """Compare two MACs in constant time."""
     return hmac.compare_digest(one, other)
 
 
 def version_problem(hello: Hello | Observe | ShardHello) -> str:
-    """Why this version cannot be served, or an empty string."""
+    """Return why this protocol version cannot be served, or an empty string."""
     if hello.version == VERSION:
         return ""
     match hello:
@@ -227,7 +227,7 @@ def version_problem(hello: Hello | Observe | ShardHello) -> str:
 
 
 def fingerprint_problem(hello: Hello, first: Hello) -> str:
-    """Why this rank's model does not fit the first one's, or an empty string."""
+    """Return why this rank's model does not match the first one's, or an empty string."""
     if hello.fingerprint == first.fingerprint:
         return ""
     (mine, _, division), (theirs, _, divided) = (each.fingerprint.partition(" ") for each in (hello, first))
@@ -238,7 +238,7 @@ def fingerprint_problem(hello: Hello, first: Hello) -> str:
             " same number of ranks and the same configure_model".format(hello.rank, first.rank, *held)
         )
     otherwise = ""
-    if not hello.world_size:  # a group that joins on its own, perhaps the only one of a run that was saved
+    if not hello.world_size:  # a group that joins on its own, perhaps the only one of a saved run
         otherwise = (
             f"; rank {first.rank} has begun the run at this server, and may be gone: to begin another one, use another"
             " server, with another --state directory"
@@ -251,5 +251,5 @@ def fingerprint_problem(hello: Hello, first: Hello) -> str:
 
 
 def _mac(key: bytes, side: bytes, hello: Hello, challenge: bytes) -> bytes:
-    # MessagePack says where each field ends, so that no two conversations have the same bytes.
+    # MessagePack delimits the fields, so that no two conversations encode to the same bytes.
     return hmac.digest(key, msgspec.msgpack.encode((side, hello, challenge)), hashlib.sha256)

@@ -1,9 +1,10 @@
-"""A merged head at the server: master weights whose gradients are computed where they are, one group at a time.
+"""A merged head at the server: its gradients are computed at the master weights themselves, by one group at a time.
 
-Rule 1: exclusive access is one group's forward pass and the backward pass that follows, with no other in between; so
-the weights that are stepped are those that were read, and staleness is 0 by construction. It is counted all the same,
-from the clock at which the forward pass read them.
-Rule 2: access is granted in order of arrival. A group that dies or gives up meanwhile leaves the head as it was.
+Rule 1: exclusive access lasts from one group's forward pass to the end of its backward pass, with no other in between.
+So the optimizer steps the weights that were read, and staleness is 0 by construction. It is counted all the same, from
+the clock at the forward pass.
+Rule 2: access is granted in order of arrival. A group that dies or gives up during its access leaves the head
+unchanged.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from lightning_omni.protocol.messages import HeadBackward, HeadForward, PushMess
 from lightning_omni.protocol.shard import Shard
 
 SMOOTHING = 0.9
-"""Weight of the past in the mean length of an access."""
+"""Weight of the past in the mean duration of an access."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,8 @@ class Arrival:
 
     Attributes:
         group: number of the group.
-        peer: the connection that its leader waits on.
-        message: what it said.
+        peer: connection of its leader, which waits.
+        message: the group's message.
         inputs: ``[arguments, keyword arguments]``.
     """
 
@@ -48,11 +49,11 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Stepped:
-    """What came of a group's gradients.
+    """The result of a step with a group's gradients.
 
     Attributes:
-        inputs: the gradients of what came into the head.
-        read_at: updates that the head's weights contained when they were read.
+        inputs: gradients of the head's inputs.
+        read_at: updates in the head's weights when they were read.
         applied: whether the gradients of the weights were finite.
     """
 
@@ -65,16 +66,16 @@ class HeadShard(Shard):
     """A merged head, with the user's optimizer over its weights.
 
     Args:
-        description: the optimizer, as for `Shard`; always given, for the head is stepped here.
+        description: the optimizer, as for `Shard`; never None, because the head is stepped here.
         weights: as for `Shard`.
         clock: as for `Shard`.
         head: ``{"name": of the submodule, "module": from describe_module, "seed": of its random numbers}``.
-        groups: numbers of the groups that take part.
-        resolve: finds the class of the optimizer's class path.
-        resolve_module: finds the class of a module's class path.
+        groups: numbers of the participating groups.
+        resolve: returns the class for the optimizer's class path.
+        resolve_module: returns the class for a module's class path.
 
     Attributes:
-        access_time: seconds that an access takes lately, on average.
+        access_time: recent mean duration of an access, in seconds.
     """
 
     is_head = True
@@ -100,39 +101,39 @@ class HeadShard(Shard):
         self.access_time = 0.0
 
     def change_method(self, method: Method, groups: Iterable[int]) -> None:
-        """New groups. Whatever method they follow, the head stays where it is."""
+        """Adopt new groups and end the current access; the head ignores their method."""
         super().change_method(AsyncSGD(), groups)
         self._waiting.clear()
         self._release()
 
     @property
     def holder(self) -> int | None:
-        """The group that has exclusive access."""
+        """Return the group that has exclusive access."""
         return self._holder.group if self._holder is not None else None
 
     def arrive(self, arrival: Arrival) -> None:
-        """A group's batch comes, and gets in line.
+        """Add a group's batch to the queue.
 
         Raises:
-            ProtocolError: the group is in line already.
+            ProtocolError: the group is in the queue already.
         """
         if arrival.group == self.holder or any(other.group == arrival.group for other in self._waiting):
             raise ProtocolError(f"group {arrival.group} came to the merged head twice in one step")
         self._waiting.append(arrival)
 
     def grant_access(self, now: float) -> Arrival | None:
-        """The next in line, if no group has access."""
+        """Return the next batch in the queue, if no group has access."""
         if self._holder is not None or not self._waiting:
             return None
         self._holder, self._began, self._read_at = self._waiting.popleft(), now, self.master.clock
         return self._holder
 
     def forward(self, arrival: Arrival) -> Any:
-        """The head's output for a group's batch, a tree of tensors and plain values.
+        """Return the head's output for a group's batch, a tree of tensors and plain values.
 
         Raises:
-            MalformedMessage: the inputs are none.
-            Refused: the submodule raised an error.
+            MalformedMessage: the dtype is unknown.
+            Refused: the submodule raised an error, or the inputs do not fit it.
         """
         message = arrival.message
         if message.autocast and message.autocast not in DTYPES:
@@ -149,16 +150,17 @@ class HeadShard(Shard):
                 autocast=DTYPES[message.autocast] if message.autocast else None,
                 exclusive=message.exclusive,
             )
-        except Exception as error:  # the user's own module raises what it likes
+        except Exception as error:  # the user's own module may raise any error
             raise Refused("head", f"{type(error).__name__}: {error}") from error
 
     def backward(self, group: int, message: HeadBackward, gradients: Any, number: int) -> Stepped:
-        """Steps the head along a group's gradients.
+        """Step the head along a group's gradients.
 
         Raises:
             ProtocolError: the group has no access.
-            MalformedMessage: the optimizer cannot have these hyperparameters.
-            Refused: the submodule or the optimizer raised an error; they may be no gradients of what the head gave.
+            MalformedMessage: the hyperparameters do not fit the optimizer.
+            Refused: the submodule or the optimizer raised an error, perhaps because the gradients do not match the
+                output.
         """
         if self.holder != group:
             raise ProtocolError(f"group {group} has no access to the merged head; the holder is {self.holder}")
@@ -178,18 +180,18 @@ class HeadShard(Shard):
             applied = self.take(group, push, passed.parameters) is not None
         except ProtocolError:
             raise
-        except Exception as error:  # the user's own module or optimizer raises what it likes
+        except Exception as error:  # the user's own module or optimizer may raise any error
             raise Refused("head", f"{type(error).__name__}: {error}") from error
         return Stepped(passed.inputs, self._read_at, applied)
 
     def release(self, now: float) -> None:
-        """The access is over, and took from when it was granted until now."""
+        """End the access, and add its duration until now to the mean."""
         lasted = max(0.0, now - self._began)
         self.access_time = SMOOTHING * self.access_time + (1 - SMOOTHING) * lasted if self.access_time else lasted
         self._release()
 
     def forget(self, group: int) -> None:
-        """A group gives its access up, or is gone: nothing of it is applied."""
+        """End or cancel a group's access; nothing of it is applied."""
         self._waiting = deque(arrival for arrival in self._waiting if arrival.group != group)
         if self.holder == group:
             self._release()

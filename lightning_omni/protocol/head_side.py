@@ -1,7 +1,7 @@
-"""A group's side of a merged head: what is said to the server, and whether the group has access. No I/O.
+"""A group's side of a merged head: its messages to the server, and the state of its access. No I/O.
 
-The other half of `lightning_omni.protocol.merged_head`. What brings the batch there and back (a rank, the simulator)
-is not its business.
+It is the counterpart of `lightning_omni.protocol.merged_head`. The driver (a rank, the simulator) transfers the
+messages.
 
 Rule: exclusive access is one forward pass and one backward pass, with which the head is stepped; or it is given up.
 """
@@ -24,22 +24,22 @@ from lightning_omni.protocol.codec import Packed
 
 
 class ToHead(NamedTuple):
-    """What is said to the server, and its payload: uint8."""
+    """A message to the server, and its payload: uint8."""
 
     message: m.HeadForward | m.HeadBackward
     payload: Tensor
 
 
 class HeadSide:
-    """What one group says for a merged head, in the order in which it may be said.
+    """The messages of one group for a merged head, in the order in which they may be sent.
 
     Args:
-        name: of the submodule, for errors.
-        number: of the head, among the optimizers.
+        name: name of the submodule, for errors.
+        number: number of the head, among the optimizers.
         module: the submodule.
-        optimizer: the user's that holds its parameters, which says its hyperparameters.
+        optimizer: the user's optimizer of its parameters, for the hyperparameters.
         parameters: these parameters, in the optimizer's order.
-        wire: how activations and gradients travel.
+        wire: encoding of activations and gradients.
 
     Attributes:
         clip: largest norm or magnitude of the head's gradient; 0 clips nothing.
@@ -75,32 +75,32 @@ class HeadSide:
     # --- Access ------------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raises `UnsupportedError` if the submodule was used in this training step already."""
+        """Raise `UnsupportedError` if the submodule was used in this training step already."""
         if self._was_used:
             raise self._used_twice()
 
     def begin(self) -> None:
-        """The group's batch was brought there for exclusive access, and the output is here."""
+        """Record that the output of a forward pass with exclusive access has arrived."""
         self.has_access = self._was_used = True
 
     def end(self) -> None:
-        """The loss is taken backward, and the access is over with its gradients.
+        """Record that the loss's backward pass has reached the head, which ends the access.
 
         Raises:
-            UnsupportedError: it was taken backward already.
+            UnsupportedError: the access has ended already.
         """
         if not self.has_access:
             raise self._used_twice()
         self.has_access = False
 
     def step_done(self) -> None:
-        """A step has ended, and the submodule may be used again."""
+        """Allow another use of the submodule, in the next training step."""
         self._was_used = False
 
-    # --- What is said ------------------------------------------------------------------------------------------------
+    # --- Messages ----------------------------------------------------------------------------------------------------
 
     def forward(self, tree: Any, autocast: str = "", exclusive: bool = True) -> ToHead:
-        """The group's batch.
+        """Return the message with the group's batch.
 
         Args:
             tree: arguments and keyword arguments of the submodule.
@@ -122,12 +122,12 @@ class HeadSide:
     def backward(
         self, gradients: Sequence[Tensor | None], place: tuple[int, int] = (-1, 0), scale: float = 1.0
     ) -> ToHead:
-        """The gradients of what the head gave.
+        """Return the message with the gradients of the head's output.
 
         Args:
-            gradients: one for each tensor of the output; None if it took no part in the loss.
-            place: where the group is in the epoch's data: see `lightning_omni.protocol.lessee.Lessee.place`.
-            scale: multiplies the gradients of the head's weights.
+            gradients: one for each tensor of the output; None if the loss did not depend on it.
+            place: the group's position in the epoch's data: see `lightning_omni.protocol.lessee.Lessee.place`.
+            scale: factor for the gradients of the head's weights.
         """
         packed, buffer = pack_in(self.wire.up, list(gradients))
         epoch, trained = place
@@ -145,11 +145,11 @@ class HeadSide:
         return ToHead(message, buffer)
 
     def flat_of(self, packed: Packed, payload: Tensor) -> Tensor:
-        """The tensors of what the server answers, in flat memory."""
+        """Decode the tensors of a server's answer into flat memory."""
         return flat_of(self.wire.down, packed, payload)
 
     def release(self) -> m.HeadRelease:
-        """An access whose loss was never taken backward is given up."""
+        """Give up an access without a backward pass; return the message."""
         self.has_access = False
         return m.HeadRelease(optimizer=self.number)
 

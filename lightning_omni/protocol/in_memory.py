@@ -1,10 +1,10 @@
-"""Both sides in one process: what a rank says is handled before the call returns. No sockets, clocks or threads.
+"""Server and ranks in one process: a message is handled before the call that sends it returns. No sockets or threads.
 
-`InMemoryConnections` is all connections of a run at once and gives back what the server sends, in its order; the
-simulator and replays stand on it. `InMemory` is the transport on top of it, in which each rank hears what it is sent.
+`InMemoryConnections` holds all connections of a run and returns the server's messages in order; the simulator and
+replays use it. `InMemory` is a transport on top of it, which delivers to each rank its messages.
 
-Rule: nothing waits. A request that other ranks have to make answerable is said with `InMemoryData.send`, and its answer
-taken when it has come; `receive`, `exchange` and `request` raise where nothing came.
+Rule: no call waits. If the answer to a request depends on other ranks, send it with `InMemoryData.send` and take the
+answer once it has arrived; `receive`, `exchange` and `request` raise if no answer has arrived.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from lightning_omni.protocol.wire_format import RAW, WireFormat
 
 Answer = TypeVar("Answer", bound=m.Message)
 _NONCE = bytes(handshake.NONCE_BYTES)
-"""A rank's own; freshness is the server's, and no other can overhear."""
+"""The nonce of every rank: the server's nonces are fresh, and no process can overhear."""
 _SCHEME = "memory://"
 
 
@@ -54,10 +54,10 @@ class InMemoryConnections:
     """The connections of all ranks to a server in this process.
 
     Args:
-        core: the server.
+        core: state machine of the server.
 
     Attributes:
-        now: seconds, on any clock that only goes forward; the driver of this sets it.
+        now: seconds on a monotonic clock, set by the driver.
     """
 
     def __init__(self, core: ServerCore) -> None:
@@ -65,30 +65,30 @@ class InMemoryConnections:
         self.now = 0.0
 
     def control(self, rank: int, message: m.Message, payload: bytes = b"") -> list[Out]:
-        """A rank says something on its control connection. Returns what the server sends, to whichever rank.
+        """Send a rank's message on its control connection; return the server's messages to any ranks.
 
-        Tensors are the server's own: they are valid until something else is said.
+        The returned tensors belong to the server and are valid until the next message.
         """
         return self.core.receive(m.CONTROL, b"c%d" % rank, message, payload, self.now)
 
     def data(self, rank: int, message: m.Message, payload: Payload = b"") -> list[Out]:
-        """The same on its data connection."""
+        """Send a rank's message on its data connection; return as `control` does."""
         return self.core.receive(m.DATA, b"d%d" % rank, message, payload, self.now)
 
     def hang_up(self, rank: int) -> list[Out]:
-        """A rank's control connection ends."""
+        """End a rank's control connection."""
         return self.core.hang_up(b"c%d" % rank)
 
     def rank_of(self, peer: Peer) -> int:
-        """Whose connection that is."""
+        """Return the rank that owns a connection."""
         return int(peer[1:])
 
 
 class InMemory(Transport, frozen=True, kw_only=True, tag="in_memory"):
-    """The transport inside one process. Servers are found by the value that made them.
+    """A transport inside one process. The value that made a server finds it by its address.
 
     Attributes:
-        servers: by their addresses.
+        servers: the servers by address.
 
     Example:
         >>> transport, core = InMemory(), ServerCore(bytes(32), bytes)
@@ -113,7 +113,7 @@ class InMemory(Transport, frozen=True, kw_only=True, tag="in_memory"):
         return server
 
     def serve_again(self, core: ServerCore, address: str) -> InMemoryServer:
-        """As in `Transport`; all ranks of the server that is gone come to this one, one after the other."""
+        """Serve as in `Transport`; the ranks of the earlier server connect to this one in order."""
         self.check_address(address)
         before, server = self.servers[address], InMemoryServer(address, core, self.servers)
         self.servers[address] = server
@@ -150,16 +150,16 @@ class InMemory(Transport, frozen=True, kw_only=True, tag="in_memory"):
 
 
 class InMemoryServer:
-    """A server that has nothing to wait for.
+    """A server that handles each message when it is sent.
 
     Args:
-        address: by which ranks join.
+        address: address for ranks to join.
         core: its state machine.
-        servers: all servers that there are, by their addresses.
+        servers: all servers by address.
 
     Attributes:
-        link: the connections of all ranks.
-        leaders: where other leaders are found.
+        link: connections of all ranks.
+        leaders: the other leaders by address.
     """
 
     def __init__(self, address: str, core: ServerCore, servers: Mapping[str, InMemoryServer]) -> None:
@@ -175,29 +175,27 @@ class InMemoryServer:
         self._closed = False
 
     def run(self, until: Callable[[], bool]) -> None:
-        """Returns at once: what is said is handled when it is said, and time is what `InMemoryConnections.now` says."""
+        """Advance the state machine to `InMemoryConnections.now` and return; messages are handled when sent."""
         self.deliver(self.link.core.tick(self.link.now))
 
     def farewell(self, reason: str) -> None:
-        """The rank that this server belongs to has ended: if the run has not, the others are told."""
+        """Report to the other ranks, unless the run is over, that rank 0, which owns this server, has ended."""
         self.deliver(self.link.core.lose(0, reason))
 
     def kill(self) -> None:
-        """Nothing is answered any more, and no rank is told: its process has ended."""
+        """Stop answering without a report to the ranks, as if the process had ended."""
         self._closed = True
 
     @property
     def is_gone(self) -> bool:
-        """Whether nothing is answered any more."""
         return self._closed
 
     @property
     def ranks(self) -> list[InMemoryControl]:
-        """The control connections of ranks."""
         return [control for control in self._controls if isinstance(control, InMemoryControl)]
 
     def close(self) -> None:
-        """Nothing is answered any more, and every rank is told."""
+        """Stop answering, and report that to every rank."""
         self._closed = True
         if self._coordinator is not None:
             self._coordinator.hang_up()
@@ -206,11 +204,11 @@ class InMemoryServer:
                 control.end(ConnectionLost(f"the parameter server at {self.address} is gone; the run cannot go on"))
 
     def follow(self, coordinator: InMemoryServer) -> None:
-        """Joins the server that coordinates, as one that holds a share."""
+        """Join the coordinating server, for which this one holds a share."""
         self._coordinator = _ShardLink(coordinator, self)
 
     def deliver_later(self, number: int, message: m.Message) -> None:
-        """A server that holds a share says something; it is heard when all that is said now was delivered."""
+        """Queue a message from a server with a share until all current messages are delivered."""
         self._to_come.append((number, message))
         self._deliver_from_shards()
 
@@ -220,38 +218,37 @@ class InMemoryServer:
             self.send(m.CONTROL, number, message, b"")
 
     def at(self, address: str) -> InMemoryServer:
-        """Another server."""
+        """Return the server at an address."""
         return self._servers[address]
 
     def connect(self, control: _Told) -> int:
-        """A rank's connections begin, or that of another server. Returns their number."""
+        """Add the connections of a rank or of another server; return their number."""
         self._controls.append(control)
         self._answers.append(deque())
         return len(self._controls) - 1
 
     def send(self, channel: m.Channel, number: int, message: m.Message, payload: Payload) -> None:
-        """A rank says something, and all ranks hear what the server sends for it."""
+        """Handle a rank's message, and deliver the server's messages that follow from it."""
         if self._closed:
             raise ConnectionLost(f"the parameter server at {self.address} is gone; the run cannot go on")
         core, peer = self.link.core, b"%s%d" % (b"c" if channel == m.CONTROL else b"d", number)
-        try:  # as bytes, as over any wire: what does not survive that is found here, too
+        try:  # encoded, as over any wire, so that encoding errors appear here, too
             arrived = allowed(core, channel, peer, m.encode(message), nbytes_of(payload))
             self.deliver(core.receive(channel, peer, arrived, payload, self.link.now))
         except ProtocolError as error:
             self.deliver(refusal(core, channel, peer, error))
 
     def hang_up(self, number: int) -> None:
-        """A rank's connections end."""
         self._controls[number] = None
         if not self._closed:
             self.deliver(self.link.hang_up(number))
 
     def answers(self, number: int) -> deque[tuple[m.Message, Tensor]]:
-        """What has come for a rank on its data connection, with payloads."""
+        """Return the messages, with payloads, that await a rank on its data connection."""
         return self._answers[number]
 
     def deliver(self, out: Sequence[Out]) -> None:
-        """Gives each rank what is sent to it; tensors are copied, for the server's own move on."""
+        """Deliver messages to their ranks; tensors are copied, because the server's own change."""
         self._delivering += 1
         for item in out:
             if item.peer == COORDINATOR:
@@ -271,17 +268,17 @@ class InMemoryServer:
 
 
 class _Told(Protocol):
-    """What hears what a server says on a control connection."""
+    """A receiver of a server's messages on a control connection."""
 
     def arrived(self, message: m.Message, payload: Sequence[Payload]) -> None:
-        """The server has said something."""
+        """Receive a message of the server."""
 
     def end(self, error: OmniError) -> None:
-        """The server is gone."""
+        """End, because the server is gone."""
 
 
 class _ShardLink:
-    """The connection of a server that holds a share to the one that coordinates."""
+    """The connection of a server with a share to the coordinating server."""
 
     def __init__(self, coordinator: InMemoryServer, server: InMemoryServer) -> None:
         self._coordinator, self._server = coordinator, server
@@ -294,11 +291,9 @@ class _ShardLink:
         self._receive_all()
 
     def send(self, message: m.Message) -> None:
-        """To the server that coordinates."""
         self._coordinator.deliver_later(self._number, message)
 
     def hang_up(self) -> None:
-        """The server that holds a share is gone."""
         self._coordinator.hang_up(self._number)
 
     def arrived(self, message: m.Message, payload: Sequence[Payload]) -> None:
@@ -322,7 +317,7 @@ class InMemoryControl(Control):
     """A rank's control connection; see `lightning_omni.protocol.transport.Transport.join` for the arguments.
 
     Attributes:
-        number: of its connections, at the server.
+        number: number of its connections at the server.
     """
 
     def __init__(
@@ -352,10 +347,10 @@ class InMemoryControl(Control):
         self.patience = welcome.patience
 
     def return_to(self, server: InMemoryServer) -> None:
-        """Another server goes on: what was not answered is said again there, on both connections."""
+        """Connect to the server's successor, and repeat unanswered messages there on both connections."""
         unanswered, inbox = self._unanswered, self._inbox
         self._server, self.number = server, server.connect(self)
-        if server.is_gone:  # already: another one may come
+        if server.is_gone:  # already gone: another one may follow
             return
         self._inbox = deque()
         hello = msgspec.structs.replace(self._hello, returns=True)
@@ -372,7 +367,6 @@ class InMemoryControl(Control):
             self.ask(*unanswered)
 
     def arrived(self, message: m.Message, payload: Sequence[Payload]) -> None:
-        """The server has sent something."""
         if self.handle(message):
             self._unanswered = None
             self._inbox.append((message, [bytes(as_tensor(part).numpy()) for part in payload]))
@@ -387,14 +381,14 @@ class InMemoryControl(Control):
         return answer
 
     def ask(self, message: m.Message, payload: bytes = b"") -> None:
-        """Sends a message whose answer may come when other ranks have said something, too: see `take`."""
+        """Send a message whose answer may depend on messages of other ranks: see `take`."""
         self.check()
         self._unanswered = message, payload
         if not (self.patience and self._server.is_gone):
             self._server.send(m.CONTROL, self.number, message, payload)
 
     def take(self, expect: type[Answer]) -> tuple[Answer, list[bytes]] | None:
-        """The answer to what was asked, if it has come."""
+        """Return the answer to the last `ask`, if it has arrived."""
         if not self._inbox:
             self.check()
             return None
@@ -436,19 +430,19 @@ class InMemoryData(Data):
 
     Args:
         server: the server.
-        control: of the same rank.
-        secret: of this rank's process and the server.
-        number: of its connections, at the server.
+        control: control connection of the same rank.
+        secret: secret of this rank's process and the server.
+        number: number of its connections at the server.
     """
 
     def __init__(self, server: InMemoryServer, control: InMemoryControl, secret: bytes, number: int) -> None:
         self._server, self._control, self._number = server, control, number
-        self._kept: deque[tuple[m.Message, Tensor]] = deque()  # of a server that is gone
+        self._kept: deque[tuple[m.Message, Tensor]] = deque()  # of an earlier server
         self._unanswered: tuple[m.Message, Payload] | None = None
         self._attach(secret)
 
     def return_to(self, server: InMemoryServer, number: int, secret: bytes) -> None:
-        """Another server goes on: what was not answered is said again there."""
+        """Connect to the server's successor, and repeat an unanswered message there."""
         unanswered, kept = self._unanswered, deque((*self._kept, *self._server.answers(self._number)))
         self._server, self._number, self._kept = server, number, deque()
         self._attach(secret)
@@ -476,7 +470,7 @@ class InMemoryData(Data):
         return answer
 
     def take(self, expect: type[Answer], into: Tensor | None = None) -> tuple[Answer, Tensor] | None:
-        """The answer to what was sent, if it has come."""
+        """Return the answer to the last message, if it has arrived."""
         answers = self._kept or self._server.answers(self._number)
         if not answers:
             self._control.check()
@@ -491,17 +485,17 @@ class InMemoryData(Data):
         return answer, into[: payload.numel()]
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Do nothing: no connection is open."""
 
 
 class InMemoryPeers:
-    """A leader's way to the other leaders.
+    """A leader's connections with the other leaders; see `lightning_omni.protocol.transport.Peers` for the methods.
 
     Args:
-        server: of the run.
-        address: of this leader.
-        layouts: of each optimizer's parameters.
-        is_lost: whether a group is gone.
+        server: the run's server.
+        address: address of this leader.
+        layouts: layout of each optimizer's parameters.
+        is_lost: returns whether a group is gone.
     """
 
     def __init__(
@@ -518,16 +512,13 @@ class InMemoryPeers:
         self._leaders[address] = self
 
     def connect(self, addresses: Mapping[int, Address]) -> None:
-        """Tells it where the leaders of the other groups listen."""
         self._addresses = dict(addresses)
 
     def publish(self, optimizer: int, tensors: Sequence[Tensor]) -> None:
-        """Others read these weights from now on; copied."""
         self._published[optimizer] = [tensor.detach().clone() for tensor in tensors]
         self._publications[optimizer] += 1
 
     def read(self, group: int, optimizer: int) -> Sequence[Tensor] | None:
-        """What a group has published; None if there is nothing or no group."""
         leader = self._leader(group)
         published = leader._published.get(optimizer) if leader is not None else None
         published = self._held.pop((group, optimizer), published)
@@ -535,7 +526,6 @@ class InMemoryPeers:
         return [tensor.clone() for tensor in published] if published is not None else None
 
     def hold(self, group: int, optimizer: int) -> int:
-        """Which publication `read` gives next; 0 is none."""
         leader = self._leader(group)
         if leader is None or optimizer not in leader._published:
             return 0
@@ -543,40 +533,33 @@ class InMemoryPeers:
         return leader._publications[optimizer]
 
     def takes(self, group: int) -> bool:
-        """Whether a message to that group would be sent now."""
         return self._leader(group) is not None
 
     def send_part(self, group: int, optimizer: int, tensors: Sequence[Tensor], sender: int, number: int) -> None:
-        """Puts a part of a message into a group's inbox."""
         if (leader := self._leader(group)) is not None:
             self.moved += sum(tensor.nbytes for tensor in tensors)
             leader._arrivals[optimizer].add(sender, number, tensors)
 
     @contextmanager
     def arrivals(self, optimizer: int) -> Iterator[Arrivals]:
-        """What has come."""
         yield self._arrivals[optimizer]
 
     def send(self, group: int, optimizer: int, tensors: Sequence[Tensor]) -> None:
-        """Puts weights into a group's inbox."""
         if (leader := self._leader(group)) is not None:
             self.moved += sum(tensor.nbytes for tensor in tensors)
             leader._inboxes[optimizer].add(tensors)
 
     def read_inbox(self, optimizer: int) -> Inbox:
-        """Empties the inbox."""
         inbox, self._inboxes[optimizer] = self._inboxes[optimizer], Total()
         count = inbox.count
-        return Inbox(inbox.take() if count else None, count)  # type: ignore[arg-type]  # what is sent is whole
+        return Inbox(inbox.take() if count else None, count)  # type: ignore[arg-type]  # messages are whole
 
     def grow(self, optimizer: int, layout: Layout) -> None:
-        """An optimizer's weights have another layout; what has come in the old one is gone."""
         self._inboxes[optimizer] = Total()
         self._arrivals[optimizer].spoil()
         self._published.pop(optimizer, None)
 
     def close(self) -> None:
-        """No peer finds this leader any more."""
         self._leaders.pop(self.address, None)
 
     def _leader(self, group: int) -> InMemoryPeers | None:

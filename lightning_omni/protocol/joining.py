@@ -1,10 +1,10 @@
-"""Joining: groups that come on their own, each with a torch.distributed world of its own, while the run goes on.
+"""Groups that join a running run on their own, each with its own torch.distributed world.
 
-Rule 1: the server gives ranks their numbers; the group that asks first begins the run, with whatever it was told.
-Rule 2: a group joins between two synchronization points of the others, when they have parted and what it is given was
-stored since; else it would have to come to collectives in the midst of which the others are, or to which they were
-called without it. Until then it waits.
-Rule 3: it has a batch from the moment on at which it has joined. With none it would take the epoch for over.
+Rule 1: the server assigns rank numbers; the first group to request them begins the run, with its own settings.
+Rule 2: a group joins between two synchronization points of the others, after they have parted and the state for it was
+stored. Otherwise it would enter collectives that the others have begun or were called to without it. Until then it
+waits.
+Rule 3: it holds a batch from the moment it joins. Without one it would consider the epoch over.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from lightning_omni.protocol.service import Out, Payload, Sender, Service, as_te
 from lightning_omni.protocol.synchronization import Synchronization
 
 Admit = Callable[[Sender, m.Join, Payload], list[Out]]
-"""Takes a group in at once: `lightning_omni.protocol.membership.Membership.join`."""
+"""A function that admits a group at once: `lightning_omni.protocol.membership.Membership.join`."""
 
 
 class Joining(Service):
-    """Takes groups in that come on their own.
+    """The service that admits groups that join on their own.
 
     Args:
         run: the run.
-        synchronization: when the groups synchronized last.
-        random: draws that many random bytes.
-        admit: takes a group in.
+        synchronization: synchronization points of the run.
+        random: returns a number of random bytes.
+        admit: admits a group.
     """
 
     def __init__(
@@ -47,12 +47,12 @@ class Joining(Service):
         self._waiting: dict[int, tuple[Sender, m.Join]] = {}
         self._stored: tuple[Packed, Tensor] | None = None
         self._stored_at = -1
-        self._called = (-1, 0)  # to validations, when that was stored
+        self._called = (-1, 0)  # to validations, when the state was stored
 
     # --- Messages ----------------------------------------------------------------------------------------------------
 
     def enlist(self, sender: Sender, message: m.Enlist, payload: Payload) -> list[Out]:
-        """A group wants numbers for its ranks."""
+        """Assign numbers to the ranks of a group."""
         first, announced = self._roster.enlist(sender.peer, message.ranks, self._random(8).hex())
         if announced:
             self._journal.note(NumberedEntry(first + message.ranks))
@@ -62,19 +62,19 @@ class Joining(Service):
         return [Out(sender.peer, m.CONTROL, enlisted)]
 
     def ask(self, sender: Sender, message: m.Join, payload: Payload) -> list[Out]:
-        """Ranks that came late want to be a group; answered when they are."""
-        if not self._roster.joining or self._servers.number:  # the server that coordinates has taken it in
+        """Admit a group of ranks that were not announced; it is answered once it has joined."""
+        if not self._roster.joining or self._servers.number:  # the coordinating server has admitted it
             return self._admit(sender, message, payload)
         self._waiting[sender.rank] = sender, message
         return self.resolve_pending()
 
     def check_state(self, sender: Sender, message: m.StoreRunState) -> int:
-        """Bytes of what is stored."""
+        """Check the size of the state for joining groups, and return it."""
         check_specs(message.packed.specs, message.nbytes)
         return message.nbytes
 
     def store(self, sender: Sender, message: m.StoreRunState, payload: Payload) -> list[Out]:
-        """The groups have parted, and this is what a further one is given."""
+        """Store the state for joining groups, after the groups have parted."""
         self._stored = message.packed, as_tensor(payload)
         self._stored_at, self._called = self._synchronization.completed, self._epochs.called
         self._roster.can_go_on = True
@@ -83,7 +83,7 @@ class Joining(Service):
         return [Out(sender.peer, m.DATA, m.RunStateStored())]
 
     def read(self, sender: Sender, message: m.ReadRunState, payload: Payload) -> list[Out]:
-        """A group that has joined reads it."""
+        """Send the stored state to a group that has joined."""
         if self._stored is None:
             raise Refused("state", "nothing was stored for groups that join")
         packed, buffer = self._stored
@@ -99,10 +99,10 @@ class Joining(Service):
     def load(self, state: dict[str, Any]) -> None:
         self._stored = msgspec.msgpack.decode(state["packed"], type=Packed), state["buffer"].clone()
         self._stored_at, self._roster.can_go_on = state["at"], True
-        epoch, times = state.get("called", self._epochs.called)  # which earlier releases did not save
+        epoch, times = state.get("called", self._epochs.called)  # earlier releases did not save this
         self._called = epoch, times
 
-    # --- What others wait for ----------------------------------------------------------------------------------------
+    # --- Pending requests --------------------------------------------------------------------------------------------
 
     def resolve_pending(self) -> list[Out]:
         out: list[Out] = []
@@ -119,7 +119,7 @@ class Joining(Service):
 
     @property
     def _over(self) -> str:
-        """Why no group can join any more, or an empty string."""
+        """Return why no group can join any more, or an empty string."""
         if self._roster.finished:
             return TRAINED_TO_ITS_END
         if not self._roster.live and not self._roster.can_go_on:
@@ -128,17 +128,17 @@ class Joining(Service):
 
     @property
     def _is_open(self) -> bool:
-        """Whether a group may join now."""
+        """Return whether a group may join now."""
         book = self._epochs.book
         if self._stored is None or book is None:
             return False
-        if not self._roster.live:  # no rank trains whose collectives it could come into, or will stop as was said
+        if not self._roster.live:  # without live ranks no collective or stop is under way
             return True
         return self._have_parted and not book.is_drained and not self._epochs.stop
 
     @property
     def _have_parted(self) -> bool:
-        """Whether the groups have not come together since that was stored, nor were called to, nor has one begun to."""
+        """Return whether, since the state was stored, no synchronization or validation has begun."""
         synchronization = self._synchronization
         is_since = self._stored_at == synchronization.completed and self._called == self._epochs.called
         return is_since and not synchronization.contributed

@@ -1,8 +1,8 @@
-"""What happened at the server since its state was saved last, as far as ranks know of it: for a server that goes on.
+"""The journal of decisions since the server's state was saved, as far as ranks have received them.
 
-Weights go back to the last save when a server dies, and may; what ranks were told may not. Which samples a group has
-drawn, what it was told to do next, what all ranks gathered at a synchronization point and which ranks are lost is
-written down before it is told. A server that goes on from the save goes through the journal, and knows all of it.
+When a server dies, its weights return to the last save, but decisions sent to ranks must stay valid: the samples that a
+group has drawn, its next step, the collectives completed at a synchronization point, the lost ranks. They are recorded
+before they are sent. A server that continues from the save replays the journal.
 
 Rule: an entry is written before the answer that follows from it leaves the server.
 """
@@ -20,17 +20,17 @@ from lightning_omni.protocol.messages import Await, Join, Leave
 
 
 class Entry(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Base of all entries."""
+    """The base of all entries."""
 
 
 class OpenedEntry(Entry, frozen=True):
-    """An epoch was opened."""
+    """The opening of an epoch."""
 
     plan: EpochPlan
 
 
 class TrainedEntry(Entry, frozen=True):
-    """A group has trained so many of its batches."""
+    """A group's number of trained batches."""
 
     group: int
     epoch: int
@@ -38,14 +38,14 @@ class TrainedEntry(Entry, frozen=True):
 
 
 class DrewEntry(Entry, frozen=True):
-    """A group drew its batches from a number on."""
+    """A group's draw of its batches from a number on."""
 
     group: int
     number: int
 
 
 class AskedEntry(Entry, frozen=True):
-    """A rank asked what comes next."""
+    """A rank's question for the next step."""
 
     group: int
     rank: int
@@ -53,20 +53,20 @@ class AskedEntry(Entry, frozen=True):
 
 
 class ResolvedEntry(Entry, frozen=True):
-    """Ranks were told what comes next."""
+    """The moment of verdicts on the next step of waiting ranks."""
 
     all_answered: bool
 
 
 class LeftEpochEntry(Entry, frozen=True):
-    """A group left the epoch early."""
+    """A group's early departure from the epoch."""
 
     group: int
     message: Leave
 
 
 class GatheredEntry(Entry, frozen=True):
-    """All live ranks have contributed to a collective."""
+    """A collective to which all live ranks have contributed."""
 
     number: int
     ranks: tuple[int, ...]
@@ -74,7 +74,7 @@ class GatheredEntry(Entry, frozen=True):
 
 
 class ClaimedEntry(Entry, frozen=True):
-    """A group came past a point at which the run is validated."""
+    """A group's passing of a validation point."""
 
     group: int
     epoch: int
@@ -82,7 +82,7 @@ class ClaimedEntry(Entry, frozen=True):
 
 
 class EvaluatedEntry(Entry, frozen=True):
-    """A group said what came of a validation."""
+    """A group's result of a validation."""
 
     group: int
     number: int
@@ -91,20 +91,20 @@ class EvaluatedEntry(Entry, frozen=True):
 
 
 class ReadEntry(Entry, frozen=True):
-    """A rank read what came of a validation."""
+    """A rank's reading of a validation's result."""
 
     rank: int
     number: int
 
 
 class SavedEntry(Entry, frozen=True):
-    """Of the validations up to this number everything is saved."""
+    """The number up to which validations are saved completely."""
 
     number: int
 
 
 class LostEntry(Entry, frozen=True):
-    """A rank is dead."""
+    """The death of a rank."""
 
     rank: int
     reason: str
@@ -112,27 +112,27 @@ class LostEntry(Entry, frozen=True):
 
 
 class LeftEntry(Entry, frozen=True):
-    """A rank has left in good order, perhaps at the end of the run."""
+    """A rank's orderly departure, perhaps at the end of the run."""
 
     rank: int
     finished: bool
 
 
 class NumberedEntry(Entry, frozen=True):
-    """Ranks below this number were given to groups that are about to join."""
+    """The assignment of all rank numbers below this one to groups that are about to join."""
 
     numbered: int
 
 
 class JoinedEntry(Entry, frozen=True):
-    """Ranks that came late are a group."""
+    """The joining of a group."""
 
     rank: int
     message: Join
 
 
 class RestructuredEntry(Entry, frozen=True):
-    """A group's optimizer has other parameter groups than before, or more parameters; its pushes are as these."""
+    """A change of a group's optimizer to other parameter groups or more parameters, which its later pushes assume."""
 
     group: int
     optimizer: int
@@ -141,15 +141,15 @@ class RestructuredEntry(Entry, frozen=True):
 
 
 class FormedEntry(Entry, frozen=True):
-    """Other groups were formed; a save of those before is of no use any more."""
+    """The forming of other groups, which makes earlier saves useless."""
 
 
 class SeededEntry(Entry, frozen=True):
-    """Weights were handed over; a save of those before is of no use any more."""
+    """The upload of weights, which makes earlier saves useless."""
 
 
 class WentOnEntry(Entry, frozen=True):
-    """A server went on from the save: what was trained after it counts no more."""
+    """A server's restart from the save; the training after the save does not count any more."""
 
 
 AnyEntry = (
@@ -176,12 +176,12 @@ AnyEntry = (
 
 
 class Journal:
-    """Where entries go.
+    """The destination of entries.
 
     Attributes:
-        write: takes each entry; None while nothing is saved.
-        is_due: whether the state should be saved soon, for what has changed is not in the journal.
-        saves: how often the state was saved.
+        write: function that takes each entry; None while nothing is saved.
+        is_due: whether to save the state soon, because of a change that the journal does not contain.
+        saves: number of saves of the state.
     """
 
     def __init__(self) -> None:
@@ -190,6 +190,6 @@ class Journal:
         self.saves = 0
 
     def note(self, entry: Entry) -> None:
-        """Something has happened of which ranks will know."""
+        """Write an entry, if the journal is open."""
         if self.write is not None:
             self.write(entry)

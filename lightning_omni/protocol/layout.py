@@ -1,8 +1,8 @@
-"""How named tensors lie in one flat run of bytes, and the fingerprint by which two sides know that they agree.
+"""The layout of named tensors in one flat buffer of bytes, and its fingerprint, by which two sides verify agreement.
 
-Rule 1: both sides derive offsets from the same layout; no offset ever travels.
-Rule 2: a layout only grows at its end, and gets a version each time; what was known before is the beginning of it.
-Rule 3: an entry is a tensor, or a range of its numbers where several hold a part each.
+Rule 1: both sides derive offsets from the same layout; offsets are never sent.
+Rule 2: a layout grows only at its end, and each growth gives a new version; earlier versions are prefixes of it.
+Rule 3: an entry is a tensor, or a range of its elements where several processes hold a part each.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from lightning_omni.errors import MalformedMessage
 from lightning_omni.methods.fragments import Pieces, cut
 
 ALIGNMENT = 64
-"""Bytes; every tensor starts at a multiple, so that any dtype can be viewed in place."""
+"""Alignment of each tensor's start in bytes, so that any dtype can be viewed in place."""
 
 LARGEST = 1 << 56
-"""Numbers of a tensor, fewer than that."""
+"""An exclusive upper bound of the elements in a tensor."""
 
 SUBSETS = 64
-"""Subsets of a layout that are remembered."""
+"""The most cached subsets of a layout."""
 
 DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
@@ -41,10 +41,10 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
     """One tensor, or a part of it.
 
     Attributes:
-        name: of the tensor.
-        shape: of the whole tensor.
-        dtype: its name, without ``torch.``.
-        range: first number, and the one behind the last, of the flattened tensor's that are here; None if all are.
+        name: name of the tensor.
+        shape: shape of the whole tensor.
+        dtype: name of the dtype, without ``torch.``.
+        range: start and stop of this part in the flattened tensor; None for the whole tensor.
 
     Example:
         >>> whole = TensorSpec("w", (2, 3), "float32")
@@ -60,32 +60,32 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Of what is here: the tensor's own shape, or one dimension if it is a part."""
+        """Return the tensor's own shape, or one dimension for a part."""
         return self.shape if self.range is None else (self.range[1] - self.range[0],)
 
     @property
     def numel(self) -> int:
-        """Numbers that are here."""
+        """Return the number of elements in this entry."""
         return prod(self.local_shape)
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """First number that is here, and the one behind the last, of the flattened tensor's."""
+        """Return start and stop of this entry in the flattened tensor."""
         return (0, prod(self.shape)) if self.range is None else self.range
 
     @property
     def nbytes(self) -> int:
-        """Size of what is here, in bytes."""
+        """Return the size of this entry in bytes."""
         return self.numel * DTYPES[self.dtype].itemsize
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Of what is here, contiguous, in numbers."""
+        """Return the contiguous strides of this entry, in elements."""
         shape = self.local_shape
         return tuple(prod(shape[axis + 1 :]) for axis, _ in enumerate(shape))
 
     def part(self, where: tuple[int, int] | None) -> TensorSpec:
-        """A range of the numbers that are here; None for all of them."""
+        """Return a range of this entry's elements; None for all of them."""
         if where is None:
             return self
         begin = self.range[0] if self.range is not None else 0
@@ -93,7 +93,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def is_sane(self) -> bool:
-        """Whether there can be such a tensor; empty ones, too, must have sizes that torch can hold."""
+        """Return whether such a tensor can exist; empty ones, too, must have sizes that torch can hold."""
         if self.dtype not in DTYPES or any(size < 0 for size in self.shape):
             return False
         start, stop = self.range or (0, 0)
@@ -102,15 +102,15 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Layout(msgspec.Struct, frozen=True, dict=True):
-    """Tensors, or parts of them, one after the other in a flat buffer of bytes.
+    """A sequence of tensors, or parts of them, in a flat buffer of bytes.
 
     Attributes:
         specs: the entries, in order.
-        version: counts how often entries were added; a push says in which version its tensors lie.
-        first: how many entries the first version had; 0 if this is the first. Fragments are cut out of these.
+        version: number of times that entries were added; a push names the version of its tensors' layout.
+        first: number of entries in the first version; 0 if this is the first. Fragments divide these.
         division: how the members of a group share these tensors, as a text that must be the same for all groups; empty
             if each member exchanges all of them.
-        servers: that hold a share of these tensors each. Fragments are cut out of the shares.
+        servers: number of servers that hold a share of these tensors each. Fragments divide the shares.
 
     Example:
         >>> layout = Layout.of({"w": torch.ones(2, 3), "b": torch.zeros(3)})
@@ -126,12 +126,12 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> Layout:
-        """The layout of named tensors, in the mapping's order."""
+        """Return the layout of named tensors, in the mapping's order."""
         return cls(tuple(spec_of(name, tensor) for name, tensor in tensors.items()))
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Where each tensor starts, in bytes."""
+        """Return the start of each tensor in bytes."""
         starts, position = [], 0
         for spec in self.specs:
             starts.append(position)
@@ -140,12 +140,12 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def sizes(self) -> tuple[tuple[int, int], ...]:
-        """Of each entry its numbers, and the bytes of one of them."""
+        """Return for each entry the number of elements, and the bytes of one."""
         return tuple((spec.numel, DTYPES[spec.dtype].itemsize) for spec in self.specs)
 
     @cached_property
     def _places(self) -> tuple[tuple[str, tuple[int, ...], tuple[int, ...], int], ...]:
-        """Dtype, shape, strides and offset of each tensor, the last two in numbers."""
+        """Return the dtype, shape, strides and offset of each tensor, the last two in elements."""
         return tuple(
             (spec.dtype, spec.local_shape, spec.strides, start // DTYPES[spec.dtype].itemsize)
             for spec, start in zip(self.specs, self.offsets, strict=True)
@@ -153,41 +153,41 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def nbytes(self) -> int:
-        """Size of the whole buffer in bytes."""
+        """Return the size of the whole buffer in bytes."""
         return self.offsets[-1] + self.specs[-1].nbytes if self.specs else 0
 
     @cached_property
     def dtypes(self) -> tuple[str, ...]:
-        """Names of the dtypes that there are."""
+        """Return the names of the dtypes in use."""
         return tuple({spec.dtype: None for spec in self.specs})
 
     @cached_property
     def numel(self) -> int:
-        """Numbers in all entries together."""
+        """Return the number of elements in all entries."""
         return sum(prod(spec.local_shape) for spec in self.specs)
 
     @cached_property
     def reals(self) -> tuple[int, ...]:
-        """Real numbers of each entry: a complex number is two."""
+        """Return the number of real numbers of each entry: a complex number counts as two."""
         return tuple(prod(spec.local_shape) * (1 + DTYPES[spec.dtype].is_complex) for spec in self.specs)
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest of all names, shapes, dtypes and ranges in order; and the `division`, if there is one."""
+        """Return a digest of all names, shapes, dtypes and ranges in order, with the `division`, if any."""
         digest = hashlib.sha256(msgspec.msgpack.encode(self.specs)).hexdigest()
         return f"{digest} {self.division}" if self.division else digest
 
     def grown(self, specs: Sequence[TensorSpec]) -> Layout:
-        """The next version: with further entries at the end."""
+        """Return the next version, with further entries at the end."""
         return Layout((*self.specs, *specs), self.version + 1, self.first or len(self.specs), servers=self.servers)
 
     def subset(self, present: Sequence[bool]) -> Layout:
-        """The layout of just those tensors whose flag is set. The last few are remembered."""
+        """Return the layout of the tensors whose flag is set. The last few results are cached."""
         if all(present):
             return self
         flags = tuple(present)
         if flags not in self._subsets:
-            while len(self._subsets) >= SUBSETS:  # which parameters are used may change at random
+            while len(self._subsets) >= SUBSETS:  # the used parameters may change at random
                 del self._subsets[next(iter(self._subsets))]
             self._subsets[flags] = Layout(
                 tuple(spec for spec, there in zip(self.specs, flags, strict=True) if there), self.version
@@ -199,17 +199,17 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         return {}
 
     def pieces(self, number: int, of: int) -> Pieces:
-        """What a fragment has of each entry; the numbers are those of the entry, which may be a part itself."""
+        """Return a fragment's part of each entry, in elements relative to the entry, which may be a part itself."""
         if of not in self._pieces:
             self._pieces[of] = cut(self.sizes, of, self.first, self.servers)
         return self._pieces[of][number]
 
     def fragment(self, number: int | None, of: int) -> Layout:
-        """The layout of one of ``of`` fragments, of equal bytes; its entries are whole ones and ranges.
+        """Return the layout of one of ``of`` fragments, of equal bytes; its entries are whole ones and ranges.
 
         Args:
-            number: of the fragment, from 0; None for the whole layout.
-            of: how many fragments there are.
+            number: number of the fragment, from 0; None for the whole layout.
+            of: number of fragments.
 
         Example:
             >>> [spec.range for spec in Layout.of({"w": torch.ones(6), "b": torch.ones(2)}).fragment(1, of=2).specs]
@@ -231,16 +231,16 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         return {}
 
     def empty(self) -> Tensor:
-        """A new buffer: uint8, ``(nbytes,)``. Zeros, because the gaps between tensors travel, too."""
+        """Return a new buffer: uint8, ``(nbytes,)``. It is zeroed, because the gaps between tensors are sent, too."""
         return torch.zeros(self.nbytes, dtype=torch.uint8)
 
     def views(self, buffer: Tensor) -> list[Tensor]:
-        """Tensors that share the memory of a buffer.
+        """Return tensors that share the memory of a buffer.
 
         Args:
             buffer: uint8, at least ``(nbytes,)``, contiguous.
         """
-        # One call for each tensor: with many small ones, views are what a push costs.
+        # One call for each tensor: with many small tensors, views dominate the cost of a push.
         flat: dict[str, tuple[Tensor, int]] = {}
         views = []
         for dtype, shape, strides, offset in self._places:
@@ -254,10 +254,10 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
 
 def spec_of(name: str, tensor: Tensor) -> TensorSpec:
-    """The specification of one tensor.
+    """Return the specification of one tensor.
 
     Raises:
-        MalformedMessage: its dtype cannot travel.
+        MalformedMessage: its dtype cannot be sent.
     """
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in DTYPES:

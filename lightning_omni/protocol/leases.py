@@ -1,9 +1,9 @@
-"""Which group trains on which samples of an epoch.
+"""Leases of an epoch's samples to groups.
 
 Rule 1: an epoch is one permutation of positions ``0 .. total-1``; a group batch is one range of them.
-Rule 2: what a group drew and did not train goes back to the pool when the group is evicted or regrouped, so every
+Rule 2: batches that a group drew and did not train return to the pool when the group is evicted or regrouped, so every
 position is trained at least once.
-Rule 3: the answer to (group, batch number) never changes, so the members of a group agree without talking.
+Rule 3: the answer to (group, batch number) never changes, so the members of a group agree without communication.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import msgspec
 from lightning_omni.errors import ProtocolError
 
 MOST_AHEAD = 4
-"""Group batches handed out by one answer, at most; fewer towards the end, so that groups end at about one time."""
+"""The most group batches in one answer; fewer towards the end, so that groups end at about the same time."""
 
 LARGEST_EPOCH = 1 << 53
-"""Positions in an epoch, at most."""
+"""The most positions in an epoch."""
 
 
 class EpochPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """An epoch's data, as every rank knows it before the first batch.
+    """The plan of an epoch's data, which every rank has before the first batch.
 
     Attributes:
         epoch: number of the epoch.
@@ -50,7 +50,7 @@ class EpochPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Batch(msgspec.Struct, frozen=True, array_like=True):
-    """One group batch: positions ``start .. stop-1``, and the validation interval that it belongs to."""
+    """A group batch: positions ``start .. stop-1``, and its validation interval."""
 
     start: int
     stop: int
@@ -58,15 +58,15 @@ class Batch(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LeaseBook:
-    """One epoch's samples: which are free, which are out on lease, which are trained.
+    """The record of one epoch's samples: free, leased or trained.
 
     Args:
-        plan: of the epoch.
-        group_sizes: ranks of each group.
-        samples: counts, for each group, the positions that it has trained first, on from what was before.
+        plan: plan of the epoch.
+        group_sizes: number of ranks of each group.
+        samples: counter that continues for each group the number of positions that it was first to train.
 
     Raises:
-        ProtocolError: no epoch can have this plan.
+        ProtocolError: the plan is invalid.
 
     Example:
         >>> book = LeaseBook(EpochPlan(epoch=0, total=8, batch_size=2, budget=8), {0: 1, 1: 2})
@@ -92,32 +92,30 @@ class LeaseBook:
         self._sizes = dict(group_sizes)
         self._drawn: dict[int, list[Batch]] = {group: [] for group in group_sizes}
         self._trained: dict[int, int] = dict.fromkeys(group_sizes, 0)
-        self._before: dict[int, int] = {}  # batches that groups had trained when the interval began
-        self._repeats: set[tuple[int, int]] = set()  # a group, and the number of a batch that is another's
+        self._before: dict[int, int] = {}  # trained batches of each group when the interval began
+        self._repeats: set[tuple[int, int]] = set()  # groups and numbers of batches that repeat another group's
         self._samples = Counter[int]() if samples is None else samples
 
     @property
     def trained(self) -> int:
-        """Positions trained so far."""
+        """Return the number of trained positions."""
         return self._done_size
 
     @property
     def trained_spans(self) -> tuple[tuple[int, int], ...]:
-        """Ranges trained so far, merged and in order."""
+        """Return the trained ranges, merged and in order."""
         return tuple(self._done)
 
     @property
     def groups(self) -> tuple[int, ...]:
-        """Groups that draw."""
         return tuple(self._sizes)
 
     def has(self, group: int) -> bool:
-        """Whether a group draws."""
         return group in self._sizes
 
     @property
     def next_interval(self) -> int:
-        """The validation interval of what is drawn next.
+        """Return the validation interval of the next batch.
 
         Raises:
             IndexError: the pool is empty.
@@ -125,31 +123,31 @@ class LeaseBook:
         return self._interval_of(self._free[0][0])
 
     def has_point_after(self, interval: int) -> bool:
-        """Whether the epoch has a validation point after a validation interval, perhaps inside its last batches."""
+        """Return whether a validation point follows a validation interval, perhaps inside the epoch's last batches."""
         return self._interval_of(self.plan.budget - 1) > interval
 
     @property
     def is_drained(self) -> bool:
-        """Whether nothing is free (batches may still be out)."""
+        """Return whether no position is free (batches may still be leased)."""
         return not self._free
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing is free and nothing is out."""
+        """Return whether no position is free and no batch is leased."""
         return self.is_drained and not any(self.out(group) for group in self._sizes)
 
     def out(self, group: int) -> int:
-        """Batches that a group drew and has not trained."""
+        """Return the number of batches that a group drew and has not trained."""
         return len(self._drawn[group]) - self._trained[group]
 
     def drawn(self, group: int, number: int) -> Batch | None:
-        """A group's batch of that number, if it was drawn."""
+        """Return a group's batch of this number, if it was drawn."""
         return self._drawn[group][number] if number < len(self._drawn[group]) else None
 
     def has_free(self, group: int) -> bool:
-        """Return whether a group that asks gets a batch.
+        """Return whether a group that requests a batch gets one.
 
-        One that has had its first since the last validation leaves one each to those that have had none.
+        A group that has drawn since the last validation leaves one batch each to the groups that have not.
         """
         if not self._free or not self.has_begun(group):
             return bool(self._free)
@@ -162,13 +160,13 @@ class LeaseBook:
         return len(self._drawn[group]) > self._before.get(group, 0)
 
     def draw(self, group: int, number: int) -> list[Batch]:
-        """Batches of a group from the given batch number on: those drawn before, or else a few new ones.
+        """Return a group's batches from a number on: those drawn before, or else a few new ones.
 
-        A group that comes too late for any gets the epoch's first batch once more: every group needs at least one
-        batch from each validation to the next, to come to that, or to the end of the epoch, together with the others.
+        A group that finds no batch left gets the epoch's first batch again: every group needs at least one batch in
+        each validation interval, to reach the validation, or the end of the epoch, together with the others.
 
         Returns:
-            At least one batch, or none if the pool is empty at the moment, but for what others need.
+            At least one batch; none if the pool is empty at the moment, except for batches kept for other groups.
 
         Raises:
             ProtocolError: the group is unknown, or skips a number.
@@ -189,10 +187,10 @@ class LeaseBook:
         return drawn[number:]
 
     def train(self, group: int, batches: int) -> None:
-        """A group has trained its first ``batches`` batches.
+        """Record that a group has trained its first ``batches`` batches.
 
         Raises:
-            ProtocolError: it never drew that many.
+            ProtocolError: the group has drawn fewer.
         """
         self.check_trained(group, batches)
         drawn = self._drawn[group]
@@ -203,17 +201,17 @@ class LeaseBook:
         self._trained[group] = max(batches, self._trained[group])
 
     def untrained_spans(self, group: int, batches: int) -> tuple[tuple[int, int], ...]:
-        """Of a group's first ``batches`` batches, those that are not trained yet, as ranges."""
+        """Return the ranges of a group's first ``batches`` batches that are not trained yet."""
         return tuple((batch.start, batch.stop) for batch in self._known(group)[self._trained[group] : batches])
 
     def check_trained(self, group: int, batches: int) -> None:
-        """Raises `ProtocolError` unless the group has drawn that many batches."""
+        """Raise `ProtocolError` unless the group has drawn at least this number of batches."""
         drawn = self._known(group)
         if not 0 <= batches <= len(drawn):
             raise ProtocolError(f"group {group} says it trained {batches} batches, but has drawn only {len(drawn)}")
 
     def release(self, group: int) -> None:
-        """A group is gone, or goes on to something else: what it drew and did not train is free again."""
+        """Return a group's drawn and untrained batches to the pool."""
         drawn, first = self._known(group), self._trained[group]
         numbers = [number for number in range(first, len(drawn)) if (group, number) not in self._repeats]
         back = [(drawn[number].start, drawn[number].stop) for number in numbers]
@@ -222,18 +220,18 @@ class LeaseBook:
         self._free = _merge([*back, *self._free])
 
     def evict(self, group: int) -> None:
-        """Like `release`, and the group draws no more."""
+        """Release a group's batches and remove the group."""
         self.release(group)
         del self._sizes[group], self._drawn[group], self._trained[group]
         self._before.pop(group, None)
         self._repeats = {repeat for repeat in self._repeats if repeat[0] != group}
 
     def join(self, group: int, size: int) -> None:
-        """One group more draws, from its batch number 0."""
+        """Add a group, which draws from its batch number 0."""
         self._sizes[group], self._drawn[group], self._trained[group] = size, [], 0
 
     def regroup(self, group_sizes: dict[int, int]) -> None:
-        """All that is out goes back; from now on other groups draw, from their batch number 0."""
+        """Return all leased batches to the pool, and replace the groups, which draw from their batch number 0."""
         for group in list(self._sizes):
             self.evict(group)
         self._sizes = dict(group_sizes)
@@ -241,7 +239,7 @@ class LeaseBook:
         self._trained = dict.fromkeys(group_sizes, 0)
 
     def advance(self) -> None:
-        """The interval is complete; the next one that still has something to train begins."""
+        """End the interval, and begin the next one that has untrained positions."""
         left = [batch.interval for group in self._sizes for batch in self._drawn[group][self._trained[group] :]]
         if self._free:
             left.append(self.next_interval)
@@ -249,11 +247,11 @@ class LeaseBook:
         self._before = dict(self._trained)
 
     def close(self) -> None:
-        """The epoch ends early: nothing is handed out any more."""
+        """End the epoch early: no further batches are leased."""
         self._free = []
 
     def state(self) -> bytes:
-        """All of it, but for the samples that groups have trained."""
+        """Return the state, without the groups' counts of trained samples."""
         return msgspec.msgpack.encode(
             _BookState(
                 self.plan,
@@ -270,7 +268,7 @@ class LeaseBook:
 
     @classmethod
     def from_state(cls, state: bytes, samples: Counter[int]) -> LeaseBook:
-        """A book that goes on from a `state`; ``samples`` as in the constructor."""
+        """Rebuild a book from a `state`; ``samples`` as in the constructor."""
         saved = msgspec.msgpack.decode(state, type=_BookState)
         book = cls(saved.plan, saved.sizes, samples)
         book.interval, book._free, book._done = saved.interval, saved.free, saved.done
@@ -280,12 +278,12 @@ class LeaseBook:
         return book
 
     def go_back(self, trained: Sequence[tuple[int, int]]) -> None:
-        """Just these ranges are trained; the others go out again, unless a group has drawn them and not trained."""
+        """Reset the trained ranges; the others are free again, except for drawn and untrained batches."""
         self._done = _merge(trained)
         self._done_size = sum(stop - start for start, stop in self._done)
         held = [(each.start, each.stop) for group in self._sizes for each in self._drawn[group][self._trained[group] :]]
         self._free = _complement([*self._done, *held], self.plan.budget)
-        # Of what is not trained any more a group may hold the only lease, and it is to come back.
+        # A group may hold the only lease of positions that are untrained again; that one must return to the pool.
         self._repeats = {
             (group, number) for group, number in self._repeats if self._is_trained(self._drawn[group][number])
         }
@@ -307,10 +305,10 @@ class LeaseBook:
         return Batch(start, stop, self._interval_of(start))
 
     def _missing(self, rest: int, size: int) -> int:
-        """By how much a batch of ``size`` is too large: what is left would be too little for a group that draws it.
+        """Return the number of samples to remove from a batch of ``size``, so that the rest is enough for a group.
 
-        Where groups have a remainder of fewer than two samples for each member, one of them may get a single one, with
-        which BatchNorm cannot train. The batches of one group are those of DistributedSampler.
+        If the rest had fewer than two samples for each member, one of them might get a single sample, with which
+        BatchNorm cannot train. The batches of one group stay those of DistributedSampler.
         """
         if rest <= 0 or len(self._sizes) == 1:
             return 0
@@ -319,7 +317,7 @@ class LeaseBook:
         return missing if size - missing >= 2 * size // self.plan.batch_size else 0
 
     def _interval_of(self, start: int) -> int:
-        # What comes back from a dead group is trained late: it never reopens an interval that was validated.
+        # Positions returned by a dead group are trained late: they never reopen a validated interval.
         if not self.plan.validate_every:
             return self.interval
         own = (start + self.plan.validate_offset) // self.plan.validate_every
@@ -327,7 +325,7 @@ class LeaseBook:
 
 
 class _BookState(msgspec.Struct, frozen=True, array_like=True):
-    """What a `LeaseBook` remembers."""
+    """The state of a `LeaseBook`."""
 
     plan: EpochPlan
     interval: int
@@ -341,21 +339,21 @@ class _BookState(msgspec.Struct, frozen=True, array_like=True):
 
 
 def apportion(total: int, speeds: Sequence[float]) -> tuple[int, ...]:
-    """Whole samples for each member of a group, so that the slowest of them is done as early as can be.
+    """Split samples into whole numbers for the members of a group, so that the slowest ends as early as possible.
 
-    In proportion to the speeds, but for rounding. Each gets at least two samples if there are enough for that, or one:
-    of a single one BatchNorm has no variance, and fails.
+    The parts are proportional to the speeds, up to rounding. Each member gets at least two samples if there are enough,
+    or one: BatchNorm fails with a single sample, which has no variance.
 
     Args:
         total: samples to split.
-        speeds: what each member manages: samples per second, or in any other unit. Its own shares, say: what was split
-            once is split the same way again.
+        speeds: speed of each member, in samples per second or any other unit. Earlier results are valid speeds, too,
+            and give the same proportions again.
 
     Returns:
         Each member's samples, whose sum is ``total``.
 
     Raises:
-        ValueError: there is no member, or a speed is not a positive number.
+        ValueError: the group has no member, or a speed is not a positive number.
 
     Example:
         >>> apportion(64, [1.0, 2.0, 4.0])
@@ -366,7 +364,7 @@ def apportion(total: int, speeds: Sequence[float]) -> tuple[int, ...]:
     least, whole = min(2, total // len(speeds)), sum(speeds)
     parts = [max(least, int(total * speed / whole)) for speed in speeds]
     members = range(len(parts))
-    # Rounded down, a few samples are left; where the least was more than its part, a few are too many.
+    # Rounding down leaves a few samples; a minimum above the part takes a few too many.
     while sum(parts) < total:
         parts[min(members, key=lambda member: (parts[member] + 1) / speeds[member])] += 1
     while sum(parts) > total:
@@ -376,19 +374,19 @@ def apportion(total: int, speeds: Sequence[float]) -> tuple[int, ...]:
 
 
 def positions(batch: Batch, member: int, members: int, shares: Sequence[int] = (), in_pairs: bool = False) -> range:
-    """The positions of a group batch that fall to one member: every ``members``-th, as DistributedSampler deals.
+    """Return one member's positions of a group batch: every ``members``-th one, as in DistributedSampler.
 
-    With one group this is exactly what DistributedSampler and BatchSampler would give that rank. A batch with fewer
-    positions than members gives some of them twice, because every member of a group needs at least one sample.
+    With one group they are exactly those of DistributedSampler and BatchSampler for that rank. A batch with fewer
+    positions than members uses some of them twice, because every member of a group needs at least one sample.
 
     Args:
         batch: the group's batch.
-        member: place in the group, from 0.
+        member: index in the group, from 0.
         members: size of the group.
-        shares: what each member gets of a whole batch, if that is not the same for all: then each gets a range without
-            gaps, and of a shorter batch in proportion.
-        in_pairs: whether of a batch with fewer than two positions for each member, members get two nevertheless, some
-            of them twice: with a single one BatchNorm cannot train.
+        shares: each member's samples of a whole batch, if they differ: each member then gets a contiguous range, and of
+            a shorter batch a proportional part.
+        in_pairs: whether members get two positions of a batch with fewer than two for each member, some of them twice:
+            with a single one BatchNorm cannot train.
 
     Example:
         >>> list(positions(Batch(10, 16, 0), member=1, members=2))
@@ -414,15 +412,15 @@ def positions(batch: Batch, member: int, members: int, shares: Sequence[int] = (
 
 
 def weight(batch: Batch, member: int, members: int, shares: Sequence[int] = (), in_pairs: bool = False) -> float:
-    """By what a member multiplies its mean gradient, so that DDP's mean over members is the mean over the batch.
+    """Return the factor for a member's mean gradient that makes DDP's mean over members the mean over the batch.
 
-    That is ``members * own samples / all samples``, and less for a sample that several members hold.
+    It is ``members * own samples / all samples``, and less for a sample that several members hold.
 
     Args:
         batch: the group's batch.
-        member: place in the group, from 0.
+        member: index in the group, from 0.
         members: size of the group.
-        shares: as in `positions`. Without any it is 1.0, whatever the batch: members count alike, as under DDP.
+        shares: as in `positions`. If empty, the result is 1.0 for any batch: members count equally, as under DDP.
         in_pairs: as in `positions`.
 
     Example:
@@ -439,7 +437,7 @@ def weight(batch: Batch, member: int, members: int, shares: Sequence[int] = (), 
 
 
 def _is_short(size: int, members: int) -> bool:
-    """Whether a batch has fewer than two positions for each member, but two at all."""
+    """Return whether a batch has at least two positions, but fewer than two for each member."""
     return 1 < size < 2 * members
 
 
@@ -454,10 +452,10 @@ def _merge(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _insert(merged: list[tuple[int, int]], start: int, stop: int) -> int:
-    """Adds a range to merged ones, in place; a run of many groups cannot merge them all at every push.
+    """Add a range to merged ones, in place; a run of many groups cannot merge them all at every push.
 
     Returns:
-        By how many positions they have grown.
+        The number of added positions.
     """
     first = bisect_left(merged, start, key=itemgetter(1))  # the first range that ends at ``start`` or later
     last = bisect_right(merged, stop, lo=first, key=itemgetter(0))

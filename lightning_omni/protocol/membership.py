@@ -1,8 +1,7 @@
-"""Membership: groups are formed, ranks are lost or leave, and the run ends. The other services are told of it.
+"""Membership: the forming of groups, the loss and departure of ranks, and the end of the run.
 
-Rule 1: what a loss means for a service is the service's own business; here stands only which services are told, and in
-which order. Rule 2: when the run cannot go on, every rank is told once, and from then on whenever it asks for
-    something.
+Rule 1: each service handles a loss itself; this module only decides which services are notified, and in which order.
+Rule 2: when the run cannot continue, every rank is notified once, and again at each later request.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ from lightning_omni.topology import Topology
 
 
 class Membership:
-    """Which ranks take part.
+    """The participating ranks and groups of a run.
 
     Args:
         run: the run.
-        services: told of what happens to groups, in this order.
-        monitoring: tells ranks of new groups.
-        synchronization: knows which ranks wait at a synchronization point.
+        services: services to notify of changes of groups, in this order.
+        monitoring: service that reports new groups to ranks.
+        synchronization: synchronization points, and the ranks that wait there.
 
     Attributes:
-        generation: counts the formings of groups, as the recorder does.
-        over: why the run cannot go on, or an empty string.
+        generation: the recorder's count of formings of groups.
+        over: why the run cannot continue, or an empty string.
     """
 
     def __init__(
@@ -57,23 +56,22 @@ class Membership:
 
     @property
     def peers(self) -> list[Peer]:
-        """Control connections of the ranks that have not left."""
+        """Return the control connections of the ranks that have not left."""
         members = self._roster.members.items()
         return [member.peer for rank, member in members if member.peer and rank not in self._roster.gone]
 
-    # --- A server that goes on ----------------------------------------------------------------------------------------
+    # --- Saved state --------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """What another server needs to go on."""
+        """Return the state that another server needs to continue."""
         return {"generation": self.generation, "formed": m.encode(self._formed) if self._formed is not None else b""}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Goes on from a `state`."""
         self.generation = state["generation"]
         self._formed = msgspec.msgpack.decode(state["formed"], type=m.Form)
 
     def redo(self, entry: LostEntry | LeftEntry | JoinedEntry) -> None:
-        """A server before this one has told ranks of this."""
+        """Replay an entry of the journal."""
         match entry:
             case LostEntry():
                 group, _ = self._roster.lose(entry.rank, entry.reason, entry.barred)
@@ -86,12 +84,12 @@ class Membership:
                 self._join(entry.rank, entry.message)
 
     def notice_for(self, member: Member, even_lost: bool, even_over: bool) -> m.Notice | None:
-        """What a rank hears instead of an answer, if it or the run is lost.
+        """Return the notice that a rank receives instead of an answer, if it or the run is lost.
 
         Args:
             member: the rank.
-            even_lost: whether it is answered although its group is gone.
-            even_over: whether it is answered although the run is over.
+            even_lost: whether to answer the rank although its group is gone.
+            even_over: whether to answer the rank although the run is over.
         """
         if member.rank in self._roster.lost and not even_lost:
             barred = member.rank in self._roster.barred
@@ -103,14 +101,14 @@ class Membership:
     # --- Messages ----------------------------------------------------------------------------------------------------
 
     def form(self, sender: Sender, message: m.Form, payload: Payload) -> list[Out]:
-        """The recorder forms the compute groups."""
+        """Form the compute groups at the recorder's request."""
         topology = Topology(message.groups)
         if topology.ranks != self._roster.live:
             raise ProtocolError(
                 f"the groups {message.groups} are not a partition of the live ranks {self._roster.live}"
             )
         method = m.method_from_wire(message.method)
-        wire_format.from_wire(message.wire_format)  # or it is refused, before anything has changed
+        wire_format.from_wire(message.wire_format)  # refuses an unknown format before anything has changed
         self._servers.check_method(method, len(topology.alive))
         if message.by_member and any(len(topology.members(group)) % self._servers.count for group in topology.alive):
             raise ProtocolError(
@@ -125,14 +123,14 @@ class Membership:
         self._journal.is_due = True
         for service in self._services:
             service.form(topology, method, message)
-        # Every rank that asks how the run goes before its next heartbeat should hear of these groups.
+        # Ranks that read the status before their next heartbeat should see these groups.
         return [
             *self._send_to_everyone(self._monitoring.status(-1.0)),
             Out(sender.peer, m.CONTROL, m.Formed(generation=message.generation, incarnation=formed.incarnation)),
         ]
 
     def join(self, sender: Sender, message: m.Join, payload: Payload) -> list[Out]:
-        """Ranks that came late are a group from now on."""
+        """Make ranks that were not announced a group."""
         if not message.ranks or message.ranks[0] != sender.rank:
             raise ProtocolError(f"rank {sender.rank} speaks for no group of {message.ranks}: the first of them does")
         formed = self._roster.formed
@@ -142,7 +140,7 @@ class Membership:
                 f" {len(message.ranks)} ranks want to be one more: the size of each group must be a multiple of that"
             )
         group = formed.group_of(sender.rank)
-        if group < 0 or message.ranks != formed.members(group):  # else it asks again, for the answer was lost
+        if group < 0 or message.ranks != formed.members(group):  # else the answer was lost, and the rank repeats
             group = self._join(sender.rank, message)
         assert self._formed is not None
         joined = m.Joined(
@@ -158,13 +156,13 @@ class Membership:
             synchronizations=self._synchronization.completed,
         )
         out = [*self._send_to_everyone(self._monitoring.status(-1.0)), Out(sender.peer, m.CONTROL, joined)]
-        if self._servers.count > 1:  # as late as this: it may have waited
+        if self._servers.count > 1:  # only now, because the request may have waited
             self._servers.send_to_all(sm.Relay(rank=sender.rank, message=m.encode(message)))
             out = self._servers.when_done(out)
         return out
 
     def _join(self, rank: int, message: m.Join) -> int:
-        """Returns the number of the group that joins."""
+        """Add a group and return its number."""
         group = self._roster.join(message.ranks, message.name)
         for service in self._services:
             service.join(group, message.ranks)
@@ -173,15 +171,15 @@ class Membership:
         return group
 
     def report_lost(self, sender: Sender, message: m.Lost, payload: Payload) -> list[Out]:
-        """A launcher saw a rank's process end."""
+        """Handle a launcher's report that a rank's process has ended."""
         return self.lose(message.rank, message.reason)
 
     def evict(self, sender: Sender, message: m.Evict, payload: Payload) -> list[Out]:
-        """A person who watches takes a group out of the run.
+        """Remove a group from the run at an observer's request.
 
         Raises:
-            ProtocolError: the group is none any more, or the run would end with it; or its addresses are to be barred,
-                and groups do not join the run on their own.
+            ProtocolError: the group does not exist any more, the run would end without it, or its addresses are to be
+                barred and groups do not join the run on their own.
         """
         roster, group = self._roster, message.group
         if self.over:
@@ -201,10 +199,10 @@ class Membership:
         return [*out, Out(sender.peer, m.CONTROL, m.Acknowledged())]
 
     def set_groups(self, sender: Sender, message: m.SetGroups, payload: Payload) -> list[Out]:
-        """A person who watches wants other groups to be formed; the ranks hear of it with their next heartbeats.
+        """Store an observer's request for a number of groups, which the ranks receive with their next heartbeats.
 
         Raises:
-            ProtocolError: there cannot be so many.
+            ProtocolError: the number is impossible.
         """
         roster, most = self._roster, len(self._roster.live)
         if self.over:
@@ -219,7 +217,7 @@ class Membership:
         return [Out(sender.peer, m.CONTROL, m.Acknowledged())]
 
     def save(self, sender: Sender, message: m.SaveNow, payload: Payload) -> list[Out]:
-        """A person who watches wants the state to be saved now.
+        """Request a save of the state for an observer.
 
         Raises:
             ProtocolError: this server saves none.
@@ -233,7 +231,7 @@ class Membership:
         return [Out(sender.peer, m.CONTROL, m.Acknowledged())]
 
     def goodbye(self, sender: Sender, message: m.Goodbye, payload: Payload) -> list[Out]:
-        """A rank leaves on its own."""
+        """Remove a rank that leaves on its own."""
         out = [Out(sender.peer, m.CONTROL, m.Acknowledged())]
         self._servers.send_to_all(sm.Relay(rank=sender.rank, message=m.encode(message)))
         if message.reason:
@@ -252,7 +250,7 @@ class Membership:
         return out + self._say_that_it_is_over()
 
     def _say_that_it_is_over(self) -> list[Out]:
-        """If the last rank of a finished run is gone: to groups that are about to join, for the server may end now."""
+        """Notify groups that are about to join, if the last rank of a finished run is gone: the server may end now."""
         roster = self._roster
         if not (roster.finished and roster.is_over):
             return []
@@ -262,7 +260,7 @@ class Membership:
     # --- Losses ------------------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> list[Out]:
-        """Time passes: ranks that were silent for too long are lost, and groups that have got nothing done."""
+        """Remove ranks that were silent for too long, and groups without progress."""
         out, roster, limits = list[Out](), self._roster, self._limits
         for rank, reason in roster.stalled(now, limits.progress, self._synchronization.contributed):
             out += self.lose(rank, reason)
@@ -273,7 +271,7 @@ class Membership:
         return out
 
     def hang_up(self, peer: Peer) -> list[Out]:
-        """A control connection has ended, and its rank did not say goodbye."""
+        """Handle the end of a control connection whose rank has sent no goodbye."""
         member = self._roster.by_peer(peer)
         if member is None:
             return []
@@ -282,14 +280,14 @@ class Membership:
         return out
 
     def lose(self, rank: int, reason: str, barred: bool = False) -> list[Out]:
-        """A rank is dead: its group is evicted, and no rank waits for it any more.
+        """Evict the group of a dead rank, which no rank waits for any more.
 
         Args:
-            rank: the dead one.
-            reason: of its death.
-            barred: whether the group is not to join again by itself.
+            rank: the dead rank.
+            reason: reason of its death.
+            barred: whether the group must not join again by itself.
         """
-        if rank not in self._roster.live or self.over:  # it is gone already, or came late and is in no group
+        if rank not in self._roster.live or self.over:  # it is gone already, or is in no group yet
             return []
         self._servers.send_to_all(sm.Lose(rank=rank, reason=reason))
         group, over = self._roster.lose(rank, reason, barred)
@@ -301,11 +299,11 @@ class Membership:
         return out + self._evict(group, lost=True) + self.resolve_pending() + self._say_that_it_is_over()
 
     def resolve_pending(self) -> list[Out]:
-        """Answers every rank that waited for something that has come true."""
+        """Answer every waiting rank whose condition is met."""
         return [out for service in self._waited_for for out in service.resolve_pending()]
 
     def end(self, reason: str) -> list[Out]:
-        """The run cannot go on, and every rank is told."""
+        """End the run and notify every rank."""
         self.over, self._roster.can_go_on = reason, False
         self._servers.send_to_all(sm.RunOver(reason=reason))
         return self._send_to_everyone(m.Notice(lost=self._roster.lost_ranks, reason=reason, over=True))

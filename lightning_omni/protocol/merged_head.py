@@ -1,6 +1,6 @@
-"""The merged head's messages: groups get exclusive access, and gradients are applied where they are computed.
+"""The service for merged heads: groups get exclusive access, and gradients are applied where they are computed.
 
-What an access is and what it does to the weights is in `head`.
+`lightning_omni.protocol.head_shard` defines an access and its effect on the weights.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from lightning_omni.topology import Topology
 
 
 class MergedHeads(Service):
-    """Grants exclusive access to the merged heads.
+    """The service that grants exclusive access to the merged heads.
 
     Args:
         run: the run.
-        clock: tells the time that the server's arithmetic takes, in seconds.
+        clock: returns seconds, for the duration of the server's arithmetic.
     """
 
     def __init__(self, run: RunContext, clock: Callable[[], float]) -> None:
@@ -35,7 +35,7 @@ class MergedHeads(Service):
         self._wire = Both.of(from_wire(message.wire_format))
 
     def evict(self, group: int, lost: bool) -> list[Out]:
-        """The group has no access, and waits for none."""
+        """End a group's access and remove it from the queues."""
         out: list[Out] = []
         for number, head in self._shards.heads:
             head.forget(group)
@@ -43,19 +43,19 @@ class MergedHeads(Service):
         return out
 
     def check_forward(self, sender: Sender, message: m.HeadForward) -> int:
-        """Bytes of a batch."""
+        """Check the size of a batch, and return it."""
         if message.exclusive:
             self._roster.formed.check_leads(sender.rank, sender.group)
         return self._check_packed(message)
 
     def check_backward(self, sender: Sender, message: m.HeadBackward) -> int:
-        """Bytes of gradients."""
+        """Check the size of gradients, and return it."""
         return self._check_packed(message)
 
     def forward(self, sender: Sender, message: m.HeadForward, payload: Payload) -> list[Out]:
-        """A group's batch comes, and waits for exclusive access if it wants it."""
+        """Run a group's batch through the head, once it has exclusive access if it requests that."""
         head = self._shards.head(message.optimizer)
-        # The memory is the connection's, on which nothing else comes before the answer.
+        # The connection owns the memory, and sends nothing else before the answer.
         arrival = Arrival(
             sender.group, sender.peer, message, unpack_in(self._wire.up, message.packed, as_tensor(payload))
         )
@@ -66,7 +66,7 @@ class MergedHeads(Service):
         return self._serve(message.optimizer)
 
     def backward(self, sender: Sender, message: m.HeadBackward, payload: Payload) -> list[Out]:
-        """The gradients of the output: the head is stepped, and the access is over."""
+        """Step the head along the gradients of its output, and end the access."""
         head, group, number = self._shards.head(message.optimizer), sender.group, message.optimizer
         spans = self._notes.new_spans(group, message)
         try:
@@ -99,12 +99,12 @@ class MergedHeads(Service):
         return [Out(sender.peer, m.DATA, answer, (buffer,)), *self._serve(number)]
 
     def release(self, sender: Sender, message: m.HeadRelease, payload: Payload) -> list[Out]:
-        """An access ends without gradients."""
+        """End an access without gradients."""
         self._shards.head(message.optimizer).forget(sender.group)
         return [Out(sender.peer, m.DATA, m.HeadReleased()), *self._serve(message.optimizer)]
 
     def _serve(self, number: int) -> list[Out]:
-        """The next group in line gets access; one whose batch the head cannot take is told why."""
+        """Grant access to the next group in the queue; refuse groups whose batch the head cannot process."""
         head, out = self._shards.head(number), []
         while (arrival := head.grant_access(self._clock())) is not None:
             out.append(self._output(head, arrival))

@@ -1,7 +1,7 @@
-"""Every message of the protocol, and how it becomes bytes. Frozen, typed, validated, equal by value.
+"""All messages of the protocol, and their encoding. Messages are frozen, typed, validated, and equal by value.
 
-Rule 1: a message that does not decode to exactly one of these types is refused, whichever process sent it.
-Rule 2: tensors never stand in a message; it says how many bytes of payload travel behind it.
+Rule 1: bytes that do not decode to exactly one of these types are refused, whichever process sent them.
+Rule 2: a message contains no tensors; it states the size of the payload that follows.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from lightning_omni.protocol.leases import Batch, EpochPlan
 from lightning_omni.registry import to_wire
 
 VERSION = 16
-"""Protocol version. Both sides must have the same."""
+"""The protocol version, which must be the same on both sides."""
 LARGEST_INLINE = 32 << 10
-"""Bytes of message or payload that a rank may send on the control channel; more is brought over the data channel."""
+"""The most bytes of message or payload that a rank may send on the control channel; more goes to the data channel."""
 LARGEST_ECHO = 1 << 20
-"""Bytes that come back for an `Echo`."""
+"""The most bytes of an answer to `Echo`."""
 LARGEST_BROUGHT = 8 << 20
-"""Bytes that a rank may bring for one collective."""
+"""The most bytes that a rank may contribute to one collective."""
 LONGEST = 256 << 20
-"""Bytes of one message of an admitted rank on the data channel, payload not counted."""
+"""The most bytes of one message of an admitted rank on the data channel, without its payload."""
 
 Name = Annotated[str, msgspec.Meta(max_length=128)]
 Secret = Annotated[bytes, msgspec.Meta(max_length=64)]
-"""What a stranger may say before it is admitted has a largest size: of names and of nonces and MACs."""
+"""A nonce or MAC. Fields that a stranger may send before admission have limited sizes."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Base of all messages."""
+    """The base of all messages."""
 
 
 # --- Control, rank to server -----------------------------------------------------------------------------------------
 
 
 class Hello(Message, frozen=True, kw_only=True):
-    """The first message of a rank. ``version`` stands first for good: it is all that an other version may rely on.
+    """The first message of a rank. ``version`` stays the first field: other versions may rely on nothing else.
 
-    A rank that was not announced, and comes while the run goes on, gives 0 as ``world_size`` and a rank beyond it:
-        `Join`. One that ``returns`` was admitted by a server that is gone, in whose place there is one that goes on.
+    A rank that was not announced and joins a running run sends 0 as ``world_size`` and a rank beyond it: see `Join`.
+    With ``returns``, an earlier server, which is gone, had admitted the rank.
     """
 
     version: int
@@ -59,22 +59,22 @@ class Hello(Message, frozen=True, kw_only=True):
 
 
 class Proof(Message, frozen=True, kw_only=True):
-    """The answer to a `Challenge`: proves that the rank holds the run's key."""
+    """The answer to a `Challenge`: it proves that the rank holds the run's key."""
 
     mac: Secret
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
-    """I am alive; and this is how long my steps take.
+    """A sign of life of a rank, with its recent step times.
 
     Attributes:
-        sent: the rank's own clock in seconds; comes back in the answer.
-        compute_time: seconds that the rank itself worked in its last steps, on average.
-        step_time: seconds that a whole step took, waiting included.
-        exchange_time: of these, seconds in the exchange with the server.
-        signal: a signal that the rank was given, as a number; the larger, the sooner it is to be heeded.
-        progress: counts what the rank has got done: batches, and answers of the server that it waits for. 0 while it is
-            not to be judged by that: before its first batch is trained, while a checkpoint is written.
+        sent: the rank's own clock in seconds, which the answer returns.
+        compute_time: mean seconds that the rank computed in a recent step.
+        step_time: mean seconds of a whole step, waiting included.
+        exchange_time: the part of it in the exchange with the server.
+        signal: number of a signal that the rank has received; the larger, the more urgent.
+        progress: count of the rank's progress: batches, and awaited answers of the server. 0 while it must not be
+            judged by that: before its first batch is trained, or while a checkpoint is written.
     """
 
     sent: float
@@ -86,15 +86,15 @@ class Heartbeat(Message, frozen=True, kw_only=True):
 
 
 class Form(Message, frozen=True, kw_only=True):
-    """The recorder forms the compute groups; training begins, or goes on in other groups.
+    """The recorder's request to form the compute groups; training begins, or continues in other groups.
 
     Attributes:
-        keep_epoch: whether the epoch that is under way goes on with the new groups.
-        wire_format: how their pushes are put into bytes, as plain data.
-        names: of the groups; their numbers, if there are none.
-        overlap: whether exchanges travel while groups compute; the server writes it down, nothing else.
-        by_member: whether each of the first members of a group exchanges a share of its own, with the server of the
-            same number, and not its leader all of them. Groups may have further members, a multiple of these.
+        keep_epoch: whether the new groups continue the current epoch.
+        wire_format: encoding of their pushes, as plain data.
+        names: names of the groups; empty to use their numbers.
+        overlap: whether exchanges overlap the groups' computation; the server only records it.
+        by_member: whether each of the first members of a group exchanges its own share with the server of the same
+            number, instead of the leader all of them. Groups may have further members, a multiple of these.
     """
 
     generation: int
@@ -108,11 +108,11 @@ class Form(Message, frozen=True, kw_only=True):
 
 
 class Join(Message, frozen=True, kw_only=True):
-    """Ranks that came late, this one first, are a group from now on; the others go on as they are.
+    """A request of ranks that were not announced to become a group; the other groups continue unchanged.
 
     Attributes:
-        ranks: of the group; the first one says so, and leads.
-        name: of the group; its number, if it has none. One that was evicted may come back under its name.
+        ranks: ranks of the group; the first one sends this, and leads.
+        name: name of the group; empty to use its number. An evicted group may join again under its name.
     """
 
     ranks: tuple[int, ...]
@@ -120,18 +120,18 @@ class Join(Message, frozen=True, kw_only=True):
 
 
 class Enlist(Message, frozen=True, kw_only=True):
-    """A group of so many ranks, which has a torch.distributed world of its own, wants to take part in the run.
+    """A request of a group with its own torch.distributed world to join the run.
 
-    Said by a process that watches, before it has a model; it may ask again.
+    An observer sends it, before it has a model; it may repeat it.
     """
 
     ranks: int
 
 
 class StoreRunState(Message, frozen=True, kw_only=True):
-    """What a group that joins from here on is given beside the weights. The tensors follow as payload.
+    """The state, beside the weights, for groups that join from now on. The tensors follow as payload.
 
-    The groups have just parted: until they synchronize again a group may join with it.
+    The groups have just parted; a group may join with this state until they synchronize again.
     """
 
     packed: Packed
@@ -139,17 +139,17 @@ class StoreRunState(Message, frozen=True, kw_only=True):
 
 
 class ReadRunState(Message, frozen=True, kw_only=True):
-    """My group has joined: give me what was stored for it."""
+    """A request of a group that has joined for the stored state."""
 
 
 class OpenEpoch(Message, frozen=True, kw_only=True):
-    """An epoch begins. Every rank says so; all must agree on the plan."""
+    """A request to open an epoch. Every rank sends it; all must agree on the plan."""
 
     plan: EpochPlan
 
 
 class Draw(Message, frozen=True, kw_only=True):
-    """Which samples are in my group's batches from ``number`` on? Of those before, ``trained`` are trained."""
+    """A request for a group's batches from ``number`` on. Of those before, ``trained`` are trained."""
 
     epoch: int
     generation: int
@@ -158,7 +158,7 @@ class Draw(Message, frozen=True, kw_only=True):
 
 
 class Await(Message, frozen=True, kw_only=True):
-    """My group has trained all that it holds of this validation interval. Answered when it is known what is next."""
+    """A rank's question for the next step: its group has trained all its batches of this validation interval."""
 
     epoch: int
     generation: int
@@ -167,11 +167,11 @@ class Await(Message, frozen=True, kw_only=True):
 
 
 class Leave(Message, frozen=True, kw_only=True):
-    """My group leaves the epoch early; what it drew goes back.
+    """A group's early departure from the epoch; its untrained batches return to the pool.
 
     Attributes:
-        stop: ``""``, and the others go on; or how they are to end, too: the run, ``"validate"`` (with a validation,
-            as when a callback asks to stop) or ``"end"`` (without, as when max_steps is reached); or just the epoch,
+        stop: ``""`` if the others continue; otherwise how they end, too: the run, ``"validate"`` (with a validation, as
+            when a callback requests the stop) or ``"end"`` (without, as when max_steps is reached); or only the epoch,
             ``"skip"`` (without).
     """
 
@@ -182,7 +182,7 @@ class Leave(Message, frozen=True, kw_only=True):
 
 
 class ClaimValidation(Message, frozen=True, kw_only=True):
-    """My group has passed so many points of the epoch at which the run is to be validated, and waits for no other."""
+    """A group's report that it has passed ``passed`` validation points of the epoch; it waits for no other group."""
 
     epoch: int
     generation: int
@@ -190,23 +190,23 @@ class ClaimValidation(Message, frozen=True, kw_only=True):
 
 
 class AskValidations(Message, frozen=True, kw_only=True):
-    """How many validations are complete?"""
+    """A request for the number of complete validations."""
 
 
 class ReleaseVersion(Message, frozen=True, kw_only=True):
-    """Nothing more is saved of validations up to this number: what was kept for them may go."""
+    """A report that validations up to this number need no further saves, so their stored versions may be deleted."""
 
     number: int
 
 
 class Contribute(Message, frozen=True, kw_only=True):
-    """My part of a collective of all live ranks. The payload follows.
+    """A rank's contribution to a collective of all live ranks. The payload follows.
 
     Attributes:
-        number: counts the collectives of this run.
+        number: number of the collective in this run.
         what: the collective and its signature; all ranks must call the same one.
-        brought: whether the payload is what I have brought before, see `Bring`.
-        where: where this rank is, in words, for a message if another one calls something else.
+        brought: whether the rank has sent the payload before by `Bring`.
+        where: position of this rank in the program, for a message if another one calls something else.
     """
 
     number: int
@@ -216,22 +216,22 @@ class Contribute(Message, frozen=True, kw_only=True):
 
 
 class ReadBrought(Message, frozen=True, kw_only=True):
-    """What I have brought before, see `Bring`, is a message, too large for this channel."""
+    """A request to process the bytes sent before by `Bring` as a message, which is too large for this channel."""
 
 
 class Lost(Message, frozen=True, kw_only=True):
-    """A launcher saw a rank's process end. Not answered."""
+    """A launcher's report that a rank's process has ended. The server does not answer it."""
 
     rank: int
     reason: str
 
 
 class Goodbye(Message, frozen=True, kw_only=True):
-    """A rank leaves on its own: done, or with the reason of its failure.
+    """The departure of a rank, either done or failed.
 
     Attributes:
-        reason: of its failure; empty if there is none.
-        finished: whether the run is at its end, and not only this rank.
+        reason: reason of its failure; empty without one.
+        finished: whether the run has ended, and not only this rank.
     """
 
     reason: str = ""
@@ -239,54 +239,53 @@ class Goodbye(Message, frozen=True, kw_only=True):
 
 
 class AskStatus(Message, frozen=True, kw_only=True):
-    """How does the run go?"""
+    """A request for the status of the run."""
 
 
 class AskShards(Message, frozen=True, kw_only=True):
-    """Where are the servers that hold a share each? Answered when all of them are there, and know me."""
+    """A request for the addresses of the servers with a share, answered once all of them have admitted the rank."""
 
 
 class AskAggregator(Message, frozen=True, kw_only=True):
-    """Which aggregator am I to push to? Answered when it knows me."""
+    """A request for an aggregator to push to, answered once it has admitted the rank."""
 
 
 # --- Control, observer to server -------------------------------------------------------------------------------------
 
 
 class Observe(Message, frozen=True, kw_only=True):
-    """The first message of a process that watches and is no rank. ``version`` is as in `Hello`."""
+    """The first message of an observer. ``version`` is as in `Hello`."""
 
     version: int
     nonce: Secret
 
 
 class ObserverProof(Message, frozen=True, kw_only=True):
-    """The answer to a `Challenge`: proves that the process that watches holds the key."""
+    """The answer to a `Challenge`: it proves that the observer holds the key."""
 
     mac: Secret
 
 
 class AskOverview(Message, frozen=True, kw_only=True):
-    """How does the run go, with all that there is to be seen of it?"""
+    """A request for the overview of the run."""
 
 
 class AskServer(Message, frozen=True, kw_only=True):
-    """What are you, and what time is it with you?"""
+    """A request for the server's description."""
 
 
 class Echo(Message, frozen=True, kw_only=True):
-    """Send so many bytes back, `LARGEST_ECHO` at most. A payload may follow, and is dropped: this measures the way."""
+    """A request to send ``nbytes`` bytes back, at most `LARGEST_ECHO`. A payload may follow, and is dropped."""
 
     nbytes: int = 0
 
 
 class Evict(Message, frozen=True, kw_only=True):
-    """Take a group out of the run.
+    """A request to remove a group from the run.
 
     Attributes:
-        group: its number.
-        incarnation: of the group that is meant, for numbers are given again.
-        bars: whether no group whose ranks connect from the same addresses may join the run any more.
+        incarnation: incarnation of the group, because numbers are used again.
+        bars: whether to bar groups whose ranks connect from the same addresses from joining the run again.
     """
 
     group: int
@@ -295,37 +294,37 @@ class Evict(Message, frozen=True, kw_only=True):
 
 
 class SetGroups(Message, frozen=True, kw_only=True):
-    """Form so many groups when the next epoch begins."""
+    """A request to form a number of groups when the next epoch begins."""
 
     groups: int
 
 
 class SaveNow(Message, frozen=True, kw_only=True):
-    """Save the server's state, whether or not that is due."""
+    """A request to save the server's state, even if that is not due."""
 
 
 # --- Control, server to rank -----------------------------------------------------------------------------------------
 
 
 class Challenge(Message, frozen=True, kw_only=True):
-    """Prove that you hold the key."""
+    """A request to the other side to prove that it holds the key."""
 
     nonce: bytes
 
 
 class Welcome(Message, frozen=True, kw_only=True):
-    """Admitted.
+    """The admission of a rank.
 
     Attributes:
-        mac: proves that the server holds the key, too.
+        mac: proof that the server holds the key, too.
         data_port: port of the data socket, on the same host; 0 if that is a file beside the control socket's.
         heartbeat_timeout: seconds of silence after which a rank counts as dead.
-        shards: servers that hold a share of the weights each, this one among them; see `AskShards`.
-        patience: seconds for which a rank is to look for the server again when it is gone: its state is saved, and
-            another one will go on from it. 0 if none will.
-        clock: updates that the weights contain.
-        began: when the server was started, in milliseconds. Of servers one after the other at one address the later
-            one has the larger number; ranks know by it whether they speak to the same. 0 if none goes on after this.
+        shards: number of servers that hold a share of the weights each, this one among them; see `AskShards`.
+        patience: seconds for which a rank must look for the server again when it is gone, because its state is saved
+            and another one will continue. 0 if none will.
+        clock: updates in the weights.
+        began: start of the server, in milliseconds. Later servers at the same address have larger values, so ranks can
+            tell servers apart. 0 if no server continues after this one.
     """
 
     mac: bytes
@@ -338,16 +337,16 @@ class Welcome(Message, frozen=True, kw_only=True):
 
 
 class RefusedMessage(Message, tag="Refused", frozen=True, kw_only=True):
-    """No, and why."""
+    """A refusal, with its reason."""
 
     code: str
     reason: str
 
 
 class GroupStatus(msgspec.Struct, frozen=True):
-    """How one group does: seconds per step, which rank is the slowest in it, and its gradients' staleness.
+    """The status of one group: seconds per step, its slowest rank, and the staleness of its gradients.
 
-    ``name`` and ``incarnation`` say which group it is: see `lightning_omni.topology.GroupId`.
+    ``name`` and ``incarnation`` identify the group: see `lightning_omni.topology.GroupId`.
     """
 
     group: int
@@ -364,22 +363,22 @@ class GroupStatus(msgspec.Struct, frozen=True):
 
 
 class Status(Message, frozen=True, kw_only=True):
-    """How the run goes. Answers every heartbeat, and comes unasked when groups have been formed.
+    """The status of the run. It answers every heartbeat, and is sent unrequested when groups have been formed.
 
     Attributes:
-        sent: from the heartbeat; 0 answers `AskStatus`, and a negative number nothing.
+        sent: value from the heartbeat; 0 answers `AskStatus`, a negative number no request.
         clock: updates applied so far.
         refused: pushes refused because their gradients were not finite.
         strangers: messages refused because they were malformed or their sender had not been admitted.
         staleness: count of updates by staleness 0, 1, 2, ...
-        head_time: seconds of exclusive access to the merged head, lately, on average; 0 if there is none.
-        serve_time: seconds of the server's own time for one push lately, on average: from when the whole message is in
-            hand until its answers have been handed to the socket; 0 before the first, and in virtual time.
-        total_momentum: explicit momentum and what asynchrony adds to it, sensed lately over all pushes; None while it
-            is unknown: too few pushes, another optimizer than plain SGD, or one that steps at the workers.
-        signal: the largest of those that the ranks' last heartbeats told of.
+        head_time: recent mean seconds of exclusive access to the merged head; 0 without one.
+        serve_time: recent mean seconds of the server's own time for one push, from the arrival of the whole message
+            until its answers are passed to the socket; 0 before the first, and in virtual time.
+        total_momentum: explicit momentum plus that of asynchrony, measured recently over all pushes; None while it is
+            unknown: too few pushes, an optimizer other than plain SGD, or one that steps at the workers.
+        signal: the largest signal in the ranks' last heartbeats.
         recorder: the rank that logs and saves.
-        wanted_groups: how many groups a person who watches has asked for; 0 if that is done, or no one has.
+        wanted_groups: number of groups that an observer has requested; 0 without a pending request.
     """
 
     sent: float
@@ -399,16 +398,16 @@ class Status(Message, frozen=True, kw_only=True):
 
 
 class Observing(Message, frozen=True, kw_only=True):
-    """The process that watches is let in; ``mac`` proves that the server holds the key, too."""
+    """The admission of an observer; ``mac`` proves that the server holds the key, too."""
 
     mac: bytes
 
 
 class About(msgspec.Struct, frozen=True):
-    """What there is to know of a server's process, whatever run it has.
+    """A description of a server's process, independent of its run.
 
     Attributes:
-        versions: of Python and of packages, by name; of one that is not installed, none.
+        versions: versions of Python and of installed packages, by name.
         time: seconds since the epoch, by its clock.
     """
 
@@ -417,16 +416,16 @@ class About(msgspec.Struct, frozen=True):
 
 
 class ServerDescription(Message, frozen=True, kw_only=True):
-    """What this server is.
+    """A description of a server.
 
     Attributes:
         about: its process.
-        data_port: of the data socket, on the same host; 0 if that is a file beside the control socket's.
-        heartbeat_timeout: seconds of silence after which a rank counts as dead.
-        progress_timeout: seconds after which a group counts as dead that gets nothing done; may be infinite.
-        shards: servers that hold a share of the weights each, this one among them.
-        patience: as in `Welcome`: above 0 if another server would go on.
-        joined_heartbeat_timeout: that of runs which groups join on their own; 0 if the server does not say.
+        data_port: as in `Welcome`.
+        heartbeat_timeout: as in `Welcome`.
+        progress_timeout: seconds without progress after which a group counts as dead; may be infinite.
+        shards: as in `Welcome`.
+        patience: as in `Welcome`: above 0 if another server would continue.
+        joined_heartbeat_timeout: the heartbeat timeout of runs that groups join on their own; 0 if unknown.
     """
 
     about: About
@@ -439,19 +438,18 @@ class ServerDescription(Message, frozen=True, kw_only=True):
 
 
 class Echoed(Message, frozen=True, kw_only=True):
-    """The bytes that were asked for follow."""
+    """The answer to `Echo`; the requested bytes follow."""
 
 
 class GroupOverview(msgspec.Struct, frozen=True):
-    """What is seen of one group beside its status.
+    """An observer's view of one group.
 
     Attributes:
-        status: how it does.
-        hosts: addresses from which its ranks have connected, each once; none where the transport knows none.
+        status: its status.
+        hosts: distinct addresses from which its ranks have connected; empty if the transport knows none.
         age: seconds since the last of its ranks was admitted.
         silence: seconds since the last sign of life of the rank that has been silent for the longest.
-        samples: of leased data that it trained since groups were formed, each counted when it was trained first; None
-            if the data is not leased.
+        samples: leased samples that it was the first to train since groups were formed; None if the data is not leased.
     """
 
     status: GroupStatus
@@ -462,7 +460,7 @@ class GroupOverview(msgspec.Struct, frozen=True):
 
 
 class LogEntry(msgspec.Struct, frozen=True):
-    """Something that happened to the run, ``age`` seconds ago.
+    """An event of the run, ``age`` seconds ago.
 
     ``kind`` is one of ``"joined"``, ``"formed"``, ``"wanted"`` (other groups), ``"lost"``, ``"left"``, ``"over"`` and
     ``"restored"``.
@@ -474,26 +472,26 @@ class LogEntry(msgspec.Struct, frozen=True):
 
 
 class Overview(Message, frozen=True, kw_only=True):
-    """How the run goes, for those that watch it.
+    """An observer's view of the run.
 
     Attributes:
-        run: its name; empty while no rank has come.
+        run: its name; empty before a rank has joined.
         age: seconds since its first rank was admitted.
-        announced: number of ranks that it was announced with.
-        live: ranks that take part.
-        missing: ranks that were announced and have not come yet.
+        announced: number of announced ranks.
+        live: participating ranks.
+        missing: announced ranks that have not joined yet.
         recorder: the rank that logs and saves; the run ends with its group.
-        status: how it goes, as every rank is told.
-        groups: those that take part.
-        method: as in `Form`, and so is ...
-        wire_format: ... this; None before groups are formed.
-        plan: the epoch that is under way, or was last; None if its data is not leased.
-        trained: positions of this epoch that are trained.
-        pushes: that the server has handled.
-        serve_time: seconds of the server's own time that they have taken.
-        log: what happened, the oldest first.
-        over: why the run cannot go on, or an empty string.
-        saved: seconds since the server's state was saved last; -1 if it was not.
+        status: status of the run, as every rank gets it.
+        groups: participating groups.
+        method: as in `Form`; None before groups are formed.
+        wire_format: as in `Form`; None before groups are formed.
+        plan: the current or last epoch; None if its data is not leased.
+        trained: trained positions of this epoch.
+        pushes: number of pushes that the server has handled.
+        serve_time: seconds of the server's own time for them.
+        log: events, the oldest first.
+        over: why the run cannot continue, or an empty string.
+        saved: seconds since the server's state was last saved; -1 if it was not.
     """
 
     run: str
@@ -516,26 +514,26 @@ class Overview(Message, frozen=True, kw_only=True):
 
 
 class Formed(Message, frozen=True, kw_only=True):
-    """The groups stand, each in this incarnation."""
+    """The answer to `Form`: the groups are formed, each in this incarnation."""
 
     generation: int
     incarnation: int = 0
 
 
 class Joined(Message, frozen=True, kw_only=True):
-    """The group takes part: what it has to know. Weights are fetched.
+    """The answer to `Join`, with the state that the group needs. Weights are fetched separately.
 
     Attributes:
         group: its number.
-        incarnation: which group it is, beside its name.
-        generation: of the groups, for what is asked about leases.
-        groups: all groups that take part.
-        method: as in `Form`, and so is ...
-        wire_format: ... this.
-        plan: the epoch that is under way, if there is one.
+        incarnation: its incarnation, which identifies it together with its name.
+        generation: generation of the groups, for requests about leases.
+        groups: all participating groups.
+        method: as in `Form`.
+        wire_format: as in `Form`.
+        plan: the current epoch, if any.
         overlap: as in `Form`.
-        live: all ranks that take part now, in ascending order.
-        synchronizations: synchronization points of all ranks that are over.
+        live: all participating ranks in ascending order.
+        synchronizations: number of completed synchronization points of all ranks.
     """
 
     group: int
@@ -551,16 +549,16 @@ class Joined(Message, frozen=True, kw_only=True):
 
 
 class Enlisted(Message, frozen=True, kw_only=True):
-    """The group's place in the run.
+    """The answer to `Enlist`: the group's rank numbers.
 
     Attributes:
         run: the run's name.
         first: number of the group's first rank; the others' follow. -1 while another group is about to begin the run:
-            ask again.
+            the request must be repeated.
         announced: ranks of the group that has begun the run, whose batch is the reference batch; 0 if this group is to
             begin it.
         silence: seconds without a sign of life after which the server may end the connections of the group's ranks; 0
-            if it does not hear such signs.
+            if it receives no such signs.
     """
 
     run: str = ""
@@ -570,11 +568,7 @@ class Enlisted(Message, frozen=True, kw_only=True):
 
 
 class Shards(Message, tag="ShardAddresses", frozen=True, kw_only=True):
-    """The data addresses of the servers that hold a share each, but for this one's own, in the order of their numbers.
-
-    Attributes:
-        addresses: one for each.
-    """
+    """The data addresses of the other servers that hold a share each, in the order of their numbers."""
 
     addresses: tuple[str, ...]
 
@@ -586,17 +580,17 @@ class Aggregator(Message, tag="AggregatorAddress", frozen=True, kw_only=True):
 
 
 class PushDirectly(Message, frozen=True, kw_only=True):
-    """The aggregator that this rank was told to push to is gone: push to the server itself."""
+    """A report that this rank's aggregator is gone, so that it must push to the server itself."""
 
 
 class EpochOpened(Message, frozen=True, kw_only=True):
-    """The epoch's book is open."""
+    """The answer to `OpenEpoch`."""
 
     epoch: int
 
 
 class Drawn(Message, frozen=True, kw_only=True):
-    """Batches from ``number`` on; none if the pool is empty at the moment."""
+    """The batches from ``number`` on; none if the pool is empty at the moment."""
 
     number: int
     batches: tuple[Batch, ...]
@@ -606,9 +600,9 @@ class Verdict(Message, frozen=True, kw_only=True):
     """The answer to `Await`.
 
     Attributes:
-        next: ``"more"`` (samples came back, draw again), ``"validate"`` (all groups are here: validate, then go on),
-            ``"over"`` (the epoch is complete), ``"over:validate"`` (so it is, and a validation inside it was due in its
-            last batches), or ``"stop:..."`` (another group ended epoch or run, see `Leave`).
+        next: ``"more"`` (samples were returned, draw again), ``"validate"`` (all groups wait: validate, then continue),
+            ``"over"`` (the epoch is complete), ``"over:validate"`` (the same, and a validation was due in its last
+            batches), or ``"stop:..."`` (another group ended epoch or run, see `Leave`).
     """
 
     next: str
@@ -619,29 +613,29 @@ class Left(Message, frozen=True, kw_only=True):
 
 
 class ValidationClaimed(Message, frozen=True, kw_only=True):
-    """The validation that the group is to evaluate, counted from 1; 0 if none."""
+    """The number of the validation that the group is to evaluate, from 1; 0 if none."""
 
     number: int
 
 
 class Validations(Message, frozen=True, kw_only=True):
-    """How many validations are complete; and whether a point of this epoch was passed that has none."""
+    """The number of complete validations, and whether a point of this epoch was passed without one."""
 
     complete: int
     is_missed: bool
 
 
 class VersionReleased(Message, frozen=True, kw_only=True):
-    """Nothing of it is kept."""
+    """The answer to `ReleaseVersion`."""
 
 
 class Gathered(Message, frozen=True, kw_only=True):
-    """All live ranks have contributed.
+    """The answer to `Contribute`, once all live ranks have contributed.
 
     Attributes:
-        ranks: those that took part, ascending.
-        sizes: bytes of payload of each; the payload follows, in this order.
-        collect: it does not follow: it is too large for this channel, and `Collect` gets it.
+        ranks: contributing ranks, ascending.
+        sizes: bytes of payload of each; the payload follows in this order.
+        collect: whether the payload is too large for this channel, and `Collect` must request it.
     """
 
     number: int
@@ -651,14 +645,14 @@ class Gathered(Message, frozen=True, kw_only=True):
 
 
 class Notice(Message, frozen=True, kw_only=True):
-    """Ranks were lost.
+    """A report of lost ranks.
 
     Attributes:
         lost: all ranks lost so far.
-        reason: what happened, for people.
-        over: whether the run cannot go on.
-        barred: whether the group that this is about is not to join again by itself: it was evicted by a person, or one
-            of its ranks has failed by itself.
+        reason: the event, for people.
+        over: whether the run cannot continue.
+        barred: whether the group must not join again by itself, because a person evicted it or one of its ranks has
+            failed by itself.
     """
 
     lost: tuple[int, ...]
@@ -668,45 +662,45 @@ class Notice(Message, frozen=True, kw_only=True):
 
 
 class Acknowledged(Message, frozen=True, kw_only=True):
-    """Heard."""
+    """An acknowledgement."""
 
 
 # --- Data, rank to server --------------------------------------------------------------------------------------------
 
 
 class Attach(Message, frozen=True, kw_only=True):
-    """An admitted rank opens its data connection, or one to the leader of another group."""
+    """A request of an admitted rank to open its data connection, or one to the leader of another group."""
 
     rank: int
     nonce: Secret
 
 
 class AttachProof(Message, frozen=True, kw_only=True):
-    """The answer to an `AttachChallenge`: proves that the rank's own process is behind this connection, too."""
+    """The answer to an `AttachChallenge`: it proves that the rank's own process is behind this connection, too."""
 
     mac: Secret
 
 
 class Long(Message, frozen=True, kw_only=True):
-    """A message too large for one frame follows: ``nbytes`` of it in chunks, then its payload. Either way."""
+    """The announcement of a message larger than a frame: ``nbytes`` in chunks, then its payload. In both directions."""
 
     nbytes: int
 
 
 class Bring(Message, frozen=True, kw_only=True):
-    """Bytes that are too large for the control channel, on which they are needed next. They follow as payload."""
+    """An upload of bytes that a control message needs next and cannot hold. They follow as payload."""
 
     nbytes: int
 
 
 class Collect(Message, frozen=True, kw_only=True):
-    """Send the payloads of the last collective."""
+    """A request for the payloads of the last collective."""
 
     number: int
 
 
 class Seed(Message, frozen=True, kw_only=True):
-    """The recorder hands the master weights and optimizers over. The tensors follow as payload.
+    """The recorder's upload of the master weights and optimizers. The tensors follow as payload.
 
     ``request`` is as in `PushMessage`.
     """
@@ -717,10 +711,9 @@ class Seed(Message, frozen=True, kw_only=True):
 
 
 class Restructure(Message, frozen=True, kw_only=True):
-    """My group's optimizer has other parameter groups than before, or more parameters. The tensors follow as payload.
+    """A change of a group's optimizer to other parameter groups, or more parameters. The tensors follow as payload.
 
     Attributes:
-        optimizer: which of the model's optimizers.
         packed: see `lightning_omni.protocol.structure.read_structure`.
     """
 
@@ -730,24 +723,24 @@ class Restructure(Message, frozen=True, kw_only=True):
 
 
 class PushMessage(Message, tag="Push", frozen=True, kw_only=True):
-    """What a group pushes: a gradient, weights or a change of weights. The payload holds the tensors that are present.
+    """A push: a gradient, weights or a change of weights. The payload holds the tensors that are present.
 
     Attributes:
-        optimizer: which of the model's optimizers.
+        optimizer: number of the optimizer.
         read_at: clock of the weights that it was computed from.
-        layout: version of the layout in which its tensors lie.
+        layout: version of the layout of its tensors.
         present: one flag for each parameter; the others' tensor is None.
-        hyperparameters: one mapping for each parameter group; none if the optimizer steps at the workers.
-        note: one number, for the method.
-        pull: whether the answer is to bring tensors.
+        hyperparameters: one mapping for each parameter group; empty if the optimizer steps at the workers.
+        note: a number for the method.
+        pull: whether the answer must contain tensors.
         epoch: the epoch, -1 if its data is not leased.
         trained: group batches of the epoch that are trained with this push.
-        incarnation: of the group; what an earlier one has sent is refused.
-        sequence: counts the pushes of this incarnation to this optimizer, from 1. The server applies each of them once.
-            0 where nothing is sent: at a merged head, in a replay.
-        fragment: which of the method's fragments it is of; -1 for all parameters. ``present`` then has a flag for each
-            entry of `lightning_omni.protocol.layout.Layout.fragment`.
-        request: counts what a rank asks of several servers at once, each of which gets a part; 0 if one has all.
+        incarnation: incarnation of the group; pushes of an earlier one are refused.
+        sequence: number of the push of this incarnation to this optimizer, from 1. The server applies each of them
+            once. 0 where nothing is sent: at a merged head, in a replay.
+        fragment: number of the method's fragment; -1 for all parameters. ``present`` then has a flag for each entry of
+            `lightning_omni.protocol.layout.Layout.fragment`.
+        request: number of a rank's request to several servers, each of which gets a part; 0 for one server.
     """
 
     optimizer: int
@@ -767,7 +760,7 @@ class PushMessage(Message, tag="Push", frozen=True, kw_only=True):
 
     @property
     def part(self) -> int | None:
-        """The fragment; None for all parameters."""
+        """Return the fragment; None for all parameters."""
         return None if self.fragment < 0 else self.fragment
 
     @classmethod
@@ -783,19 +776,7 @@ class PushMessage(Message, tag="Push", frozen=True, kw_only=True):
         incarnation: int = 0,
         sequence: int = 0,
     ) -> PushMessage:
-        """What a group side needs exchanged, as a message.
-
-        Args:
-            need: from the group side.
-            optimizer: which of the model's optimizers.
-            present: one flag for each parameter.
-            nbytes: of the payload.
-            epoch: the epoch, -1 if its data is not leased.
-            trained: group batches of the epoch that are trained with this push.
-            layout: version of the layout.
-            incarnation: of the group.
-            sequence: number of the push.
-        """
+        """Build a message from an exchange that a group side needs; for the other arguments see `PushMessage`."""
         return cls(
             layout=layout,
             optimizer=optimizer,
@@ -814,13 +795,12 @@ class PushMessage(Message, tag="Push", frozen=True, kw_only=True):
 
 
 class AverageMessage(Message, tag="Average", frozen=True, kw_only=True):
-    """A group's own weights, for the mean of all groups'; answered with it when all have come. Payload follows.
+    """A group's own weights, answered with the mean of all groups' weights once all have arrived. Payload follows.
 
     Attributes:
-        optimizer: which of the model's optimizers.
-        nbytes: of the payload.
         request: as in `PushMessage`.
-        absent: places of the parameters that the payload does not hold: this group has them frozen as the server has.
+        absent: indices of the parameters that the payload leaves out, because this group has them frozen as the server
+            has.
     """
 
     optimizer: int
@@ -830,14 +810,14 @@ class AverageMessage(Message, tag="Average", frozen=True, kw_only=True):
 
 
 class GroupState(Message, frozen=True, kw_only=True):
-    """What a group alone knows, to be part of the next snapshot. The tensors follow as payload."""
+    """The state that only this group holds, for the next snapshot. The tensors follow as payload."""
 
     packed: Packed
     nbytes: int
 
 
 class FetchMessage(Message, tag="Fetch", frozen=True, kw_only=True):
-    """Send the master weights of one optimizer. By now my group has trained that much, as in `PushMessage`."""
+    """A request for the master weights of one optimizer, with the group's trained batches, as in `PushMessage`."""
 
     optimizer: int
     epoch: int = -1
@@ -846,16 +826,16 @@ class FetchMessage(Message, tag="Fetch", frozen=True, kw_only=True):
 
 
 class HeadForward(Message, frozen=True, kw_only=True):
-    """A group's batch arrives at a merged head. Answered when the group has access. The tensors follow as payload.
+    """A group's batch for a merged head, answered once the group has access. The tensors follow as payload.
 
     Attributes:
         optimizer: number of the head, among the optimizers.
-        packed: ``[arguments, keyword arguments]`` of the submodule; their tensors are in the payload, as
-            `lightning_omni.protocol.activations` has them.
+        packed: ``[arguments, keyword arguments]`` of the submodule; their tensors are in the payload, as encoded by
+            `lightning_omni.protocol.activations`.
         training: whether each of its submodules is in training mode, itself first.
         trainable: whether each of its weights is to be trained.
         autocast: dtype of automatic mixed precision, if any.
-        exclusive: whether a `HeadBackward` will follow; else the answer is all, and no group has to wait for it.
+        exclusive: whether a `HeadBackward` will follow; otherwise no group has to wait for this one.
     """
 
     optimizer: int
@@ -868,17 +848,16 @@ class HeadForward(Message, frozen=True, kw_only=True):
 
 
 class HeadBackward(Message, frozen=True, kw_only=True):
-    """The gradients of what the head gave; it is stepped, and the access is over. The tensors follow as payload.
+    """The gradients of a head's output, which step the head and end the access. The tensors follow as payload.
 
     Attributes:
-        optimizer: as in `HeadForward`.
-        packed: a list with one gradient for each tensor of the output; None where it took no part in the loss.
+        packed: a list with one gradient for each tensor of the output; None where the loss does not depend on it.
         hyperparameters: as in `PushMessage`, of the parameter groups that hold weights of the head.
-        scale: multiplies the gradients of the head's weights.
+        scale: factor for the gradients of the head's weights.
         clip: largest norm or magnitude of these; 0 clips nothing.
         clip_algorithm: ``"norm"`` or ``"value"``.
         epoch: as in `PushMessage`.
-        trained: as in `PushMessage`, with this batch; the push of the body tells of it.
+        trained: as in `PushMessage`, with this batch; the push of the body reports it.
     """
 
     optimizer: int
@@ -893,16 +872,16 @@ class HeadBackward(Message, frozen=True, kw_only=True):
 
 
 class HeadRelease(Message, frozen=True, kw_only=True):
-    """No backward pass follows: the access is over, and the head stays as it is."""
+    """The end of an access without a backward pass; the head stays unchanged."""
 
     optimizer: int
 
 
 class TakeSnapshot(Message, frozen=True, kw_only=True):
-    """Send everything: weights, optimizer states, clocks, as of one moment. ``request`` is as in `PushMessage`.
+    """A request for a snapshot: weights, optimizer states, clocks, of one moment. ``request`` is as in `PushMessage`.
 
     Attributes:
-        version: number of a validation: everything as it was when this was first asked for that one; 0 for now.
+        version: number of a validation: the moment of the first request with this number; 0 for now.
     """
 
     with_state: bool = True
@@ -911,11 +890,10 @@ class TakeSnapshot(Message, frozen=True, kw_only=True):
 
 
 class PublishEvaluation(Message, frozen=True, kw_only=True):
-    """What came of the validation that my group was given. The tensors follow as payload.
+    """The result of the validation assigned to a group. The tensors follow as payload.
 
     Attributes:
-        number: of the validation.
-        packed: ``{"metrics": ..., "buffers": {name: tensor}, "steps": ...}``, which other ranks read.
+        packed: ``{"metrics": ..., "buffers": {name: tensor}, "steps": ...}``, for the other ranks.
     """
 
     number: int
@@ -924,7 +902,7 @@ class PublishEvaluation(Message, frozen=True, kw_only=True):
 
 
 class ReadEvaluation(Message, frozen=True, kw_only=True):
-    """What came of this validation?"""
+    """A request for the result of a validation."""
 
     number: int
 
@@ -933,19 +911,19 @@ class ReadEvaluation(Message, frozen=True, kw_only=True):
 
 
 class AttachChallenge(Message, frozen=True, kw_only=True):
-    """Prove that you are the rank that was admitted."""
+    """A request to the other side to prove that it is the admitted rank."""
 
     nonce: Secret
 
 
 class Attached(Message, frozen=True, kw_only=True):
-    """The connection stands; ``mac`` proves that the side that was asked holds the secret, too."""
+    """The admission of the connection; ``mac`` proves that the answering side holds the secret, too."""
 
     mac: Secret
 
 
 class Brought(Message, frozen=True, kw_only=True):
-    """The server has it."""
+    """The answer to `Bring`."""
 
 
 class Collected(Message, frozen=True, kw_only=True):
@@ -955,15 +933,14 @@ class Collected(Message, frozen=True, kw_only=True):
 
 
 class Seeded(Message, frozen=True, kw_only=True):
-    """The server holds the master weights."""
+    """The answer to `Seed`."""
 
 
 class Restructured(Message, frozen=True, kw_only=True):
-    """The server's optimizer is so; the master weights that are new to the group follow as payload.
+    """The answer to `Restructure`; the master weights that are new to the group follow as payload.
 
     Attributes:
-        optimizer: its number.
-        layout: the version of the layout that the group now knows.
+        layout: version of the layout that the group now has.
     """
 
     optimizer: int
@@ -972,23 +949,23 @@ class Restructured(Message, frozen=True, kw_only=True):
 
 
 class GroupStateStored(Message, frozen=True, kw_only=True):
-    """The server keeps it."""
+    """The answer to `GroupState`."""
 
 
 class Weights(Message, frozen=True, kw_only=True):
-    """Master weights, or what else the method answers; the payload follows.
+    """The master weights, or the method's other answer; the payload follows.
 
     Attributes:
-        clock: of this optimizer.
-        staleness: of the push that this answers; -1 if it answers a fetch.
+        clock: clock of this optimizer.
+        staleness: staleness of the answered push; -1 for a fetch.
         applied: False if the push was not finite and was refused; then these are the master weights.
-        refused_in_row: pushes of this group refused in a row.
-        repeated: whether the push had come before, so that it was not applied once more; these are the master weights.
+        refused_in_row: consecutive refused pushes of this group.
+        repeated: whether the push had arrived before and was not applied again; then these are the master weights.
         progress: positions of the epoch trained by all groups.
         stop: as in `Leave`.
-        fragment: of the push that this answers, as there.
-        validations: those that are complete, as `ClaimValidation` gives them out.
-        groups: how many take part, of a run that they join on their own; else 0.
+        fragment: fragment of the answered push.
+        validations: number of complete validations, as counted by `ClaimValidation`.
+        groups: number of participating groups, if groups join the run on their own; otherwise 0.
     """
 
     optimizer: int
@@ -1007,19 +984,19 @@ class Weights(Message, frozen=True, kw_only=True):
 
 
 class HeadOutput(Message, frozen=True, kw_only=True):
-    """The group has exclusive access, and this is the head's output; the tensors follow as payload."""
+    """The head's output for a group that has exclusive access; the tensors follow as payload."""
 
     packed: Packed
     nbytes: int
 
 
 class HeadGradients(Message, frozen=True, kw_only=True):
-    """The gradients of what came into the head, one or None for each tensor; they follow as payload.
+    """The gradients of a head's inputs, one or None for each tensor; they follow as payload.
 
     Attributes:
         clock: updates of the head so far.
         applied: False if the gradients were not finite and the head was not stepped.
-        refused_in_row: gradients of this group refused in a row.
+        refused_in_row: consecutive refused gradients of this group.
     """
 
     packed: Packed
@@ -1030,11 +1007,11 @@ class HeadGradients(Message, frozen=True, kw_only=True):
 
 
 class HeadReleased(Message, frozen=True, kw_only=True):
-    """The access is over."""
+    """The answer to `HeadRelease`."""
 
 
 class Snapshot(Message, frozen=True, kw_only=True):
-    """Everything of one moment, the ``cut``; the tensors follow as payload."""
+    """A snapshot of one moment, the ``cut``; the tensors follow as payload."""
 
     cut: Cut
     packed: Packed
@@ -1042,22 +1019,22 @@ class Snapshot(Message, frozen=True, kw_only=True):
 
 
 class RunStateStored(Message, frozen=True, kw_only=True):
-    """The server has it."""
+    """The answer to `StoreRunState`."""
 
 
 class StoredRunState(Message, frozen=True, kw_only=True):
-    """What was stored for groups that join; the tensors follow as payload."""
+    """The stored state for groups that join; the tensors follow as payload."""
 
     packed: Packed
     nbytes: int
 
 
 class EvaluationPublished(Message, frozen=True, kw_only=True):
-    """The server has it."""
+    """The answer to `PublishEvaluation`."""
 
 
 class Evaluation(Message, frozen=True, kw_only=True):
-    """What came of a validation, as in `PublishEvaluation`; the tensors follow. Nothing, if its group is gone."""
+    """The result of a validation, as in `PublishEvaluation`; the tensors follow. It is void if its group is gone."""
 
     packed: Packed
     nbytes: int
@@ -1068,9 +1045,9 @@ class Evaluation(Message, frozen=True, kw_only=True):
 
 
 class ReadPublished(Message, frozen=True, kw_only=True):
-    """Show me what you have published for one optimizer: what was held for this connection, or else the last.
+    """A request for a leader's published weights of one optimizer: held for this connection, or else the last.
 
-    ``holds``: hold what is the last now, and tell me its number, but do not send it yet.
+    With ``holds``, the leader holds its current publication and returns its number without the weights.
     """
 
     optimizer: int
@@ -1078,10 +1055,10 @@ class ReadPublished(Message, frozen=True, kw_only=True):
 
 
 class PeerMessage(Message, frozen=True, kw_only=True):
-    """Weights for your inbox. The payload follows.
+    """Weights for another group's inbox. The payload follows.
 
-    Where the members of a group hold the model together, this is what one of them sends of message ``number`` of group
-    ``sender``, to its counterpart; otherwise the number is 0.
+    If the members of a group hold the model together, this is one member's part of message ``number`` of group
+    ``sender``, for its counterpart; otherwise the number is 0.
     """
 
     optimizer: int
@@ -1091,14 +1068,14 @@ class PeerMessage(Message, frozen=True, kw_only=True):
 
 
 class Published(Message, frozen=True, kw_only=True):
-    """What I have published; the payload follows, unless it is held. The first is number 1, and 0 is nothing yet."""
+    """A leader's published weights; the payload follows, unless it is held. The first has number 1; 0 is none yet."""
 
     nbytes: int
     number: int = 0
 
 
 class Taken(Message, frozen=True, kw_only=True):
-    """The message is in the inbox."""
+    """A confirmation that the message is in the inbox."""
 
 
 ToControl = (
@@ -1127,16 +1104,16 @@ _decoders = {
 
 
 def encode(message: Message) -> bytes:
-    """A message as bytes."""
+    """Encode a message."""
     return _encoder.encode(message)
 
 
 def decode(data: bytes | memoryview, *, at: str, channel: Channel) -> Any:
-    """Bytes as a message to a rank, or as one between leaders. What a server receives is in the table in `router`.
+    """Decode a message to a rank, or between leaders. The table in `router` has the messages that a server receives.
 
     Args:
         data: one encoded message.
-        at: which side reads it: ``"rank"``; or ``"server"``, the leader that is asked by another one.
+        at: the receiving side: ``"rank"``; or ``"server"``, the leader that another one has connected to.
         channel: ``"control"``, ``"data"`` or ``"peer"``.
 
     Raises:
@@ -1146,7 +1123,7 @@ def decode(data: bytes | memoryview, *, at: str, channel: Channel) -> Any:
 
 
 def decode_with(decoder: msgspec.msgpack.Decoder[Any], data: bytes | memoryview, channel: Channel) -> Any:
-    """Bytes as one of the messages that a decoder knows; see `decode`."""
+    """Decode one of a decoder's messages; see `decode`."""
     try:
         return decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError, TypeError) as error:
@@ -1155,14 +1132,14 @@ def decode_with(decoder: msgspec.msgpack.Decoder[Any], data: bytes | memoryview,
 
 
 def method_to_wire(method: Any) -> dict[str, Any]:
-    """A method as plain data."""
+    """Return a method as plain data."""
     return to_wire(method)
 
 
 def method_from_wire(plain: dict[str, Any]) -> Any:
-    """A method from plain data.
+    """Return a method from plain data.
 
     Raises:
-        MalformedMessage: no such method, or wrong settings.
+        MalformedMessage: the method is unknown, or its settings are invalid.
     """
     return REGISTRY.from_wire(plain)

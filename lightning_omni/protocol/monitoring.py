@@ -1,4 +1,4 @@
-"""Monitoring: how the run goes, for ranks that ask."""
+"""Monitoring: the status of the run, for ranks that request it."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from lightning_omni.protocol.service import Out, Payload, Sender, Service
 from lightning_omni.topology import Topology
 
 LATELY = 64
-"""Pushes over which their time is averaged: where groups synchronize, the last one's takes many times the others'."""
+"""Pushes over which their time is averaged: if groups synchronize, the last one takes far longer than the others."""
 RATE_WINDOW = 10.0
 """Seconds over which the rate of updates is measured."""
 _PARTS = (m.PushMessage, sm.Sum)
-"""Messages that bring a push, or this server's part of one."""
+"""Messages that contain a push, or this server's part of one."""
 _ENDS = (sm.ShardReady, sm.Decide)
-"""Messages after which a part is handled that has come before: another server has its own, or it is decided on."""
+"""Messages after which an earlier part is handled, because another server has its own part or the push was decided."""
 
 
 class Monitoring(Service):
-    """Measures the server, and hears from the ranks how long their steps take.
+    """The service that measures the server and collects the ranks' step times.
 
     Args:
         run: the run.
-        clock: tells the time that the server's arithmetic takes, in seconds.
-        strangers: messages refused because they were malformed or their sender had not been admitted.
-        handled: counts the pushes that were handled, also those of earlier groups.
+        clock: returns seconds, for the duration of the server's arithmetic.
+        strangers: returns the number of messages refused as malformed, or from a sender that was not admitted.
+        handled: returns the number of handled pushes, including those of earlier groups.
 
     Attributes:
-        pushes: that were handled so far.
-        total_serve_time: seconds that they have taken.
+        pushes: number of pushes handled so far.
+        total_serve_time: their total duration in seconds.
     """
 
     def __init__(
@@ -47,9 +47,9 @@ class Monitoring(Service):
         self._handled = handled
         self._rate: deque[tuple[float, int]] = deque()
         self._began: float | None = None
-        self._is_part = False  # whether the message that is being handled brings a push
+        self._is_part = False  # whether the current message contains a push
         self._handled_before = 0
-        self._unfinished = 0.0  # seconds that parts of pushes have taken that are not handled yet
+        self._unfinished = 0.0  # duration of the parts of unfinished pushes
         self._serve_times: deque[float] = deque(maxlen=LATELY)
         self._serves = False
         self.pushes = 0
@@ -61,19 +61,19 @@ class Monitoring(Service):
         self._unfinished = 0.0
 
     def begin(self, message: m.Message) -> None:
-        """A message has come in, and is about to be handled."""
+        """Start to measure a message."""
         self._is_part = isinstance(message, _PARTS)
         self._began = self._clock() if self._is_part or isinstance(message, _ENDS) else None
         self._handled_before = self._handled()
 
     def end(self) -> None:
-        """The answers to the last message are with the socket; what it took of a push has taken until now."""
+        """Stop measuring the last message, whose answers have been passed to the socket."""
         if self._began is None:
             return
         lasted = max(0.0, self._clock() - self._began)
         self._began = None
         handled = self._handled() - self._handled_before
-        if not (handled or self._is_part):  # it was about another request
+        if not (handled or self._is_part):  # it belongs to another request
             return
         self.total_serve_time += lasted
         self._unfinished += lasted
@@ -82,26 +82,24 @@ class Monitoring(Service):
         self.pushes += handled
         if self._serves:
             self._serve_times.append(self._unfinished / handled)
-        self._serves = True  # the first after groups were formed has memory to find
+        self._serves = True  # the first push after groups were formed allocates memory
         self._unfinished = 0.0
 
     def tick(self, now: float) -> None:
-        """Time passes."""
         self._rate.append((now, self._shards.clock))
         while now - self._rate[0][0] > RATE_WINDOW:
             self._rate.popleft()
 
     def heartbeat(self, sender: Sender, message: m.Heartbeat, payload: Payload) -> list[Out]:
-        """A rank is alive, and says how long its steps take."""
+        """Record a rank's heartbeat with its step times, and answer with the status."""
         self._roster.members[sender.rank].update(message)
         return [Out(sender.peer, m.CONTROL, self.status(message.sent))]
 
     def ask(self, sender: Sender, message: m.AskStatus, payload: Payload) -> list[Out]:
-        """A rank asks how the run goes."""
         return [Out(sender.peer, m.CONTROL, self.status(0.0))]
 
     def status(self, sent: float) -> m.Status:
-        """How the run goes.
+        """Return the status of the run.
 
         Args:
             sent: see `lightning_omni.protocol.messages.Status`.

@@ -1,4 +1,4 @@
-"""The protocol in real time, over ZeroMQ: frames, the server's loop, connections, process launch, keys."""
+"""The protocol in real time over ZeroMQ: frames, the server's loop, connections, process launch and keys."""
 
 from lightning_omni.server.connection import ControlConnection, DataConnection
 from lightning_omni.server.loop import Server

@@ -1,10 +1,10 @@
-"""The embedded server's process: ``python -m lightning_omni.server``, started by rank 0 and ended with it.
+"""The process of the embedded server: ``python -m lightning_omni.server``, started by rank 0 and ended with it.
 
-The first line of standard input is the settings, with the key. Whatever comes after it, or the end of standard input,
-is the end of the run; processes that the parent has forked since (data loaders) hold the other end, too, so that the
-end of standard input may be long in coming. One line with the addresses goes to standard output. A server that saves
-its state is forked, so that another one can continue at once when it is killed (`supervisor`). A server that holds a
-share of the weights ends with the one that coordinates instead.
+Rank 0 writes the settings, with the key, as the first line of standard input. Any further byte, or the end of standard
+input, ends the run; data loaders forked since hold the other end of the pipe, too, so that end may be late. The server
+writes one line with its address to standard output. A server that saves its state is forked, so that a successor can
+continue when it is killed (`supervisor`). A server that holds a share of the weights ends with the coordinating server
+instead.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _log = logging.getLogger(__name__)
 
 
 def main() -> int:
-    """Serves one parent process, itself or by a process that it forks and watches."""
+    """Serve one parent process, either directly or in a forked process that this one supervises."""
     ignore_signals()
     logging.basicConfig(format="lightning-omni server: %(message)s", level=logging.WARNING)
     parent = os.getppid()
-    preload()  # now, while the ranks still start and join
+    preload()  # overlaps with the start of the ranks
     line = _standard_input().readline()
-    if not line.strip():  # the run has ended and never needed a server
+    if not line.strip():  # the run has ended without needing a server
         return 0
     settings = msgspec.json.decode(line, type=ServerSettings)
     if not settings.state or settings.shard or not can_supervise():
@@ -53,23 +53,23 @@ def main() -> int:
 
 
 def _serve(settings: ServerSettings, lifeline: Lifeline | None) -> int:
-    """Serves until the run has ended.
+    """Serve until the run has ended, and return the exit status.
 
     Args:
-        settings: of the server.
-        lifeline: to the process that has forked this one; None if this is the one that rank 0 has started.
+        settings: the server's settings.
+        lifeline: connection to the process that forked this one; None in the process that rank 0 started.
     """
     raise_limit_of_files()
     torch.set_num_threads(settings.threads)
     before = lifeline.report if lifeline is not None else ""
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # the first line on standard output is ours
+        with contextlib.redirect_stdout(sys.stderr):  # rank 0 reads the first line of standard output
             load_plugins(settings)
         core = core_from(settings)
         states = _restore(settings, core)
         server = _listen(settings, core, before or settings.again)
     except Exception as error:
-        if before:  # rank 0 knows where the first one was, and reads no more
+        if before:  # rank 0 already has the address and reads no more
             _log.error("the parameter server could not be started again: %s", error)
         else:
             _report(Ready(address="", error=str(error)))
@@ -79,7 +79,7 @@ def _serve(settings: ServerSettings, lifeline: Lifeline | None) -> int:
     if lifeline is not None:
         lifeline.send(server.address)
     if settings.shard:
-        # It ends with the server that coordinates: a rank that dies costs its own group, not the share that is here.
+        # Only the coordinating server ends this one: a dead rank costs its own group, not the share held here.
         server.run(until=lambda: False)
         server.close()
         return 0
@@ -93,14 +93,14 @@ def _serve(settings: ServerSettings, lifeline: Lifeline | None) -> int:
     server.run(until=is_over)
     server.farewell("rank 0 has ended, and the parameter server with it")
     server.close()
-    if states is not None:  # if rank 0 was killed, no other process removes it
+    if states is not None:  # if rank 0 was killed, no other process removes the directory
         states.close()
         remove_if_abandoned(f"ipc://{settings.state}")
     return 0
 
 
 def _restore(settings: ServerSettings, core: ServerCore) -> StateDirectory | None:
-    """Loads what a server before this one has saved, if there was one; returns where this one saves, if it does."""
+    """Load the state that an earlier server has saved, if any; return the `StateDirectory` to poll, if any."""
     if not settings.state:
         return None
     if settings.shard:
@@ -113,7 +113,7 @@ def _restore(settings: ServerSettings, core: ServerCore) -> StateDirectory | Non
 
 
 def _listen(settings: ServerSettings, core: ServerCore, again: str) -> transport.Served:
-    """The driver of the state machine, bound to its address; ``again`` is that of a server before this one."""
+    """Return the driver of the state machine, bound to a new address or to that of an earlier server (``again``)."""
     chosen = transport.from_wire(settings.transport)
     if settings.shard:
         if settings.state:
@@ -125,16 +125,16 @@ def _listen(settings: ServerSettings, core: ServerCore, again: str) -> transport
 
 
 def _end_with_coordinator() -> None:
-    """If the process that has started this one is gone, this one ends at once, whatever it is at.
+    """Exit at once when the coordinating server, which started this process, is gone.
 
-    It coordinates, and another one goes on at its address, which starts the others again: this one is none of those.
+    Its successor starts new servers for the shares.
     """
     if not _standard_input().read(1):
         os._exit(ORPHANED)
 
 
 class _Parent:
-    """Rank 0, as a server sees it that it has started."""
+    """A watch on rank 0, the process that started this server."""
 
     def __init__(self) -> None:
         self._number, self._is_gone = os.getppid(), threading.Event()
@@ -142,8 +142,8 @@ class _Parent:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended, or wants the server to."""
-        # If it was killed, it has not said so, and a forked data loader may hold the other end of the pipe.
+        """Return whether rank 0 has ended or has requested the end of the server."""
+        # A killed rank 0 sends nothing, and a forked data loader may hold the other end of the pipe.
         return self._is_gone.is_set() or os.getppid() != self._number
 
     def _watch(self) -> None:
@@ -153,12 +153,12 @@ class _Parent:
 
 
 def _standard_input() -> io.FileIO:
-    """Without a buffer, in which what comes after the settings would not be seen."""
+    """Open standard input without a buffer, because `select` does not see buffered bytes."""
     return io.FileIO(sys.stdin.fileno(), closefd=False)
 
 
 def _report(ready: Ready) -> None:
-    with contextlib.suppress(BrokenPipeError):  # the run has ended already; standard input says so, too
+    with contextlib.suppress(BrokenPipeError):  # the run has ended already, which standard input reports, too
         sys.stdout.buffer.write(msgspec.json.encode(ready) + b"\n")
         sys.stdout.buffer.flush()
 
@@ -166,4 +166,4 @@ def _report(ready: Ready) -> None:
 if __name__ == "__main__":
     code = main()
     logging.shutdown()
-    os._exit(code)  # there is nothing left to tidy up, and torch takes half a second for it, for which rank 0 waits
+    os._exit(code)  # nothing is left to clean up, and rank 0 would wait for torch's exit of half a second

@@ -1,8 +1,8 @@
-"""Where sockets are: addresses, and the private directory that holds the sockets of a run on one node.
+"""Addresses of sockets, and the private directory that holds the sockets of a run on one node.
 
-Only its user may enter that directory. The server makes it and holds a lock on it for as long as it lives, so that all
-processes can tell whether it is still in use, also after ``kill -9``. The process that ends last removes it, or the
-next server that starts.
+Only its user may enter that directory. The server creates it and locks it while it lives, so that every process can
+tell whether it is in use, also after ``kill -9``. The last process to end removes it, or else the next server that
+starts.
 """
 
 from __future__ import annotations
@@ -31,29 +31,28 @@ _NEW = ".new-"
 
 
 class PrivateDirectory:
-    """A directory of mode 0700, made for one server and locked by it.
+    """A directory of mode 0700, created for one server and locked by it.
 
     Args:
-        base: where to make it; None takes the first of the temporary directory, ``$XDG_RUNTIME_DIR`` and ``/tmp`` in
-            which sockets can be made. (The runtime directory comes second: systems remove it when its user logs out.)
-        at: one that another server had, which is gone: it is this one's from now on.
+        base: parent directory; None takes the first of the temporary directory, ``$XDG_RUNTIME_DIR`` and ``/tmp`` in
+            which sockets can be created. (Systems remove the runtime directory when its user logs out.)
+        at: directory of an earlier server that is gone; the new server takes it over.
 
     Raises:
-        ConfigurationError: sockets can be made in none of them.
+        ConfigurationError: sockets can be created in none of them.
 
     Attributes:
-        path: of the directory.
+        path: path of the directory.
     """
 
     def __init__(self, base: Path | None = None, at: Path | None = None) -> None:
         self.path, self._lock = _make(base) if at is None else _take(at)
 
     def address(self, name: str) -> str:
-        """Address of a socket in it."""
+        """Return the address of a socket in this directory."""
         return f"{_SCHEME}{self.path}/{name}"
 
     def remove(self) -> None:
-        """Removes it with all that it holds."""
         shutil.rmtree(self.path, ignore_errors=True)
         with contextlib.suppress(OSError):
             os.close(self._lock)
@@ -61,37 +60,37 @@ class PrivateDirectory:
 
 
 def is_offered() -> bool:
-    """Whether this machine's ZeroMQ has sockets in the file system."""
+    """Return whether ZeroMQ on this machine supports sockets in the file system."""
     return bool(zmq.has("ipc"))
 
 
 def is_private(address: str) -> bool:
-    """Whether an address is that of a socket in a private directory."""
+    """Return whether an address is that of a socket in a private directory."""
     return address.startswith(_SCHEME)
 
 
 def directory_of(address: str) -> Path:
-    """The private directory that a socket is in."""
+    """Return the private directory of a socket."""
     return Path(address.removeprefix(_SCHEME)).parent
 
 
 def sibling(address: str, name: str) -> str:
-    """Address of another socket in the same directory."""
+    """Return the address of another socket in the same directory."""
     return f"{address.rpartition('/')[0]}/{name}"
 
 
 def remove_if_abandoned(address: str) -> None:
-    """Removes the directory of an address if its server is gone; does nothing otherwise, or for TCP."""
+    """Remove the directory of an address if its server is gone; do nothing otherwise, or for TCP."""
     if is_private(address):
         _remove_if_abandoned(directory_of(address))
 
 
 def check_address(address: str, given: str = "") -> None:
-    """Raises `ConfigurationError` unless the address reads ``tcp://host:port`` or ``ipc:///directory/control``.
+    """Raise `ConfigurationError` unless the address reads ``tcp://host:port`` or ``ipc:///directory/control``.
 
     Args:
-        address: of a server.
-        given: how the caller was given it, for the message; empty for ``server=``.
+        address: address of a server.
+        given: argument that held the address, for the message; empty for ``server=``.
     """
     if not _is_address(address):
         meant = f', here "{_TCP}{address}"' if _is_address(f"{_TCP}{address}") else ""
@@ -102,7 +101,7 @@ def check_address(address: str, given: str = "") -> None:
 
 def _is_address(address: str) -> bool:
     if is_private(address):
-        return address.startswith(f"{_SCHEME}/")  # a path may have any characters
+        return address.startswith(f"{_SCHEME}/")  # a path may contain any characters
     try:
         parts = urlsplit(address)
         good = not (parts.query or parts.fragment or parts.username or " " in address)
@@ -112,11 +111,11 @@ def _is_address(address: str) -> bool:
 
 
 def data_address(control: str, port: int) -> str:
-    """Address of a server's data socket.
+    """Return the address of a server's data socket.
 
     Args:
-        control: address of its control socket.
-        port: of its data socket, where these are sockets of TCP.
+        control: address of the server's control socket.
+        port: port of its data socket, if it uses TCP.
 
     Example:
         >>> data_address("tcp://10.0.0.1:5555", 5556), data_address("ipc:///tmp/a/control", 0)
@@ -128,12 +127,12 @@ def data_address(control: str, port: int) -> str:
 
 
 def memory_path(control: str) -> str:
-    """Path of the socket over which memory is handed to a server in a private directory."""
+    """Return the path of the socket through which leaders pass memory to a server in a private directory."""
     return sibling(control, MEMORY).removeprefix(_SCHEME)
 
 
 def beside(address: str, server: str) -> str:
-    """Address of a socket, on the host of a server if it is bound to all interfaces there.
+    """Return the address of a socket; if it is bound to all interfaces, replace its host by the server's.
 
     Example:
         >>> beside("tcp://0.0.0.0:7000", "tcp://10.0.0.1:5555"), beside("tcp://10.0.0.2:7000", "tcp://10.0.0.1:5555")
@@ -145,13 +144,13 @@ def beside(address: str, server: str) -> str:
 
 
 def own_host(server: str) -> str:
-    """The address by which this machine is known on the way to a server: loopback if that runs here.
+    """Return the address of this machine on the route to a server: loopback if the server runs here.
 
     Args:
         server: ``tcp://host:port``.
 
     Raises:
-        ConnectionLost: this machine does not know the host.
+        ConnectionLost: this machine cannot resolve the host.
     """
     parts = urlsplit(server)
     try:
@@ -161,12 +160,12 @@ def own_host(server: str) -> str:
             f"no parameter server can be reached at {server}: {error.strerror}; check the host's name"
         ) from error
     with socket.socket(kind, socket.SOCK_DGRAM) as probe:
-        probe.connect(target)  # a datagram socket: nothing is sent, but the system picks the route
+        probe.connect(target)  # a datagram socket sends nothing here, but the system picks the route
         return str(probe.getsockname()[0])
 
 
 def tcp_endpoint(host: str, port: int = 0) -> str:
-    """What to bind for a host's address or name; port 0 takes a free one."""
+    """Return the endpoint to bind for a host's address or name; port 0 takes a free one."""
     return f"tcp://{f'[{host}]' if ':' in host else host}:{port or '*'}"
 
 
@@ -198,7 +197,7 @@ def _make_in(base: Path) -> tuple[Path, int]:
         if (too_long := len(os.fsencode(path / _LONGEST_NAME)) - zmq.IPC_PATH_MAX_LEN) > 0:
             raise OSError(0, f"its path is {too_long} bytes too long for sockets")
         _try_socket(new / DATA)
-        # Locked before it has the name by which others look for abandoned ones.
+        # Locked before it is renamed: other servers remove unlocked directories of the final name.
         lock = _open_locked(new)
         if lock is None:
             raise OSError(0, "directories cannot be locked there")
@@ -210,7 +209,7 @@ def _make_in(base: Path) -> tuple[Path, int]:
 
 
 def _take(path: Path) -> tuple[Path, int]:
-    """The directory of a server that is gone, which may have been removed meanwhile."""
+    """Take over the directory of a server that is gone; create it if it was removed meanwhile."""
     try:
         path.mkdir(mode=0o700, exist_ok=True)
         lock = _open_locked(path)
@@ -224,14 +223,13 @@ def _take(path: Path) -> tuple[Path, int]:
 
 
 def _try_socket(path: Path) -> None:
-    """Not every file system holds sockets."""
+    """Raise OSError where the file system cannot hold sockets."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.bind(str(path))
     path.unlink()
 
 
 def _sweep(base: Path) -> None:
-    """Removes what servers that were killed have left behind."""
     with contextlib.suppress(OSError):
         for path in base.glob(f"{PREFIX}*"):
             _remove_if_abandoned(path)
@@ -248,7 +246,7 @@ def _remove_if_abandoned(path: Path) -> None:
 
 
 def _open_locked(path: Path) -> int | None:
-    """An open, locked directory of this user; None if another process holds the lock."""
+    """Open and lock a directory of this user; return None if another process holds the lock."""
     directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         if os.fstat(directory).st_uid != os.geteuid():

@@ -1,4 +1,4 @@
-"""Time as a process has lived through it: who stood still itself cannot say that others were silent."""
+"""A clock that leaves out the time in which its own process was stopped or busy."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import time
 from collections.abc import Callable
 
 LONGEST = 2.0
-"""Seconds that may count between two readings. Loops read their clock several times a second."""
+"""The most seconds that count between two readings. Loops read their clock several times a second."""
 
 
 class AwakeClock:
-    """A monotonic clock that stands still with its process.
+    """A monotonic clock that stops with its process.
 
-    A job that is stopped and goes on (Ctrl-Z and ``fg``, ``scontrol suspend``, a virtual machine that is moved) comes
-    back as a whole: the silence of the others was its own. So does a server that was busy with one message for long:
-    what it was told meanwhile lies in its queue.
+    A job that is stopped and resumed (Ctrl-Z and ``fg``, ``scontrol suspend``, a migrated virtual machine) resumes as a
+    whole: the silence of the others was only this process's own pause. The same holds for a server that one message
+    kept busy for long, with later messages in its queue.
 
     Args:
-        now: seconds, never less than before.
+        now: a function that returns seconds and never decreases.
 
     Example:
         >>> moments = iter([0.0, 0.5, 1.0, 61.0, 61.5])
@@ -32,7 +32,7 @@ class AwakeClock:
         self._stood = 0.0
 
     def __call__(self) -> float:
-        """Seconds, on the scale of ``now``, without those in which it was not read for too long."""
+        """Return seconds on the scale of ``now``, less the time beyond `LONGEST` between any two readings."""
         now = self._now()
         self._stood += max(0.0, now - self._last - LONGEST)
         self._last = now

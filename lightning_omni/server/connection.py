@@ -57,48 +57,48 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=m.Message)
 LAST_WORDS = 50
-"""Milliseconds in which a connection that has ended may still bring what was said before."""
+"""Milliseconds for which an ended connection is still read for messages sent before its end."""
 HEARTBEAT = 0.5
-"""Seconds between two signs of life."""
+"""Seconds between two heartbeats."""
 CONNECT_TIME = 60.0
-"""Seconds in which a data connection must stand."""
+"""Seconds within which a data connection must be established."""
 GRACE = 60.0
-"""Seconds within which a rank hears that its server is gone when a data connection broke: the server may be busy."""
+"""Seconds between a broken data connection and the report that the server is gone, at most: it may be busy."""
 TOLD_WHY = 5.0
-"""Seconds within which a rank hears why its server is ending, if that still answers on a data connection."""
+"""Seconds to wait for the reason of a server that ends, if it still answers on a data connection."""
 _BROKEN = "the data connection broke, and what was under way on it is lost: the other side has ended it, or the network"
 LONGEST_REASON = 4000
-"""Characters of a reason that are sent."""
+"""The most characters of a reason that are sent."""
 _PAUSE = 0.02
-"""Seconds after which a rank that waits for a server to go on asks whether there is one."""
+"""Seconds between two checks of a rank that waits for a server to continue."""
 _SLICE = 200
-"""Milliseconds after which a waiting rank looks whether there is still something to wait for."""
+"""Milliseconds between two checks whether waiting is still of use."""
 
 
 class ControlConnection(Control):
-    """A rank's control connection. Requests come from one thread; a second one keeps the connection alive.
+    """A rank's control connection. One thread sends the requests; a second one keeps the connection alive.
 
     Args:
         address: the server's control socket, ``tcp://host:port`` or ``ipc:///directory/control``.
         key: the run's shared secret.
-        run: a name that all ranks of the run agree on.
+        run: name on which all ranks of the run agree.
         rank: this rank.
         world_size: number of ranks.
-        layout: the parameters of all optimizers; every rank must have the same.
+        layout: parameters of all optimizers; every rank must have the same.
         connect_timeout: seconds to wait for the server's first answer.
-        on_end: called, from the other thread, when this rank must stop.
+        on_end: called from the second thread when this rank must stop.
         encryption: ``"curve"`` or ``"off"``, as the server's; sockets in a private directory need none.
-        shared_memory: whether tensors of a server on this machine go through memory that both have, where they can.
+        shared_memory: whether to exchange tensors with a server on this machine through shared memory where possible.
         silence: seconds without a sign of life after which the server may end the connection; 0 for never.
 
     Attributes:
-        keys: what the run's key was turned into.
-        session: what opens this rank's data connection.
+        keys: secrets derived from the run's key.
+        session: values that open this rank's data connection.
 
     Raises:
-        ConfigurationError: the address is none.
+        ConfigurationError: the address is invalid.
         ConnectionLost: the server cannot be reached.
-        Refused: the server does not want this rank, and says why.
+        Refused: the server rejects this rank; the error holds the reason.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class ControlConnection(Control):
         self._closing = False
         self._thread: threading.Thread | None = None
         self._dialed: Dialed | None = None
-        self._unanswered: list[bytes] | None = None  # the request that is under way
+        self._unanswered: list[bytes] | None = None  # the request that awaits its answer
         try:
             self._join = partial(self._dial, key, run, world_size, layout)
             self._dialed, welcome = self._join(connect_timeout)
@@ -280,11 +280,11 @@ class ControlConnection(Control):
         )
 
     def _check_open(self) -> None:
-        """Raises `ConnectionLost` if this connection is about to be closed: no server is looked for any more."""
+        """Raise `ConnectionLost` once this connection is being closed, so that dialing stops."""
         if self._closing:
             raise ConnectionLost("this connection was closed")
 
-    # --- The other thread --------------------------------------------------------------------------------------------
+    # --- The connection's thread -------------------------------------------------------------------------------------
 
     def _keep_alive(self) -> None:
         while not self._closing:
@@ -297,7 +297,7 @@ class ControlConnection(Control):
             return
 
     def _return(self) -> bool:
-        """Looks for the server until another one goes on in its place. Returns whether one does."""
+        """Dial until another server continues in place of the lost one; return whether one does."""
         self.is_away = True
         if self.records:
             text = "the parameter server at %s is gone; it is looked for over %.0f s"
@@ -319,7 +319,7 @@ class ControlConnection(Control):
         return True
 
     def _serve(self) -> ConnectionLost | None:
-        """Keeps the connection alive until it is closed, or its server gone: then returns how it went."""
+        """Keep the connection alive until it is closed, or until the server is gone; then return the error."""
         poller = zmq.Poller()
         for wire in (self._inside, self._wire, self._monitor):
             poller.register(wire, zmq.POLLIN)
@@ -338,7 +338,7 @@ class ControlConnection(Control):
                 self._receive_control()
             if self._monitor in ready:
                 recv_monitor_message(self._monitor)
-                while self._wire.poll(LAST_WORDS):  # what it said last may still lie here, and say why
+                while self._wire.poll(LAST_WORDS):  # the server's last message may still be queued and hold the reason
                     self._receive_control()
                 return ConnectionLost(f"the parameter server at {self.address} is gone; the run cannot go on")
             if now - last_seen > self.heartbeat_timeout:
@@ -351,7 +351,7 @@ class ControlConnection(Control):
         return None
 
     def _send(self, frames: list[bytes]) -> None:
-        with contextlib.suppress(zmq.Again):  # the connection has ended, as the monitor says
+        with contextlib.suppress(zmq.Again):  # the connection has ended, which the monitor reports
             self._wire.send_multipart(frames, zmq.NOBLOCK)
 
     def _receive_control(self) -> None:
@@ -375,7 +375,7 @@ class ControlConnection(Control):
 
 
 def eviction_sentence(notice: m.Notice) -> str:
-    """What the other ranks are told of a group that is lost.
+    """Return the sentence that the other ranks log about an evicted group.
 
     Example:
         >>> eviction_sentence(m.Notice(lost=(2, 3), reason="rank 3 failed: ValueError"))
@@ -384,21 +384,21 @@ def eviction_sentence(notice: m.Notice) -> str:
         'rank 1 was interrupted (Ctrl-C); its group is evicted, 1 rank is lost, the others go on, unless they were, too'
     """
     lost = f"{counted(len(notice.lost), 'rank')} {'is' if len(notice.lost) == 1 else 'are'} lost"
-    # A terminal interrupts all ranks, of which this is the first that the server has heard of.
+    # A terminal interrupts all ranks; this is only the first one that reached the server.
     but = ", unless they were, too" if INTERRUPTED in notice.reason else ""
     return f"{quoted(notice.reason)}; its group is evicted, {lost}, the others go on{but}"
 
 
 @dataclass(frozen=True)
 class Session:
-    """What opens the data connection of an admitted rank.
+    """The values that open the data connection of an admitted rank.
 
     Attributes:
         address: the server's data socket.
         rank: the rank.
-        secret: of this rank's process and the server; it never travels.
-        keys: of the run.
-        memory: path of the socket over which memory is handed to the server; empty if none is.
+        secret: secret of this rank's process and the server; it is never sent.
+        keys: secrets of the run.
+        memory: path of the socket that passes memory to the server; empty if none does.
     """
 
     address: str
@@ -409,18 +409,18 @@ class Session:
 
 
 class DataConnection(Data):
-    """A rank's data connection: tensors out, tensors in. Used from one thread.
+    """A rank's data connection, which sends and receives tensors. One thread uses it.
 
     Args:
-        session: from the control connection.
-        check: called while waiting; raises what makes waiting pointless.
+        session: session of the control connection.
+        check: called while waiting; raises if waiting is of no use any more.
         timeout: seconds to wait for any one answer.
-        grace: seconds for which an answer is waited for when the connection has broken. Meanwhile ``check`` may tell
-            that it is the server that is gone, and that another one goes on.
+        grace: seconds to wait for an answer after the connection has broken; meanwhile ``check`` may report that
+            another server continues.
 
     Attributes:
-        moved: bytes of payload that went out and came in so far.
-        shared: of these, bytes that lay in memory that is shared with the server.
+        moved: bytes of payload sent and received.
+        shared: the part of ``moved`` in memory shared with the server.
     """
 
     def __init__(
@@ -449,14 +449,14 @@ class DataConnection(Data):
 
     def send(self, message: m.Message, payload: Tensor | None = None, into: Tensor | None = None) -> None:
         room = self._sharing.place(into)
-        if room in self._offered:  # the answer that never came may still be written there; this one goes by socket
+        if room in self._offered:  # the answer missing so far may still be written there; this one travels by socket
             room = None
         places = Places(self._sharing.place(payload), room)
         self._awaited = None
         if room is not None and into is not None:
             self._offered.add(room)
             self._awaited = room, into
-        try:  # there is no limit to what is queued: it blocks only where there is no connection any more
+        try:  # the queue has no limit: sending blocks only without a connection
             for frames in message_frames(message, places):
                 self._wire.send_multipart(frames, zmq.NOBLOCK)
             for chunk in chunks(payload) if payload is not None and places.payload is None else ():
@@ -477,7 +477,7 @@ class DataConnection(Data):
         place, room = self._awaited or (None, None)
         if place is not None:
             self._offered.discard(place)
-        if isinstance(answer, m.RefusedMessage) and self._has_broken:  # ZeroMQ has made another one: a stranger
+        if isinstance(answer, m.RefusedMessage) and self._has_broken:  # ZeroMQ has reconnected, without admission
             self._raise_why_it_broke()
         answer = answer_of(answer, expect)
         nbytes = getattr(answer, "nbytes", 0)
@@ -492,7 +492,6 @@ class DataConnection(Data):
         return answer, self._assemble(answer, into[:nbytes])
 
     def close(self) -> None:
-        """Closes the connection at once."""
         self._dialed.close()
         self._context.term()
 
@@ -507,7 +506,7 @@ class DataConnection(Data):
         return bool(self._dialed.monitor.poll(0))
 
     def _raise_why_it_broke(self) -> NoReturn:
-        """Raises what the control connection knows, or hears soon: an ending server tells it there."""
+        """Raise the error of the control connection, on which an ending server soon sends its reason."""
         clock = AwakeClock()
         deadline = clock() + min(self._grace, TOLD_WHY)
         while clock() < deadline:

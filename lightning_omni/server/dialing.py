@@ -1,4 +1,4 @@
-"""How a rank comes to a connection on which it was admitted: it tries again until it is, or until time is up."""
+"""Repeated attempts to connect and be admitted, until one succeeds or time is up."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ T = TypeVar("T")
 Answer = TypeVar("Answer", bound=m.Message)
 
 _SLICE = 100
-"""Milliseconds after which a waiting rank looks whether there is still something to wait for."""
+"""Milliseconds between two checks whether waiting is still of use."""
 SIGN = 100
-"""Milliseconds between two signs of life. The first of them tells the server how long it is to wait for the next."""
+"""Milliseconds between two ZeroMQ heartbeats, which carry the time that the server is to wait for the next one."""
 ANSWERED = 60_000
-"""Milliseconds in which a server must answer one: it may be busy, and ranks have other ways to tell whether it is."""
+"""Milliseconds within which a server must answer a heartbeat: it may be busy, and ranks have other ways to check it."""
 _CONNECT_TIME = 1000
-"""Milliseconds that a connection may take to come about before it is asked for again."""
+"""Milliseconds after which an unanswered TCP connection is requested again."""
 _PAUSE = 0.1
-"""Seconds, on average, until the next attempt: a server that is beset by strangers may have ended the last one."""
+"""Mean seconds until the next attempt: a server under a flood of strangers may have ended the last one."""
 
 
 class _Ended(Exception):
-    """The other side has ended the connection."""
+    """The error of a connection that the other side has ended."""
 
 
 class Dialed:
-    """One attempt: a socket of its own, so that answers to an earlier one are never taken for answers to this.
+    """One attempt to connect, on its own socket, so that a late answer to an earlier attempt cannot reach this one.
 
     Args:
-        context: for the socket.
-        address: where to.
-        keys: of the run.
-        largest_frame: bytes of a frame that may come.
-        channel: what is spoken.
-        decode: makes messages of bytes, where these are none to a rank.
-        silence: seconds after which the server ends the connection if nothing comes on it; 0 for never. ZeroMQ's own
-            thread gives signs of life, also while Python does not let go of its lock, and not if the process is
+        context: ZeroMQ context of the socket.
+        address: address to connect to.
+        keys: secrets of the run.
+        largest_frame: largest frame that is accepted, in bytes.
+        channel: channel of the messages.
+        decode: decodes an answer from bytes; by default as a message to a rank.
+        silence: seconds without a sign of life after which the server ends the connection; 0 for never. ZeroMQ's own
+            thread sends the signs of life, so they continue while Python holds its lock, and cease when the process is
             stopped.
     """
 
@@ -66,10 +66,10 @@ class Dialed:
         self.wire: zmq.Socket[bytes] = context.socket(zmq.DEALER)
         configure(self.wire, largest_frame)
         self.wire.setsockopt(zmq.IPV6, int("[" in address))
-        # What goes out is bounded by the ranks that wait for the answer, and so is what comes in.
+        # The ranks that wait for answers bound both queues.
         self.wire.setsockopt(zmq.SNDHWM, 0)
         self.wire.setsockopt(zmq.RCVHWM, 0)
-        # Left to itself the system asks ever more seldom, and while strangers crowd the gate few are answered.
+        # By default the system retries at growing intervals, and few attempts succeed while strangers crowd the gate.
         self.wire.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_TIME)
         if silence:
             self.wire.setsockopt(zmq.HEARTBEAT_IVL, SIGN)
@@ -77,7 +77,7 @@ class Dialed:
             self.wire.setsockopt(zmq.HEARTBEAT_TIMEOUT, ANSWERED)
         try:
             self.monitor = self.wire.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        except BaseException:  # too many files are open; while a socket is, its context waits for it
+        except BaseException:  # too many files are open; the context waits for open sockets
             self.wire.close(0)
             raise
         try:
@@ -88,10 +88,10 @@ class Dialed:
             raise
 
     def ask(self, message: m.Message, expect: type[Answer], deadline: float, check: Callable[[], None]) -> Answer:
-        """Says something and waits for the answer."""
+        """Send a message and return its answer."""
         try:
             self.wire.send(m.encode(message), zmq.NOBLOCK)
-        except zmq.Again:  # the handshake below has failed for good
+        except zmq.Again:  # the CURVE handshake has failed for good
             raise _Ended from None
         poller = zmq.Poller()
         for wire in (self.wire, self.monitor):
@@ -111,7 +111,6 @@ class Dialed:
         return answer
 
     def close(self) -> None:
-        """Ends the attempt, or the connection that came of it."""
         if not self.wire.closed:
             self.wire.disable_monitor()
             self.monitor.close(0)
@@ -126,19 +125,19 @@ def dial(
     silence: str,
     limit: float,
 ) -> tuple[Dialed, T]:
-    """Tries until ``talk`` has come to its end.
+    """Repeat attempts until ``talk`` completes on one of them; return that attempt and the result.
 
     Args:
-        make: makes an attempt.
-        talk: what is said, until a deadline; its result is returned.
-        keys: of the run.
+        make: starts an attempt.
+        talk: exchanges the messages of an attempt until a deadline; `dial` returns its result.
+        keys: secrets of the run.
         where: the address, for messages.
-        silence: what is wrong if no answer comes, for messages.
+        silence: explanation of a missing answer, for messages.
         limit: seconds.
 
     Raises:
-        Refused: the other side refused, or ended every connection before it had let it in.
-        ConnectionLost: no answer came.
+        Refused: the other side refused, or ended every connection before admission.
+        ConnectionLost: no answer arrived.
     """
     deadline = time.monotonic() + limit
     while True:
@@ -166,7 +165,7 @@ def dial(
 def attach(
     attempt: Dialed, deadline: float, secret: bytes, number: int, check: Callable[[], None] = lambda: None
 ) -> None:
-    """Proves to hold the secret of a data connection, or of one between leaders, and has it proved."""
+    """Authenticate both sides of a data connection, or of one between leaders, by their shared secret."""
     handshake.attach(
         lambda message, expect: attempt.ask(message, expect, deadline, check),
         secret,

@@ -1,7 +1,7 @@
-"""What is told of a run over HTTP: the metrics that Prometheus reads, and the status as JSON.
+"""The formats in which a run is exposed over HTTP: metrics for Prometheus, and the status as JSON.
 
-Every number is one that the server has measured or counted, or that a rank has told with its heartbeat; what is not
-known is left out.
+Every number was measured or counted by the server, or reported by a rank with its heartbeat. Unknown values are left
+out.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 PREFIX = "lightning_omni_"
 STALENESS_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256)
-"""Upper ends of the buckets of the staleness histogram, in updates."""
+"""Upper bounds of the buckets of the staleness histogram, in updates."""
 OPEN_METRICS = "application/openmetrics-text"
 MISSING = "--http needs prometheus_client; install it with: pip install 'lightning-omni[metrics]'"
 
 
 def check_installed() -> None:
-    """Raises `ConfigurationError` unless `metrics_text` can be called."""
+    """Raise `ConfigurationError` unless prometheus_client is installed, which `metrics_text` needs."""
     try:
         import prometheus_client  # noqa: F401
     except ImportError as error:
@@ -34,37 +34,34 @@ def check_installed() -> None:
 
 
 def status_json(overview: m.Overview, age: float, updated: float) -> bytes:
-    """An overview as JSON, with two fields more.
+    """Return an overview as JSON, with two additional fields.
 
     Args:
-        overview: of the run.
-        age: ``snapshot_age``: seconds since it was taken.
-        updated: ``time``: when it was taken, in seconds since 1970.
+        overview: overview of the run.
+        age: ``snapshot_age``: seconds since the overview was taken.
+        updated: ``time``: when the overview was taken, in seconds since 1970.
     """
     plain = msgspec.to_builtins(overview)
     return msgspec.json.encode({**plain, "snapshot_age": age, "time": updated}) + b"\n"
 
 
 def format_of(accept: str) -> str:
-    """Which of the two formats a reader gets, as what `metrics_text` is to be told that it takes.
+    """Return the format in which a reader gets the metrics, as the argument ``accept`` of `metrics_text`.
 
     Args:
-        accept: which formats the reader takes, as in HTTP. It may name any versions, and be made up.
+        accept: formats that the reader accepts, as in HTTP. The header is not trusted and may name any version.
     """
     return OPEN_METRICS if OPEN_METRICS in accept else ""
 
 
 def metrics_text(overview: m.Overview, taken: float, accept: str = "", is_of_run: bool = True) -> tuple[bytes, str]:
-    """An overview in the format that Prometheus reads.
+    """Return an overview in the format that Prometheus reads, and its content type.
 
     Args:
-        overview: of the run.
-        taken: when it was taken, in seconds since 1970.
-        accept: which formats the reader takes, as in HTTP; OpenMetrics if that is among them.
-        is_of_run: whether the run's metrics are among them; if not, those of the server alone.
-
-    Returns:
-        The text, and its content type.
+        overview: overview of the run.
+        taken: when the overview was taken, in seconds since 1970.
+        accept: formats that the reader accepts, as in HTTP; OpenMetrics is returned if it is among them.
+        is_of_run: whether to include the run's metrics; otherwise only those of the server.
     """
     from prometheus_client import CollectorRegistry, ProcessCollector
     from prometheus_client.exposition import choose_encoder
@@ -74,18 +71,18 @@ def metrics_text(overview: m.Overview, taken: float, accept: str = "", is_of_run
             yield from families(overview, taken) if is_of_run else _of_server(overview)
 
     registry = CollectorRegistry(auto_describe=False)
-    ProcessCollector(registry=registry)  # of this process: memory, files, processor time; nothing but on Linux
+    ProcessCollector(registry=registry)  # this process's memory, files and processor time; empty except on Linux
     registry.register(Collector())
     encode, kind = choose_encoder(accept)
     return encode(registry), kind
 
 
 def families(overview: m.Overview, taken: float) -> Iterator[Metric]:
-    """The metrics of a run.
+    """Yield the metrics of a run.
 
     Args:
-        overview: of the run.
-        taken: when it was taken, in seconds since 1970.
+        overview: overview of the run.
+        taken: when the overview was taken, in seconds since 1970.
     """
     yield from _of_run(overview, taken)
     if overview.plan is not None:
@@ -159,7 +156,7 @@ _TIMED: tuple[tuple[str, str, Callable[[m.GroupStatus], float]], ...] = (
     ("group_slowest_forward_seconds", "Of its slowest rank, the same.", lambda status: status.slowest_time),
     ("group_slowest_rank", "Which rank that is.", lambda status: status.slowest_rank),
 )
-"""Known once a group's ranks have timed a step."""
+"""Metrics that exist once a group's ranks have timed a step."""
 
 
 def _of_groups(groups: tuple[m.GroupOverview, ...]) -> Iterator[Metric]:

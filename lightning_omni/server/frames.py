@@ -1,10 +1,10 @@
-"""How messages and payloads lie in ZeroMQ frames.
+"""The layout of messages and payloads in ZeroMQ frames.
 
-On the data channel a message is one frame, and its payload follows in messages of two frames: an empty one, and at
-most half a megabyte of bytes. (One frame of 100 MB is half as fast: it cannot be copied out while the rest arrives.)
-Where the payload lies in memory that both processes share, the message has a second frame that says where (`sharing`),
-and nothing follows. A message that is larger itself is announced by a `Long` and comes in such pieces, too. On the
-control channel message and payload are the frames of one ZeroMQ message.
+On the data channel a message is one frame. Its payload follows in ZeroMQ messages of two frames: an empty frame, and at
+most half a megabyte of bytes. (One frame of 100 MB is half as fast, because it cannot be copied out while the rest
+arrives.) If the payload is in memory that both processes share, a second frame of the message holds its place
+(`sharing`), and nothing follows. A larger message is announced by a `Long` and sent in such pieces, too. On the control
+channel, message and payload are the frames of one ZeroMQ message.
 """
 
 from __future__ import annotations
@@ -24,30 +24,34 @@ from lightning_omni.server.sharing import NOWHERE, Places
 from lightning_omni.server.sharing import encode as encode_places
 
 CHUNK = 1 << 19
-"""Bytes of payload in one frame, at most."""
+"""The most bytes of payload in one frame."""
 LITTLE = 8 * CHUNK
-"""Bytes of payload up to which ZeroMQ may copy by itself: with 4 MB it takes as long, with 1 MB 0.95 of the time."""
+"""Bytes of payload up to which ZeroMQ itself copies: at 4 MB both ways take the same time, at 1 MB this one 0.95."""
 MOST_UNTAKEN = 16 << 20
-"""Bytes of answers that a process which watches has not taken, with `_ENVELOPE` for each frame; then it gets no more.
-Twice what `doctor` asks for."""
+"""Bytes of answers that an observer has not read, with `_ENVELOPE` for each frame, above which it is sent no more.
+
+`doctor` requests half as many.
+"""
 _ENVELOPE = 4 << 10
-"""Bytes that encryption adds to a frame, and more."""
+"""An upper bound of the bytes that encryption adds to a frame."""
 LARGEST_CONTROL_FRAME = 64 << 10
-"""Bytes of a frame that a server takes on the control channel; ZeroMQ ends a connection on which a larger one comes."""
+"""Bytes of a frame that a server accepts on the control channel; ZeroMQ ends a connection that sends a larger one."""
 LARGEST_DATA_FRAME = CHUNK + _ENVELOPE
-"""Bytes of a frame on the data channel and between leaders, likewise."""
+"""Bytes of a frame that is accepted on the data channel and between leaders."""
 LARGEST_ANSWER_FRAME = 16 << 20
-"""Bytes of a frame that a rank takes on the control channel: the status of a large run is one."""
+"""Bytes of a frame that a rank accepts on the control channel: the status of a large run is one frame."""
 KEPT_ALIVE = 60
-"""Seconds of silence on a connection after which the system asks the other side whether it stands: firewalls and
-address translation forget connections that are silent for a few minutes, as a data connection may be."""
+"""Seconds of silence after which the system checks a connection with a TCP keep-alive.
+
+Firewalls and address translation drop connections that are silent for a few minutes, as a data connection may be.
+"""
 CHUNK_MARK = b""
 PROBE = b""
-"""What the server sends on the control channel to find out whether a connection still stands. It is not answered."""
+"""A frame that the server sends on the control channel to check a connection. Ranks do not answer it."""
 
 
 def chunks(payload: Tensor) -> Iterator[memoryview]:
-    """A payload's bytes in pieces that share its memory.
+    """Yield a payload's bytes in pieces that share its memory.
 
     Args:
         payload: uint8, one-dimensional, on the CPU.
@@ -58,16 +62,16 @@ def chunks(payload: Tensor) -> Iterator[memoryview]:
 
 
 _Sent = tuple[memoryview, zmq.MessageTracker]
-"""The memory of a frame, and what knows whether that is out."""
+"""The memory of a frame, and the tracker that reports whether the frame has been sent."""
 
 
 class Assembly:
-    """Puts the chunks of one payload together again.
+    """The assembly of one payload from its chunks.
 
     Args:
-        message: the message that announced the payload.
+        message: message that announced the payload.
         buffer: uint8, exactly as long as the payload.
-        places: what came with the message.
+        places: places in shared memory that were sent with the message.
     """
 
     def __init__(self, message: Message, buffer: Tensor, places: Places = NOWHERE) -> None:
@@ -79,14 +83,14 @@ class Assembly:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all bytes are there."""
+        """Return whether all bytes have arrived."""
         return self._filled == self.buffer.numel()
 
     def fill(self, payload: Tensor) -> None:
-        """Copies a whole payload, which may change meanwhile.
+        """Copy a whole payload out of memory that may change meanwhile.
 
         Raises:
-            MalformedMessage: it is not as large as was announced.
+            MalformedMessage: its size is not the announced one.
         """
         if payload.numel() != self.buffer.numel():
             raise MalformedMessage(f"{payload.numel()} bytes of payload came, {self.buffer.numel()} were announced")
@@ -94,10 +98,10 @@ class Assembly:
         self._filled = self.buffer.numel()
 
     def add(self, chunk: Any) -> None:
-        """Appends a chunk.
+        """Append a chunk.
 
         Raises:
-            MalformedMessage: more bytes came than were announced, or an empty chunk.
+            MalformedMessage: the chunk is empty, or exceeds the announced size.
         """
         size = len(chunk)
         if size == 0 or self._filled + size > self.buffer.numel():
@@ -107,10 +111,10 @@ class Assembly:
 
 
 class Copies:
-    """Sends copies of payloads, in memory that is used again when its frame is out.
+    """A sender of payload copies, whose memory is used again once a frame has been sent.
 
-    What ZeroMQ itself copies goes to fresh memory each time, and touching that takes longer than copying. Only where
-    there is little does it cost less than being told what is out.
+    Copies by ZeroMQ itself use fresh memory each time, and touching fresh memory takes longer than copying. Small
+    payloads are the exception: tracking their frames costs more.
     """
 
     def __init__(self) -> None:
@@ -118,11 +122,11 @@ class Copies:
         self._sent: list[_Sent] = []
 
     def send(self, socket: zmq.Socket[bytes], peer: bytes, payload: Tensor) -> None:
-        """Sends the chunks of a payload, which may change at once, to one peer of a ROUTER.
+        """Send the chunks of a payload to one peer of a ROUTER. The payload may change at once.
 
         Args:
-            socket: the ROUTER.
-            peer: to whom.
+            socket: ROUTER socket.
+            peer: identity of the receiver.
             payload: as for `chunks`.
         """
         if payload.numel() <= LITTLE:
@@ -132,7 +136,7 @@ class Copies:
         self._reclaim()
         sent: deque[_Sent] = deque()
         for chunk in chunks(payload):
-            while sent and sent[0][1].done:  # to one peer they go out in order
+            while sent and sent[0][1].done:  # frames to one peer are sent in order
                 self._free.append(sent.popleft()[0])
             block = self._free.pop() if self._free else memoryview(bytearray(CHUNK))
             block[: len(chunk)] = chunk
@@ -140,11 +144,11 @@ class Copies:
             socket.send_multipart([peer, CHUNK_MARK, frame], copy=False)
             sent.append((block, frame.tracker))
         self._sent.extend(sent)
-        if self._free:  # more than was needed: a little less is kept from time to time
+        if self._free:  # shrinks an unneeded reserve slowly
             self._free.pop()
 
     def _reclaim(self) -> None:
-        """Takes back what is out by now; to slow peers some is not."""
+        """Take back the memory of frames that have been sent."""
         sent, self._sent = self._sent, []
         for block, tracker in sent:
             if tracker.done:
@@ -154,9 +158,9 @@ class Copies:
 
 
 class Untaken:
-    """Answers that no rank waits for: what a peer does not take of them is bounded, and more is not sent.
+    """A limit on the answers to peers that no rank waits for: a peer that does not read them is sent no more.
 
-    ZeroMQ keeps whatever a peer does not read. It gives a frame back when that is out.
+    ZeroMQ queues without limit for a peer that does not read, and releases a frame once it has been sent.
     """
 
     def __init__(self) -> None:
@@ -164,28 +168,27 @@ class Untaken:
         self._sizes: Counter[bytes] = Counter()
 
     def add(self, peer: bytes, parts: Sequence[bytes]) -> list[zmq.Frame]:
-        """An answer as frames that are to be sent now; none if too much of earlier ones has not been taken."""
+        """Return the frames of an answer to send now; none if the peer has left too much of earlier ones unread."""
         sent = self._sent.setdefault(peer, deque())
         while sent and sent[0][1].done:
             self._sizes[peer] -= sent.popleft()[0]
         if self._sizes[peer] > MOST_UNTAKEN:
             return []
-        # Of a small frame that is copied, as by default, it is not known when it is out.
+        # ZeroMQ copies small frames by default, and does not report when a copied frame has been sent.
         frames = [zmq.Frame(part, track=True, copy=False, copy_threshold=0) for part in parts]
         for part, frame in zip(parts, frames, strict=True):
-            size = len(part) + _ENVELOPE  # what a frame of few bytes costs is more than these
+            size = len(part) + _ENVELOPE  # a small frame costs more than its bytes
             self._sizes[peer] += size
             sent.append((size, frame.tracker))
         return frames
 
     def tidy(self) -> None:
-        """Forgets peers that have taken all, or have gone."""
         for peer in [peer for peer, sent in self._sent.items() if all(tracker.done for _, tracker in sent)]:
             del self._sent[peer], self._sizes[peer]
 
 
 def message_frames(message: Message, places: Places = NOWHERE) -> Iterator[list[Any]]:
-    """A message of the data channel as it is sent: one ZeroMQ message, or more if it is a long one."""
+    """Yield the ZeroMQ messages of a message on the data channel: one, or several for a long message."""
     data = encode(message)
     behind = [encode_places(places)] if places != NOWHERE else []
     if len(data) <= CHUNK:
@@ -197,7 +200,7 @@ def message_frames(message: Message, places: Places = NOWHERE) -> Iterator[list[
 
 
 def configure(socket: zmq.Socket[bytes], largest_frame: int) -> None:
-    """What all sockets here have in common: nothing lingers, nothing is endless."""
+    """Set the options common to all sockets: no lingering, and limits on frames, handshakes and silence."""
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, largest_frame)
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIME)

@@ -1,8 +1,8 @@
-"""Keeps strangers from using up a listening process: which have connected by TCP, which were let in, and which must go.
+"""Limits on strangers: which TCP connections a listening process has, which were admitted, and which must end.
 
-ZeroMQ has no way to end one connection of a socket. But the descriptors of all connections belong to this process, and
-the socket's monitor tells them: so a connection that has not shown that it holds the run's key is ended here, when too
-many of them stand, or when it takes too long. Ranks connect again by themselves.
+ZeroMQ cannot end a single connection of a socket. But the descriptors of all connections belong to this process, and
+the socket's monitor reports them. So the guard itself ends connections that have not shown the run's key, when too many
+of them are open or one takes too long. Ranks reconnect by themselves.
 """
 
 from __future__ import annotations
@@ -31,31 +31,32 @@ from lightning_omni.server.rate_limits import Gate, RefusalLog
 _log = logging.getLogger(__name__)
 
 MOST_STRANGERS = {LARGEST_CONTROL_FRAME: 256, LARGEST_DATA_FRAME: 64}
-"""Connections of one listening socket that have not been let in, by the largest frame that it takes.
+"""The most connections of one listening socket that have not been admitted, by the largest frame that it accepts.
 
-What strangers can make a process hold is, for each of its listening sockets, at most
+For each of its listening sockets, strangers can make a process hold at most
 
     MOST_STRANGERS x (largest frame + CONNECTION_MEMORY),
 
-which is 256 x (64 kB + 64 kB) = 32 MB for the control socket and 64 x (516 kB + 64 kB) = 37 MB for the data socket and
-for a leader's own: 70 MB in all for a server, whatever is sent, for however long and however often.
+which is 256 x (64 kB + 64 kB) = 32 MB for the control socket, and 64 x (516 kB + 64 kB) = 37 MB for the data socket and
+for a leader's own: 70 MB in all for a server, whatever strangers send, for however long and however often.
 """
 CONNECTION_MEMORY = 64 << 10
 """Bytes that ZeroMQ itself needs for one connection: its buffers, pipes and state."""
 ADMISSION_TIME = HANDSHAKE_TIME / 1000 + 2.0
-"""Seconds in which a connection must have been let in."""
+"""Seconds within which a connection must be admitted."""
 STRANGERS_MAY_SEND = 64 << 10
-"""Bytes that a connection may send in the clear before it is let in; where the system counts them (Linux)."""
+"""Bytes that a connection may send in the clear before it is admitted, where the system counts them (Linux)."""
 BACKLOG = 1024
-"""Connections that may wait for the system to hand them over."""
+"""Connections that may wait in the system to be accepted."""
 _ENCRYPTED_WORD = 260
-"""Bytes that a CURVE server sends without having seen the key: greeting (64), WELCOME (170) and an ERROR (12).
+"""An upper bound of the bytes that a CURVE server sends to a client that has not shown the key.
 
-After the key was shown READY follows, of 67 bytes; so a process that has been sent more holds the key.
+These are the greeting (64), WELCOME (170) and an ERROR (12). After the key, READY follows with 67 bytes; so a client
+that was sent more holds the key.
 """
 _TRAFFIC = struct.Struct("=QQ")
 _TRAFFIC_AT = 120
-"""Where Linux's ``tcp_info`` holds the bytes that were acknowledged by the other side and received from it."""
+"""Offset in Linux's ``tcp_info`` of the counts of acknowledged and received bytes."""
 _REFUSAL = "the key does not match the server's; both sides must be given the same key, and the same encryption="
 _FAILURES = {
     int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL): "it ended before it had shown a key, as a check of the port does",
@@ -63,20 +64,22 @@ _FAILURES = {
     int(zmq.EVENT_HANDSHAKE_FAILED_AUTH): f"{_REFUSAL}; its own key is another",
 }
 _FAST, _SLOW = 0.02, 0.5
-"""Seconds between two polls of connections that were not let in: at what they have sent, and at their time. Shut gates
-are polled as often as the former."""
+"""Seconds between two polls of unadmitted connections: in the clear (their traffic and age), and encrypted (age only).
+
+Closed gates are polled at the faster rate.
+"""
 
 
 class ConnectionGuard:
-    """Makes the listening sockets of one ZeroMQ context, and watches those of TCP in a thread of its own.
+    """The listening sockets of one ZeroMQ context; a thread watches those of TCP.
 
     Args:
-        context: of the sockets.
-        keys: of the run.
+        context: ZeroMQ context of the sockets.
+        keys: secrets of the run.
 
     Attributes:
-        ended: connections of strangers that were ended here.
-        refused: connections that did not come through the handshake, and in the clear those that were ended here.
+        ended: number of unadmitted connections that the guard has ended.
+        refused: number of connections that failed the handshake; without encryption, of those that the guard has ended.
     """
 
     def __init__(self, context: zmq.Context[Any], keys: RunKeys) -> None:
@@ -92,28 +95,28 @@ class ConnectionGuard:
         self._thread = threading.Thread(target=self._run, name="omni-guard", daemon=True)
 
     def listen(self, endpoint: str, largest_frame: int, most_unread: int = 1000) -> zmq.Socket[bytes]:
-        """A socket that listens there, watched from before it is bound; in a private directory there is no need.
+        """Return a listening socket that is watched from before it is bound, except in a private directory.
 
         Args:
-            endpoint: what to bind.
-            largest_frame: bytes of a frame that may come.
+            endpoint: endpoint to bind.
+            largest_frame: largest frame that is accepted, in bytes.
             most_unread: messages of a connection that may wait to be read.
 
         Raises:
-            ConfigurationError: this machine cannot encrypt.
-            zmq.ZMQError: nothing can listen there. Either way the guard is closed.
+            ConfigurationError: this machine cannot encrypt. The guard is closed.
+            zmq.ZMQError: the endpoint cannot be bound. The guard is closed.
         """
         listening: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         configure(listening, largest_frame)
         listening.setsockopt(zmq.BACKLOG, BACKLOG)
         listening.setsockopt(zmq.IPV6, int("[" in endpoint))
-        # Answers are at most one for each question, so they may queue; what comes in must not.
+        # Each request has at most one answer, so answers may queue; received messages must not.
         listening.setsockopt(zmq.SNDHWM, 0)
         listening.setsockopt(zmq.RCVHWM, most_unread)
         try:
             self._keys.prepare(listening, endpoint, "server")
             if not is_private(endpoint):
-                if not self._listeners:  # with it all connections of the context are asked for their keys
+                if not self._listeners:  # once bound, ZeroMQ checks the keys of all connections in the context
                     self._zap.bind("inproc://zeromq.zap.01")
                 self._listeners.append(_Listener(self._context, listening, MOST_STRANGERS[largest_frame]))
             listening.bind(endpoint)
@@ -124,26 +127,26 @@ class ConnectionGuard:
         return listening
 
     def start(self) -> None:
-        """From now on; all sockets are bound."""
+        """Start watching, once all sockets are bound."""
         if self._listeners:
             self._thread.start()
 
     @contextlib.contextmanager
     def deciding(self) -> Iterator[None]:
-        """Nothing is ended meanwhile, so that a connection that is being let in is not."""
+        """Keep the guard from ending connections while one of them is being admitted."""
         with self._lock:
             self._read_events()
             yield
 
     def let_in(self, descriptor: int) -> None:
-        """The connection with this descriptor is an admitted rank's: it is watched no more."""
+        """Stop watching the connection with this descriptor, which an admitted rank owns."""
         with self._lock:
             self._read_events()
             for listener in self._listeners:
                 listener.let_in(descriptor)
 
     def close(self) -> None:
-        """Ends the watch, before the sockets are closed."""
+        """Stop watching; called before the sockets are closed."""
         if self._closing.is_set():
             return
         self._closing.set()
@@ -160,24 +163,24 @@ class ConnectionGuard:
     # --- The thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        # The descriptors, not the sockets: these are read under the lock only, from two threads.
+        # Descriptors instead of sockets: two threads use the sockets, under the lock only.
         poller = select.poll()
         for wire in (self._zap, *(listener.monitor for listener in self._listeners)):
             poller.register(wire.getsockopt(zmq.FD), select.POLLIN)
         poller.register(self._awake, select.POLLIN)
         while not self._closing.is_set():
-            # First this, then the wait: a descriptor wakes only a thread that has found its socket empty before.
+            # Read before waiting: a descriptor wakes only a thread that has found its socket empty.
             with self._lock:
                 self._authenticate()
                 self._read_events()
                 for listener in self._listeners:
                     self._end_excess(listener)
-                    if listener.gate is not None:  # too many connections are left waiting for a while
+                    if listener.gate is not None:  # a closed gate leaves connections unanswered for a while
                         listener.gate.poll(time.monotonic())
             poller.poll(self._patience())
 
     def _patience(self) -> float | None:
-        """Milliseconds until strangers must be polled again; None if there are none."""
+        """Return the milliseconds until unadmitted connections are due for a poll; None without any."""
         with self._lock:
             is_shut = any(listener.gate is not None and listener.gate.is_shut for listener in self._listeners)
             if not is_shut and not any(listener.strangers for listener in self._listeners):
@@ -219,31 +222,31 @@ class ConnectionGuard:
             name = wire.getpeername()
             _abort(wire)
             self.ended += 1
-            self.refused += self._keys.encryption == "off"  # with encryption, it is a handshake that fails now
+            self.refused += self._keys.encryption == "off"  # with encryption, its handshake fails and is counted
             self._refusals.write("ended a connection that had not shown that it holds the key", str(name[0]))
         listener.forget(descriptor)
 
 
 class _Refused(NamedTuple):
-    """A connection that did not come through the handshake."""
+    """A connection that failed the handshake."""
 
     reason: str
     origin: str = ""
 
 
 class _Stranger(NamedTuple):
-    """A connection that was not let in."""
+    """A connection that has not been admitted."""
 
     wire: socket.socket
     since: float
     origin: str
-    """Where it comes from, as it stands in the log; nothing if it is gone already."""
+    """The log's text for the address of the connection; empty if it was gone already."""
 
 
 class _Listener:
-    """One listening socket, and the connections to it that were not let in, by descriptor and oldest first.
+    """One listening socket with its unadmitted connections, by descriptor, oldest first.
 
-    Each has a descriptor of our own, so that it cannot become another's meanwhile, and the time since when it stands.
+    Each has a duplicate of its descriptor, whose number no other connection can get meanwhile, and its time of arrival.
     """
 
     def __init__(self, context: zmq.Context[Any], listening: zmq.Socket[bytes], most: int) -> None:
@@ -263,9 +266,9 @@ class _Listener:
         self.monitor.connect(endpoint)
 
     def read_events(self) -> list[_Refused]:
-        """Brings the list up to date; returns the handshakes that failed.
+        """Update the connections from the socket's monitor; return the handshakes that failed.
 
-        ZeroMQ says why one has failed, and in the next event which connection that was, which ends then.
+        ZeroMQ reports why a handshake failed, and in the next event the connection, which ends then.
         """
         failed = []
         with contextlib.suppress(zmq.Again):
@@ -282,25 +285,23 @@ class _Listener:
                     self.forget(value)
                 elif event == zmq.EVENT_LISTENING:
                     self.gate = Gate(value, time.monotonic())
-                elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:  # its connection is told why before it ends
+                elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:  # ZeroMQ sends the client the reason before the end
                     failed.append(_Refused(_FAILURES[event]))
                 else:
                     self._failing = _FAILURES[event]
         return failed
 
     def let_in(self, descriptor: int) -> None:
-        """This connection is a rank's."""
+        """Stop watching an admitted connection, and do not count it against the gate's rate."""
         if descriptor in self.strangers and self.gate is not None:
             self.gate.was_let_in()
         self.forget(descriptor)
 
     def forget(self, descriptor: int) -> None:
-        """This connection is watched no more."""
         if descriptor in self.strangers:
             self.strangers.pop(descriptor).wire.close()
 
     def close(self) -> None:
-        """Watches nothing any more."""
         for descriptor in list(self.strangers):
             self.forget(descriptor)
         if self.gate is not None:
@@ -314,11 +315,11 @@ class _Listener:
             self.gate.came()
         try:
             own = os.dup(descriptor)
-        except OSError:  # it has gone already
+        except OSError:  # it is gone already
             return
         try:
             wire = socket.socket(fileno=own)
-        except OSError:  # and the descriptor is another file's now
+        except OSError:  # the descriptor belongs to another file now
             os.close(own)
             return
         try:
@@ -329,10 +330,10 @@ class _Listener:
 
 
 def _abort(wire: socket.socket) -> None:
-    """Ends a connection that ZeroMQ reads from, at once.
+    """End a connection that ZeroMQ reads from, at once.
 
-    After a shutdown Linux goes on to take in whatever comes, and ZeroMQ to read it, so a stranger that never stops
-    sending would stay. There, connecting a socket to no address resets it, and throws away what has come.
+    After a shutdown, Linux continues to receive and ZeroMQ to read, so a stranger that never stops sending would stay.
+    On Linux, connecting a socket to no address resets the connection and discards the received bytes.
     """
     if sys.platform == "linux":
         nowhere = bytes(16)  # an address of the family AF_UNSPEC, which is 0
@@ -342,7 +343,7 @@ def _abort(wire: socket.socket) -> None:
 
 
 def _traffic(wire: socket.socket) -> tuple[int, int]:
-    """Bytes that the other side has acknowledged, and that came from it; zeros where the system does not count."""
+    """Return the bytes that the other side has acknowledged, and those received from it; zeros except on Linux."""
     if sys.platform != "linux":
         return 0, 0
     try:

@@ -1,9 +1,9 @@
-"""The one key of a run: where it comes from, and what it is turned into.
+"""The single key of a run: its sources, and the secrets derived from it.
 
-From it come the key pairs for CURVE, and the secret by which leaders know each other. Every TCP socket here that
-listens is a CURVE server whose key pair is derived from the run's key, as is the one key pair of all ranks. A process
-without the run's key knows neither public key: it cannot encrypt the first message that a CURVE server would answer,
-and no frame of it ever reaches the code behind the socket.
+These are the CURVE key pairs and the secret by which leaders authenticate each other. Every listening TCP socket is a
+CURVE server whose key pair is derived from the run's key, as is the one key pair of all ranks. A process without that
+key has neither public key: it cannot encrypt the first message that a CURVE server would answer, and none of its frames
+reaches the code behind the socket.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ KEY_BYTES = 32
 ENVIRONMENT = "LIGHTNING_OMNI_KEY"
 KINDS = ("curve", "off")
 DOMAIN = b"lightning-omni"
-"""ZeroMQ's authentication has a domain, so that a socket whose authenticator is missing lets no connection in."""
+"""The domain of ZeroMQ's authentication; with a domain, a socket without an authenticator admits no connection."""
 HANDSHAKE_TIME = 3000
-"""Milliseconds in which a connection must have shown that it holds the key."""
+"""Milliseconds within which a connection must have shown the key."""
 
 
 def new_key() -> bytes:
-    """A fresh random key."""
+    """Return a new random key."""
     return secrets.token_bytes(KEY_BYTES)
 
 
 def default_path() -> Path:
-    """Where a user's key lies: shared by all machines that share the home directory."""
+    """Return the path of a user's key, which all machines share that share the home directory."""
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "lightning-omni" / "key"
 
 
 def key_of_environment() -> bytes | None:
-    """The key in ``LIGHTNING_OMNI_KEY``, or None if that is not set.
+    """Return the key in ``LIGHTNING_OMNI_KEY``, or None if the variable is not set.
 
     Raises:
-        ConfigurationError: what it holds is no key.
+        ConfigurationError: the variable does not hold a key.
     """
     text = os.environ.get(ENVIRONMENT)
     remedy = "; set it to what the server's key file holds, or unset it"
@@ -53,20 +53,20 @@ def key_of_environment() -> bytes | None:
 
 
 def load(path: Path | None = None) -> bytes:
-    """The key for a server that runs already.
+    """Return the key for a server that is running.
 
     Args:
-        path: a key file; by default the environment variable ``LIGHTNING_OMNI_KEY`` (hexadecimal), then the file
-            that ``lightning-omni serve`` makes.
+        path: a key file; by default the environment variable ``LIGHTNING_OMNI_KEY`` (hexadecimal), then the file that
+            ``lightning-omni serve`` creates.
 
     Raises:
-        ConfigurationError: there is none, or it is not a key.
+        ConfigurationError: no key was found, or its value is invalid.
     """
     if path is None and (key := key_of_environment()) is not None:
         return key
     file = path or default_path()
     try:
-        text = file.read_text(errors="replace")  # of 32 random bytes it is told that they are not in hexadecimal
+        text = file.read_text(errors="replace")  # so that raw bytes fail as not hexadecimal
     except OSError as error:
         raise ConfigurationError(
             f"no key for the parameter server: cannot read {file} ({error.strerror}); copy the key file that"
@@ -76,7 +76,7 @@ def load(path: Path | None = None) -> bytes:
 
 
 def is_open_to_others(path: Path | None = None) -> bool:
-    """Whether other users of this machine may read or write the file that `load` reads; never of the environment.
+    """Return whether other users may read or write the file that `load` reads; False for the environment variable.
 
     Args:
         path: as for `load`.
@@ -87,13 +87,13 @@ def is_open_to_others(path: Path | None = None) -> bool:
 
 
 def load_or_create(path: Path | None = None) -> tuple[bytes, Path | None]:
-    """The user's key, made on first use, readable by the user alone.
+    """Return the user's key; create it on first use, readable by the user alone.
 
     Returns:
-        The key, and the file that it came from (None if it came from the environment).
+        The key, and the file that holds it (None for the environment variable).
 
     Raises:
-        ConfigurationError: the file is not a key's, or cannot be read or made.
+        ConfigurationError: the file does not hold a key, or cannot be read or created.
     """
     if path is None and os.environ.get(ENVIRONMENT):
         return load(), None
@@ -110,22 +110,22 @@ def load_or_create(path: Path | None = None) -> tuple[bytes, Path | None]:
 
 
 def _create(file: Path) -> None:
-    """Makes a key, whole at once; if another server makes one at this moment, that counts for both."""
+    """Create a key file atomically; if another server creates one at the same time, both use that one."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, new = tempfile.mkstemp(prefix=f"{file.name}-", dir=file.parent)  # of mode 0600
+    descriptor, new = tempfile.mkstemp(prefix=f"{file.name}-", dir=file.parent)  # mode 0600
     with os.fdopen(descriptor, "w") as handle:
         handle.write(new_key().hex() + "\n")
     try:
         os.link(new, file)
     except OSError:
-        if not file.exists():  # there are file systems without links
+        if not file.exists():  # the file system has no links
             os.replace(new, file)
             return
     os.unlink(new)
 
 
 def check_encryption(encryption: str) -> None:
-    """Raises `ConfigurationError` unless there is such an encryption."""
+    """Raise `ConfigurationError` unless the encryption is one of `KINDS`."""
     if encryption not in KINDS:
         raise ConfigurationError(
             f'encryption={encryption!r}: pass "curve" (the default), or "off" on a network whose every user you trust'
@@ -133,15 +133,15 @@ def check_encryption(encryption: str) -> None:
 
 
 class RunKeys:
-    """All secrets of a run, derived from its key (HKDF, RFC 5869).
+    """The secrets of a run, derived from its key (HKDF, RFC 5869).
 
     Args:
         key: the run's shared secret.
         encryption: ``"curve"`` or ``"off"``. Sockets in a private directory need none, and have none.
 
     Attributes:
-        encryption: as given.
-        peers: by which leaders know each other.
+        encryption: the argument.
+        peers: secret by which leaders authenticate each other.
     """
 
     def __init__(self, key: bytes, encryption: str = "curve") -> None:
@@ -151,11 +151,11 @@ class RunKeys:
         self._server, self._client = derive(key, b"curve server"), derive(key, b"curve client")
 
     def encrypts(self, address: str) -> bool:
-        """Whether connections to this address are encrypted."""
+        """Return whether connections to this address are encrypted."""
         return self.encryption == "curve" and not is_private(address)
 
     def prepare(self, socket: zmq.Socket[bytes], address: str, side: Literal["server", "client"]) -> None:
-        """Gives a socket the keys of its side, before it is bound or connected.
+        """Set the keys of one side on a socket, before it is bound or connected.
 
         Raises:
             ConfigurationError: this machine's ZeroMQ cannot encrypt.
@@ -179,7 +179,7 @@ class RunKeys:
             socket.setsockopt(zmq.CURVE_SECRETKEY, client)
 
     def answer_authentication(self, request: list[bytes]) -> list[bytes]:
-        """The answer to a request of ZeroMQ's authentication protocol (ZAP, RFC 27): a client's public key is ours."""
+        """Answer a ZeroMQ authentication request (ZAP, RFC 27): only the public key of the run's ranks is valid."""
         version, number, domain, _, _, mechanism, *credentials = request
         public = z85.decode(zmq.curve_public(z85.encode(self._client)))
         good = (version, domain, mechanism) == (b"1.0", DOMAIN, b"CURVE")

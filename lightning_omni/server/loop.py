@@ -1,4 +1,4 @@
-"""Drives the server's state machine over ZeroMQ sockets, in real time. Arithmetic is left to the methods."""
+"""The server's loop: it drives the state machine over ZeroMQ sockets in real time. Methods do the arithmetic."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ from lightning_omni.server.versions import about
 _log = logging.getLogger(__name__)
 
 KEPT_BUFFERS = 3
-"""Sizes of payload for which memory is kept for each connection: of a push, and of both ways through a merged head."""
+"""Payload sizes for which memory is kept per connection: of a push, and of both directions of a merged head."""
 LAST_WORDS = 500
-"""Milliseconds for which a closing server may still send what it has said."""
+"""Milliseconds for which a closing server still sends queued messages."""
 TICK = 0.25
-"""Seconds between two reads of the clock."""
+"""Seconds between two clock ticks of the state machine."""
 MOST_UNREAD = 256
-"""Messages of one connection that may wait to be read."""
+"""The most messages of one connection that wait to be read."""
 BURST = 64
-"""Messages taken from one socket before the other one is polled."""
+"""Messages read from one socket before the other one is polled."""
 ANSWERED_STRANGERS = 8
-"""Refusals that one unadmitted connection is told of; later ones are only counted."""
+"""Refusals sent to one unadmitted connection; further ones are only counted."""
 _LARGEST_FRAMES = {m.CONTROL: LARGEST_CONTROL_FRAME, m.DATA: LARGEST_DATA_FRAME}
 
 
@@ -67,12 +67,12 @@ class Server:
         host: address to bind, an IP or a name; loopback by default, so that no other machine can connect.
         port: port of the control socket; 0 takes a free one.
         data_port: port of the data socket; 0 takes a free one.
-        directory: where to listen instead, with no port of TCP at all; it is removed when the server closes.
-        encryption: of the ports: ``"curve"``, or ``"off"``. With the latter a stranger is told from a rank only by
-            what it says: it can read and alter what goes over the network, and until it is ended (within
-            `guard.ADMISSION_TIME`, or when it has sent `guard.STRANGERS_MAY_SEND` bytes, where the system counts
-            them) what it sends is held in memory.
-        shared_memory: whether leaders may share memory with it; in a directory only.
+        directory: directory to listen in instead of on TCP ports; it is removed when the server closes.
+        encryption: ``"curve"`` or ``"off"`` for TCP. With ``"off"``, only its messages distinguish a stranger from a
+            rank: it can read and alter the network traffic, and the server holds its bytes in memory until the guard
+            ends it (within `guard.ADMISSION_TIME`, or after `guard.STRANGERS_MAY_SEND` bytes where the system counts
+            them).
+        shared_memory: whether leaders may share memory with the server; only in a directory.
 
     Raises:
         ConfigurationError: an address cannot be bound, or this machine cannot encrypt.
@@ -112,7 +112,7 @@ class Server:
                 " --port; 0 takes a free one), or an address of this machine (host= or --host)"
             ) from error
         self.address = self._sockets[m.CONTROL].getsockopt_string(zmq.LAST_ENDPOINT)
-        # A peer that is gone is noticed when something is sent to it.
+        # Makes sending to a lost peer fail.
         self._sockets[m.CONTROL].setsockopt(zmq.ROUTER_MANDATORY, 1)
         core.about, core.limits.hears_connections = about, True
         core.began = core.began or time.time_ns() // 1_000_000
@@ -130,21 +130,21 @@ class Server:
         self._guard.start()
 
     def follow(self, coordinator: str) -> None:
-        """Joins another server, for which this one holds a share or adds pushes up. When that is gone, `run` returns.
+        """Join a coordinating server, for which this one holds a share or sums pushes; `run` returns when it is gone.
 
         Args:
             coordinator: its address.
 
         Raises:
             ConnectionLost: it cannot be reached.
-            Refused: it does not want this server, and says why.
+            Refused: it rejects this server; the error holds the reason.
         """
         own = self._sockets[m.DATA].getsockopt_string(zmq.LAST_ENDPOINT)
         kind = UpstreamLink if isinstance(self.core.servers, Aggregator) else ShardLink
         self._coordinator = kind(self.core, coordinator, reachable(own, coordinator), self._encryption)
 
     def run(self, until: Callable[[], bool]) -> None:
-        """Serves until ``until()`` is true; it is asked several times a second."""
+        """Serve until ``until()`` returns true; it is called several times a second."""
         poller = zmq.Poller()
         for socket in self._sockets.values():
             poller.register(socket, zmq.POLLIN)
@@ -174,7 +174,7 @@ class Server:
                     self._send(self.core.tick(self._clock()))
                     self._forget_strangers()
             except Exception as error:
-                # Whatever it is, ranks must hear of it rather than wait for a server that is no more.
+                # Ranks must receive the error instead of waiting for a dead server.
                 _log.exception("the parameter server failed")
                 self._send(self.core.fail(f"{type(error).__name__}: {error}"))
 
@@ -186,11 +186,11 @@ class Server:
             self._send(self.core.receive_answer(message, payload))
 
     def farewell(self, reason: str) -> None:
-        """The rank that this server belongs to has ended: if the run has not, the others are told."""
+        """Report to the other ranks, unless the run is over, that rank 0, which owns this server, has ended."""
         self._send(self.core.lose(0, reason))
 
     def close(self) -> None:
-        """Closes both sockets, as soon as the last words are out."""
+        """Close both sockets once the queued messages are sent."""
         if self._coordinator is not None:
             self._coordinator.close()
             self._coordinator = None
@@ -215,11 +215,11 @@ class Server:
             self.core.handed_over()
 
     def take(self, channel: m.Channel, peer: bytes, frames: list[Any]) -> list[Out]:
-        """One message came in: what is to be sent for it. Nothing that a peer can say makes this raise.
+        """Process a received message and return the messages to send. No message from a peer makes this raise.
 
         Args:
-            channel: the channel that it came on.
-            peer: the connection that it came from.
+            channel: channel of the message.
+            peer: connection of the message.
             frames: its frames, as `zmq.Frame`.
         """
         try:
@@ -238,7 +238,7 @@ class Server:
         return self.core.receive(m.CONTROL, peer, message, payload, self._clock())
 
     def _decide(self, channel: m.Channel, peer: bytes, message: m.Message, frame: zmq.Frame) -> list[Out]:
-        """A connection asks to be let in."""
+        """Process a proof, which may admit its connection, while the guard ends none."""
         was_admitted = self.core.is_admitted(channel, peer)
         with self._guard.deciding():
             out = self.core.receive(channel, peer, message, b"", self._clock())
@@ -255,7 +255,7 @@ class Server:
             if assembly is None:
                 if not self.core.is_admitted(m.DATA, peer):
                     raise MalformedMessage("a piece of nothing")
-                return []  # the rest of a payload that was refused
+                return []  # the rest of a refused payload
             assembly.add(frames[1].buffer)
         elif 1 <= len(frames) <= 2:
             message = self.core.decode(m.DATA, frames[0].buffer)
@@ -276,12 +276,12 @@ class Server:
         return self.core.receive(m.DATA, peer, assembly.message, assembly.buffer, self._clock())
 
     def _begin(self, peer: bytes, message: m.Message, places: Places) -> Assembly:
-        """A message whose payload is on its way, or lies in shared memory."""
+        """Start to assemble a message whose payload follows in chunks or is in shared memory."""
         nbytes = self.core.check_payload(peer, message)
         is_kept = self.core.keeps_payload(message)
         buffer = torch.empty(nbytes, dtype=torch.uint8) if is_kept else self._buffer(peer, nbytes)
         assembly = Assembly(message, buffer, places)
-        if not isinstance(message, m.Long):  # else they are those of the message that it announces
+        if not isinstance(message, m.Long):  # a `Long` carries the places of the message that it announces
             if places.payload is not None:
                 assembly.fill(self.shared.at(peer, places.payload))
             self._offer(peer, message, places.answer)
@@ -289,14 +289,14 @@ class Server:
         return assembly
 
     def _offer(self, peer: bytes, message: m.Message, place: Place | None) -> None:
-        """Room for the payload of a message's answer; what was offered for an earlier one counts no more."""
+        """Store the place for the payload of an answer; it replaces that for an earlier answer."""
         self._answer_places.pop(key := _key(peer, message), None)
         if place is not None:
-            self.shared.at(peer, place)  # one that there is not is refused now
+            self.shared.at(peer, place)  # raises now if the place does not exist
             self._answer_places[key] = place
 
     def _buffer(self, peer: bytes, nbytes: int) -> Tensor:
-        """Memory for a payload; the same as for one of the last of that size, for fresh memory is slow to touch."""
+        """Return memory for a payload, reused from an earlier one of its size: fresh memory is slow to touch."""
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
         kept = self._buffers.setdefault(peer, {})
@@ -312,13 +312,12 @@ class Server:
         return buffer
 
     def _probe_connections(self) -> None:
-        """Finds the ranks whose connections have ended: far sooner than their silence would tell."""
+        """Detect ended connections of ranks, far sooner than their heartbeats would time out."""
         for peer in self.core.peers:
             if not self._reach([peer, PROBE]):
                 self._send(self.core.hang_up(peer))
 
     def _reach(self, frames: list[Any]) -> bool:
-        """Sends on the control channel; false if no peer is there any more."""
         try:
             self._sockets[m.CONTROL].send_multipart(frames)
         except zmq.ZMQError as error:
@@ -328,14 +327,13 @@ class Server:
         return True
 
     def _count_strangers(self) -> None:
-        """Connections that were turned away before they could say anything count as well."""
         refused = self._guard.refused
         self.core.strangers += refused - self._turned_away
         self._turned_away = refused
 
     def _forget_strangers(self) -> None:
         attached = self.core.attached
-        for kept in (self._buffers, self._assemblies):  # one that is to be kept has no buffer
+        for kept in (self._buffers, self._assemblies):  # an assembly whose payload is kept has no buffer
             for peer in kept.keys() - attached:
                 del kept[peer]
         self.shared.keep(attached)
@@ -368,10 +366,10 @@ class Server:
                 if item.may_take_long and part.numel() > LITTLE:
                     self._paced.begin(socket, item.peer, part)
                     continue
-                self._copies.send(socket, item.peer, part)  # the weights move on while the sockets are still busy
+                self._copies.send(socket, item.peer, part)  # the weights change while the sockets still send
 
     def _put(self, item: Out) -> Place | None:
-        """Copies an answer's payload to where its receiver wants it; returns where, or None if it is to be sent."""
+        """Copy an answer's payload to the place that its receiver offered; return the place, or None if none fits."""
         place = self._answer_places.pop(_key(item.peer, item.message), None)
         if place is None or len(item.payload) != 1:
             return None
@@ -380,17 +378,17 @@ class Server:
             return None
         try:
             room = self.shared.at(item.peer, place)
-        except MalformedMessage:  # it was released meanwhile
+        except MalformedMessage:  # the leader released it meanwhile
             return None
         room[: part.numel()].copy_(part)
         return place
 
     def _worth_an_answer(self, item: Out) -> bool:
         assert isinstance(item.message, m.RefusedMessage)
-        if item.message.code == DIRECTLY:  # an aggregator's, which is nothing to be warned of
+        if item.message.code == DIRECTLY:  # an aggregator's ordinary answer needs no warning
             return True
         self._refusals[item.peer] += 1
-        # Where a server goes on, ZeroMQ may bring what was under way, before the rank itself has connected again.
+        # After a server's restart, ZeroMQ may deliver earlier messages before the rank itself has reconnected.
         is_usual = item.message.code == "stranger" and self.core.goes_on
         if self._refusals[item.peer] == 1 and not is_usual:
             self._refusal_log.write(f"refused a {item.channel} message", item.message.reason)
@@ -400,5 +398,5 @@ class Server:
 
 
 def _key(peer: bytes, message: m.Message) -> tuple[bytes, int]:
-    """What joins an answer to its question: each optimizer of a connection has one at a time."""
+    """Return the key that joins an answer to its request: each optimizer of a connection has one at a time."""
     return peer, getattr(message, "optimizer", -1)

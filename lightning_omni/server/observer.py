@@ -1,4 +1,4 @@
-"""A connection to a server of a process that watches its run and is no rank."""
+"""The connection of a process that observes a server's run without being a rank."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ PATIENCE = 30.0
 
 
 class EchoTimes(NamedTuple):
-    """Answers that came: how many seconds after they were asked for, and when, on the clock of `time.perf_counter`."""
+    """The round-trip times of echoes in seconds, and the arrivals of the answers, as `time.perf_counter` reads."""
 
     times: Sequence[float]
     arrived: Sequence[float]
 
     @property
     def rate(self) -> float:
-        """Answers a second, from the first one on."""
+        """Return the answers per second, from the first one on."""
         lasted = self.arrived[-1] - self.arrived[0]
         return (len(self.arrived) - 1) / lasted if lasted > 0 else math.inf
 
 
 class Observer:
-    """Watches the run of a server. Used from one thread; nothing in the run waits for it.
+    """An observer of a server's run, used by one thread. Nothing in the run waits for it.
 
     Args:
         address: the server's control socket, ``tcp://host:port`` or ``ipc:///directory/control``.
@@ -48,9 +48,9 @@ class Observer:
         timeout: seconds to wait for the connection.
 
     Raises:
-        ConfigurationError: the address is none.
+        ConfigurationError: the address is invalid.
         ConnectionLost: the server cannot be reached.
-        Refused: the server does not hold the key, or this process does not, or their versions differ.
+        Refused: the server or this process does not hold the key, or their versions differ.
     """
 
     def __init__(self, address: str, key: bytes, encryption: str = "curve", timeout: float = 10.0) -> None:
@@ -81,7 +81,7 @@ class Observer:
             raise
 
     def overview(self) -> m.Overview:
-        """How the run goes.
+        """Return the state of the run.
 
         Raises:
             ConnectionLost: the server is gone, or does not answer.
@@ -89,51 +89,51 @@ class Observer:
         return self._ask(m.AskOverview(), m.Overview)
 
     def evict(self, group: m.GroupStatus, bars: bool = False) -> None:
-        """Takes a group out of the run.
+        """Remove a group from the run.
 
         Args:
-            group: as it was seen in the overview.
-            bars: whether no group from the same addresses may join the run any more.
+            group: the group, as in the overview.
+            bars: whether to bar groups from the same addresses from joining the run again.
 
         Raises:
-            Refused: it is there no more, or the run would end with it; or groups do not join the run on their own.
+            Refused: the group has left, the run would end without it, or groups do not join the run on their own.
             ConnectionLost: the server is gone, or does not answer.
         """
         self._ask(m.Evict(group=group.group, incarnation=group.incarnation, bars=bars), m.Acknowledged)
 
     def set_groups(self, groups: int) -> None:
-        """Has the ranks form so many groups when the next epoch begins.
+        """Request a number of groups, which the ranks form when the next epoch begins.
 
         Raises:
-            Refused: there cannot be so many, or groups join the run on their own.
+            Refused: the number is impossible, or groups join the run on their own.
             ConnectionLost: the server is gone, or does not answer.
         """
         self._ask(m.SetGroups(groups=groups), m.Acknowledged)
 
     def save(self) -> None:
-        """Has the server save its state now.
+        """Request that the server save its state now.
 
         Raises:
-            Refused: it saves none.
+            Refused: the server saves none.
             ConnectionLost: the server is gone, or does not answer.
         """
         self._ask(m.SaveNow(), m.Acknowledged)
 
     def enlist(self, ranks: int) -> m.Enlisted:
-        """Asks for the place of a group that wants to take part. It stands for as long as this connection does.
+        """Reserve rank numbers for a group that is about to join, for as long as this connection lasts.
 
         Args:
-            ranks: how many it has.
+            ranks: the group's number of ranks.
 
         Raises:
             RankLost: the run is over.
-            Refused: groups cannot join there.
+            Refused: groups cannot join the run.
             ConnectionLost: the server is gone, or does not answer.
         """
         return self._ask(m.Enlist(ranks=ranks), m.Enlisted)
 
     def why_over(self) -> str:
-        """Why the run is over in which this process has asked for a place, if the server has said so since."""
+        """Return why the run that this process has enlisted in is over; empty if the server reported no end."""
         while self._dialed.wire.poll(0):
             if (frame := self._dialed.wire.recv_multipart()[0]) == PROBE:
                 continue
@@ -143,7 +143,7 @@ class Observer:
         return ""
 
     def describe(self) -> m.ServerDescription:
-        """What the server is, and what time it is there.
+        """Return the server's versions and clock.
 
         Raises:
             ConnectionLost: the server is gone, or does not answer.
@@ -151,13 +151,13 @@ class Observer:
         return self._ask(m.AskServer(), m.ServerDescription)
 
     def echo(self, payload: bytes = b"", back: int = 0, under_way: int = 1, seconds: float = 0.0) -> EchoTimes:
-        """Sends bytes there and has bytes sent back, over and over.
+        """Send bytes to the server repeatedly and receive bytes back.
 
         Args:
-            payload: what is sent, `lightning_omni.protocol.messages.LARGEST_INLINE` bytes at most.
-            back: bytes that come back, `lightning_omni.protocol.messages.LARGEST_ECHO` at most.
-            under_way: how many are under way at a time.
-            seconds: for how long new ones are sent; none is sent but the first ones with 0.
+            payload: bytes to send, at most `lightning_omni.protocol.messages.LARGEST_INLINE`.
+            back: number of bytes to receive, at most `lightning_omni.protocol.messages.LARGEST_ECHO`.
+            under_way: number of concurrent requests.
+            seconds: time during which further requests are sent; with 0 only the first ones are.
 
         Raises:
             ConnectionLost: the server is gone, or does not answer.
@@ -175,7 +175,6 @@ class Observer:
         return EchoTimes(times, arrived)
 
     def close(self) -> None:
-        """Closes the connection at once."""
         self._dialed.close()
         self._context.term()
 
@@ -184,7 +183,7 @@ class Observer:
         return self._receive(expect)
 
     def _send(self, frames: Sequence[bytes]) -> float:
-        """Says something; returns when: before, for while it is sent the answer may already come."""
+        """Send a message; return the time before sending, because the answer may arrive during it."""
         began = time.perf_counter()
         try:
             self._dialed.wire.send_multipart(frames, zmq.NOBLOCK)

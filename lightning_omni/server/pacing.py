@@ -1,10 +1,10 @@
-"""Large answers that their receiver alone waits for: they go out a piece at a time, and the others hardly notice.
+"""Large answers, sent piece by piece, so that only their receiver waits and the other groups are hardly delayed.
 
-A group that joins reads all weights. Sent at once, that takes the server, and the link, as long as an exchange of one
-more group, and all who exchange meanwhile wait for it. What it takes is known from how long a copy takes: sending costs
-a few times as much, and is spread over many times as long.
+A joining group reads all weights. Sent at once, these would occupy the server and the link as long as an exchange of
+one more group, and all other exchanges would wait. Sending costs a few times as much as a copy, whose duration is
+measured, and is spread over many times as long.
 
-Rule: what goes out is of one moment. It is copied before the next message, and the weights may move on.
+Rule: an answer is of one moment. It is copied before the next message, and the weights may change while it is sent.
 """
 
 from __future__ import annotations
@@ -19,22 +19,25 @@ from torch import Tensor
 from lightning_omni.server.frames import CHUNK, CHUNK_MARK, chunks
 
 LONGER = 40.0
-"""Times as long as a copy takes that sending is spread over. Sending costs about three copies: one into the socket, one
-into the system, and the encryption; so it takes a tenth of one core's time meanwhile, or less."""
+"""Duration of sending as a multiple of that of a copy.
+
+Sending costs about three copies: into the socket, into the system, and the encryption. So it takes at most a tenth of
+one core meanwhile.
+"""
 LONGEST = 20.0
-"""Seconds that it is spread over at most: a group that joins is to train, too."""
+"""The longest duration of sending in seconds: a joining group is to train, too."""
 
 
 @dataclass
 class _Stream:
-    """An answer under way.
+    """An answer that is being sent.
 
     Attributes:
-        socket: that it goes out on.
-        peer: to whom.
-        pieces: what is left of it.
-        interval: seconds from one piece to the next.
-        due: when the next one may go.
+        socket: socket to send on.
+        peer: identity of the receiver.
+        pieces: remaining pieces.
+        interval: seconds between two pieces.
+        due: when the next piece may be sent.
     """
 
     socket: zmq.Socket[bytes]
@@ -45,10 +48,10 @@ class _Stream:
 
 
 class PacedAnswers:
-    """The large answers that are under way.
+    """The large answers that are being sent.
 
     Args:
-        clock: tells the time in seconds; that of the loop which waits until a piece is `due`.
+        clock: returns seconds, on the clock of the loop that waits until a piece is `due`.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -57,15 +60,16 @@ class PacedAnswers:
 
     @property
     def due(self) -> float:
-        """When the next piece of any of them may go; infinite if there is none."""
+        """Return when the next piece of any answer may be sent; infinity without any."""
         return min((each.due for each in self._streams), default=float("inf"))
 
     def begin(self, socket: zmq.Socket[bytes], peer: bytes, payload: Tensor) -> None:
-        """An answer is to be sent, whose message has gone out already.
+        """Start to send the payload of an answer whose message has been sent.
 
         Args:
             socket: a ROUTER.
-            peer: to whom; it is sent nothing else on this socket meanwhile, for it waits for this.
+            peer: identity of the receiver, which waits for this payload and is sent nothing else on this socket
+                meanwhile.
             payload: uint8, one-dimensional; it may change at once.
         """
         began = self._clock()
@@ -76,10 +80,10 @@ class PacedAnswers:
         self._streams.append(_Stream(socket, peer, chunks(copy), interval, now))
 
     def send(self, attached: Container[bytes]) -> None:
-        """Sends the pieces that are due.
+        """Send the pieces that are due.
 
         Args:
-            attached: connections that stand; what goes to others is dropped.
+            attached: open connections; answers to others are dropped.
         """
         now = self._clock()
         for stream in [each for each in self._streams if each.due <= now]:

@@ -1,7 +1,7 @@
-"""From leader to leader, with no server between: published weights that others read, and an inbox that they fill.
+"""Messages from leader to leader without a server: published weights that others read, and an inbox that they fill.
 
-Each leader has one socket that a thread of its own serves, so that a peer is answered while this leader computes or
-validates. What comes in is summed up where it lands: one model for the inbox, and one for each message on its way.
+A thread of each leader serves its one socket, so that peers get answers while the leader computes or validates.
+Received weights are summed on arrival: one model for the inbox, and one for each message in parts.
 """
 
 from __future__ import annotations
@@ -38,32 +38,32 @@ from lightning_omni.server.keys import RunKeys
 _log = logging.getLogger(__name__)
 
 _SLICE = 100
-"""Milliseconds after which a waiting thread looks whether there is still something to wait for."""
+"""Milliseconds between two checks whether waiting is still of use."""
 CONNECT_TIME = 5.0
-"""Seconds in which a connection to another leader must stand."""
+"""Seconds within which a connection to another leader must be established."""
 UNREAD = 2
-"""Messages to one peer that may be on their way; further ones are dropped, for the peer is too slow to take them."""
+"""Unacknowledged messages to one peer; beyond them messages are dropped, because the peer is too slow."""
 
 
 class PeerSocket:
-    """A leader's own side: publishes weights, takes messages in.
+    """The listening side of a leader: it publishes weights and receives messages.
 
     Args:
-        endpoint: what to bind: ``tcp://host:*`` or ``ipc:///directory/name``.
-        layouts: of each optimizer's parameters.
-        keys: of the run; only a peer that holds them is answered.
-        wire_format: how weights are put into bytes.
+        endpoint: ``tcp://host:*`` or ``ipc:///directory/name``.
+        layouts: layout of each optimizer's parameters.
+        keys: secrets of the run; only a peer that holds them is answered.
+        wire_format: encoding of the weights.
     """
 
     def __init__(self, endpoint: str, layouts: Sequence[Layout], keys: RunKeys, wire_format: WireFormat = RAW) -> None:
         self.strangers = 0
         self._secret = keys.peers
         self._attaching: dict[bytes, tuple[m.Attach, bytes]] = {}
-        self._connections: dict[int, bytes] = {}  # of each rank that was admitted, the last one
+        self._connections: dict[int, bytes] = {}  # of each admitted rank, the latest one
         self._layouts, self._format = list(layouts), wire_format
         self._published: dict[int, tuple[Tensor, int]] = {}
         self._publications: Counter[int] = Counter()
-        self._held: dict[tuple[bytes, int], tuple[Tensor, int]] = {}  # as they were when they were asked for
+        self._held: dict[tuple[bytes, int], tuple[Tensor, int]] = {}  # as they were when requested
         self._inboxes = [Total() for _ in layouts]
         self._arrivals = [Arrivals() for _ in layouts]
         self._lock = threading.Lock()
@@ -71,7 +71,7 @@ class PeerSocket:
         self._assemblies: dict[bytes, Assembly] = {}
         self._context = zmq.Context()
         self._guard = ConnectionGuard(self._context, keys)
-        # Published weights are queued whole; each peer asks for them once at a time, so there is nothing to bound.
+        # Published weights are queued whole; each peer has one request at a time, so the queue needs no bound.
         self._wire = self._guard.listen(endpoint, LARGEST_DATA_FRAME)
         self._guard.start()
         self.address = self._wire.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -79,14 +79,14 @@ class PeerSocket:
         self._thread.start()
 
     def publish(self, optimizer: int, tensors: Sequence[Tensor]) -> None:
-        """Others read these weights from now on; copied."""
-        # In new memory: the old one may still be on its way to a peer.
+        """Publish a copy of these weights, which other leaders read from now on."""
+        # A peer may still be receiving from the old memory.
         payload = self._format.encode(tensors, self._layouts[optimizer], {}, Memory()).payload
         self._publications[optimizer] += 1
         self._published[optimizer] = payload, self._publications[optimizer]
 
     def read_inbox(self, optimizer: int) -> Inbox:
-        """Empties the inbox."""
+        """Return the inbox and empty it."""
         with self._lock:
             inbox, self._inboxes[optimizer] = self._inboxes[optimizer], Total()
         count = inbox.count
@@ -94,19 +94,18 @@ class PeerSocket:
 
     @contextlib.contextmanager
     def arrivals(self, optimizer: int) -> Iterator[Arrivals]:
-        """A context with what has come in parts; nothing comes in it."""
+        """Yield the messages received in parts, locked against further ones."""
         with self._lock:
             yield self._arrivals[optimizer]
 
     def grow(self, optimizer: int, layout: Layout) -> None:
-        """An optimizer's weights have another layout; what lies here in the old one is gone."""
+        """Set another layout of an optimizer's weights; drop weights of the old layout."""
         with self._lock:
             self._layouts[optimizer], self._inboxes[optimizer] = layout, Total()
             self._arrivals[optimizer].spoil()
             self._published.pop(optimizer, None)
 
     def close(self) -> None:
-        """No peer is answered any more."""
         self._closing.set()
         self._thread.join()
         self._guard.close()
@@ -127,7 +126,7 @@ class PeerSocket:
                 self._assemblies.pop(peer.bytes, None)
                 code = error.code if isinstance(error, Refused) else "malformed"
                 self._send(peer.bytes, m.RefusedMessage(code=code, reason=str(error)))
-            except Exception as error:  # no memory, say; there may be some for the next one
+            except Exception as error:  # for example, too little memory, which the next message may have
                 self._assemblies.pop(peer.bytes, None)
                 _log.exception("a message of another group could not be dealt with")
                 self._send(peer.bytes, m.RefusedMessage(code="failed", reason=f"{type(error).__name__}: {error}"))
@@ -176,7 +175,7 @@ class PeerSocket:
         self._send(peer, m.Attached(mac=attach_mac(self._secret, "server", attach, challenge)))
 
     def _forget(self, peer: bytes) -> None:
-        """A rank has given this connection up: what was under way on it never comes to its end."""
+        """Drop the unfinished messages of a connection that its rank has replaced."""
         self._assemblies.pop(peer, None)
         for held in [each for each in self._held if each[0] == peer]:
             del self._held[held]
@@ -198,11 +197,11 @@ class PeerSocket:
                 self._inboxes[message.optimizer].add(weights)
 
     def _decoded(self, payload: Tensor, layout: Layout) -> list[Tensor] | None:
-        """The weights of a message; None if they are of no use."""
+        """Return the weights of a message; None if they do not fit the layout or are not finite."""
         if not _fits(self._format, payload.numel(), layout):
-            return None  # there are more parameters since it set out
+            return None  # the layout has grown since the message was sent
         weights = layout.views(decode(self._format, payload, layout, Memory()))
-        # A group that has diverged must not take the others along.
+        # A diverged group must not spoil the others.
         return weights if all(bool(torch.isfinite(weight).all()) for weight in weights) else None
 
     def _show(self, peer: bytes, asked: m.ReadPublished) -> None:
@@ -218,26 +217,26 @@ class PeerSocket:
             self._wire.send_multipart([peer, CHUNK_MARK, chunk], copy=False)
 
     def _send(self, peer: bytes, message: m.Message) -> None:
-        with contextlib.suppress(zmq.ZMQError):  # the peer that asked is gone
+        with contextlib.suppress(zmq.ZMQError):  # the peer is gone
             self._wire.send_multipart([peer, m.encode(message)])
 
 
 class PeerConnections:
-    """A leader's connections to the other leaders. Used from one thread.
+    """The connections of a leader to the other leaders, used by one thread.
 
     Args:
         rank: the leader.
-        addresses: of the other groups' leaders.
-        layouts: of each optimizer's parameters.
-        keys: of the run.
-        is_lost: whether a group is gone, so that waiting for it is pointless.
-        check: called while waiting; raises what makes waiting pointless.
-        timeout: seconds to wait for a peer that is not known to be gone.
-        wire_format: how weights are put into bytes.
+        addresses: the other groups' leaders, by group.
+        layouts: layout of each optimizer's parameters.
+        keys: secrets of the run.
+        is_lost: returns whether a group is gone.
+        check: called while waiting; raises if waiting is of no use any more.
+        timeout: seconds to wait for a peer that is not reported as gone.
+        wire_format: encoding of the weights.
 
     Attributes:
-        dropped: messages that were not sent, because a group did not take the ones before.
-        moved: bytes of weights that were sent to other groups, and read from them.
+        dropped: number of messages not sent, because the receiver was too slow or unreachable.
+        moved: bytes of weights sent to and read from other groups.
     """
 
     def __init__(
@@ -261,14 +260,14 @@ class PeerConnections:
         self.dropped = self.moved = 0
 
     def read(self, group: int, optimizer: int) -> list[Tensor] | None:
-        """What a group has published: CPU tensors; None if there is nothing or no group."""
+        """Return the weights that a group has published, as CPU tensors; None without a publication or a group."""
         held = self._held.pop((group, optimizer), None)
         published, layout = self._ask(group, m.ReadPublished(optimizer=optimizer)), self._layouts[optimizer]
         if published is None or not published.number:
             return None
-        # It has other parameters than this group, for now; or the connection is not the one for which it held them.
+        # The group has another layout for now, or this is not the connection on which it held the publication.
         if not _fits(self._format, published.nbytes, layout) or held not in (None, published.number):
-            self._drop(group)  # with all that is on its way
+            self._drop(group)  # discards the payload under way
             return None
         assembly = Assembly(published, torch.empty(published.nbytes, dtype=torch.uint8))
         while not assembly.is_complete:
@@ -280,18 +279,18 @@ class PeerConnections:
         return layout.views(decode(self._format, assembly.buffer, layout, Memory()))
 
     def hold(self, group: int, optimizer: int) -> int:
-        """Which publication `read` gives next, whatever the group publishes meanwhile; 0 is none."""
+        """Fix the publication that the next `read` returns; return its number, or 0 for none."""
         published = self._ask(group, m.ReadPublished(optimizer=optimizer, holds=True))
         self._held[group, optimizer] = published.number if published is not None else 0
         return self._held[group, optimizer]
 
     def send(self, group: int, optimizer: int, tensors: Sequence[Tensor]) -> None:
-        """Puts weights into a group's inbox, unless it has not taken the last ones yet."""
+        """Put weights into a group's inbox, unless it has too many unread messages."""
         if self.takes(group):
             self.send_part(group, optimizer, tensors)
 
     def takes(self, group: int) -> bool:
-        """Whether a message to a group would be sent now."""
+        """Return whether a message to a group would be sent now."""
         if group not in self._addresses or self._is_lost(group):
             return False
         wire = self._wire(group)
@@ -311,7 +310,7 @@ class PeerConnections:
     def send_part(
         self, group: int, optimizer: int, tensors: Sequence[Tensor], sender: int = 0, number: int = 0
     ) -> None:
-        """Puts a part of a message into a group's inbox, or with number 0 a whole one; right after `takes`."""
+        """Put a part of a message (number 0: a whole one) into a group's inbox; called right after `takes`."""
         buffer = self._format.encode(tensors, self._layouts[optimizer], {}, Memory()).payload
         message = m.PeerMessage(optimizer=optimizer, nbytes=buffer.numel(), sender=sender, number=number)
         self._send(group, [m.encode(message)])
@@ -321,16 +320,14 @@ class PeerConnections:
         self.moved += buffer.numel()
 
     def grow(self, optimizer: int, layout: Layout) -> None:
-        """An optimizer's weights have another layout."""
         self._layouts[optimizer] = layout
 
     def connect(self, addresses: Mapping[int, Address]) -> None:
-        """Tells it where the leaders of the other groups listen."""
+        """Replace the addresses of the other groups' leaders."""
         self._hang_up()
         self._addresses = dict(addresses)
 
     def close(self) -> None:
-        """Closes all connections at once."""
         self._hang_up()
         self._context.term()
 
@@ -341,7 +338,7 @@ class PeerConnections:
         self._unread.clear()
 
     def _wire(self, group: int) -> zmq.Socket[bytes] | None:
-        """The connection to a group's leader, made when first needed; None if it cannot be had."""
+        """Return the connection to a group's leader, opened on first use; None if it cannot be reached."""
         if self._has_ended(group):
             self._drop(group)
         if group not in self._dialed:
@@ -363,11 +360,11 @@ class PeerConnections:
         return self._dialed[group].wire
 
     def _has_ended(self, group: int) -> bool:
-        """Whether the connection to a group's leader has ended; ZeroMQ makes another one, which is not admitted."""
+        """Return whether the connection to a group's leader has ended; ZeroMQ's own reconnection is not admitted."""
         return group in self._dialed and bool(self._dialed[group].monitor.poll(0))
 
     def _send(self, group: int, frames: list[Any]) -> bool:
-        try:  # what is queued is bounded by what is asked and by UNREAD: it blocks only where there is no connection
+        try:  # requests and UNREAD bound the queue: sending blocks only without a connection
             self._dialed[group].wire.send_multipart(frames, zmq.NOBLOCK, copy=False)
         except (zmq.Again, KeyError):
             self._give_up(group)
@@ -380,7 +377,7 @@ class PeerConnections:
             raise ConnectionLost(f"group {group} is gone")
 
     def _ask(self, group: int, question: m.ReadPublished) -> m.Published | None:
-        """What a group answers; None if there is no group."""
+        """Return a group's answer; None if the group is gone or has not answered."""
         if group not in self._addresses or self._is_lost(group):
             return None
         if self._wire(group) is None or not self._send(group, [m.encode(question)]):
@@ -390,7 +387,7 @@ class PeerConnections:
 
     def _answer(self, group: int) -> m.Message | None:
         frames = self._receive(group)
-        while frames is not None and self._unread[group]:  # of an earlier message
+        while frames is not None and self._unread[group]:  # acknowledges an earlier message
             self._unread[group] -= 1
             frames = self._receive(group)
         if frames is None:
@@ -415,7 +412,7 @@ class PeerConnections:
         why = "cannot be reached"
         if group in self._dialed:
             why = "has ended its connection" if self._has_ended(group) else f"did not answer for {self._timeout:.0f} s"
-        # A new connection next time: a late answer must not be taken for that to another question.
+        # Reconnect next time, so that a late answer is not taken for that to another request.
         self._drop(group)
         if not self._is_lost(group):
             _log.warning("group %d %s; gossip continues without it", group, why)
@@ -427,20 +424,20 @@ class PeerConnections:
 
 
 class PeerWires(PeerConnections):
-    """A leader's way to the other leaders, both directions.
+    """The connections of a leader with the other leaders, in both directions.
 
     Args:
         server: address of the server's control socket.
         rank: the leader.
-        layouts: of each optimizer's parameters.
-        keys: of the run.
-        is_lost: whether a group is gone, so that waiting for it is pointless.
-        check: called while waiting; raises what makes waiting pointless.
+        layouts: layout of each optimizer's parameters.
+        keys: secrets of the run.
+        is_lost: returns whether a group is gone.
+        check: called while waiting; raises if waiting is of no use any more.
         everywhere: whether leaders on other machines must be able to reach this one.
-        wire_format: how weights are put into bytes.
+        wire_format: encoding of the weights.
 
     Attributes:
-        address: where it listens.
+        address: address on which this leader listens.
     """
 
     def __init__(
@@ -461,12 +458,10 @@ class PeerWires(PeerConnections):
         self.arrivals = self._socket.arrivals
 
     def grow(self, optimizer: int, layout: Layout) -> None:
-        """An optimizer's weights have another layout; what lies here in the old one is gone."""
         self._socket.grow(optimizer, layout)
         super().grow(optimizer, layout)
 
     def close(self) -> None:
-        """Ends both directions."""
         super().close()
         self._socket.close()
 
@@ -477,10 +472,10 @@ def _fits(wire_format: WireFormat, nbytes: int, layout: Layout) -> bool:
 
 
 def _endpoint(server: str, rank: int, everywhere: bool) -> str:
-    """Where a leader listens: beside the server's sockets, or on the address by which that is reached."""
+    """Return a leader's endpoint: in the server's private directory, or on the address that reaches the server."""
     if is_private(server):
         return sibling(server, f"peer-{rank}-{secrets.token_hex(4)}")
     host = own_host(server)
     if host.startswith("127.") and everywhere:
-        host = "0.0.0.0"  # the server is on this machine, and the other nodes know it by another address
+        host = "0.0.0.0"  # the server is on this machine, and other nodes use another address
     return tcp_endpoint(host)

@@ -1,4 +1,4 @@
-"""Starts the embedded server in a process of its own, and sees to it that it does not outlive the run."""
+"""The start of the embedded server in its own process, which does not outlive the run."""
 
 from __future__ import annotations
 
@@ -19,33 +19,32 @@ from lightning_omni.errors import ConfigurationError, ConnectionLost
 from lightning_omni.server.addresses import remove_if_abandoned
 
 STARTS_WITHIN = 120.0
-"""Seconds in which a server must listen once it was told where: on a slow disk torch takes long to import."""
+"""Seconds within which a server must listen once it has its settings: on a slow disk torch takes long to import."""
 
-# Ctrl-C and the end of a terminal reach the whole foreground group; torchrun and SLURM send SIGTERM to all that rank 0
-# has started. The run's ranks decide what it means; the server ends with them, tells the other nodes why, and removes
-# its files.
+# Ctrl-C and the end of a terminal reach the whole foreground group; torchrun and SLURM send SIGTERM to all processes
+# that rank 0 has started. The run's ranks decide the response; the server ends with them, sends the reason to the other
+# nodes, and removes its files.
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class ServerSettings(msgspec.Struct, frozen=True):
-    """What the server process is told on its standard input.
+    """The settings that the server process reads from its standard input.
 
     Attributes:
-        host: address to bind; empty if all ranks are on this machine: sockets in a private directory, where ZeroMQ has
-            them.
-        wire_formats: class paths of those that the run may use beside the package's own.
-        transport: how the ranks speak to it, as plain data.
-        transports: class path of that transport, if it is none of the package's own.
-        shards: servers that hold a share of the weights each, this one among them.
-        shard: which of them this is; number 0 coordinates the others.
-        coordinator: the address of that one, for the others.
-        state: directory for its state, or its share of it; empty to save none.
-        restore: of a server that holds a share, the number of the save that it goes on from; 0 for none.
+        host: address to bind; empty if all ranks are on this machine: sockets in a private directory, where possible.
+        wire_formats: class paths of user-defined wire formats.
+        transport: transport of the ranks, as plain data.
+        transports: class path of a user-defined transport, if any.
+        shards: number of servers that hold a share of the weights each, including this one.
+        shard: number of this server; number 0 coordinates the others.
+        coordinator: address of server 0, for the others.
+        state: directory for the server's state, or its share of it; empty to save none.
+        restore: number of the save from which a server with a share continues; 0 for none.
         save_every: seconds between two saves.
         progress_timeout: as in `ServerCore`; None for infinite.
         joined_heartbeat_timeout: as in `ServerCore`.
-        adds_up: whether it is an aggregator, which sums the pushes of groups for another server.
-        again: address at which another server listened that is gone, and whose run it goes on with.
+        adds_up: whether the server is an aggregator, which sums the pushes of groups for another server.
+        again: address of an earlier server that is gone and whose run this one continues.
     """
 
     key: str
@@ -74,20 +73,20 @@ class ServerSettings(msgspec.Struct, frozen=True):
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """What the server process answers on its standard output."""
+    """The answer of the server process on its standard output."""
 
     address: str
     error: str = ""
 
 
 class ServerProcess:
-    """The embedded parameter server. Starting returns at once; `address` waits until it listens.
+    """The process of the embedded parameter server. The constructor returns at once; `address` waits until it listens.
 
-    A process, not a thread: the optimizer step and the sockets would take their time from the trainer's interpreter.
+    It is not a thread, because the optimizer step and the sockets would take time from the trainer's interpreter.
 
     Args:
-        settings: address, key and timeouts; None if they are not known yet: the process imports meanwhile what it
-            needs, and waits for `tell`.
+        settings: address, key and timeouts; None if they are not available yet: the process imports its modules and
+            waits for `configure`.
     """
 
     def __init__(self, settings: ServerSettings | None = None) -> None:
@@ -105,25 +104,26 @@ class ServerProcess:
             self.configure(settings)
 
     def configure(self, settings: ServerSettings) -> None:
-        """What it waits for; once."""
+        """Send the settings to a process that was started without them; called once."""
         assert self._process.stdin is not None
         self.is_told = True
         self._deadline = time.monotonic() + STARTS_WITHIN
-        with contextlib.suppress(BrokenPipeError):  # it has died, as `address` will find out and say
+        with contextlib.suppress(BrokenPipeError):  # it has died, which `address` will detect and report
             self._process.stdin.write(msgspec.json.encode(settings) + b"\n")
             self._process.stdin.flush()
 
     @property
     def pid(self) -> int:
-        """Process id."""
         return self._process.pid
 
     def address(self) -> str:
-        """The control socket's address, ``tcp://host:port`` or ``ipc:///directory/control``; waits until it is known.
+        """Return the address of the control socket; wait until it is available.
+
+        It reads ``tcp://host:port`` or ``ipc:///directory/control``.
 
         Raises:
-            ConfigurationError: the server could not listen where it was told to.
-            ConnectionLost: it did not come up in time, or died.
+            ConfigurationError: the server could not listen at the requested address.
+            ConnectionLost: the server did not listen in time, or died.
         """
         if not self._address:
             ready = msgspec.json.decode(self._first_line(), type=Ready)
@@ -133,38 +133,37 @@ class ServerProcess:
         return self._address
 
     def how_ended(self) -> str:
-        """How the process has ended, once it has; empty while it runs."""
+        """Return how the process has ended; empty while it runs."""
         if not self._how_ended and (status := self._process.poll()) is not None:
             self._how_ended = f"its process has ended with status {status}"
             try:
                 self.address()
-            except ConfigurationError as error:  # which it has said itself
+            except ConfigurationError as error:  # reported by the process itself
                 self._how_ended = str(error)
             except ConnectionLost:
                 pass
         return self._how_ended
 
     def wait(self) -> int:
-        """Waits until the process has ended; returns its exit status."""
         return self._process.wait()
 
     def leave(self) -> None:
-        """This process ends, and the server may go on: one that holds a share ends with the one that coordinates."""
+        """Close the pipes before this process ends; a server with a share ends with the coordinating server instead."""
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 with contextlib.suppress(OSError):
                     pipe.close()
 
     def dismiss(self) -> None:
-        """Tells it to end, by a line on its standard input, and returns at once; `stop` waits until it has."""
+        """Request the server's end by a line on its standard input, and return at once; `stop` waits for the end."""
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError, ValueError):  # it has ended, or this was called before
+        with contextlib.suppress(OSError, ValueError):  # it has ended, or this is not the first call
             self._process.stdin.write(b"\n")
             self._process.stdin.flush()
         self.leave()
 
     def stop(self, timeout: float = 5.0) -> None:
-        """Tells it to end, and waits until it has; killing it is the last resort."""
+        """End the server and wait; kill it after the timeout."""
         self.dismiss()
         try:
             self._process.wait(timeout)
@@ -190,7 +189,7 @@ class ServerProcess:
 
 @contextlib.contextmanager
 def _signals_held_back() -> Iterator[None]:
-    """What is started meanwhile does not get those signals that the server ignores until it has said that it does."""
+    """Block, for processes started meanwhile, the signals that the server ignores, until it ignores them itself."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
     try:
         yield
@@ -199,14 +198,14 @@ def _signals_held_back() -> Iterator[None]:
 
 
 def ignore_signals() -> None:
-    """In the server's process."""
+    """Ignore, in the server's process, the signals that ranks handle."""
     for number in IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
 
 
 def _environment() -> dict[str, str]:
-    # The server is no rank: it must not be taken for one, nor bring a crowd of threads along.
+    # The server is not a rank: it must not inherit a rank's variables, nor start many threads.
     ignored = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "PL_GLOBAL_SEED")
     environment = {name: value for name, value in os.environ.items() if name not in ignored}
     ours = {"CUDA_VISIBLE_DEVICES": "", "OPENBLAS_NUM_THREADS": "1"}
@@ -214,7 +213,7 @@ def _environment() -> dict[str, str]:
 
 
 def raise_limit_of_files() -> None:
-    """As many connections as the system allows this user."""
+    """Allow as many open connections as the system permits this user."""
     with contextlib.suppress(ValueError, OSError):
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,8 +1,8 @@
-"""Rate limits on what strangers can cause: connections, which the kernel leaves unanswered, and log lines.
+"""Rate limits on the effects of strangers: connections, which the kernel then leaves unanswered, and log lines.
 
-A connection that is ended can be made again at once, and each costs this process more than it costs a stranger: made
-and dropped as fast as possible, they would leave no time for the exchange. So a listening socket takes connections at a
-limited rate. Those of ranks with the key do not count, and one that is not answered tries again by itself.
+A stranger can reopen an ended connection at once, at less cost than this process has with it, and could leave no time
+for the exchange. So a listening socket accepts connections at a limited rate. Connections of ranks with the key do not
+count, and an unanswered connection is retried by the system.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ import time
 from lightning_omni.protocol.quoting import quoted
 
 RATE = 150.0
-"""Connections of strangers that a listening socket takes in a second, for long."""
+"""Sustained connections of strangers per second that a listening socket accepts."""
 BURST = 300.0
-"""Connections that it takes at once after a quiet time."""
+"""Connections that it accepts at once after a quiet time."""
 REOPEN = 8.0
-"""Connections that may come again before it opens after it was shut."""
+"""Connections that a closed gate must have accrued before it opens again."""
 LINES, SECONDS = 10, 60.0
-"""So many lines in so much time, at most; the next one says how many were left out."""
+"""The most log lines in a number of seconds; the next line reports how many were left out."""
 _ATTACH_FILTER, _DETACH_FILTER = 26, 27
-"""Of Linux's ``setsockopt``; Python does not name them."""
+"""Options of Linux's ``setsockopt``, which Python does not name."""
 _FILTER = b"".join(
     struct.pack("=HBBI", *instruction)
     for instruction in (
         (0x30, 0, 0, 13),  # load the byte of a TCP header that holds its flags
         (0x45, 0, 1, 0x02),  # is SYN among them?
-        (0x06, 0, 0, 0),  # then it is dropped
+        (0x06, 0, 0, 0),  # then drop the packet
         (0x06, 0, 0, 0xFFFFFFFF),
     )
 )
-"""For the kernel (classic BPF): new connections are not heard; those that stand are not touched."""
+"""A kernel filter (classic BPF) that drops new connections and leaves established ones alone."""
 
 
 class Gate:
-    """Shuts and opens a listening TCP socket. Where the system has no filters (only Linux has), it is always open.
+    """A gate on a listening TCP socket. On systems without socket filters (all but Linux) it is always open.
 
     Args:
-        descriptor: of the listening socket.
-        now: seconds, on a clock that only goes forward.
+        descriptor: descriptor of the listening socket.
+        now: seconds on a monotonic clock.
     """
 
     def __init__(self, descriptor: int, now: float) -> None:
@@ -55,15 +55,14 @@ class Gate:
         self.is_shut = False
 
     def came(self) -> None:
-        """A connection has come."""
         self._left -= 1.0
 
     def was_let_in(self) -> None:
-        """A connection turned out to be that of a rank."""
+        """Take back the count of a connection that proved to be a rank's."""
         self._left = min(BURST, self._left + 1.0)
 
     def poll(self, now: float) -> None:
-        """Shuts or opens, by how many have come until now."""
+        """Close or open the gate, depending on the connections so far."""
         self._left = min(BURST, self._left + RATE * (now - self._since))
         self._since = now
         if not self.is_shut and self._left < 0.0:
@@ -72,7 +71,7 @@ class Gate:
             self._filter(shut=False)
 
     def close(self) -> None:
-        """The gate is gone; the socket is left open."""
+        """Remove the gate; the socket stays open."""
         if self.is_shut:
             self._filter(shut=False)
         self._wire.close()
@@ -93,10 +92,10 @@ class Gate:
 
 
 class RefusalLog:
-    """Says what was refused. From any thread.
+    """A rate-limited log of refusals, for use from any thread.
 
     Args:
-        log: where to.
+        log: logger to write to.
     """
 
     def __init__(self, log: logging.Logger) -> None:
@@ -106,10 +105,10 @@ class RefusalLog:
         self._said = self._left_out = 0
 
     def write(self, what: str, about: str) -> None:
-        """One line.
+        """Write one line.
 
         Args:
-            what: our own words.
+            what: trusted text.
             about: text that may hold bytes from outside.
         """
         with self._lock:
@@ -124,7 +123,7 @@ class RefusalLog:
                 self._left_out += 1
 
     def close(self) -> None:
-        """Says how many lines were left out last."""
+        """Log how many of the last lines were left out."""
         with self._lock:
             self._tell_left_out()
 

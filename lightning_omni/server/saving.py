@@ -1,17 +1,16 @@
-"""The server's state on disk, so that another server can go on when this one is gone.
+"""The server's state on disk, from which another server can continue when this one is gone.
 
-A save is a file of plain data and tensors, in the form in which these travel (`lightning_omni.protocol.codec`), written
-beside the last one and then renamed. Each has a journal (`lightning_omni.protocol.journal`), into which goes what ranks
-were told after it: every entry is with the operating system before the answer leaves, so that it outlives the server's
+A save is a file of plain data and tensors, in their wire encoding (`lightning_omni.protocol.codec`). It is written
+beside the last save and then renamed. Each save has a journal (`lightning_omni.protocol.journal`) of the answers sent
+to ranks after it. The operating system has every entry before the answer is sent, so the journal outlives the server's
 process, if not its machine.
 
-Rule: between two messages the state is copied, which the server waits for; a thread of its own writes the copy.
-Rule: what cannot be written is tried again at the next save, and the last save stays until another one is written. If
-an entry of the journal is missing, no server goes on from a save before it: what ranks were told would be unsaid.
+Rule: the state is copied between two messages, while the server waits; a separate thread writes the copy.
+Rule: a failed save is repeated when the next one is due, and the last save stays until another one is written. If the
+journal lacks an entry, no server continues from an earlier save, because it would contradict answers that ranks have.
 
-Servers that hold a share of the weights each save at one moment: when the one that coordinates says so, in the order in
-which it says everything. A save counts when all have written theirs. What ranks are told stands in the journal of that
-one alone.
+Servers that hold a share of the weights each save at one moment, by a command of the coordinating server. A save counts
+once all servers have written theirs. Only the coordinating server has a journal.
 """
 
 from __future__ import annotations
@@ -45,24 +44,24 @@ _log = logging.getLogger(__name__)
 EVERY = 30.0
 """Seconds between two saves."""
 PATIENCE = 300.0
-"""Seconds for which ranks look for a server that stands by itself, when it is gone."""
+"""Seconds for which ranks look for a standalone server that is gone."""
 EMBEDDED_PATIENCE = 60.0
-"""The same for one that rank 0 starts, and starts again."""
+"""The same for an embedded server, which rank 0 starts again."""
 SHARE = 0.02
-"""The part of its time that the server gives to saves, at most; the larger its state, the more seldom it is saved."""
+"""The largest fraction of its time that the server spends on saves; it saves a larger state less often."""
 ENDED = "ended"
-"""The last save of a run that has ended before its time."""
+"""The file name of the last save of a run that ended early."""
 _SAVED, _JOURNAL, _NEW, _LOCK = "state-", "journal-", "new", "lock"
 _BEGUN = "begun-"
-"""An empty file that names a run that groups come to, as long as nothing of it is saved: see `_as_begun`."""
+"""Prefix of an empty file that names a run whose groups join on their own, until it is saved: see `_as_begun`."""
 _GAP = "gap-"
-"""What a journal is renamed to when an entry could not be written: that needs no room on the disk."""
+"""Prefix that a journal gets when an entry could not be written: renaming needs no space on the disk."""
 _SHARE = "share-"
-"""Directories of the other servers that hold a share each."""
+"""Prefix of the directories of the other servers, which hold a share each."""
 _ATTEMPTS = 5
-"""Saves that are tried, where a server writes the next one meanwhile."""
+"""Attempts to read a save while a server may write the next one."""
 _PAUSE = 0.25
-"""Seconds after which it is asked whether the run is over."""
+"""Seconds between two checks whether the run is over."""
 _MARK = b"lightning-omni state\n"
 _NOT_SAVED = (
     "the server's state could not be saved in %s; the last save stays, if there is one, and the next one is tried when"
@@ -73,27 +72,27 @@ _LOST = (
     " run: %s"
 )
 _NAME = re.compile(r"[\w+-]{1,200}", re.ASCII)
-"""Names of runs that can be names of files."""
+"""Names of runs that are valid as file names."""
 _MILLISECOND = 1_000_000
 """Nanoseconds."""
 _LENGTH = 4
-"""Bytes in front of a journal's entry, or of a save's plain part, that say how long it is."""
+"""Bytes of the length in front of a journal's entry, or of a save's plain part."""
 
 
 class StateDirectory:
-    """Where a server saves its state; one server at a time.
+    """The directory in which a server saves its state, used by one server at a time.
 
     Args:
-        path: the directory; if there is none it is made, and only its user may enter it.
+        path: the directory; it is created if missing, and only its user may enter it.
         every: seconds between two saves.
-        patience: seconds for which ranks look for the server again when it is gone.
-        servers: that hold a share of the weights each; this one coordinates.
+        patience: seconds for which ranks look for the server when it is gone.
+        servers: number of servers that hold a share of the weights each; this one coordinates.
 
     Attributes:
-        restored: number of the save that the server goes on from; 0 for none.
+        restored: number of the save that the server continues from; 0 for none.
 
     Raises:
-        ConfigurationError: it cannot be used, or another server uses it.
+        ConfigurationError: the directory cannot be used, or another server uses it.
 
     Example:
         >>> import secrets, tempfile
@@ -128,29 +127,29 @@ class StateDirectory:
                 f" {len(shares) + 1}, or another directory"
             )
         for folder in (self._path, *shares):
-            for begun in folder.glob(f"{_NEW}-*"):  # by a server that was killed meanwhile
+            for begun in folder.glob(f"{_NEW}-*"):  # by a server that was killed while writing
                 begun.unlink(missing_ok=True)
-        for folder in shares[servers - 1 :]:  # of a run that is over
+        for folder in shares[servers - 1 :]:  # left by a run that is over
             with contextlib.suppress(OSError):
                 folder.rmdir()
         files = [number for folder in self._folders for number in _numbers(folder, _SAVED)]
         self._number = max(files + _numbers(self._path, _JOURNAL) + _numbers(self._path, _GAP), default=0)
-        self._gap = 0  # number of the last journal in which an entry is missing
+        self._gap = 0  # number of the last journal that lacks an entry
         self._troubles = _Troubles(self._path)
         self._journal: int | None = None
         self._writer: threading.Thread | None = None
         self._due = self._latest = self._asked = 0.0
         self._went_on = False
-        self._begun = ""  # what a file says of the run that groups come to, or said
+        self._begun = ""  # name of the run in the last `_BEGUN` file
 
     def restore(self, core: ServerCore) -> str:
-        """The server goes on with the run whose state lies here, if there is one.
+        """Load the saved state of a run, if any, into the server, which then continues the run.
 
         Returns:
-            What it goes on from, in a sentence; empty if there is no run.
+            A sentence that describes the restored state; empty without a run.
 
         Raises:
-            ConfigurationError: there is one, and this server cannot go on with it.
+            ConfigurationError: this server cannot continue the saved run.
         """
         core.patience, core.began = self._patience, self._start()
         saves = self._whole()
@@ -180,21 +179,21 @@ class StateDirectory:
         )
 
     def _start(self) -> int:
-        """When this server is started, in milliseconds: after those before it, also if the clock was set back since.
+        """Return this server's start time in milliseconds, later than those before even if the clock was set back.
 
-        The lock has the time of the last one: that takes no room on a disk that may be full.
+        The lock file's modification time holds the last start: that needs no space on a disk that may be full.
         """
         started = max(time.time_ns(), os.fstat(self._lock).st_mtime_ns + _MILLISECOND) // _MILLISECOND
-        with contextlib.suppress(OSError):  # the clock is what is left
+        with contextlib.suppress(OSError):  # the clock alone must do
             os.utime(self._lock, ns=(started * _MILLISECOND, started * _MILLISECOND))
         return started
 
     def poll(self, core: ServerCore) -> None:
-        """Saves the state if it is time. To be called between two messages, and often."""
+        """Save the state if it is due; called often, and between two messages."""
         try:
             self._note_begun(core)
             self._poll(core)
-        except OSError as error:  # the directory cannot even be read
+        except OSError as error:  # the directory is not even readable
             self._troubles.write(_NOT_SAVED, error)
 
     def _poll(self, core: ServerCore) -> None:
@@ -222,7 +221,7 @@ class StateDirectory:
             self._save(core)
 
     def discard(self, core: ServerCore) -> None:
-        """The run is over: another server has nothing to go on with."""
+        """Remove the state of a run that is over; a run that ended early leaves its last save as `ENDED`."""
         self.wait()
         core.journal.write, core.journal.is_due = None, False
         self._close_journal()
@@ -232,19 +231,19 @@ class StateDirectory:
             if core.over and (saves := _numbers(self._path, _SAVED)):  # its weights may still be of use
                 self._keep_ended(saves[-1])
             self._remove_before(self._number + 1)
-        # Another server may still be writing what it was told last: that number is not given again.
+        # Another server may still be writing the last save, so its number is not used again.
         self._number = self._number if self._others else 0
         self._due, self._latest, self._went_on, self._is_whole = 0.0, 0.0, False, True
         self._gap, core.patience = 0, self._patience
 
     def close(self, core: ServerCore | None = None) -> None:
-        """No more is saved, after a last time if a run is under way.
+        """Stop saving, after a last save of a run that has not ended.
 
         Args:
-            core: of the server that ends; None saves nothing.
+            core: state machine of the server that ends; None saves nothing.
         """
         self.wait()
-        if core is not None and core.has_state and not self._others:  # who are not told any more
+        if core is not None and core.has_state and not self._others:  # other servers receive no commands any more
             self._save(core)
             self.wait()
         if core is not None:
@@ -252,18 +251,18 @@ class StateDirectory:
         self._close_journal()
         os.close(self._lock)
 
-    # --- How ---------------------------------------------------------------------------------------------------------
+    # --- Files -------------------------------------------------------------------------------------------------------
 
     def _save(self, core: ServerCore) -> None:
         began = time.monotonic()
         self._number += 1
         self._due, core.journal.is_due = began + self._every, False
         try:
-            self._remove_parts({*self._whole()[-1:], self._number - 1})  # of the one before some may still be written
+            self._remove_parts({*self._whole()[-1:], self._number - 1})  # the previous save may still be unfinished
             self._open_journal(core)
             packed, buffer = pack(core.state())
-        except (OSError, MemoryError, RuntimeError, OmniError) as error:  # an optimizer may remember anything
-            if self._journal is None or core.journal.write is None:  # the journal of the last save is of use otherwise
+        except (OSError, MemoryError, RuntimeError, OmniError) as error:  # an optimizer's state may hold anything
+            if self._journal is None or core.journal.write is None:  # else the last save's journal is of use
                 self._lose(core, error)
             self._troubles.write(_NOT_SAVED, error)
             self._forget_begun()
@@ -273,7 +272,7 @@ class StateDirectory:
         self._is_whole = False
         took = time.monotonic() - began
         self._due = began + max(self._every, took / SHARE)
-        self._latest = self._due + self._every  # whether or not groups wait for answers by then
+        self._latest = self._due + self._every  # even if groups then wait for answers
         self._writer = threading.Thread(
             target=self._write, args=(self._number, packed, buffer), name="omni-save", daemon=True
         )
@@ -308,46 +307,46 @@ class StateDirectory:
             self._went_on = False
 
     def _lose(self, core: ServerCore, error: Exception) -> None:
-        """Ranks are told what is in no journal: from what is there no server can go on, until the state is saved."""
+        """Mark the journal as incomplete: no server can continue from it until the state is saved again."""
         core.journal.write, core.patience, self._gap = None, 0.0, self._number
         with contextlib.suppress(OSError):
             if journals := _numbers(self._path, _JOURNAL):
                 _file(self._path, _JOURNAL, journals[-1]).rename(_file(self._path, _GAP, self._gap))
-            for kind in (_JOURNAL, _GAP):  # those before are of use to no server
+            for kind in (_JOURNAL, _GAP):  # earlier ones are of no use
                 for number in _numbers(self._path, kind):
                     if number < self._gap:
                         _file(self._path, kind, number).unlink()
         self._troubles.write(_LOST, error)
 
     def _note_begun(self, core: ServerCore) -> None:
-        """Groups come to a run that they join on their own: if this server is gone now, they begin it again."""
+        """Record a run that groups join on their own: if this server is lost now, they begin the run again."""
         begun = _as_begun(core)
-        if begun == self._begun or not _NAME.fullmatch(begun):  # a rank may say any name
+        if begun == self._begun or not _NAME.fullmatch(begun):  # ranks choose the name, which may be any text
             return
         self._forget_begun()
         self._begun = begun
-        with contextlib.suppress(OSError):  # then it is not begun again, and what is saved is more
+        with contextlib.suppress(OSError):  # without the file the run is not begun again, which is safe
             (self._path / f"{_BEGUN}{begun}").touch(mode=0o600)
 
     def _forget_begun(self) -> None:
-        """Something of the run is saved, or cannot be: then it has gone on for too long to be begun again unasked."""
+        """Remove that record once part of the run is saved, or cannot be: a longer run is not begun again unasked."""
         with contextlib.suppress(OSError):
             for begun in self._path.glob(f"{_BEGUN}*"):
                 begun.unlink()
 
     def _lost(self) -> str:
-        """Name of the run that groups had come to at the server before this one; empty if something of it is saved."""
+        """Return the name of the run that groups had joined at the previous server; empty if part of it is saved."""
         names = [begun.name.removeprefix(_BEGUN) for begun in self._path.glob(f"{_BEGUN}*")]
         return names[0] if names else ""
 
     def _keep_ended(self, number: int) -> None:
-        """Keeps a save with which no server goes on; those of several servers stay where they are."""
+        """Rename a save that no server continues from to `ENDED`; saves of several servers stay unchanged."""
         if not self._others:
             with contextlib.suppress(OSError):
                 _file(self._path, _SAVED, number).rename(self._path / ENDED)
 
     def _entries(self, number: int) -> Iterator[Entry]:
-        """What a journal holds; its end may be missing."""
+        """Yield the entries of a journal, whose last one may be incomplete and is then left out."""
         data, decode = _file(self._path, _JOURNAL, number).read_bytes(), msgspec.msgpack.Decoder(AnyEntry).decode
         position = 0
         while position + _LENGTH <= len(data):
@@ -367,11 +366,10 @@ class StateDirectory:
         return [self._path, *self._others]
 
     def _whole(self) -> list[int]:
-        """Numbers of the saves that all servers have written."""
         return sorted(set.intersection(*(set(_numbers(folder, _SAVED)) for folder in self._folders)))
 
     def _remove_parts(self, but: set[int]) -> None:
-        """Removes what some servers have written of saves that not all have, but for some saves."""
+        """Remove all saves but these numbers, with several servers, some of which may lack a save."""
         for folder in self._folders if self._others else ():
             for number in set(_numbers(folder, _SAVED)) - but:
                 _file(folder, _SAVED, number).unlink(missing_ok=True)
@@ -390,20 +388,21 @@ class StateDirectory:
             self._journal = None
 
     def wait(self) -> None:
-        """Waits until what was last begun to be saved lies on the disk."""
+        """Wait until the last save is on the disk."""
         if self._writer is not None:
             self._writer.join()
             self._writer = None
 
 
 class ShareDirectory:
-    """Where a server saves the share that it holds, when the one that coordinates says so.
+    """The directory in which a server saves its share, at the coordinating server's command.
 
     Args:
-        path: as `share_directory`; no other server uses it while the one that coordinates has its own.
+        path: path from `share_directory`; while the coordinating server holds its own directory, no other server uses
+            this.
 
     Raises:
-        ConfigurationError: it cannot be used.
+        ConfigurationError: the directory cannot be used.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -416,14 +415,14 @@ class ShareDirectory:
             raise ConfigurationError(f"--state {path}: {error.strerror}; pass a directory of your own") from error
 
     def restore(self, core: ServerCore, number: int) -> None:
-        """The server goes on with its share of a save; the one that coordinates says what has happened since.
+        """Load this server's share of a save; the coordinating server then sends the later events.
 
         Args:
-            core: of the server.
-            number: of the save; 0 for none.
+            core: the server's state machine.
+            number: number of the save; 0 for none.
 
         Raises:
-            ConfigurationError: it is not there.
+            ConfigurationError: the save does not exist.
         """
         if number:
             core.load(read(_file(self._path, _SAVED, number)), (), 0.0)
@@ -434,7 +433,7 @@ class ShareDirectory:
             self._writer.join()
         try:
             packed, buffer = pack(core.state())
-        except (MemoryError, RuntimeError, OmniError) as error:  # an optimizer may remember anything
+        except (MemoryError, RuntimeError, OmniError) as error:  # an optimizer's state may hold anything
             self._troubles.write(_NOT_SAVED, error)
             return
         self._writer = threading.Thread(
@@ -450,57 +449,54 @@ class ShareDirectory:
 
 
 class _Troubles:
-    """Tells the log when saving fails, once, and when it works again; a full disk is full at every save."""
+    """A log that reports once that saving fails, and once that it works again; a full disk fails every save."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._said: set[str] = set()
 
     def write(self, text: str, error: Exception) -> None:
-        """Something could not be written; ``text`` has places for the directory and the error."""
+        """Log a failure once; ``text`` has placeholders for the directory and the error."""
         if text not in self._said:
             self._said.add(text)
             _log.warning(text, self._folder, error)
 
     def end(self) -> None:
-        """All is written."""
         if self._said:
             self._said.clear()
             _log.warning("the server's state is saved in %s again", self._folder)
 
 
 def _as_begun(core: ServerCore) -> str:
-    """Name of the run that groups join on their own, with `AGAIN` if the first of its ranks has come; empty if none."""
+    """Return the name of the run that groups join on their own, with `AGAIN` once a rank has joined; empty if none."""
     return f"{core.roster.run}{AGAIN}" if core.roster.joining else core.roster.numbers.claimed
 
 
 def share_directory(path: str | Path, number: int) -> Path:
-    """Where the server of that number saves its share of a state.
+    """Return the directory in which a server saves its share of a state.
 
     Args:
-        path: where the one that coordinates does.
-        number: of the server.
+        path: state directory of the coordinating server.
+        number: number of the server.
     """
     return Path(path) / f"{_SHARE}{number}"
 
 
 def _file(folder: Path, kind: str, number: int) -> Path:
-    """A save, or a journal, of that number."""
     return folder / f"{kind}{number:08d}"
 
 
 def _numbers(folder: Path, kind: str) -> list[int]:
-    """Of all files of a kind, ascending."""
     try:
         names = os.listdir(folder)
-    except FileNotFoundError:  # of a server that has yet to be started
+    except FileNotFoundError:  # its server has not started yet
         return []
     found = (name.removeprefix(kind) for name in names if name.startswith(kind))
     return sorted(int(number) for number in found if number.isdigit())
 
 
 def _remove_leftovers(path: Path, shares: list[Path]) -> None:
-    """Take out of a list, and away, what other servers have saved of runs whose first server has saved nothing here."""
+    """Remove the saves of the other servers that match no save of server 0, also from the list."""
     saved = set(_numbers(path, _SAVED))
     for folder in list(shares):
         numbers = _numbers(folder, _SAVED)
@@ -513,7 +509,6 @@ def _remove_leftovers(path: Path, shares: list[Path]) -> None:
 
 
 def _write_save(folder: Path, number: int, packed: Packed, buffer: Tensor) -> OSError | None:
-    """Writes a save; returns why it could not."""
     new, head = folder / f"{_NEW}-{os.getpid()}", msgspec.msgpack.encode(packed)
     try:
         with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb", buffering=0) as file:
@@ -530,10 +525,10 @@ def _write_save(folder: Path, number: int, packed: Packed, buffer: Tensor) -> OS
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """What a save holds: see `lightning_omni.protocol.server.ServerCore.state`.
+    """Return the contents of a save: see `lightning_omni.protocol.server.ServerCore.state`.
 
     Raises:
-        ConfigurationError: it is none.
+        ConfigurationError: the file is not a valid save.
     """
     try:
         data = Path(path).read_bytes()
@@ -542,7 +537,7 @@ def read(path: str | Path) -> dict[str, Any]:
             raise MalformedMessage("it does not begin as one")
         start = head + int.from_bytes(data[len(_MARK) : head], "little")
         packed = msgspec.msgpack.decode(memoryview(data)[head:start], type=Packed)
-        # Copied, for where it lies in the file suits no dtype.
+        # A copy, because the offset in the file is aligned for no dtype.
         tree: dict[str, Any] = unpack(packed, as_tensor(bytes(memoryview(data)[start:])))
         return tree
     except (OSError, ValueError, MalformedMessage, msgspec.MsgspecError) as error:
@@ -550,13 +545,13 @@ def read(path: str | Path) -> dict[str, Any]:
 
 
 def saved_weights(path: str | Path) -> dict[str, Tensor]:
-    """The weights of the last save in a server's directory: what ``module.load_state_dict(..., strict=False)`` takes.
+    """Return the weights of the last save in a server's directory, for ``module.load_state_dict(..., strict=False)``.
 
     Args:
-        path: of the directory.
+        path: the directory.
 
     Raises:
-        ConfigurationError: there is no save, or it cannot be read, or several servers have saved a share each.
+        ConfigurationError: the directory has no readable save, or several servers have saved a share each.
     """
     if any(Path(path).glob(f"{_SHARE}*")):
         raise ConfigurationError(
@@ -570,15 +565,15 @@ def saved_weights(path: str | Path) -> dict[str, Tensor]:
 
 
 def saved_states(path: str | Path) -> list[dict[str, Any]]:
-    """The last save in a server's directory, of each server that holds a share: see `read`.
+    """Return the last save in a server's directory, one entry for each server that holds a share: see `read`.
 
     A server may be using the directory meanwhile.
 
     Args:
-        path: of the directory; of the server that coordinates, if there are several.
+        path: the directory; with several servers, that of the coordinating one.
 
     Raises:
-        ConfigurationError: there is no such directory, no save is in it, or it cannot be read.
+        ConfigurationError: the directory does not exist, or it has no readable save.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -596,7 +591,7 @@ def saved_states(path: str | Path) -> list[dict[str, Any]]:
         try:
             return [read(each) for each in files]
         except ConfigurationError:
-            # The server has written another one meanwhile, and removed this one.
+            # The server has meanwhile written another save and removed this one.
             if attempt == _ATTEMPTS - 1 or all(each.exists() for each in files):
                 raise
     raise ConfigurationError(

@@ -1,9 +1,11 @@
-"""Memory that processes of one machine share: made and sealed by one, checked and mapped by another. Linux only.
+"""Memory that processes of one machine share: created and sealed by one, checked and mapped by another. Linux only.
 
-A segment is a memfd: it has a descriptor and no name, and is gone with the last process that has it, however that ends.
+A segment is a memfd: it has a descriptor but no name, and it disappears with the last process that holds it, however
+that ends.
 
-Rule 1: nothing is mapped that its maker could shorten: to touch what was cut off would end this process by SIGBUS.
-Rule 2: what lies in another's segment may change while it is read. It is copied first, and the copy is looked at.
+Rule 1: a process maps no memory that the creator could shorten, because access to removed pages would end it by SIGBUS.
+Rule 2: the contents of another process's segment may change while they are read. They are copied first, and the copy is
+checked.
 """
 
 from __future__ import annotations
@@ -29,12 +31,12 @@ _NUMBERS = itertools.count(1)
 
 @dataclass(frozen=True)
 class Segment:
-    """A segment that this process has made.
+    """A segment that this process has created.
 
     Attributes:
-        number: no other of this process has had it.
-        descriptor: by which it is handed over.
-        address: of its first byte, here.
+        number: number that no other segment of this process has had.
+        descriptor: descriptor to pass to other processes.
+        address: address of its first byte in this process.
         nbytes: its size.
     """
 
@@ -45,25 +47,25 @@ class Segment:
 
 
 _made: dict[int, Segment] = {}
-"""Those whose memory is still in use here, by number."""
+"""The segments whose memory this process still uses, by number."""
 
 
 def is_offered() -> bool:
-    """Whether this system has such memory."""
+    """Return whether this system offers such memory."""
     return sys.platform == "linux" and hasattr(os, "memfd_create")
 
 
 def empty(nbytes: int) -> Tensor:
-    """Zeros, uint8, ``(nbytes,)``, in a segment of their own, which lasts for as long as the tensor.
+    """Return zeros, uint8, ``(nbytes,)``, in a segment of their own, which lives as long as the tensor.
 
     Raises:
-        OSError: there is none to be had.
+        OSError: no such memory is available.
     """
     if sys.platform != "linux":
         raise OSError("only Linux has memfd_create")
     descriptor = os.memfd_create("lightning-omni", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        # Not only a size: where memory is limited this fails, and not the first touch of a page.
+        # Allocates the pages, so that a memory limit fails here and not at the first access.
         os.posix_fallocate(descriptor, 0, max(nbytes, 1))
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         memory = mmap.mmap(descriptor, max(nbytes, 1), flags=mmap.MAP_SHARED)
@@ -78,7 +80,7 @@ def empty(nbytes: int) -> Tensor:
 
 
 def find(tensor: Tensor) -> tuple[Segment, int] | None:
-    """The segment of this process that holds a tensor of bytes, and where in it that begins; None if none does."""
+    """Return this process's segment that holds a tensor of bytes, and the offset in it; None if no segment does."""
     start = tensor.data_ptr()
     for segment in list(_made.values()):
         if segment.address <= start and start + tensor.numel() <= segment.address + segment.nbytes:
@@ -87,23 +89,23 @@ def find(tensor: Tensor) -> tuple[Segment, int] | None:
 
 
 def is_in_use(number: int) -> bool:
-    """Whether the memory of a segment of this process is still in use."""
+    """Return whether the memory of a segment of this process is still in use."""
     return number in _made
 
 
 def open_shared(descriptor: int, nbytes: int) -> Tensor:
-    """Maps another process's segment: uint8, ``(nbytes,)``. The descriptor stays the caller's.
+    """Map another process's segment: uint8, ``(nbytes,)``. The caller keeps the descriptor.
 
     Raises:
-        Refused: it is none that is safe to touch.
+        Refused: the memory is not safe to access.
     """
     if sys.platform != "linux":
         raise Refused("memory", "only Linux has memory that is safe to share")
     try:
-        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)  # anything but a memfd has none
+        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)  # only a memfd has seals
         if not seals & fcntl.F_SEAL_SHRINK:
             raise Refused("memory", "this memory is not sealed against shrinking")
-        if os.fstatvfs(descriptor).f_bsize != mmap.PAGESIZE:  # huge pages may run out when they are touched
+        if os.fstatvfs(descriptor).f_bsize != mmap.PAGESIZE:  # huge pages may run out on access
             raise Refused("memory", "this memory is made of huge pages")
         if not 0 < nbytes <= os.fstat(descriptor).st_size:
             raise Refused("memory", f"this memory has {os.fstat(descriptor).st_size} bytes, {nbytes} were announced")

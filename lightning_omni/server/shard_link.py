@@ -1,4 +1,4 @@
-"""The connections of a server that holds a share, or of an aggregator, to the server that coordinates, over ZeroMQ."""
+"""The ZeroMQ connections of a server that holds a share, or of an aggregator, to the coordinating server."""
 
 from __future__ import annotations
 
@@ -31,28 +31,28 @@ from lightning_omni.server.frames import (
 from lightning_omni.server.keys import RunKeys
 
 CONNECT_TIME = 60.0
-"""Seconds in which the server that coordinates must have answered."""
+"""Seconds within which the coordinating server must answer."""
 BURST = 64
-"""Things to be done that are heard before ranks are."""
+"""Commands of the coordinating server that are read before messages of ranks are."""
 
 
 class ShardLink:
-    """Hears what is to be done, and says what is here.
+    """A control connection to the coordinating server: it receives commands and sends reports.
 
     Args:
-        core: of the server that holds a share, or adds pushes up.
-        coordinator: address of the server that coordinates.
-        address: of the former's data socket, as ranks can reach it.
-        encryption: ``"curve"`` or ``"off"``, as that server's.
+        core: state machine of the server that holds a share, or of the aggregator.
+        coordinator: address of the coordinating server.
+        address: address of this server's data socket, as ranks can reach it.
+        encryption: ``"curve"`` or ``"off"``, as the coordinating server's.
 
     Attributes:
-        welcome: what that server has said when it let this one in.
-        secret: opens an aggregator's data connection.
+        welcome: the coordinating server's message of admission.
+        secret: secret that opens an aggregator's data connection.
 
     Raises:
-        ConfigurationError: the address is none.
-        ConnectionLost: the server that coordinates cannot be reached.
-        Refused: it does not want this one, and says why.
+        ConfigurationError: the address is invalid.
+        ConnectionLost: the coordinating server cannot be reached.
+        Refused: it rejects this server; the error holds the reason.
     """
 
     def __init__(self, core: ServerCore, coordinator: str, address: str, encryption: str) -> None:
@@ -87,16 +87,15 @@ class ShardLink:
 
     @property
     def stands(self) -> bool:
-        """Whether the server that coordinates is there, so that there is something to do."""
+        """Return whether the connection is open and the coordinating server not silent for too long."""
         return not self._ended and self._clock() - self._last_received < self._timeout
 
     def watch(self, poller: zmq.Poller) -> None:
-        """Wakes what polls when there is something to hear."""
         poller.register(self._dialed.wire, zmq.POLLIN)
         poller.register(self._dialed.monitor, zmq.POLLIN)
 
     def receive(self) -> Iterator[m.Message]:
-        """What is to be done, in order."""
+        """Yield the received commands in order."""
         for _ in range(BURST):
             try:
                 frames = self._dialed.wire.recv_multipart(zmq.NOBLOCK)
@@ -108,31 +107,29 @@ class ShardLink:
                 yield sm.decode(frames[0])
 
     def receive_answers(self) -> Iterator[tuple[m.Message, Tensor]]:
-        """What it answers with tensors: nothing, on this channel."""
+        """Yield answers with tensors; this connection has none."""
         yield from ()
 
     def send(self, message: m.Message, payload: Sequence[Payload] = ()) -> None:
-        """To the server that coordinates."""
-        with contextlib.suppress(zmq.Again):  # the connection has ended, as the monitor says
+        with contextlib.suppress(zmq.Again):  # the connection has ended, which the monitor reports
             self._dialed.wire.send(m.encode(message), zmq.NOBLOCK)
 
     def close(self) -> None:
-        """Ends the connection."""
         self._dialed.close()
         self._context.term()
 
 
 class UpstreamLink(ShardLink):
-    """The connections of an aggregator to the server that it adds up for: what is said, and sums with their answers.
+    """The connections of an aggregator to its server: control, and a data connection for sums and their answers.
 
     Args:
-        core: of the aggregator.
+        core: state machine of the aggregator.
         upstream: address of the server.
-        address: as in `ShardLink`, and so is ...
-        encryption: ... this.
+        address: as in `ShardLink`.
+        encryption: as in `ShardLink`.
 
     Raises:
-        As `ShardLink`.
+        ConfigurationError, ConnectionLost, Refused: as in `ShardLink`.
     """
 
     def __init__(self, core: ServerCore, upstream: str, address: str, encryption: str) -> None:
@@ -160,7 +157,7 @@ class UpstreamLink(ShardLink):
         poller.register(self._sums.monitor, zmq.POLLIN)
 
     def receive_answers(self) -> Iterator[tuple[m.Message, Tensor]]:
-        """Answers to sums, each with its payload, which stands until the next one."""
+        """Yield the answers to sums with their payloads, each valid until the next one."""
         for _ in range(BURST):
             try:
                 frames = self._sums.wire.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -175,7 +172,7 @@ class UpstreamLink(ShardLink):
         if not isinstance(message, sm.Sum):
             super().send(message)
             return
-        with contextlib.suppress(zmq.Again):  # the connection has ended, as the monitor says
+        with contextlib.suppress(zmq.Again):  # the connection has ended, which the monitor reports
             for frames in message_frames(message):
                 self._sums.wire.send_multipart(frames, zmq.NOBLOCK)
             for part in payload:
@@ -187,7 +184,7 @@ class UpstreamLink(ShardLink):
         super().close()
 
     def _take(self, frames: list[Any]) -> Assembly:
-        """The message to which these frames belong, as far as it is here."""
+        """Add frames to the message they belong to, and return its assembly."""
         if self._assembly is None:
             self._assembly = self._begin(sm.decode_answer(frames[0].buffer))
         else:
@@ -206,14 +203,14 @@ class UpstreamLink(ShardLink):
 
 
 def reachable(bound: str, coordinator: str) -> str:
-    """The address of a socket of this machine as ranks can reach it.
+    """Return the address of a socket of this machine as ranks can reach it.
 
     Args:
-        bound: what it is bound to.
-        coordinator: address of the server that coordinates, which ranks can reach.
+        bound: address to which the socket is bound.
+        coordinator: address of the coordinating server, which ranks can reach.
 
     Returns:
-        That address; or that of all interfaces, where ranks find it on the host on which they find that server.
+        A reachable address; or all interfaces, if the coordinating server runs on this machine: ranks replace the host.
     """
     if is_private(bound) or urlsplit(bound).hostname != EVERYWHERE:
         return bound

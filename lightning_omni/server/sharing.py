@@ -1,12 +1,13 @@
-"""Payloads that do not travel: a leader hands memory over to a server on its machine, and says what lies where.
+"""Payloads that are not sent: a leader shares memory with a server on its machine, and messages hold places in it.
 
-The memory's descriptor goes over a socket in the run's private directory, with a proof that it comes from the process
-behind an admitted data connection. After that a message on that connection brings a second frame in the place of its
-payload, `Places`, and so does the answer.
+The memory's descriptor is sent over a socket in the run's private directory, with a proof that the sender owns an
+admitted data connection. Messages on that connection then have a second frame, `Places`, instead of a payload, and so
+do their answers.
 
-Rule 1: the server copies a push out of the leader's memory before it looks at it, and an answer into it. Neither side
-waits for the other to let go of anything; and what a process that has died left half written is never spoken of.
-Rule 2: a connection may share a few times what the server holds, and loses all of it when its rank is out.
+Rule 1: the server copies a push out of the leader's memory before it reads it, and copies an answer into it. Neither
+side waits for the other to release memory, and no message refers to data that a dead process left half written.
+Rule 2: a connection may share a few times the size of the server's parameters, and loses all of it when its rank is
+lost.
 """
 
 from __future__ import annotations
@@ -33,21 +34,21 @@ from lightning_omni.server import segments
 _log = logging.getLogger(__name__)
 
 MOST_TIMES = 4
-"""Times the size of what the server holds, that a connection may share."""
+"""The most memory that a connection may share, as a multiple of the size of the server's parameters."""
 SLACK = 1 << 20
 """Bytes that it may share beyond that."""
 MOST_SEGMENTS = 256
-"""Segments of one connection, at most."""
+"""The most segments of one connection."""
 MOST_WAITING, WAITING_TIME = 64, 5.0
-"""Processes that may be about to hand something over, and the seconds that each has for it."""
+"""The most processes that are about to pass memory, and the seconds that each has for it."""
 _LARGEST = 16 << 10
-"""Bytes of what is said when memory is handed over."""
+"""The most bytes of a message about memory."""
 
 Anything = TypeVar("Anything")
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
-    """Where bytes lie: in which segment of a connection, from where on, and how many."""
+    """A range of bytes: the segment of a connection, the start in it, and the size."""
 
     segment: int
     start: int
@@ -55,10 +56,10 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Places(msgspec.Struct, frozen=True, array_like=True):
-    """What lies in shared memory.
+    """The places of payloads in shared memory.
 
     Attributes:
-        payload: of this message; None if it follows, or there is none.
+        payload: place of this message's payload; None if it follows, or the message has none.
         answer: room for the answer's payload.
     """
 
@@ -70,11 +71,11 @@ NOWHERE = Places()
 
 
 class Share(msgspec.Struct, frozen=True, array_like=True):
-    """What is said with a descriptor.
+    """The message that is sent with a descriptor.
 
     Attributes:
-        rank: whose connection it is for.
-        segment: its number there; each is higher than the one before.
+        rank: rank that owns the connection.
+        segment: number of the segment on that connection; each is higher than the one before.
         nbytes: its size.
         released: segments that are not used any more.
         mac: see `lightning_omni.protocol.handshake.share_mac`.
@@ -87,12 +88,12 @@ class Share(msgspec.Struct, frozen=True, array_like=True):
     mac: bytes = b""
 
     def proof(self, secret: bytes, side: str) -> bytes:
-        """The MAC of either side."""
+        """Return the MAC of one side."""
         return share_mac(secret, side, (self.rank, self.segment, self.nbytes, self.released))
 
 
 class Shared(msgspec.Struct, frozen=True, array_like=True):
-    """The answer: a MAC, or why it is refused."""
+    """The answer to a `Share`: a MAC, or the reason for a refusal."""
 
     mac: bytes = b""
     refused: str = ""
@@ -102,10 +103,10 @@ encode = msgspec.msgpack.encode
 
 
 def decode(data: Any, kind: type[Anything]) -> Anything:
-    """What is said about memory.
+    """Decode a message about memory.
 
     Raises:
-        MalformedMessage: it is something else.
+        MalformedMessage: the bytes are no such message.
     """
     try:
         return msgspec.msgpack.decode(data, type=kind)
@@ -117,22 +118,22 @@ def decode(data: Any, kind: type[Anything]) -> Anything:
 
 
 class Sharing:
-    """What a data connection shares with its server. Memory is handed over when it is first used.
+    """The memory that a data connection shares with its server, to which a segment is passed on first use.
 
     Args:
-        path: of the server's socket; empty to share nothing.
-        rank: of the connection.
-        secret: that has opened it.
+        path: path of the server's socket; empty to share nothing.
+        rank: rank of the connection.
+        secret: secret of the connection.
         timeout: seconds to wait for the server.
     """
 
     def __init__(self, path: str, rank: int, secret: bytes, timeout: float) -> None:
         self._path, self._rank, self._secret, self._timeout = path, rank, secret, timeout
-        self._numbers: dict[int, int] = {}  # of a segment here: what the server calls it
+        self._numbers: dict[int, int] = {}  # the server's number of each local segment
         self._count = 0
 
     def place(self, tensor: Tensor | None) -> Place | None:
-        """Where a tensor of bytes lies for the server; None if it lies in no memory that can be shared."""
+        """Return the place of a tensor of bytes for the server; None if its memory cannot be shared."""
         if not self._path or tensor is None or not tensor.numel() or (found := segments.find(tensor)) is None:
             return None
         segment, start = found
@@ -171,8 +172,8 @@ class SharedMemory:
     """The memory that leaders share with this server, by connection.
 
     Args:
-        find: the data connection of an admitted rank, and the secret that has opened it; None if it has none.
-        held: bytes that the server holds.
+        find: returns the data connection of an admitted rank, and its secret; None without one.
+        held: returns the bytes of the server's parameters.
     """
 
     def __init__(self, find: Callable[[int], tuple[Peer, bytes] | None], held: Callable[[], int]) -> None:
@@ -181,10 +182,10 @@ class SharedMemory:
         self._last: dict[Peer, int] = {}
 
     def take(self, share: Share, descriptor: int) -> Shared:
-        """A process hands a segment over.
+        """Map a segment that a process passes to the server.
 
         Raises:
-            Refused: it may not, or not so much.
+            Refused: the process may not share it, or not that much memory.
         """
         peer, secret = self._find(share.rank) or (b"", b"")
         if not peer or not is_equal(share.mac, share.proof(secret, "rank")):
@@ -202,10 +203,10 @@ class SharedMemory:
         return Shared(mac=share.proof(secret, "server"))
 
     def at(self, peer: Peer, place: Place) -> Tensor:
-        """The bytes at a place. They may change at any time.
+        """Return the bytes at a place. They may change at any time.
 
         Raises:
-            MalformedMessage: there is no such place.
+            MalformedMessage: the place does not exist.
         """
         segment = self._segments.get(peer, {}).get(place.segment)
         if segment is None or not 0 <= place.start <= place.start + place.nbytes <= segment.numel():
@@ -214,22 +215,22 @@ class SharedMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that all connections share."""
+        """Return the bytes that all connections share."""
         return sum(segment.numel() for mapped in self._segments.values() for segment in mapped.values())
 
     def keep(self, peers: set[Peer]) -> None:
-        """Only these connections stand; what others have shared is let go."""
+        """Release the memory of all connections but these."""
         for peer in self._segments.keys() - peers:
             del self._segments[peer]
             self._last.pop(peer, None)
 
 
 class SegmentSocket:
-    """Where descriptors come in. It never blocks, and is to be served when its ``fileno`` is readable.
+    """A socket that receives descriptors. It never blocks; call `serve` when its ``fileno`` is readable.
 
     Args:
-        path: of the socket, in a directory that only this user may enter.
-        memory: takes them.
+        path: path in a directory that only this user may enter.
+        memory: receives the descriptors.
     """
 
     def __init__(self, path: str, memory: SharedMemory) -> None:
@@ -245,11 +246,10 @@ class SegmentSocket:
             stack.pop_all()
 
     def fileno(self) -> int:
-        """Readable when there is something to serve."""
+        """Return a descriptor that is readable when `serve` has work to do."""
         return int(self._ready.fileno())
 
     def serve(self) -> None:
-        """Takes in what has come."""
         for descriptor, _ in self._ready.poll(0):
             if descriptor == self._listening.fileno():
                 self._accept()
@@ -257,14 +257,12 @@ class SegmentSocket:
                 self._read(descriptor)
 
     def tidy(self) -> None:
-        """Ends connections that say nothing."""
         now = time.monotonic()
         for descriptor, (_, since) in list(self._waiting.items()):
             if now - since > WAITING_TIME or len(self._waiting) > MOST_WAITING:
                 self._end(descriptor)
 
     def close(self) -> None:
-        """Listens no more."""
         for descriptor in list(self._waiting):
             self._end(descriptor)
         self._ready.close()
@@ -273,7 +271,7 @@ class SegmentSocket:
     def _accept(self) -> None:
         try:
             wire, _ = self._listening.accept()
-        except OSError:  # it has gone already, or there are too many files
+        except OSError:  # it is gone already, or too many files are open
             return
         wire.setblocking(False)
         self._waiting[wire.fileno()] = wire, time.monotonic()
@@ -298,7 +296,7 @@ class SegmentSocket:
             wire.send(encode(answer))
         except BlockingIOError:
             return
-        except OSError:  # its other end is gone
+        except OSError:  # the other end is gone
             pass
         finally:
             for descriptor in descriptors:
@@ -319,7 +317,6 @@ def _epoll() -> Any:
 
 
 def _user_of(wire: socket.socket) -> int:
-    """The user whose process is at the other end, as the kernel knows it."""
     if sys.platform != "linux":
         return -1
     credentials = struct.Struct("3i")

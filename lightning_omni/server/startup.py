@@ -1,4 +1,4 @@
-"""What a server's process makes of its settings: the state machine that it serves, with what users have added."""
+"""The state machine that a server's process builds from its settings, with user-defined plugins."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_omni.server.process import ServerSettings
 
 
 def load_plugins(settings: ServerSettings) -> list[type[Transport]]:
-    """Imports what the run may use beside the package's own: methods, wire formats, transports. Returns the latter."""
+    """Import the user-defined methods, wire formats and transports of the run; return the transports."""
     for path in settings.methods:
         methods.load(path)
     for path in settings.wire_formats:
@@ -26,7 +26,7 @@ def load_plugins(settings: ServerSettings) -> list[type[Transport]]:
 
 
 def core_from(settings: ServerSettings) -> ServerCore:
-    """The state machine, in real time."""
+    """Return the state machine, in real time."""
     return ServerCore(
         bytes.fromhex(settings.key),
         secrets.token_bytes,

@@ -1,11 +1,11 @@
-"""Keeps a server running: a process that has imported everything forks it, and another one when it has been killed.
+"""A supervisor that has imported everything, forks a server, and forks another one when that dies.
 
-Importing torch takes seconds, a fork milliseconds. The process that forks does nothing else: it holds no weights, and
-no socket and no thread, which do not survive a fork. What a server opens, it opens after the fork. ``multiprocessing``
-has such a process, too ("forkserver"), but one for the whole program: a user's loaders would share it, and what it
-forks imports the user's script.
+Importing torch takes seconds, a fork milliseconds. The supervisor does nothing else: it holds no weights, and no
+sockets or threads, which do not survive a fork. The server opens its resources after the fork. ``multiprocessing`` has
+such a process, too ("forkserver"), but one for the whole program: a user's loaders would share it, and its children
+import the user's script.
 
-Only where the server saves its state: without, another one would have nothing to continue from.
+It is used only where the server saves its state: otherwise another server could not continue.
 """
 
 from __future__ import annotations
@@ -25,39 +25,40 @@ from collections.abc import Callable, Sequence
 import torch
 
 RESTARTS, SOON = 5, 10.0
-"""How often in a row a server is started again that has ended within so many seconds."""
+"""Restarts in a row, at most, of servers that have ended within a number of seconds."""
 GAVE_UP = 3
-"""Exit status of a supervising process that does not start the server once more."""
+"""Exit status of a supervisor that does not start the server again."""
 _FAILED = 1
-"""Exit status of a Python process in which an exception was not caught."""
+"""Exit status of a Python process with an uncaught exception."""
 ORPHANED = 4
-"""Exit status of a server whose process that has started it is gone."""
+"""Exit status of a server whose starting process is gone."""
 _PAUSE = 0.25
-"""Seconds after which it is asked whether the server is to end."""
+"""Seconds between two checks whether the server is to end."""
 _END = b"end"
 
 
 def can_supervise() -> bool:
-    """Whether this process may fork servers.
+    """Return whether this process may fork servers.
 
-    On Linux, with one thread. On macOS, Python's documentation calls a fork unsafe: system libraries may have threads.
+    It may on Linux, with one thread. On macOS, Python's documentation calls a fork unsafe: system libraries may have
+    threads.
     """
     return sys.platform == "linux" and threading.active_count() == 1
 
 
 def preload() -> None:
-    """Does once what every server does first: torch's first optimizer takes a second, for imports."""
+    """Do in advance the work that every server does first: torch's first optimizer takes a second for imports."""
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
 
 
 class Lifeline:
-    """What a forked server has of the process that forked it. When that is gone, the server's process ends at once.
+    """A forked server's connection to its supervisor. When that is gone, the server's process ends at once.
 
-    It ends as if it had been killed, too, so that the next one finds the state, the sockets and the port free.
+    It ends without cleaning up, as if killed, so that the next server finds the state, the sockets and the port free.
 
     Args:
-        wire: to that process.
-        report: what the server before this one has sent last; empty if this is the first.
+        wire: socket to the supervisor.
+        report: last report of the previous server; empty for the first one.
     """
 
     def __init__(self, wire: socket.socket, report: str) -> None:
@@ -67,11 +68,10 @@ class Lifeline:
 
     @property
     def is_over(self) -> bool:
-        """Whether the server is to end, in good order."""
+        """Return whether the supervisor has requested an orderly end."""
         return self._over.is_set()
 
     def send(self, text: str) -> None:
-        """What a server that continues in place of this one must know."""
         with contextlib.suppress(OSError):  # this process is about to end
             self._wire.sendall(text.encode())
 
@@ -85,22 +85,22 @@ class Lifeline:
 
 
 def supervise(is_over: Callable[[], bool], tell: Callable[[str], None], wake_on: Sequence[int] = ()) -> Lifeline | int:
-    """Forks a server, and another one at once when it was killed or has failed.
+    """Fork a server, and at once another one when it was killed or has failed.
 
-    If it dies soon after its start, again and again, it is started again after 0, 1, 2 and 4 s, and then no more.
+    A server that repeatedly dies soon after its start is restarted after 0, 1, 2 and 4 s, and then no more.
 
     Args:
-        is_over: whether the server is to end; asked several times a second.
-        tell: what happened, for the log.
-        wake_on: files; it is asked at once when one of them can be read.
+        is_over: returns whether the server is to end; called several times a second.
+        tell: logs an event.
+        wake_on: descriptors; ``is_over`` is called at once when one of them is readable.
 
     Returns:
-        In the forked process its `Lifeline`: the caller is to serve. In this one, when the server has ended in good
-        order or was started in vain too often, the exit status for this process.
+        In the forked process, its `Lifeline`: the caller is to serve. In the supervisor, its exit status, once the
+            server has ended in good order or has been restarted too often.
     """
     report, fallen = "", 0
-    gc.freeze()  # the collector writes to whatever it looks at, and what is written to is no longer shared
-    atexit.register(gc.unfreeze)  # frozen objects outlive the interpreter, which libraries in C++ report as leaks
+    gc.freeze()  # the collector writes to the objects it visits, which would end their sharing between processes
+    atexit.register(gc.unfreeze)  # C++ libraries report frozen objects as leaks, because they outlive the interpreter
     while True:
         ours, theirs = socket.socketpair()
         sys.stdout.flush()
@@ -112,7 +112,7 @@ def supervise(is_over: Callable[[], bool], tell: Callable[[str], None], wake_on:
         theirs.close()
         with ours:
             report, was_told = _watch(ours, report, is_over, wake_on)
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])  # not before are its files and ports free
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])  # only then are its files and ports free
         if was_told or is_over():
             return code if code >= 0 else _FAILED
         if code >= 0 and code != _FAILED:
@@ -132,10 +132,10 @@ def supervise(is_over: Callable[[], bool], tell: Callable[[str], None], wake_on:
 
 
 def _watch(wire: socket.socket, report: str, is_over: Callable[[], bool], wake_on: Sequence[int]) -> tuple[str, bool]:
-    """Waits until a server is gone, and tells it to end in the meantime if it is to.
+    """Wait until a server is gone, and request its end as soon as the run is over.
 
     Returns:
-        What it has sent last, and whether it was told to end.
+        The server's last report, and whether its end was requested.
     """
     was_told = False
     while True:

@@ -1,4 +1,4 @@
-"""What this process is made of: versions of Python and of the packages that both sides of a run have."""
+"""The versions of Python and of the packages of this process, for comparison between the sides of a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PACKAGES = ("lightning-omni", "torch", "pytorch-lightning", "lightning", "pyzmq"
 
 @cache
 def versions() -> Mapping[str, str]:
-    """Versions by name; a package that is not installed has none."""
+    """Return the versions by name, without packages that are not installed."""
     found = {"python": platform.python_version(), "libzmq": zmq.zmq_version()}
     return {**found, **{package: number for package in PACKAGES if (number := _version(package))}}
 
@@ -30,5 +30,5 @@ def _version(package: str) -> str:
 
 
 def about() -> About:
-    """This process, now."""
+    """Return the versions and clock of this process."""
     return About(dict(versions()), time.time())

@@ -1,8 +1,8 @@
-"""HTTP beside a server: metrics, status and probes, read-only, from a snapshot that the server's loop publishes.
+"""HTTP for a server: metrics, status and probes, read-only, from a snapshot that the server's loop publishes.
 
-Rule 1: nothing here touches the server's state. Requests are answered by threads of their own from the last snapshot.
-Rule 2: a request is bounded in time and size, and so are the connections that stand at once. Nothing that is said here
-changes anything; every process that can connect can read, and no key is asked for.
+Rule 1: the HTTP server never accesses the server's state. Its own threads answer requests from the last snapshot.
+Rule 2: requests are bounded in time and size, and open connections in number. No request changes anything; every
+process that can connect can read, without a key.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from lightning_omni.server import exposition
 EVERY = 1.0
 """Seconds between two snapshots."""
 STALLED = 60.0
-"""Seconds without a snapshot after which the loop does not count as alive: it stands still during an update."""
+"""Seconds without a snapshot after which the loop does not count as alive: it publishes none during an update."""
 READY = 10.0
 """Seconds without a snapshot after which it does not count as ready for ranks."""
 MOST_CONNECTIONS = 16
-"""Connections that may stand at once; a further one is ended at once."""
+"""The most open connections; a further one is closed at once."""
 REQUEST_TIME = 5.0
-"""Seconds that a connection may stand."""
+"""Seconds for which a connection may be open."""
 _POLL = 0.25
 _TEXT = "text/plain; charset=utf-8"
 _rendering = threading.Lock()
@@ -41,12 +41,12 @@ _PATHS = b"there are /metrics, /status, /healthz and /readyz\n"
 
 @dataclass(frozen=True, eq=False)
 class TimedOverview:
-    """A run at one moment: ``at`` on the monotonic clock, ``taken`` in seconds since 1970.
+    """A snapshot of a run: ``at`` on the monotonic clock, ``taken`` in seconds since 1970.
 
     Attributes:
-        overview: what there is to be seen.
-        missing: servers that are to hold a share of the weights, and are not there yet.
-        is_of_run: whether the run is to be seen here; if not, it is at the server that coordinates.
+        overview: the published overview.
+        missing: number of servers that are to hold a share of the weights and have not joined yet.
+        is_of_run: whether this server has the run's status; if not, the coordinating server has it.
     """
 
     overview: m.Overview
@@ -57,14 +57,14 @@ class TimedOverview:
 
 
 class StatusServer:
-    """Serves a run's status over HTTP.
+    """An HTTP server for a run's status.
 
     Args:
         host: address to listen on.
         port: port; 0 takes a free one.
 
     Attributes:
-        url: by which it is reached.
+        url: its URL.
 
     Raises:
         ConfigurationError: it cannot listen there, or prometheus_client is not installed.
@@ -86,25 +86,24 @@ class StatusServer:
         self._thread.start()
 
     def poll(self, core: ServerCore) -> None:
-        """Publishes a snapshot if it is time; called by the server's loop, as often as it likes."""
+        """Publish a snapshot if one is due; the server's loop may call this at any rate."""
         now = time.monotonic()
         if now >= self._due:
             self._due = now + EVERY
             self.publish(core.overview(), core.missing_servers, core.knows_run)
 
     def publish(self, overview: m.Overview, missing: int = 0, is_of_run: bool = True) -> None:
-        """Requests are answered from this from now on; see `TimedOverview`."""
+        """Answer later requests from this overview; see `TimedOverview`."""
         self._server.snapshot = TimedOverview(overview, time.monotonic(), time.time(), missing, is_of_run)
 
     def close(self) -> None:
-        """Listens no more."""
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
 
 
 class _StatusHTTPServer(ThreadingHTTPServer):
-    """Ends connections that are too many or stand for too long."""
+    """An HTTP server that closes connections that are too many or too old."""
 
     daemon_threads = True
     block_on_close = False
@@ -119,7 +118,7 @@ class _StatusHTTPServer(ThreadingHTTPServer):
         super().__init__((host, port), _Handler)
 
     def server_bind(self) -> None:
-        TCPServer.server_bind(self)  # not HTTPServer's, which asks the name service who this machine is
+        TCPServer.server_bind(self)  # HTTPServer's would ask the name service for this machine's name
         self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -143,11 +142,11 @@ class _StatusHTTPServer(ThreadingHTTPServer):
                         request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A reader that has gone is no error of the server's."""
+        """Ignore readers that have disconnected."""
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers one request, and ends the connection."""
+    """A handler that answers one request and closes the connection."""
 
     server: _StatusHTTPServer
     server_version, sys_version = "lightning-omni", ""
@@ -166,7 +165,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Requests are not logged: strangers would fill the log."""
+        """Log nothing, because strangers could fill the log."""
 
     def _answer(self) -> tuple[HTTPStatus, str, bytes]:
         snapshot, path = self.server.snapshot, self.path.partition("?")[0]
@@ -176,7 +175,7 @@ class _Handler(BaseHTTPRequestHandler):
             return _sentence(HTTPStatus.SERVICE_UNAVAILABLE, "the server has not begun to serve")
         age = time.monotonic() - snapshot.at
         if path == "/metrics":
-            with _rendering:  # those that ask meanwhile wait for it
+            with _rendering:  # concurrent requests wait for the result
                 body, kind = _metrics(snapshot, exposition.format_of(self.headers.get("Accept", "")))
             return HTTPStatus.OK, kind, body
         if path == "/status" and not snapshot.is_of_run:
@@ -195,7 +194,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @lru_cache(maxsize=4)
 def _metrics(snapshot: TimedOverview, accept: str) -> tuple[bytes, str]:
-    """Rendered once for each snapshot and format, however many ask."""
+    """Render the metrics once per snapshot and format, for any number of requests."""
     return exposition.metrics_text(snapshot.overview, snapshot.taken, accept, snapshot.is_of_run)
 
 

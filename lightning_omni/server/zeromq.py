@@ -25,15 +25,16 @@ from lightning_omni.server.loop import Server
 
 @register
 class ZeroMQ(Transport, frozen=True, kw_only=True, tag="zeromq"):
-    """Two sockets at the server, one for messages and one for tensors, and one at each leader where groups talk.
+    """A transport with two sockets at the server, for messages and tensors, and one at each leader if groups exchange.
 
     Attributes:
-        encryption: of connections over the network: ``"curve"``, or ``"off"`` on a network whose every user you trust.
-        shared_memory: whether tensors go through memory that the leader of a group and a server on the same machine
-            share, where they can: on Linux, with a server whose sockets lie in a directory. Otherwise by socket.
+        encryption: encryption of TCP connections: ``"curve"``, or ``"off"`` on a network whose every user you trust.
+        shared_memory: whether a group's leader and a server on the same machine exchange tensors through shared memory
+            where possible: on Linux, with a server whose sockets are in a directory. Otherwise tensors go through
+            sockets.
 
     Raises:
-        ConfigurationError: there is no such encryption.
+        ConfigurationError: the encryption is unknown.
     """
 
     encryption: str = "curve"
