@@ -1,4 +1,4 @@
-"""What a fit's search for a setting found: a picture, a page, a table, and a file that has it all."""
+"""The report of a fit's search for a setting: a picture, a page, a table, and a file with all of it."""
 
 from lightning_omni.report.round import Round
 from lightning_omni.report.times import RunTimes

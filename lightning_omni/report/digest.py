@@ -1,4 +1,4 @@
-"""What a picture, a page and a table say of one search: worked out once, in plain numbers."""
+"""The numbers and sentences about one search, computed once for the picture, the page and the table."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ PARTS = {
     "link": "the server's link",
     "head": "the merged head",
 }
-"""What can be the bottleneck, in words."""
+"""The possible bottlenecks, in words."""
 
 
 @dataclass(frozen=True)
 class ConsideredRow:
-    """One setting that was considered.
+    """One setting that a search considered.
 
     Attributes:
         setting: the setting.
-        by: what proposed it.
-        rate: samples per second that are predicted.
-        samples: to the target, relative to the user's own setting's.
-        time: to the target, relative to the choice's.
-        gain: that was expected of it: the time of the run's setting over its, in the mean where it is faster.
+        by: the source of the setting.
+        rate: predicted samples per second.
+        samples: samples to the target, relative to those of the user's own setting.
+        time: time to the target, relative to that of the choice.
+        gain: expected speed-up over the run's setting, where a slower outcome counts as 1.
     """
 
     setting: Setting
@@ -48,12 +48,12 @@ class ConsideredRow:
 
 @dataclass(frozen=True)
 class Contribution:
-    """What one part of the choice gives, beside all those before it. Their products are those of the choice.
+    """The effect of one part of the choice, beside all parts before it.
 
     Attributes:
-        part: in a few words.
-        rate: by what factor it changes the samples per second.
-        samples: by what factor it changes the samples to the target, with the momentum and rate that suit it.
+        part: a short description.
+        rate: factor of the samples per second.
+        samples: factor of the samples to the target, with the momentum and learning rate that suit the part.
     """
 
     part: str
@@ -62,58 +62,52 @@ class Contribution:
 
     @property
     def speed_up(self) -> float:
-        """How many times faster the target is reached."""
         return self.rate / self.samples
 
 
 class Digest:
-    """One search, ready to be shown.
+    """The derived numbers of one search.
 
     Args:
-        search: what was found.
+        search: the search.
         target: loss at which the run is over; None if none was named.
     """
 
     def __init__(self, search: Search, target: float | None = None) -> None:
         self.search = search
         samples = samples_to(target, search.observation.batches) if target is not None else None
-        search.profile  # noqa: B018 - what is known of samples depends on how step times scatter
+        search.profile  # noqa: B018 - it sets the scatter of step times in the theory
         self.forecast = Forecast(search.theory, search.throughput, samples)
 
     @cached_property
     def choice(self) -> Choice:
-        """What the search came to."""
         return self.search.choice()
 
     @property
     def profile(self) -> Profile:
-        """The hardware model."""
         return self.search.profile
 
     def bottleneck(self, prediction: Prediction) -> str:
-        """What holds updates up, in words."""
+        """Return the bottleneck of a prediction, in words."""
         return "loading data" if self.search.loading(prediction.bottleneck) else PARTS[prediction.bottleneck]
 
     @property
     def ranks(self) -> int:
-        """Number of ranks."""
         return self.profile.ranks
 
     @property
     def start(self) -> Setting:
-        """The user's own setting."""
         return self.search.spec.start
 
     @property
     def groups(self) -> tuple[int, ...]:
-        """Numbers of groups that could be chosen."""
         return self.search.spec.space.groups
 
     # --- Times -------------------------------------------------------------------------------------------------------
 
     @property
     def seconds(self) -> Estimate | None:
-        """Seconds to the target with the choice; None if there is no target, or no telling."""
+        """Return the seconds to the target with the choice; None without a target or a finite forecast."""
         if self.forecast.samples is None:
             return None
         found = self.forecast.of(self.choice.setting).seconds
@@ -121,17 +115,17 @@ class Digest:
 
     @property
     def speed_up(self) -> Estimate:
-        """How many times faster than your own setting the choice is expected to reach the target."""
+        """Return the expected speed-up of the choice over the user's own setting."""
         return self.time(self.start)
 
     def time(self, setting: Setting) -> Estimate:
-        """Time to the target with a setting, relative to the choice's."""
+        """Return the time to the target with a setting, relative to the choice."""
         unit = math.exp(self.forecast.log_seconds(self.choice.setting))
         error = self.forecast.deviation(setting, self.choice.setting)
         return self._relative(setting, 1 / self.search.throughput(setting) / unit, error)
 
     def samples(self, setting: Setting) -> Estimate:
-        """Samples to the target with a setting, relative to the user's own."""
+        """Return the samples to the target with a setting, relative to the user's own."""
         return self._relative(setting, 1.0, self.forecast.theory.error(setting))
 
     def _relative(self, setting: Setting, factor: float, error: float) -> Estimate:
@@ -140,7 +134,7 @@ class Digest:
 
     @cached_property
     def contributions(self) -> list[Contribution]:
-        """From the user's own setting to the choice, part by part; none if it stays."""
+        """Return the effects of the parts of the choice; empty if the user's own setting stays."""
         if self.choice.setting == self.start:
             return []
         found = []
@@ -153,7 +147,7 @@ class Digest:
         return found
 
     def _on_the_way(self, choice: Setting) -> list[tuple[str, Setting]]:
-        """The parts of a choice, and the setting that each leads to; the last is the choice itself."""
+        """Return the parts of a choice and the setting after each; the last one is the choice."""
         own, parts, at = self.start, [], self.start
         if choice.rebalance:
             at = replace(at, rebalance=True)
@@ -175,14 +169,14 @@ class Digest:
             parts.append(("overlapped" if at.overlap else "not overlapped", at))
         if not parts:
             parts.append(("momentum and learning rate", choice))
-        suited = self.search.theory.suggested  # the momentum and rate that are expected to suit it
+        suited = self.search.theory.suggested  # it sets the momentum and rate that are expected to suit a setting
         return [*((part, suited(setting)) for part, setting in parts[:-1]), (parts[-1][0], choice)]
 
     # --- Settings ----------------------------------------------------------------------------------------------------
 
     @cached_property
     def curve(self) -> dict[int, Setting]:
-        """For each number of groups the setting that is expected to be at the target first."""
+        """Return, for each number of groups, the setting with the shortest predicted time."""
         best = {groups: best_by_forecast(self.search, groups) for groups in self.groups}
         if self.choice.setting.groups in best:
             best[self.choice.setting.groups] = self.choice.setting
@@ -190,14 +184,14 @@ class Digest:
 
     @cached_property
     def systems(self) -> dict[str, SettingEstimate]:
-        """The user's own setting, and those of well-known systems."""
+        """Return the estimates of the user's own setting and of well-known systems."""
         saturating = self.profile.saturating_groups()
         own = self.forecast.of(self.start)
         return {"your own setting": own, **self.forecast.of_systems(self.ranks, saturating, self.start)}
 
     @cached_property
     def predictions(self) -> dict[tuple[int, bool], Prediction]:
-        """What the hardware model says of groups, with equal batches and, where they pay, with proportional ones."""
+        """Return the hardware model's predictions, keyed by groups and by whether batches are proportional."""
         return {
             (setting.groups, rebalance): self.search.prediction(replace(setting, rebalance=rebalance))
             for setting in (replace(self.choice.setting, groups=groups) for groups in self.groups)
@@ -206,16 +200,15 @@ class Digest:
         }
 
     def prediction(self, groups: int) -> Prediction:
-        """The faster of the two, for a number of groups.
+        """Return the faster prediction for a number of groups.
 
         Raises:
-            KeyError: it is none of `groups`.
+            KeyError: the number is not in `groups`.
         """
         return self.predictions.get((groups, True)) or self.predictions[groups, False]
 
     @cached_property
     def considered(self) -> list[ConsideredRow]:
-        """The user's own setting, the best of the list, what scikit-optimize proposed, and what was trained before."""
         _ = self.choice
         return [
             ConsideredRow(
@@ -233,7 +226,6 @@ class Digest:
 
     @property
     def statement(self) -> str:
-        """A sentence for users."""
         if self.choice.estimate is None:
             return f"{self.choice.setting}: {self.choice.why}"
         if self.choice.setting == self.start:
@@ -243,25 +235,22 @@ class Digest:
 
     @property
     def expense(self) -> str:
-        """From what it was chosen, and how long that took."""
+        """Return the basis of the choice and the time it took."""
         batches = len(self.search.observation.batches.losses)
         return f"chosen from {batches} batches, in {duration(self.search.overhead)}"
 
 
 _QUANTILE = 1.2816
-"""Of the normal distribution: intervals hold with a probability of 0.8, as the forecast's."""
+"""Quantile of the normal distribution for intervals with a probability of 0.8, as the forecast's."""
 
 
 def shares(parts: Mapping[str, float], seconds_per_update: float, groups: int) -> dict[str, float]:
-    """What one step of a group consists of.
+    """Return the seconds of each part of one step of a group, which add up to the step.
 
     Args:
-        parts: of a `Prediction`.
-        seconds_per_update: of it, too.
-        groups: their number.
-
-    Returns:
-        Seconds of each part; they add up to those of a step.
+        parts: the parts of a `Prediction`.
+        seconds_per_update: those of the same prediction.
+        groups: number of groups.
     """
     own = {name: parts[name] * groups for name in ("compute", "allreduce", "exchange")}
     return {**own, "wait": max(0.0, seconds_per_update * groups - sum(own.values()))}
@@ -271,7 +260,7 @@ def shares(parts: Mapping[str, float], seconds_per_update: float, groups: int) -
 
 
 def number(value: float) -> str:
-    """Three digits; a dash for what there is not.
+    """Return a number with three digits, or a dash for NaN.
 
     Example:
         >>> number(12345.6), number(0.012345), number(float("nan"))
@@ -283,7 +272,7 @@ def number(value: float) -> str:
 
 
 def times(value: float) -> str:
-    """A ratio.
+    """Return a ratio as text.
 
     Example:
         >>> times(1.234), times(123.4), times(float("inf"))
@@ -295,7 +284,7 @@ def times(value: float) -> str:
 
 
 def span(ratio: Estimate) -> str:
-    """A ratio with its interval.
+    """Return a ratio with its interval as text.
 
     Example:
         >>> span(Estimate(1.5, 1.2, 2.0))
@@ -305,7 +294,7 @@ def span(ratio: Estimate) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people say them.
+    """Return seconds as text, in a suitable unit.
 
     Example:
         >>> duration(0.25), duration(42.0), duration(200), duration(9000), duration(1e6)
@@ -318,7 +307,7 @@ def duration(seconds: float) -> str:
 
 
 def interval(seconds: Estimate) -> str:
-    """Seconds with their interval.
+    """Return seconds with their interval as text.
 
     Example:
         >>> interval(Estimate(42.0, 30.0, 60.0)), interval(Estimate(42.0, 30.0, math.inf))

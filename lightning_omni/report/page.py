@@ -1,6 +1,6 @@
-"""The page of a report: one HTML file with its pictures and styles in it, which is read without a network.
+"""The page of a report: one HTML file that includes its pictures and styles and needs no network.
 
-Here is what its tables say; how they look is in `templates`.
+This module has the content of its tables; their layout is in `templates`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightning_omni.report.round import Round
 from lightning_omni.report.times import RunTimes
 
 _WORD = re.compile(r"[A-Za-z]{5,}")
-"""Longer than any unit."""
+"""A word that is longer than any unit."""
 _COSTS = {
     "compute": "compute",
     "allreduce": "all-reduce",
@@ -34,12 +34,12 @@ _COSTS = {
 
 @dataclass(frozen=True)
 class TextTable:
-    """What a table shows.
+    """The content of a table.
 
     Attributes:
-        heads: of the columns; none: the first column has them.
+        heads: heads of the columns; if empty, the first column has the heads.
         rows: the cells, as plain text.
-        chosen: number of the row that is marked.
+        chosen: index of the marked row.
         bars: by column, how full each row's cell is, from 0 to 1.
     """
 
@@ -49,7 +49,7 @@ class TextTable:
     bars: Mapping[int, Sequence[float]] = field(default_factory=dict)
 
     def is_numeric(self, column: int) -> bool:
-        """Whether a column stands at the right."""
+        """Return whether a column has only numbers, and is aligned to the right."""
         return all(_is_number(row[column]) for row in self.rows)
 
 
@@ -59,12 +59,12 @@ def _is_number(text: str) -> bool:
 
 @dataclass(frozen=True)
 class Section:
-    """What is shown of one search.
+    """The part of the page about one search.
 
     Args:
-        place: its number, from 0.
-        round: the search and what became of it.
-        digest: what there is to say of it.
+        place: index of the search, from 0.
+        round: the search and its outcome.
+        digest: its derived numbers.
         png: its picture; None if matplotlib is missing.
     """
 
@@ -75,24 +75,22 @@ class Section:
 
     @property
     def title(self) -> str:
-        """Which search it was."""
         name = "First search" if self.place == 0 else f"Retuning {self.place}"
         return f"{name}, epoch {self.round.epoch}"
 
     @property
     def picture(self) -> str:
-        """The picture in base64; empty if there is none."""
+        """Return the picture in base64; empty if there is none."""
         return "" if self.png is None else b64encode(self.png).decode()
 
     @property
     def overview(self) -> list[str]:
-        """Its row among all searches."""
+        """Return the row in the table of all searches."""
         chosen = str(self.digest.choice.setting)
         return [str(self.round.epoch), duration(self.round.seconds_run), chosen, self.digest.expense]
 
     @property
     def choice(self) -> TextTable:
-        """What was chosen, and what it cost to find."""
         digest, search = self.digest, self.digest.search
         setting = digest.choice.setting
         rows = [
@@ -110,7 +108,6 @@ class Section:
 
     @property
     def contributions(self) -> TextTable:
-        """What each part of the choice gives."""
         parts = self.digest.contributions
         heads = ["", "samples/s", "samples to the target", "speed-up"]
         rows = [["your own setting", "1×", "1×", "1×"]]
@@ -123,7 +120,6 @@ class Section:
 
     @property
     def considered(self) -> TextTable:
-        """What was compared."""
         rows = [
             [str(row.setting), row.by, number(row.rate), times(row.samples), times(row.time), times(row.gain)]
             for row in self.digest.considered
@@ -134,7 +130,6 @@ class Section:
 
     @property
     def segments(self) -> TextTable:
-        """What was trained in several groups before, and how fast that was."""
         rows = [
             [str(each.setting), times(math.exp(each.log_ratio)), f"{100 * math.sqrt(each.variance):.2g} %"]
             for each in self.digest.search.segments
@@ -143,7 +138,6 @@ class Section:
 
     @property
     def systems(self) -> TextTable:
-        """What the choice and others cost, relative to it."""
         digest = self.digest
         heads = ["system", "setting", "time", "80 % interval", *(["to the target"] if digest.seconds else [])]
         rows = [["the choice", str(digest.choice.setting), times(1.0), "", *self._seconds(1.0)]]
@@ -161,7 +155,6 @@ class Section:
 
     @property
     def hardware(self) -> TextTable:
-        """What each number of groups would do."""
         digest, setting = self.digest, self.digest.choice.setting
         rows = []
         for (groups, rebalance), prediction in digest.predictions.items():
@@ -178,20 +171,19 @@ class Section:
 
     @property
     def ranks(self) -> TextTable:
-        """How fast each rank is by itself."""
         speeds = self.digest.profile.speeds
         rows = [[str(rank), number(speed)] for rank, speed in enumerate(speeds)]
         return TextTable(["rank", "samples/s"], rows, bars={1: [speed / max(speeds) for speed in speeds]})
 
 
 def page(target: float | None, monitor: str, statement: str, run: RunTimes | None, sections: Sequence[Section]) -> str:
-    """The whole page.
+    """Return the whole page.
 
     Args:
         target: value of ``monitor`` at which the run is over; None if none was named.
         monitor: name of a metric.
-        statement: what the last search came to.
-        run: where the run's time went; None before it has trained.
+        statement: a sentence about the last search.
+        run: how the run spent its time; None before it has trained.
         sections: one for each search, in their order.
     """
     overview = [each.overview for each in sections]
@@ -204,14 +196,14 @@ def page(target: float | None, monitor: str, statement: str, run: RunTimes | Non
             statement=statement,
             run=None if run is None else _run(run, target is not None),
             searches=TextTable(heads, overview, len(overview) - 1) if len(overview) > 1 else None,
-            sections=list(reversed(sections)),  # what holds now comes first
+            sections=list(reversed(sections)),  # the latest search is at the top
         )
     )
 
 
 @cache
 def templates() -> Environment:
-    """Where pages come from: whatever is put into one is escaped."""
+    """Return the page templates, which escape all values."""
     return Environment(
         loader=PackageLoader("lightning_omni.report"),
         autoescape=True,
@@ -222,7 +214,6 @@ def templates() -> Environment:
 
 
 def _run(run: RunTimes, has_target: bool) -> TextTable:
-    """What became of the run."""
     rows = [["trained", duration(run.training)], ["tuned", duration(run.tuning)]]
     if has_target:
         reached = "not reached" if run.to_target is None else run.sentence.removeprefix("the target was ")

@@ -1,6 +1,6 @@
-"""The picture of one search, on one page: both efficiencies, their product, and where the choice lies.
+"""The picture of one search: both efficiencies, their product, and the choice.
 
-Its colours mean what they mean in all pictures, see `lightning_omni.palette`.
+Its colours mean the same in all pictures, see `lightning_omni.palette`.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ _PART_LABELS = {
     "wait": "queue at server, link or head",
 }
 _LETTERS = "YSPDRO"
-"""Of the user's own setting and the well-known systems, in the order of `Digest.systems`."""
+"""Letters of the user's own setting and the well-known systems, in the order of `Digest.systems`."""
 _CHOSEN = {"marker": "*", "s": 430, "color": CHOSEN, "edgecolor": "white", "zorder": 6}
 _MOST = 12.0
-"""Times as long as the choice: axes go no further."""
+"""Largest time on an axis, relative to the choice."""
 
 
 def draw(digest: Digest, when: str, measured_after: Mapping[int, float]) -> Any:
-    """The picture, as a matplotlib figure.
+    """Draw the picture as a matplotlib figure.
 
     Args:
-        digest: of the search.
-        when: it began, in words.
-        measured_after: samples per second that were measured after the search, by groups.
+        digest: the digest of the search.
+        when: the beginning of the search, in words.
+        measured_after: samples per second measured after the search, by groups.
 
     Raises:
         ConfigurationError: matplotlib is missing.
@@ -60,7 +60,7 @@ def draw(digest: Digest, when: str, measured_after: Mapping[int, float]) -> Any:
         engine: Any = figure.get_layout_engine()
         engine.set(w_pad=0.11, h_pad=0.09)
         figure.suptitle(_heading(digest, when), fontsize=13, x=0.01, ha="left", linespacing=1.5)
-        # Rows of their own, so that the long names of the last do not move the margins of all.
+        # Each row is a subfigure, so that the long names of the last one do not move the margins of all.
         bands: Any = figure.subfigures(3, 1, height_ratios=[1.06, 1, 0.62], hspace=0.03)
         upper, middle, lower = bands
         hardware, statistics, time = upper.subplots(1, 3)
@@ -68,7 +68,7 @@ def draw(digest: Digest, when: str, measured_after: Mapping[int, float]) -> Any:
         _hardware(hardware, digest, measured_after)
         _statistics(statistics, digest)
         _time(time, digest)
-        handles, texts = _entries(digest, measured_after)  # for the three panels over groups, where they hide nothing
+        handles, texts = _entries(digest, measured_after)  # outside the three panels over groups
         upper.legend(handles, texts, loc="outside upper left", ncols=len(texts), columnspacing=1.4)
         _step(step, digest)
         _losses(losses, digest)
@@ -78,7 +78,6 @@ def draw(digest: Digest, when: str, measured_after: Mapping[int, float]) -> Any:
 
 
 def _entries(digest: Digest, measured_after: Mapping[int, float]) -> tuple[list[Any], list[str]]:
-    """Of a legend: what is drawn, and what it is."""
     from matplotlib.lines import Line2D
 
     entries: list[tuple[str, dict[str, Any]]] = [("expected, with 80 % interval", {"color": EXPECTED, "marker": "o"})]
@@ -118,14 +117,9 @@ def _heading(digest: Digest, when: str) -> str:
 
 
 def _over_groups(axes: Any, digest: Digest, expected: Sequence[Estimate], name: str, chosen: float) -> None:
-    """What is expected of each number of groups, of what was considered, and of the choice.
+    """Draw the expectation for each number of groups, the considered settings, and the choice.
 
-    Args:
-        axes: on which powers of two will be equally far apart.
-        digest: of the search.
-        expected: for each number of groups.
-        name: the attribute of a `ConsideredRow` that says the same of it.
-        chosen: and that of the choice.
+    ``name`` is the attribute of `ConsideredRow` with the same quantity.
     """
     groups = digest.groups
     plot_interval(axes, groups, expected, EXPECTED)
@@ -135,7 +129,7 @@ def _over_groups(axes: Any, digest: Digest, expected: Sequence[Estimate], name: 
     axes.scatter(places, heights, marker="D", s=40, facecolor="none", edgecolor=colours, linewidth=1.7, zorder=7)
     axes.scatter(digest.choice.setting.groups, chosen, **_CHOSEN)
     axes.set_xscale("log", base=2)
-    # Of neighbours that would touch only the larger is named.
+    # If two labels would touch, only the larger number gets one.
     named = [g for g, more in zip(groups, [*groups[1:], math.inf], strict=True) if more / g > 1.19]
     axes.set_xticks(named, map(str, named))
     axes.minorticks_off()
@@ -168,7 +162,6 @@ def _of_hardware(digest: Digest) -> str:
 
 
 def _step(axes: Any, digest: Digest) -> None:
-    """Of what a group's step consists."""
     places = range(len(digest.groups))
     bottom = np.zeros(len(digest.groups))
     found = [digest.prediction(g) for g in digest.groups]
@@ -213,7 +206,7 @@ def _of_statistics(digest: Digest) -> str:
 
 
 def _losses(axes: Any, digest: Digest) -> None:
-    """The training loss of the batches that were timed, each point the mean of a twentieth of them."""
+    """Draw the training loss of the timed batches, averaged over a twentieth of them."""
     batches = digest.search.observation.batches
     window = max(1, len(batches.losses) // 20)
     losses = np.convolve(batches.losses, np.ones(window) / window, mode="valid")
@@ -236,7 +229,7 @@ def _time(axes: Any, digest: Digest) -> None:
 
 
 def _letters(axes: Any, digest: Digest, top: float) -> None:
-    """The systems' letters beside their places, equal ones in one box; those beyond the axis stand at its top."""
+    """Draw the systems' letters: close ones share a box, and those beyond the axis are at its top."""
     boxes: list[tuple[int, float, str]] = []
     for letter, estimate in zip(_LETTERS, digest.systems.values(), strict=True):
         groups, value = estimate.setting.groups, digest.time(estimate.setting).value
@@ -263,7 +256,6 @@ def _letters(axes: Any, digest: Digest, top: float) -> None:
 
 
 def _systems(axes: Any, digest: Digest) -> None:
-    """What the choice and others take, as bars."""
     names = ["the choice", *digest.systems]
     settings = [digest.choice.setting, *(each.setting for each in digest.systems.values())]
     values = [digest.time(each) for each in settings]
@@ -305,10 +297,9 @@ _MOMENTA = 20
 
 
 def _phase(axes: Any, digest: Digest, figure: Any) -> None:
-    """The predicted time over groups and momentum, with what was considered and what was trained before.
+    """Draw the predicted time over groups and momentum, with the considered and the trained settings.
 
-    Each number of groups exchanges in the way that suits it best, in steps as large as those that suit it; one group
-    keeps the user's momentum.
+    Each number of groups has its best exchange, with steps of the best size; one group keeps the user's momentum.
     """
     from matplotlib.colors import LogNorm
 
@@ -350,7 +341,7 @@ def _phase(axes: Any, digest: Digest, figure: Any) -> None:
 
 
 def _time_with(digest: Digest, groups: int, momentum: float) -> float:
-    """Time with another momentum, and steps as large."""
+    """Return the time with another momentum and equal steps."""
     best, scaling = digest.curve[groups], digest.search.scaling
     lr = scaling.lr(best.updates_per_batch, momentum, scaling.step(best))
     return digest.time(replace(best, momentum=momentum, lr=max(lr, 1e-12))).value

@@ -1,4 +1,4 @@
-"""`Round`: one search of a fit, as a report keeps it."""
+"""`Round`: one search of a fit, as a report stores it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class Round:
     """One search of a fit: the first, or a retuning.
 
     Args:
-        search: what was found.
+        search: the search.
         epoch: number of the epoch in which it began.
         seconds_run: seconds of training before it.
-        measured_after: samples per second while the run trained with what was chosen, by groups: samples that all ranks
-            trained, over the seconds of these batches, without validations, searches and the first batch after them.
+        measured_after: samples per second of all ranks with the choice, by groups, without validations, searches and
+            the first batch after them.
     """
 
     search: Search
@@ -27,7 +27,6 @@ class Round:
     measured_after: dict[int, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
         return {
             "search": self.search.to_dict(),
             "epoch": self.epoch,
@@ -37,6 +36,5 @@ class Round:
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Round:
-        """What `to_dict` gave."""
         measured = {int(groups): float(rate) for groups, rate in plain["measured_after"].items()}
         return cls(Search.from_dict(plain["search"]), plain["epoch"], plain["seconds_run"], measured)

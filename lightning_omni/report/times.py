@@ -1,4 +1,4 @@
-"""`RunTimes`: where the time of a tuned run went. Every number of it, wherever it is shown, comes from here."""
+"""`RunTimes`: how a tuned run spent its time. All reports take these numbers from here."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class RunTimes(Serializable):
 
     Args:
         training: seconds that belong to no search: batches, validations, checkpoints.
-        tuning: seconds that all searches took, for which training stood still: deciding, and forming groups.
-        reached: all seconds, and those of them for tuning, at the end of the validation that first showed the target;
-            None as long as none did.
+        tuning: seconds in which searches stopped the training: deciding, and forming groups.
+        reached: all seconds, and those of them for tuning, at the end of the validation that first reached the target;
+            None before.
 
     Example:
         >>> times = RunTimes(training=90.0, tuning=6.0, reached=(45.0, 5.0))
@@ -30,23 +30,22 @@ class RunTimes(Serializable):
 
     @property
     def total(self) -> float:
-        """All seconds."""
         return self.training + self.tuning
 
     @property
     def to_target(self) -> float | None:
-        """Seconds until the target was reached, with everything in between; None if it was not."""
+        """Return all seconds until the target was reached; None if it was not."""
         return self.reached[0] if self.reached is not None else None
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What loggers are told."""
+        """Return the metrics for loggers."""
         found = {"omni/tuner/seconds": self.tuning}
         return found if self.to_target is None else {**found, "omni/tuner/target_seconds": self.to_target}
 
     @property
     def sentence(self) -> str:
-        """What users are told."""
+        """Return a sentence for users."""
         if self.reached is None or self.to_target is None:
             return (
                 f"{duration(self.training)} of training, {duration(self.tuning)} of tuning; the target was not reached"

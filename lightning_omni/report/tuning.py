@@ -1,4 +1,4 @@
-"""`TuningReport`: the searches of one fit, as files that people look at and programs read."""
+"""`TuningReport`: the searches of one fit, as files for people and for programs."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _STEM = "omni-tuning"
 
 @dataclass(frozen=True)
 class TuningReport:
-    """What was searched in a fit, what was found, and what it would have cost otherwise.
+    """The searches of a fit, their results, and the predicted costs of other settings.
 
     Args:
         rounds: the first search and the retunings, in their order.
         target: value of ``monitor`` at which the run is over; None if none was named.
-        monitor: name of the metric that is to reach it. Seconds to the target are expected for losses only.
-        times: where the run's time went by now; None before it has trained.
+        monitor: name of a metric. Seconds to the target are predicted for losses only.
+        times: the time spent so far; None before the run has trained.
 
     Raises:
         ConfigurationError: there is no round.
@@ -54,36 +54,36 @@ class TuningReport:
 
     @cached_property
     def digests(self) -> tuple[Digest, ...]:
-        """What there is to say of each round."""
+        """Return the derived numbers of each round."""
         target = self.target if "loss" in self.monitor else None
         return tuple(Digest(each.search, target) for each in self.rounds)
 
     @property
     def statement(self) -> str:
-        """What the last search came to, in a sentence."""
+        """Return a sentence about the last search."""
         text = self.digests[-1].statement
         return text if len(self.rounds) == 1 else f"since epoch {self.rounds[-1].epoch} {text}"
 
     # --- Files -------------------------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return the report as plain values."""
         rounds = [each.to_dict() for each in self.rounds]
         times = self.times.to_dict() if self.times is not None else None
         return {"target": self.target, "monitor": self.monitor, "rounds": rounds, "times": times}
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> TuningReport:
-        """What `to_dict` gave."""
+        """Rebuild a report from `to_dict`."""
         times = plain.get("times")
         rounds = tuple(map(Round.from_dict, plain["rounds"]))
         return cls(rounds, plain["target"], plain["monitor"], RunTimes.from_dict(times) if times else None)
 
     def save(self, folder: str | Path) -> list[Path]:
-        """Writes ``omni-tuning.json``, ``omni-tuning.html`` and, if matplotlib is there, ``omni-tuning.png``.
+        """Write ``omni-tuning.json``, ``omni-tuning.html`` and, if matplotlib is installed, ``omni-tuning.png``.
 
         Args:
-            folder: made if there is none.
+            folder: the folder, which is created if it is missing.
 
         Returns:
             The files.
@@ -108,10 +108,10 @@ class TuningReport:
 
     @classmethod
     def load(cls, path: str | Path) -> TuningReport:
-        """Reads the JSON file that `save` wrote, or the one in a folder.
+        """Read the JSON file that `save` wrote, or the one in a folder.
 
         Raises:
-            ConfigurationError: the file is none.
+            ConfigurationError: the file is not a report.
         """
         path = Path(path)
         path = path / f"{_STEM}.json" if path.is_dir() else path
@@ -122,13 +122,13 @@ class TuningReport:
                 f"path={str(path)!r}: no report ({error}); pass an {_STEM}.json that TuningReport.save wrote"
             ) from error
 
-    # --- To look at --------------------------------------------------------------------------------------------------
+    # --- Presentation ------------------------------------------------------------------------------------------------
 
     def figure(self, which: int = -1) -> Any:
-        """The picture of one round, as a matplotlib figure, 1400 pixels wide.
+        """Return the picture of one round as a matplotlib figure, 1400 pixels wide.
 
         Args:
-            which: number of the round; the last by default.
+            which: index of the round; the last by default.
 
         Raises:
             ConfigurationError: matplotlib is missing.
@@ -140,7 +140,7 @@ class TuningReport:
         return draw(self.digests[which], when, chosen.measured_after)
 
     def picture(self, which: int = -1) -> bytes | None:
-        """The figure of one round as a PNG file's bytes; None if matplotlib is missing."""
+        """Return the picture of one round as the bytes of a PNG file; None if matplotlib is missing."""
         which %= len(self.rounds)
         if not can_draw():
             return None
@@ -155,7 +155,7 @@ class TuningReport:
         return {}
 
     def html(self) -> str:
-        """A page of its own: pictures, tables and styles are in it, and nothing is fetched from elsewhere."""
+        """Return a page that includes its pictures, tables and styles, and loads nothing from elsewhere."""
         sections = [
             Section(place, each, digest, self.picture(place))
             for place, (each, digest) in enumerate(zip(self.rounds, self.digests, strict=True))
@@ -163,7 +163,7 @@ class TuningReport:
         return page(self.target, self.monitor, self.statement, self.times, sections)
 
     def table(self) -> Table:
-        """For `rich.print`: one row for each setting that was considered, in all rounds."""
+        """Return a table for `rich.print`, with one row for each considered setting of all rounds."""
         right = [Column(head, justify="right") for head in ("samples/s", "samples", "time", "expected gain")]
         table = Table(Column("setting"), Column("proposed by"), *right, title="OmniTuner", caption=self.statement)
         for chosen, digest in zip(self.rounds, self.digests, strict=True):

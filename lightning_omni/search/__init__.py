@@ -1,7 +1,7 @@
-"""Which setting to train with: the tuner's decisions, without a trainer, a cluster or a clock.
+"""The search for the setting to train with, without a trainer, a cluster or a clock.
 
-`Search` is the whole of it; `lightning_omni.tuner.OmniTuner` carries out in a fit what it chooses, a simulator can as
-well.
+`Search` is the entry point. `lightning_omni.tuner.OmniTuner` applies its choices in a fit; a simulator can apply them,
+too.
 """
 
 from lightning_omni.search.choice import Choice

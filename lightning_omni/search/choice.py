@@ -1,4 +1,4 @@
-"""The best of all settings that can be enumerated, by what is known, and whether it is worth a change."""
+"""The best of all settings that can be enumerated, and whether it is worth a change."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from lightning_omni.search.rules import careful, is_faster, least
 
 @dataclass(frozen=True)
 class Choice:
-    """What a search has come to.
+    """The setting that a search has chosen, with its reasons.
 
     Attributes:
-        setting: to train with from now on.
+        setting: the setting to train with from now on.
         why: a sentence for the user.
-        estimate: what is to be expected of it; None if nothing was measured.
+        estimate: the expected time, speed and samples of the setting; None if the first batches have no finite losses.
     """
 
     setting: Setting
@@ -29,13 +29,7 @@ class Choice:
 
 
 def log_seconds(evidence: Evidence, setting: Setting, forming: bool = True) -> float:
-    """The logarithm of the seconds from now to the end of the run with a setting.
-
-    Args:
-        evidence: what is known.
-        setting: from now on.
-        forming: whether forming its groups is included.
-    """
+    """Return the log of the predicted seconds from now to the end; ``forming`` includes the time to form groups."""
     spec, forecast, start = evidence.spec, evidence.forecast(), evidence.start
     by_samples = math.inf if spec.ends_by_time else spec.horizon / max(evidence.throughput(start), 1e-12)
     left = min(spec.seconds, by_samples)
@@ -44,50 +38,44 @@ def log_seconds(evidence: Evidence, setting: Setting, forming: bool = True) -> f
 
 
 def _is_formed(evidence: Evidence, setting: Setting) -> bool:
-    """Whether groups have to be formed for a setting: all that one group may change it changes where it is."""
+    """Return whether a setting needs groups to be formed; one group adopts a setting without that."""
     return setting.groups > 1 and setting != evidence.start
 
 
 def allowed_seconds(evidence: Evidence) -> float:
-    """Seconds that forming groups may take."""
+    """Return the seconds that forming groups may take."""
     spec = evidence.spec
     return spec.allowance + spec.budget * math.exp(log_seconds(evidence, evidence.start))
 
 
 def gains(evidence: Evidence, setting: Setting, forming: bool = True) -> bool:
-    """Whether a setting is expected to gain what a change asks for; several groups only for a clear gain."""
+    """Return whether a setting gains enough for a change; several groups must gain more."""
     gain = log_seconds(evidence, evidence.start)
     gain -= careful(log_seconds(evidence, setting, forming), evidence.theory.error(setting))
     return gain >= math.log(_least_gain(setting))
 
 
 def pays(evidence: Evidence, setting: Setting) -> bool:
-    """Whether a setting gains enough, and forming its groups takes no longer than it may."""
+    """Return whether a setting gains enough, and forming its groups takes no longer than allowed."""
     is_affordable = setting.groups == 1 or evidence.spec.switch <= allowed_seconds(evidence)
     return is_affordable and gains(evidence, setting)
 
 
 def pays_or_stays(evidence: Evidence, setting: Setting) -> bool:
-    """Whether a setting is worth a change but for a user's own dimensions, or is what the run has but for these."""
+    """Return whether a setting, user-defined dimensions aside, is worth a change or is the run's own."""
     plain = replace(setting, further=evidence.start.further)
     return plain == evidence.start or pays(evidence, plain)
 
 
 def best_listed(evidence: Evidence) -> Setting:
-    """The best of all settings that can be enumerated and are worth a change; else what the run has."""
+    """Return the best of all settings that can be enumerated and are worth a change; otherwise the run's own."""
     forecast = evidence.forecast()
     promising = [each for each in promising_settings(evidence, forecast) if pays(evidence, each)]
     return _best_of(evidence, forecast, promising) if promising else evidence.start
 
 
 def explained(evidence: Evidence, setting: Setting, proposed: str = "") -> Choice:
-    """A choice, with its reasons.
-
-    Args:
-        evidence: by which it was chosen.
-        setting: that was chosen.
-        proposed: what proposed it, if it was not found in the list.
-    """
+    """Return a choice with its reasons; ``proposed`` names the source of a setting that is not from the list."""
     if setting == evidence.spec.start:
         reasons = ["nothing is expected to be faster by enough"]
         if any(gains(evidence, each, forming=False) for each in promising_settings(evidence, evidence.forecast())):
@@ -99,7 +87,7 @@ def explained(evidence: Evidence, setting: Setting, proposed: str = "") -> Choic
 
 
 def _too_short(evidence: Evidence) -> str:
-    """Why groups are not formed that would train faster."""
+    """Return the reason why faster groups are not formed."""
     spec, left = evidence.spec, math.exp(log_seconds(evidence, evidence.start))
     allowed = max(0.0, allowed_seconds(evidence))
     text = f"forming groups takes {spec.switch:.2g} s of the {left:,.4g} s that are left"
@@ -109,11 +97,7 @@ def _too_short(evidence: Evidence) -> str:
 
 
 def gain_of_merging(evidence: Evidence) -> Choice | None:
-    """What would be chosen if a submodule that was measured could be merged; None if that is not clearly faster.
-
-    Args:
-        evidence: by which a setting was chosen that merges none.
-    """
+    """Return the choice if a measured submodule could be merged; None if it is not clearly faster."""
     if not evidence.profile.heads:
         return None
     spec = replace(evidence.spec, space=replace(evidence.spec.space, merged=tuple(evidence.profile.heads)))
@@ -122,12 +106,7 @@ def gain_of_merging(evidence: Evidence) -> Choice | None:
 
 
 def gain_of_servers(evidence: Evidence, nodes: int) -> Choice | None:
-    """What would be chosen if there were a server on each node; None if that is not clearly faster.
-
-    Args:
-        evidence: by which a setting was chosen with one server.
-        nodes: how many.
-    """
+    """Return the choice if each of the nodes had a parameter server; None if it is not clearly faster."""
 
     def spread(measured: Measured) -> Measured:
         return replace(measured, servers=nodes, per_node=True)
@@ -141,7 +120,7 @@ def gain_of_servers(evidence: Evidence, nodes: int) -> Choice | None:
 
 
 def _gain_with(evidence: Evidence, other: Evidence) -> Choice | None:
-    """What would be chosen by other evidence; None if that is not clearly faster than what is chosen by this."""
+    """Return the best setting by other evidence; None if it is not clearly faster."""
     chosen, best = best_listed(evidence), best_listed(other)
     gain = math.exp(evidence.forecast().log_seconds(chosen) - other.forecast().log_seconds(best))
     if gain < c.GAIN:
@@ -151,11 +130,10 @@ def _gain_with(evidence: Evidence, other: Evidence) -> Choice | None:
 
 
 def best_by_forecast(evidence: Evidence, groups: int | None = None) -> Setting:
-    """Careful with what was not tried; among equals the fewest groups, the fewest samples and the smallest step.
+    """Return the best setting by the forecast, worth a change or not; ``groups`` fixes the number of groups.
 
-    Args:
-        evidence: what is known.
-        groups: of the setting; None for any number.
+    Uncertainty counts against a setting. Ties are decided by the fewest groups, the plainest exchange, the fewest
+    samples and the smallest step, in this order.
     """
     forecast = evidence.forecast()
     return _best_of(evidence, forecast, promising_settings(evidence, forecast, groups))
@@ -175,13 +153,7 @@ def _best_of(evidence: Evidence, forecast: Forecast, candidates: Sequence[Settin
 
 
 def promising_settings(evidence: Evidence, forecast: Forecast, groups: int | None = None) -> list[Setting]:
-    """Of hundreds of settings those that might be the best: the others cannot be, however fast their exchange is.
-
-    Args:
-        evidence: what is known.
-        forecast: by it.
-        groups: of the settings; None for any number.
-    """
+    """Return, of hundreds of settings, those that may be the best; the others would lose even with a free exchange."""
     candidates = [each for each in evidence.candidates() if groups in (None, each.groups)]
     bounds = sorted(
         (careful(forecast.theory(each) - math.log(evidence.most(each)), forecast.theory.error(each)), number, each)
@@ -197,28 +169,28 @@ def promising_settings(evidence: Evidence, forecast: Forecast, groups: int | Non
 
 
 def _unusual(setting: Setting) -> int:
-    """How many things of a setting are there for its speed alone: between equals, the plain one is taken."""
+    """Count the features of a setting that serve its speed alone; the fewest decide a tie."""
     lossy = [each not in ("", "fp32") for each in (setting.wire, setting.all_reduce)]
     return sum((setting.method != "async_sgd", setting.overlap, bool(setting.merged), *lossy))
 
 
 def _least_gain(setting: Setting) -> float:
-    """Predicted speed-up for which a setting is used: less is known of what several groups cost than of one."""
+    """Return the predicted speed-up that a setting needs: more for several groups, whose cost is less certain."""
     return c.GAIN if setting.groups > 1 else c.FASTER
 
 
 def verdict(evidence: Evidence, is_early: bool = False, may_stay: bool = True, is_hurried: bool = False) -> str:
-    """Whether it is certain by now that another setting is better, or that none is; empty if it is neither.
+    """Return "change" if another setting is certainly better, "nothing" if none is, and "" if neither is certain.
+
+    The interval of the hardware forecast narrows with every measured batch. The uncertainty of the samples does not, so
+    a part of its standard deviation always counts against a change.
 
     Args:
-        evidence: what is known.
-        is_early: whether only proportional batches may be decided on, which leave the updates as they are.
-        may_stay: whether it may be that none is better.
-        is_hurried: whether it costs little to see more: then nothing is certain whose step times scatter too much. That
-            a gain is certain shows sooner than which setting gains most.
-
-    The interval of the hardware forecast gets narrower with every batch that is measured, what is known of samples does
-    not: so it counts as it will in the end, with a part of its standard deviation against a change.
+        evidence: the evidence so far.
+        is_early: whether only proportional batches may be decided on, which leave the updates unchanged.
+        may_stay: whether "nothing" may be returned.
+        is_hurried: whether measuring more costs little. Then step times that scatter too much decide nothing: a gain
+            becomes certain before the setting with the largest gain does.
     """
     start = evidence.start
     if is_early and start == evidence.spec.start:
@@ -238,15 +210,15 @@ def verdict(evidence: Evidence, is_early: bool = False, may_stay: bool = True, i
 
 
 def _most(evidence: Evidence, forecast: Forecast, start: Setting, promising: Sequence[Setting]) -> float:
-    """The largest speed-up that any setting may have, by the interval of what hardware does."""
+    """Return the upper bound of the speed-up of the fastest other setting."""
     first = min((each for each in promising if each != start), key=forecast.log_seconds, default=start)
     return _speed_up(evidence, start, first)[1] * math.exp(-forecast.theory(first))
 
 
 def _speed_up(evidence: Evidence, one: Setting, other: Setting) -> tuple[float, float]:
-    """The speed-up of another setting over one, at least and at most, by the intervals of what hardware does.
+    """Return the lower and upper bound of another setting's speed-up, by the intervals of the hardware forecast.
 
-    As if what either is off by had nothing to do with the other. They come from the same steps: it is less.
+    The errors of both settings are treated as independent; they share the same steps, so the true interval is narrower.
     """
     now, then = (evidence.prediction(each).samples_per_second for each in (one, other))
     ratio = then.value / now.value
@@ -256,7 +228,7 @@ def _speed_up(evidence: Evidence, one: Setting, other: Setting) -> tuple[float, 
 
 
 def _bottleneck(evidence: Evidence, setting: Setting) -> str:
-    """What holds updates up with a setting; of computation, what holds that up."""
+    """Return a clause that names the bottleneck of a setting, which may be data loading."""
     bottleneck = evidence.prediction(setting).bottleneck
     if loading := evidence.loading(bottleneck):
         return f"loading data is the bottleneck ({loading:.0%} of a step's compute time; more num_workers may help)"

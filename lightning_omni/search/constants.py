@@ -1,83 +1,84 @@
-"""Every number that the tuner decides by: a table in ``docs/tuning-prior.md`` says where each comes from."""
+"""The constants of the tuner's decisions; a table in ``docs/tuning-prior.md`` states the origin of each."""
 
 from __future__ import annotations
 
 FASTER = 1.05
-"""More groups, proportional batches or an all-reduce format have to be that much faster to count; less is a tie."""
+"""Factor by which more groups, proportional batches or an all-reduce format must be faster; a smaller gain is a tie."""
 CLEARLY = 4.0
-"""Speeds differ if their mean squared deviation is that many times its expectation under noise alone."""
+"""Ranks differ in speed if their mean squared deviation is more than this multiple of that under noise alone."""
 LOST, NOISY, SCATTERED = 0.5, 0.2, 1.0
-"""A run is lost when this part of what its first batches gained is gone, and the loss is higher by at least this part
-of it, and by so many standard deviations of the losses of single batches."""
+"""A run has diverged if its loss exceeds the level of the first batches by the largest of three amounts: this part of
+the loss reduction in them, this part of the level, and this many standard deviations of single batches' losses."""
 GAIN = 1.1
-"""A run under way changes its groups only for an expected speed-up of that much."""
+"""A run under way changes its groups only for an expected speed-up of at least this factor."""
 SMALLER = 3.0
-"""By what steps are divided if one group diverges that makes other updates than the user's."""
+"""Divisor of the learning rate if one group diverges with updates other than the user's."""
 CAUTION = 0.25
-"""How many standard deviations of the forecast count against a setting when one is chosen."""
+"""Standard deviations of a forecast that count against a setting when one is chosen."""
 POINTS = 600
-"""Points at which the acquisition function is computed."""
+"""Points at which the acquisition function is evaluated."""
 WIDEST = 3.0
-"""Times the rate that the prior suggests, and the part of it, between which scikit-optimize may propose one."""
+"""scikit-optimize may propose learning rates between the prior's rate divided by this factor and the rate times it."""
 FORMING = 1.0
-"""Seconds that forming groups is taken to need, as long as the run has formed none."""
+"""Assumed seconds to form groups until the run has formed some."""
 SEGMENT_ERROR = 0.02
-"""Standard deviation of what a segment says of the next one with the same setting, at least, in logarithms."""
+"""Least standard deviation, in logarithms, of one segment as a prediction of the next one with the same setting."""
 MOST_TRIED = 8
-"""Values in a user's own dimensions that are tried in a run."""
+"""Combinations of values in user-defined dimensions that a run tries at most."""
 SPEED_ERROR = 0.2
-"""Standard deviation of what the hardware model's speed of several groups is off by, in logarithms; and of what another
-value in a dimension of a user's own may do to it."""
+"""Standard deviation, in logarithms, of the hardware model's error for the speed of several groups, and of the effect
+of another value in a user-defined dimension."""
 NEAR_GROUPS, NEAR_PERIOD, OTHER_WAY, OTHER_VALUE = 8.0, 32.0, 0.5, 2.0
-"""How far settings are from each other when the model's errors for them have a correlation of exp(-1/2): factors for
-groups and period; and how far apart those are, as a part of it, that exchange in other ways, or have another value in a
-dimension of a user's own."""
+"""Distances between settings at which the model's errors have a correlation of exp(-1/2): a factor of groups, and a
+factor of periods. The last two are multiples of that distance: between settings that exchange in different ways, and
+between settings with different values in a user-defined dimension."""
 FIRST_DECISION, DECISIONS = 3, 5
-"""Optimizer steps of a run after which batches may be split by speed, if it is clear by then that this pays; and how
-often it is decided, each time after twice as many, from the second time on by all that is known."""
+"""Optimizer steps of a run before the first decision, which may only enable proportional batches; and the number of
+decisions, each after twice as many steps as the one before. From the second one on, every setting is considered."""
 UNHURRIED = 0.01
-"""Part of a run's steps before anything is decided whose step times scatter, unless it is the last time anyway."""
+"""Part of a run's steps. Before it, a decision on more than proportional batches needs step times that scatter little,
+unless it is the last decision."""
 LARGEST_PERIOD = 32
-"""Local steps between two exchanges, in powers of two, that are thought of unless others are asked for."""
+"""Most local steps between two exchanges that a search considers by default, in powers of two."""
 RELATED = 0.3
-"""Added to the standard deviation of the prior, in squares, of a method that is judged by a relative; twice as much of
-one that is judged by the worst of all."""
+"""Added in quadrature to the prior's standard deviation of a method that is judged by a relative or by the other kind
+of optimizer; twice as much for a method that is judged by the costliest one."""
 BEYOND, FARTHEST = 0.1, 2.0
-"""Added to it for each interval of the prior's table that a setting lies beyond its end; and over how many intervals
-the table is continued in a line, to stay level after that."""
+"""Added to the prior's standard deviation for each interval between a setting and the end of the table; and intervals
+over which costs are extrapolated linearly, after which they stay constant."""
 LARGEST_STEP = 1.3
-"""Times the user's own step that the prior may suggest. It was found on a grid of factors of √3, by which steps that
-are closer than half of one cannot be told apart; and a step that is too large may never learn anything, however much
-faster it is for most."""
+"""Largest step that the prior may suggest, relative to the user's own. The prior was measured on a grid of factors of
+√3, which cannot distinguish steps closer than half of one factor. A step that is too large may never learn anything,
+even if it is faster on most tasks."""
 LONGER, FLAT, STEEP = 1.6, 0.05, 0.2
-"""A training loss is flat that has fallen, while the number of windows grew by the first factor, by less than the
-second part of what was learnt since the start, and by less than the third part of itself."""
+"""A training loss is flat if, while the number of windows grew by the first factor, it fell by less than the second
+part of the reduction since the start, and by less than the third part of itself."""
 FEWEST_WINDOWS, LATE = 3, 0.2
-"""Windows of which it can be told; and the part of them, the last ones, whose mean is what the loss is."""
+"""Fewest windows for that decision; and the last part of the windows, over which the loss is averaged."""
 SHORTEST_WINDOW = 50
-"""Optimizer steps of all ranks after which a window ends inside an epoch; else it ends with the epoch."""
+"""Optimizer steps of all ranks after which a window ends inside an epoch; a shorter epoch is one window."""
 TRIAL, FEWEST_STEPS, LAST = 0.05, 8, 0.4
-"""The user's own setting is tried with this part of the samples that were trained, and at least so many steps; the loss
-of the last part of these counts."""
+"""A trial of the user's own setting takes this part of the samples trained so far, and at least this many steps; its
+loss is the mean over this last part of it."""
 LONGEST_TRIAL = 5
-"""A trial whose loss still falls is made longer, up to so many times."""
+"""A trial whose loss still falls is extended, up to this multiple of its length."""
 UNLIMITED = 10
-"""Epochs that a run without limits is taken to train, or twice as many as it has begun if that is more."""
+"""Assumed epochs of a run without limits, unless twice the number of begun epochs is larger."""
 CHANGED, FALSE_ALARM = 0.2, 0.05
-"""Speed that has changed by more than the first part is a reason to search again, and after so many more steps the run
-is compared with its forecast again; and how likely noise alone may make a run that never changes look as if it
-had, however many epochs it has."""
+"""A relative change of speed above the first number causes a new search; the steps between two comparisons of a run
+with its forecast grow by the same part. The second number is the probability that noise alone makes an unchanging run
+look changed, over any number of epochs."""
 NON_FINITE_TOLERATED = 8
-"""Non-finite pushes of a group that are tolerated in a row before it gives the epoch up. If so many losses in a row are
-not finite the epoch was lost: groups with weights of their own may push finite ones in between."""
+"""Non-finite pushes in a row after which a group gives up the epoch. As many non-finite losses in a row count as
+divergence, too: groups with weights of their own may push finite gradients in between."""
 NEWEST_LOSS = 0.05
-"""Weight of the newest loss in the running mean by which a run is seen to diverge."""
+"""Weight of the newest loss in the running mean that detects divergence."""
 MESSAGES, CLEARLY_LONGER = 5, 10.0
-"""Messages of which the shortest counts, for one may have waited for a rank that was late; and how many times as long
-as an empty one a message takes that says what bytes take."""
+"""Timed messages, of which the shortest counts, because one may have waited for a late rank; and the ratio to the time
+of an empty message above which a message's time shows the cost of its bytes."""
 OTHER_LINK = 3.0
-"""How many times as long as over the fastest link between two nodes that follow each other a message takes to another
-site."""
+"""Ratio of a message's time to that over the fastest link between consecutive nodes, above which the link leads to
+another site."""
 TIMED_PASSES, MOST_MERGEABLE = 3, 3
-"""Passes of a submodule of which the shortest counts, for in the first one memory is allocated; and submodules of which
-it is looked what merging them would gain, unless the user names some."""
+"""Timed passes of a submodule, of which the shortest counts, because the first one allocates memory; and submodules
+whose merging is evaluated at most, unless the user names some."""

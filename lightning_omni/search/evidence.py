@@ -1,8 +1,8 @@
-"""What is known when a setting is chosen, and what follows from it: speeds, samples, what may be chosen.
+"""The measurements of a run, and the speeds, costs and candidate settings that follow from them.
 
-The run's own first batches are timed in one group, and the hardware model is fitted to them. What settings cost in
-samples the prior says. Segments, which the run has trained with other settings since, say how much slower or faster
-than predicted these were, and correct the prediction of those that are like them.
+The run's own first batches are timed in one group, and the hardware model is fitted to them. The prior holds the costs
+of settings in samples. Segments trained with other settings since show how much slower or faster than predicted these
+were, and correct the predictions of similar settings.
 """
 
 from __future__ import annotations
@@ -36,39 +36,37 @@ from lightning_omni.serialization import Serializable
 
 @dataclass(frozen=True)
 class Observation:
-    """What the first batches of a run showed, of both efficiencies.
+    """The measurements of a run's first batches, for both efficiencies.
 
     Attributes:
-        batches: their losses.
-        measured: their times.
+        batches: the losses of the batches.
+        measured: the times of the batches.
     """
 
     batches: TrainedBatches
     measured: Measured
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
         return {"batches": self.batches.to_dict(), "measured": self.measured.to_dict()}
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Observation:
-        """What `to_dict` gave."""
         return cls(TrainedBatches.from_dict(plain["batches"]), Measured.from_dict(plain["measured"]))
 
 
 @dataclass(frozen=True)
 class TrainedSegment(Serializable):
-    """How much longer a run took than predicted while it trained with a setting that had been chosen.
+    """The ratio of measured to predicted time of a segment that a run trained with a chosen setting.
 
-    The ratio is kept, and not the seconds: the hardware model is fitted again to later batches, and a prediction of now
-    is multiplied by it. Where groups were so slow that one group is timed again, they are compared with what is
-    predicted from its new batches: all of the machine may have become slower.
+    The ratio is kept instead of the seconds: the hardware model is fitted again to later batches, and the ratio
+    multiplies its predictions. If one group is timed again because groups were slow, the speed is kept and compared
+    with the prediction from the new batches: the whole machine may have become slower.
 
     Attributes:
-        setting: that was trained with.
-        log_ratio: logarithm of the seconds that samples took, over those that were predicted.
-        variance: of it, by how step times scattered, then and when it was predicted.
-        samples_per_second: that were trained, if they are still to be compared; else 0.
+        setting: the setting of the segment.
+        log_ratio: logarithm of the measured over the predicted seconds.
+        variance: variance of ``log_ratio``, by the scatter of step times in the segment and in the first batches.
+        samples_per_second: the measured speed if the comparison is still to be made; otherwise 0.
     """
 
     setting: Setting
@@ -78,13 +76,13 @@ class TrainedSegment(Serializable):
 
 
 class Evidence:
-    """What was seen of a run, and what follows from it.
+    """The measurements of a run, and the predictions that follow from them.
 
     Args:
-        spec: what is searched.
-        known: what was measured of the same ranks in one group before, with other batches.
-        observation: what the first batches showed; None where only the hardware is known.
-        segments: what the run has trained with since.
+        spec: the specification of the search.
+        known: earlier measurements of the same ranks in one group, with other batches.
+        observation: the measurements of the first batches; None if only the hardware is known.
+        segments: the segments that the run has trained since.
     """
 
     def __init__(
@@ -106,38 +104,34 @@ class Evidence:
 
     @property
     def scaling(self) -> Scaling:
-        """Of learning rates."""
         return self.spec.scaling
 
-    # --- What was measured -------------------------------------------------------------------------------------------
+    # --- Measurements ------------------------------------------------------------------------------------------------
 
     @property
     def measured(self) -> list[Measured]:
-        """All step times that are known."""
         return [*self.known, *([self.observation.measured] if self.observation is not None else [])]
 
     @cached_property
     def profile(self) -> Profile:
-        """The hardware model."""
+        """Return the hardware model, fitted to all measurements; its first use also sets the scatter of ``theory``."""
         profile = Profile.fit(self.measured)
         self.theory = replace(self.theory, scatter=scatter(self.measured))
         return profile
 
     @cached_property
     def _may_be_uneven(self) -> bool:
-        """Whether ranks differ in speed so that any split of batches by it might pay."""
-        measured = self.measured  # nothing, where the profile of planned machines is only costs
+        """Return whether ranks differ in speed so much that a split of batches may pay."""
+        measured = self.measured  # empty where the profile of planned machines holds only costs
         return bool(measured) and speeds_differ(measured) and is_faster(self.profile.largest_gain_of_split, 1.0)
 
     def throughput(self, setting: Setting) -> float:
-        """Samples per second that are to be expected."""
         key = replace(setting, momentum=0.0, lr=0.0)
-        if key not in self._rates:  # of hundreds
+        if key not in self._rates:  # a search requests hundreds of settings
             self._rates[key] = self.modelled(setting) * self._correction(setting)
         return self._rates[key]
 
     def modelled(self, setting: Setting) -> float:
-        """Samples per second by the hardware model alone."""
         return self.profile.samples_per_second(
             setting.groups,
             rebalance=setting.rebalance,
@@ -148,9 +142,9 @@ class Evidence:
 
     @property
     def segments(self) -> list[TrainedSegment]:
-        """What the run has trained with before, compared with what is predicted."""
+        """Return the trained segments, compared with the current predictions."""
         if not self._compared:
-            most = self.profile.ranks  # some may have been lost since
+            most = self.profile.ranks  # some ranks may have died since
             possible = [each for each in self._segments if each.setting.groups <= most]
             self._compared, self._segments = True, list(map(self._as_compared, possible))
         return self._segments
@@ -163,7 +157,7 @@ class Evidence:
 
     @cached_property
     def residuals(self) -> SpeedResiduals:
-        """How much longer settings take than modelled, by the segments that were trained."""
+        """Return the errors of the hardware model, fitted to the trained segments."""
         axes = {each.name: checked_axis(each, self) for each in self.spec.space.further}
         return SpeedResiduals(
             [each.setting for each in self.segments],
@@ -173,20 +167,20 @@ class Evidence:
         )
 
     def residual(self, setting: Setting) -> tuple[float, float]:
-        """How much longer than modelled a setting takes, as a logarithm, and its standard deviation.
+        """Return the expected log ratio of actual to modelled seconds of a setting, and its standard deviation.
 
-        Both are 0 of one group as the run has it: that is timed itself whenever something is chosen.
+        Both are 0 for one group with the run's own user-defined dimensions, because every choice times such a group.
         """
         is_timed = setting.groups == 1 and setting.further == self.spec.start.further
         return (0.0, 0.0) if is_timed else self.residuals(setting)
 
     def _correction(self, setting: Setting) -> float:
-        """What the model's samples per second are multiplied by: 1, unless segments were slower or faster than that."""
+        """Return the factor of the model's samples per second; 1 without segments."""
         return math.exp(-self.residual(setting)[0]) if self.segments else 1.0
 
     @property
     def corrected(self) -> list[str]:
-        """For the user: how much slower than predicted groups were, if they clearly were."""
+        """Return at most one sentence for the user: the latest groups that were clearly slower than predicted."""
         said = []
         for each in self.segments:
             predicted = self.modelled(each.setting)
@@ -197,7 +191,7 @@ class Evidence:
         return said[-1:]
 
     def most(self, setting: Setting) -> float:
-        """Samples per second that no way of exchanging can exceed, with as many groups that average gradients so."""
+        """Return the samples per second that a setting's groups would reach with a free exchange."""
         key = setting.groups, setting.all_reduce or "fp32", setting.merged
         if key not in self._most:
             none = 0 if self.profile.nbytes else None
@@ -214,7 +208,7 @@ class Evidence:
         return self._most[key]
 
     def prediction(self, setting: Setting) -> Prediction:
-        """What the hardware model says of a setting, corrected by what was seen of groups."""
+        """Return the hardware model's prediction of a setting, corrected by the segments."""
         pattern, all_reduce = self._pattern(setting), setting.all_reduce or "fp32"
         period = setting.period if pattern is None else None
         found = self.profile.predict(
@@ -229,12 +223,12 @@ class Evidence:
         return found if factor == 1 else found.faster(factor)
 
     def loading(self, bottleneck: str) -> float:
-        """If computation is what takes longest, the part of it that waits for data, where that is most; 0 otherwise."""
+        """Return the part of computation that waits for data, if that is most of the bottleneck; 0 otherwise."""
         share = self.measured[-1].loading_share if bottleneck == "compute" else 0.0
         return share if share > 1 / 2 else 0.0
 
     def _pattern(self, setting: Setting) -> ExchangePattern | None:
-        """How a setting's groups exchange; None for the run's own way."""
+        """Return the exchange pattern of a setting; None for one group and for the run's own method."""
         if setting.groups == 1 or not setting.method:
             return None
         head = self._head(setting)
@@ -249,7 +243,7 @@ class Evidence:
         return self._patterns[key]
 
     def _head(self, setting: Setting) -> HeadCost | None:
-        """What the submodule costs that a setting's groups have merged; None for none, or if that is not known."""
+        """Return the cost of the submodule that a setting merges; None if it merges none or the cost is not known."""
         if setting.groups == 1 or setting.merged not in self.profile.heads:
             return None
         rows = self.profile.batch_size * self.profile.ranks / setting.groups
@@ -258,21 +252,20 @@ class Evidence:
 
     @property
     def unseen_heads(self) -> list[str]:
-        """Submodules that might be merged, but of which it could not be seen what that would take."""
+        """Return the submodules of the search space whose cost of merging could not be measured."""
         return [name for name in self.spec.space.merged if name not in self.profile.heads]
 
     def forecast(self) -> Forecast:
-        """Time to the target of any setting, from what is known so far."""
-        self.profile  # noqa: B018 - what is known of samples depends on how step times scatter
+        self.profile  # noqa: B018 - it sets the scatter of step times in the theory
         return Forecast(self.theory, self.throughput)
 
-    # --- What the loss was -------------------------------------------------------------------------------------------
+    # --- Losses ------------------------------------------------------------------------------------------------------
 
     @property
     def divergence_threshold(self) -> float:
-        """The training loss above which a run is lost: half of what its first batches gained is gone.
+        """Return the training loss above which the run has diverged; NaN if the first losses are not finite.
 
-        Batches whose losses scatter do not make it lost. NaN if they are not finite.
+        Such a run has lost half of the gain of its first batches, by more than the scatter of single batches explains.
         """
         if self.observation is None or not self.observation.batches.is_finite:
             return math.nan
@@ -282,9 +275,9 @@ class Evidence:
 
     @property
     def learnt_below(self) -> float:
-        """The training loss below which a run has learnt something since its first batches; NaN if they failed.
+        """Return the training loss below which the run has learnt since its first batches; NaN if these are not finite.
 
-        It is the mean of the last of these, less its standard error.
+        It is the mean of the last of these batches, less its standard error.
         """
         if self.observation is None or not self.observation.batches.is_finite:
             return math.nan
@@ -295,7 +288,7 @@ class Evidence:
     # --- Settings ----------------------------------------------------------------------------------------------------
 
     def is_uneven(self, setting: Setting) -> bool:
-        """Whether proportional batches make a setting faster by more than a trifle."""
+        """Return whether proportional batches make a setting faster by more than a tie."""
         if not self.spec.space.rebalance or setting.groups == len(self.profile.speeds):
             return False
         key = replace(setting, momentum=0.0, lr=0.0, rebalance=False, further=())
@@ -306,18 +299,17 @@ class Evidence:
 
     @property
     def start(self) -> Setting:
-        """The setting that the run has, with proportional batches where they pay."""
+        """Return the run's own setting, with proportional batches where they pay."""
         return self.as_it_would_be(self.spec.start)
 
     def as_it_would_be(self, setting: Setting) -> Setting:
-        """With proportional batches where they pay."""
         return replace(setting, rebalance=self.is_uneven(setting))
 
     def candidates(self) -> list[Setting]:
-        """Every way in which groups may exchange, of those whose cost is known.
+        """Return every way in which groups may exchange, if its cost is known.
 
-        Without the all-reduce formats that no group can be clearly faster by: where links are fast that is four ways
-        out of five, of which no more has to be found out.
+        All-reduce formats that can make no group clearly faster are left out: four ways out of five where links are
+        fast.
         """
         if self._ways is None:
             space, start, profile = self.spec.space, self.spec.start, self.profile
@@ -330,44 +322,32 @@ class Evidence:
         return list(self._ways)
 
     def suggested(self, setting: Setting) -> Setting:
-        """The same with the momentum and rate that suited such a setting best, of those that are allowed."""
+        """Return a setting with the best momentum and learning rate within the bounds."""
         best, holds = self.theory.suggested(setting), self.spec.space.holds
-        if (momentum := holds(best).momentum) != best.momentum:  # a step as large
+        if (momentum := holds(best).momentum) != best.momentum:  # the step stays the same
             lr = self.scaling.lr(best.updates_per_batch, momentum, self.scaling.step(best))
             best = replace(best, momentum=momentum, lr=lr)
         return holds(best)
 
 
 def _pays(profile: Profile, all_reduce: str) -> bool:
-    """Whether a format of averages might make any group faster by more than a trifle."""
+    """Return whether an all-reduce format may make any group clearly faster."""
     return is_faster(profile.largest_gain(all_reduce), 1.0)
 
 
 def scatter(measured: Sequence[Measured]) -> float:
-    """How much ranks' step times vary about each rank's mean: their coefficient of variation.
-
-    Args:
-        measured: of the same ranks.
-    """
+    """Return the coefficient of variation of step times, of the same ranks, about each rank's mean."""
     relative = [np.array(row) / np.mean(row) for each in measured for row in each.own]
     return float(np.concatenate(relative).std())
 
 
 def mean_error(measured: Sequence[Measured]) -> float:
-    """The standard error of a rank's mean step time, as a part of it, by how all of them vary.
-
-    Args:
-        measured: of the same ranks.
-    """
+    """Return the relative standard error of a rank's mean step time, by the scatter of all ranks."""
     return scatter(measured) / math.sqrt(sum(len(each.own[0]) for each in measured))
 
 
 def speeds_differ(measured: Sequence[Measured]) -> bool:
-    """Whether ranks differ in speed by more than the scatter of their steps explains.
-
-    Args:
-        measured: of the same ranks.
-    """
+    """Return whether ranks differ in speed by more than the scatter of their steps explains."""
     ranks = len(measured[0].own)
     costs = [
         np.concatenate([np.array(each.own[rank]) / np.array(each.samples[rank]) for each in measured])

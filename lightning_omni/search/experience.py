@@ -1,4 +1,4 @@
-"""What is expected of settings by what was simulated of other tasks, in the place of theory's rules."""
+"""Expected costs of settings by simulations of other tasks, in place of theory's rules."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from lightning_omni.search.prior import STREAMING, Prior
 
 @cache
 def _known_as(method: str) -> str:
-    """The name by which the prior knows a method; one that a setting does not name is taken for asynchronous SGD."""
+    """Return the name of a method in the prior; an empty name stands for asynchronous SGD."""
     if not method:
         return "async_sgd"
     value = method_named(method)
-    # An outer step of plain SGD with a rate of 1 takes over the mean of the groups' weights.
+    # An outer step of plain SGD with a rate of 1 sets the weights to the mean of the groups' weights.
     is_plain = isinstance(value, DiLoCo) and value.outer_lr == 1.0 and not value.outer_momentum
     if isinstance(value, (DiLoCo, LocalSGD)) and (is_plain or isinstance(value, LocalSGD)):
         return STREAMING if value.keep_steps else "local_sgd"
@@ -30,7 +30,7 @@ class Experience(Theory):
     """A `Theory` whose costs, momentum and steps are those of a `Prior`.
 
     Args:
-        prior: what was simulated.
+        prior: the table of simulated costs.
         scatter: coefficient of variation of the groups' step times.
     """
 
@@ -39,7 +39,7 @@ class Experience(Theory):
     _costs: dict[Setting, tuple[float, float]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def suggested(self, setting: Setting) -> Setting:
-        """The same with the momentum and rate that suited such a setting best."""
+        """Return a setting with the momentum and learning rate that the prior suggests."""
         momentum, factor = self.prior.suggested(
             _known_as(setting.method),
             setting.groups,
@@ -60,7 +60,7 @@ class Experience(Theory):
         return self._cost(setting)[1]
 
     def _cost(self, setting: Setting) -> tuple[float, float]:
-        if setting not in self._costs:  # hundreds are asked for several times
+        if setting not in self._costs:  # a search requests hundreds of settings several times
             self._costs[setting] = self._cost_by_prior(setting)
         return self._costs[setting]
 

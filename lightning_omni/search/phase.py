@@ -1,10 +1,10 @@
-"""The scikit-optimize phase: which setting is to be trained with from now on.
+"""The scikit-optimize phase, which chooses the setting to train with from now on.
 
-The objective is the logarithm of the seconds from now to the end, forming groups included, and what is expected of it
-is the prediction: the surrogate of scikit-optimize's `Optimizer` is an estimator of our own, whose mean is that
-prediction, corrected by the segments that were trained, and whose deviation is what the prior and these leave open. Its
-expected improvement over the best of the user's own setting and those that were trained with proposes a point, with any
-momentum and rate. It is compared with these and with the best of all settings that can be enumerated.
+The objective is the logarithm of the seconds from now to the end, including the time to form groups. The surrogate of
+scikit-optimize's `Optimizer` is an estimator of this package: its mean is the prediction, corrected by the trained
+segments, and its deviation is the uncertainty that the prior and the segments leave. The expected improvement over the
+run's and the trained settings proposes a point, with any momentum and learning rate. The phase compares it with these
+settings and with the best of all settings that can be enumerated.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class Considered(Serializable):
 
     Attributes:
         setting: the setting.
-        log_seconds: logarithm of the seconds that it is predicted to take from now on.
-        deviation: of it.
-        improvement: that is expected of it, over the setting that the run has.
-        by: where it comes from: "the run", whose own it is, "the list", "scikit-optimize", or "was trained with".
+        log_seconds: logarithm of the predicted seconds from now to the end.
+        deviation: standard deviation of ``log_seconds``.
+        improvement: expected improvement over the run's setting, in logarithms.
+        by: the source of the setting: "the run", "the list", "scikit-optimize", or "was trained with".
     """
 
     setting: Setting
@@ -59,14 +59,13 @@ class Considered(Serializable):
 
 
 class Phase:
-    """Chooses once, when it is first asked, and remembers.
+    """The choice of one search, made at the first request and kept.
 
     Args:
-        evidence: what is known.
+        evidence: the evidence for the choice.
 
     Attributes:
-        considered: the user's own setting, the best of the list, what scikit-optimize proposed, and what was trained
-            with before, once they were compared.
+        considered: the settings that were compared.
     """
 
     def __init__(self, evidence: Evidence) -> None:
@@ -75,10 +74,11 @@ class Phase:
         self.considered: list[Considered] = []
 
     def choice(self, asks: bool = True) -> Choice:
-        """The setting to train with, and why.
+        """Return the setting to train with, and why.
 
         Args:
-            asks: whether scikit-optimize is asked; else the best of the list is chosen. What was chosen once stays.
+            asks: whether scikit-optimize proposes a setting; otherwise the best of the list is chosen. A choice that
+                was made before is returned unchanged.
         """
         evidence = self._evidence
         if self._chosen is None:
@@ -106,15 +106,15 @@ class Phase:
         return explained(evidence, best.setting, f"proposed by {_ASKED}" if is_asked else "it was as fast when trained")
 
     def _is_eligible(self, each: Considered, listed: Setting) -> bool:
-        """Whether a setting is worth a change, and as good as the best of the list, or clearly better in another way.
+        """Return whether a setting is worth a change and no worse than the best of the list.
 
-        Of two that are, improvement favours the one of which less is known. That is why a value in a dimension of the
-        user's own is tried, of which nothing is known at all.
+        A setting that exchanges in another way must be clearly better. Of the eligible settings, the largest expected
+        improvement favours the least certain one, so that an unknown value in a user-defined dimension is tried.
         """
         evidence, most = self._evidence, _careful(self._evidence, listed)
         tried = {segment.setting.further for segment in evidence.segments} - {self._evidence.start.further}
         if not _is_way(each.setting, listed):
-            most -= math.log(c.FASTER)  # else it is a tie, which the list has decided
+            most -= math.log(c.FASTER)  # the list has decided ties
         if _careful(evidence, each.setting) > most + 1e-9:
             return False
         may_try = each.setting.further not in tried and len(tried) < c.MOST_TRIED
@@ -122,14 +122,14 @@ class Phase:
         return pays(evidence, each.setting) or (is_new and pays_or_stays(evidence, each.setting))
 
     def to_dict(self) -> dict[str, Any]:
-        """What was chosen, in plain values; nothing if nothing was asked."""
+        """Return the choice as plain values; empty before a choice."""
         if self._chosen is None:
             return {}
         setting, why = self._chosen
         return {"setting": setting.to_dict(), "why": why, "considered": [each.to_dict() for each in self.considered]}
 
     def load(self, plain: Mapping[str, Any]) -> None:
-        """What `to_dict` gave."""
+        """Restore the choice from `to_dict`."""
         if plain:
             self._chosen = Setting.from_dict(plain["setting"]), plain["why"]
             self.considered = [Considered.from_dict(each) for each in plain["considered"]]
@@ -140,11 +140,7 @@ def _careful(evidence: Evidence, setting: Setting) -> float:
 
 
 class _Optimization:
-    """One use of scikit-optimize: what it is told, and what it proposes.
-
-    Args:
-        evidence: what is known.
-    """
+    """One use of scikit-optimize: its observations and its proposal."""
 
     def __init__(self, evidence: Evidence) -> None:
         self._evidence = evidence
@@ -155,16 +151,12 @@ class _Optimization:
         self._axes = _Axes(evidence, self._ways)
 
     def considered(self, listed: Setting) -> list[Considered]:
-        """The setting that the run has, the best of the list, what was trained, and what scikit-optimize proposes.
-
-        Args:
-            listed: the best of the list.
-        """
+        """Return the settings to compare, with their sources."""
         found = [(self._start, "the run"), (listed, "the list")]
         if self._axes.dimensions:
             asked = self._ask()
             found.append((asked, _ASKED))
-            if asked.further != listed.further:  # whatever else it is combined with
+            if asked.further != listed.further:  # the value may pay in the best of the list as well
                 found.append((replace(listed, further=asked.further), _ASKED))
         found += [(each, "was trained with") for each in self._trained]
         settings: dict[Setting, str] = {}
@@ -173,7 +165,7 @@ class _Optimization:
         return [self._considered(setting, by) for setting, by in settings.items()]
 
     def _ask(self) -> Setting:
-        """The largest expected improvement on the best of the user's own setting and those that were trained with."""
+        """Return the setting of largest expected improvement over the best of the run's and the trained settings."""
         from skopt import Optimizer
 
         evidence = self._evidence
@@ -186,7 +178,7 @@ class _Optimization:
             acq_optimizer="sampling",
             acq_optimizer_kwargs={"n_points": c.POINTS},
             random_state=evidence.spec.seed,
-            avoid_duplicates=False,  # or that the run's setting stays could not be proposed
+            avoid_duplicates=False,  # otherwise it could not propose the run's own setting
         )
         told = [self._start, *self._trained]
         rows = [self._axes.place(each) for each in told]
@@ -194,7 +186,7 @@ class _Optimization:
         return self._axes.setting(optimizer.ask())
 
     def predict(self, rows: Sequence[Row]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """Logarithms of seconds at points of the space, and their deviations."""
+        """Return log seconds at points of the space, and their standard deviations."""
         found = [self._of(self._axes.setting(row)) for row in rows]
         means, deviations = zip(*found, strict=True)
         return np.array(means), np.array(deviations)
@@ -216,19 +208,15 @@ class _Optimization:
 
 
 def _is_way(one: Setting, other: Setting) -> bool:
-    """Whether two settings differ in momentum, rate and a user's own dimensions alone."""
+    """Return whether two settings differ only in momentum, learning rate and user-defined dimensions."""
     return replace(one, momentum=other.momentum, lr=other.lr, further=other.further) == other
 
 
 class _Axes:
-    """The axes of a space for scikit-optimize: the way in which groups exchange, momentum, rate, and a user's own.
+    """The axes of a space for scikit-optimize: the way of exchange, momentum, learning rate, user-defined dimensions.
 
-    Values of a list are whole numbers for scikit-optimize, which would bring proposed categories between the first two.
-    What has one value has no axis.
-
-    Args:
-        evidence: what is known.
-        ways: in which groups may exchange.
+    The values of a list are integers for scikit-optimize, because it clips the proposals of label-encoded categories to
+    the first two. A dimension with one value has no axis.
     """
 
     def __init__(self, evidence: Evidence, ways: Sequence[Setting]) -> None:
@@ -244,7 +232,6 @@ class _Axes:
 
     @property
     def dimensions(self) -> list[Any]:
-        """Those of scikit-optimize's space."""
         from skopt.space import Integer, Real
 
         return [
@@ -254,7 +241,6 @@ class _Axes:
         ]
 
     def place(self, setting: Setting) -> Row:
-        """The point of a setting."""
         way = next(number for number, each in enumerate(self._ways) if _is_way(each, setting))
         log_factor = math.log(setting.lr / self._ways[way].lr) if setting.groups > 1 else 0.0
         further = [setting.further_value(each.name) for each in self.further]
@@ -262,13 +248,12 @@ class _Axes:
         return [_on(axis, value) for axis, value in zip(self._axes, values, strict=True) if _is_free(axis)]
 
     def setting(self, row: Row) -> Setting:
-        """The setting at a point."""
         left = list(row)
         way, momentum, log_factor, *further = (
             _at(axis, left.pop(0)) if _is_free(axis) else axis[0] for axis in self._axes
         )
         setting, scaling = self._ways[int(way)], self._evidence.scaling
-        if setting.groups > 1:  # one group keeps the user's own
+        if setting.groups > 1:  # one group keeps the user's momentum and learning rate
             momentum = round(float(momentum), 2) if _is_free(self._axes[1]) else setting.momentum
             most = scaling.lr(setting.updates_per_batch, momentum, c.LARGEST_STEP * self._evidence.theory.step)
             lr = min(setting.lr * math.exp(log_factor), most)
@@ -283,22 +268,21 @@ def _is_free(axis: Axis) -> bool:
 
 
 def _on(axis: Axis, value: Any) -> Any:
-    """The place of a value on an axis, at its end if it is outside; the first one of a value that is not in a list."""
+    """Return the coordinate of a value on an axis, clipped to a range; a value that a list lacks becomes its first."""
     if isinstance(axis, list):
         return axis.index(value) if value in axis else 0
     return float(min(max(value, axis[0]), axis[1]))
 
 
 def _at(axis: Axis, place: Any) -> Any:
-    """The value at a place."""
     return axis[round(float(place))] if isinstance(axis, list) else float(place)
 
 
 def _surrogate(predict: Any) -> Any:
-    """A regressor in scikit-learn's manner, which knows already what it is to fit: the evidence is corrected by it.
+    """Return a scikit-learn regressor that predicts with a function and does not fit anything.
 
-    scikit-optimize clones it, with all that it is made of, whenever it is told something, and so it says that its clone
-    is itself.
+    scikit-optimize clones its estimator, with everything that it holds, after each observation; this one is its own
+    clone.
     """
     from sklearn.base import BaseEstimator, RegressorMixin
 

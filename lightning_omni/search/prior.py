@@ -1,8 +1,8 @@
-"""What settings cost in samples before a run has shown anything: a table that was learnt in the simulator.
+"""Costs of settings in samples before a run has shown anything: a table that was measured in the simulator.
 
 ``prior.json`` holds, for each method, number of groups, local steps and scatter of step times, the momentum and step
-that need the fewest samples to a held-out loss, in the geometric mean over tasks, and how many more than synchronous
-training needs. ``tests/benchmarks/prior.py`` makes it; `Prior.provenance` says from what.
+that need the fewest samples to a held-out loss, in the geometric mean over tasks, and the ratio of these samples to
+those of synchronous training. ``tests/benchmarks/prior.py`` generates it; `Prior.provenance` records how.
 
 Rule 1: a step is how far each sample moves the weights, relative to the user's own: `Scaling` for methods whose
 optimizer steps at the server for every group's gradient, and the same without the factor for groups elsewhere.
@@ -27,10 +27,10 @@ from lightning_omni.serialization import Serializable
 Array = np.ndarray[Any, Any]
 _VALUES = ("momentum", "log_step", "log_cost", "deviation", "scatter")
 COST, DEVIATION, SCATTER = map(_VALUES.index, ("log_cost", "deviation", "scatter"))
-"""Places in `PriorRow.values`."""
+"""Indices into `PriorRow.values`."""
 
 STREAMING = "streaming"
-"""Averages in fragments that travel while groups train on, with their steps kept: a name of this table alone."""
+"""Averages in fragments that travel while groups keep training, with their steps kept: a name of this table alone."""
 RELATIVES = {
     STREAMING: ("local_sgd",),
     "softsync": ("async_sgd",),
@@ -42,26 +42,26 @@ RELATIVES = {
     "diloco": ("local_sgd",),
     "elastic_averaging": ("local_sgd",),
 }
-"""Methods by which those that were not measured are judged, the closest first."""
+"""Methods that stand in for those without measurements, the closest first."""
 
 
 @dataclass(frozen=True)
 class PriorRow(Serializable):
-    """What was measured of a method with so many groups and local steps.
+    """The measurements of a method with a number of groups and local steps.
 
     Attributes:
-        method: its name.
-        is_adaptive: whether the optimizer was AdamW, and not SGD.
-        groups: how many.
+        method: name of the method.
+        is_adaptive: whether the optimizer was AdamW instead of SGD.
+        groups: number of groups.
         period: local steps between two exchanges.
-        times: how step times were distributed.
+        times: name of the distribution of step times.
         scatter: coefficient of variation of a group's step times.
-        momentum: that needed the fewest samples (of AdamW, β1).
-        step: likewise, relative to that of the user's own setting.
+        momentum: the momentum that needed the fewest samples (β1 of AdamW).
+        step: the step that needed the fewest samples, relative to that of the user's own setting.
         log_cost: logarithm of these samples, relative to those of the user's own synchronous setting.
-        deviation: of it from task to task, with the error of the mean.
-        tasks: that it was measured with; none if it follows from rows about it.
-        seeds: orders of the data.
+        deviation: standard deviation of ``log_cost`` from task to task, with the error of the mean.
+        tasks: number of measured tasks; 0 if the row was derived from its neighbours.
+        seeds: number of orders of the data.
     """
 
     method: str
@@ -79,19 +79,18 @@ class PriorRow(Serializable):
 
     @property
     def values(self) -> Array:
-        """What is interpolated."""
         return np.array([self.momentum, math.log(self.step), self.log_cost, self.deviation, self.scatter])
 
 
 @dataclass(frozen=True)
 class Steepness(Serializable):
-    """How the logarithm of the samples rises about the best momentum and step, with the square of the distance.
+    """The rise of the log samples with the squared distance from the best momentum and step.
 
     Attributes:
-        momentum_below: for smaller momentum, per 1 squared.
-        momentum_above: for larger momentum.
-        step_below: for smaller steps, per factor of e squared.
-        step_above: for larger steps.
+        momentum_below: coefficient of smaller momentum, per squared difference.
+        momentum_above: coefficient of larger momentum.
+        step_below: coefficient of smaller steps, per squared logarithm of their ratio.
+        step_above: coefficient of larger steps.
     """
 
     momentum_below: float = 0.3
@@ -100,7 +99,7 @@ class Steepness(Serializable):
     step_above: float = 0.3
 
     def __call__(self, momentum: float, log_step: float) -> float:
-        """The rise at these distances from the best."""
+        """Return the rise at these distances from the best."""
         of_momentum = self.momentum_below if momentum < 0 else self.momentum_above
         of_step = self.step_below if log_step < 0 else self.step_above
         return of_momentum * momentum**2 + of_step * log_step**2
@@ -111,12 +110,12 @@ class Prior:
     """Samples to a target, for any method, groups, local steps, momentum and step, relative to the user's own setting.
 
     Args:
-        rows: the table.
-        steepness: about the best, of SGD and of adaptive optimizers.
+        rows: the rows of the table.
+        steepness: the rise about the best, of adaptive optimizers (True) and of SGD (False).
         wire: logarithm of the cost of a lossy wire format, and its standard deviation.
         overlap: the same of exchanges that travel while groups compute.
-        all_reduce: the same of all-reduce formats inside groups, for SGD and for adaptive optimizers; of others, that
-            of a lossy wire format.
+        all_reduce: the same of all-reduce formats inside groups, for adaptive optimizers (True) and SGD (False); a
+            format without an entry costs as much as a lossy wire format.
         provenance: how the table was made: command, tasks, clusters, version, date.
 
     Example:
@@ -141,12 +140,12 @@ class Prior:
     @classmethod
     @cache
     def load(cls) -> Prior:
-        """The table that comes with the package."""
+        """Load the table that comes with the package."""
         return cls.of(json.loads(files("lightning_omni.search").joinpath("prior.json").read_text(encoding="utf-8")))
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> Prior:
-        """A table from plain values, as in ``prior.json``."""
+        """Build a table from plain values, as in ``prior.json``."""
         return cls(
             rows=tuple(PriorRow.from_dict(row) for row in plain["rows"]),
             steepness={name == "adaptive": Steepness.from_dict(values) for name, values in plain["steepness"].items()},
@@ -162,18 +161,18 @@ class Prior:
     def suggested(
         self, method: str, groups: int, period: int, momentum: float, scatter: float, is_adaptive: bool
     ) -> tuple[float, float]:
-        """The best momentum and step.
+        """Return the best momentum and step.
 
         Args:
-            method: its name.
-            groups: how many.
+            method: name of the method.
+            groups: number of groups.
             period: local steps between two exchanges; 1 for methods that have no period.
-            momentum: the user's own, of synchronous training: never more is suggested.
+            momentum: the user's own momentum in synchronous training, which is never exceeded.
             scatter: coefficient of variation of a group's step times: 0 for equal ones, 1 for exponential ones.
             is_adaptive: whether the optimizer divides by the size of gradients.
 
         Returns:
-            The momentum (β1), and the step relative to the user's own: never much larger.
+            The momentum (β1), and the step relative to the user's own, at most `LARGEST_STEP`.
         """
         if self._is_synchronous(method, groups):
             return momentum, 1.0
@@ -195,19 +194,19 @@ class Prior:
         overlap: bool = False,
         all_reduce: str = "",
     ) -> tuple[float, float]:
-        """Logarithm of the samples to a target, relative to the user's own synchronous setting, and its deviation.
+        """Return the log samples to a target, relative to the user's synchronous setting, and their standard deviation.
 
         Args:
-            method: its name.
-            groups: how many.
-            period: local steps between two exchanges; 1 for methods that have no period.
+            method: as in `suggested`.
+            groups: as in `suggested`.
+            period: as in `suggested`.
             scatter: as in `suggested`.
-            momentum: of the optimizer; None for the best.
-            step: relative to the user's own; None for the best.
+            momentum: momentum of the optimizer; None for the best.
+            step: step relative to the user's own; None for the best.
             is_adaptive: as in `suggested`.
             wire: whether pushes travel in a lossy format, with error feedback.
             overlap: whether exchanges travel while groups compute.
-            all_reduce: how groups average their gradients; empty for the run's own way.
+            all_reduce: the format in which groups average their gradients; empty for the run's own.
         """
         variants = [self.all_reduce.get(is_adaptive, {}).get(all_reduce, self.wire)] if all_reduce else []
         if self._is_synchronous(method, groups):
@@ -218,15 +217,14 @@ class Prior:
         variants += [each for is_used, each in ((wire, self.wire), (overlap, self.overlap)) if is_used]
         return _added((cost, deviation), variants)
 
-    # --- Between the rows --------------------------------------------------------------------------------------------
+    # --- Interpolation -----------------------------------------------------------------------------------------------
 
     @staticmethod
     def _is_synchronous(method: str, groups: int) -> bool:
-        """Whether it is what all ranks would do together, whatever the number of groups."""
         return groups == 1 or method == "hardsync"
 
     def _values(self, method: str, groups: int, period: int, scatter: float, is_adaptive: bool) -> Array:
-        """Values of a row that was not measured, as in `PriorRow.values`."""
+        """Interpolate the values of the method, its closest relative, or the costliest method."""
         for name, error in ((method, 0.0), *((name, c.RELATED) for name in RELATIVES.get(method, ()))):
             if rows := self._rows(name, is_adaptive):
                 found = self._interpolated(name, is_adaptive, groups, period, scatter)
@@ -242,7 +240,7 @@ class Prior:
         return found
 
     def _interpolated(self, method: str, is_adaptive: bool, groups: int, period: int, scatter: float) -> Array:
-        """Between surfaces of one distribution of step times each, by their scatter at these groups."""
+        """Interpolate between distributions of step times, by their scatter at these groups."""
         found = self._on_surfaces(method, is_adaptive, groups, period)
         low, high = found[0], found[-1]
         width = float(high[SCATTER] - low[SCATTER])
@@ -250,9 +248,9 @@ class Prior:
         return np.asarray((1 - share) * low + share * high)
 
     def _on_surfaces(self, method: str, is_adaptive: bool, groups: int, period: int) -> list[Array]:
-        """Values for each distribution of step times that was measured, the steadiest first."""
+        """Return the values for each distribution of step times, the steadiest first."""
         key = method, is_adaptive, groups, period
-        if key not in self._found:  # settings with other wire formats, and other tasks, ask for the same
+        if key not in self._found:  # settings with other wire formats, and other searches, request the same
             surfaces: dict[str, list[PriorRow]] = {}
             for row in self._rows(method, is_adaptive):
                 surfaces.setdefault(row.times, []).append(row)
@@ -261,19 +259,19 @@ class Prior:
         return self._found[key]
 
     def _rows(self, method: str, is_adaptive: bool) -> list[PriorRow]:
-        """Of the method: with the same kind of optimizer, or else with the other."""
+        """Return the rows of a method, if possible for the same kind of optimizer."""
         rows = [row for row in self.rows if row.method == method]
         return [row for row in rows if row.is_adaptive == is_adaptive] or rows
 
 
 def _added(cost: tuple[float, float], variants: Iterable[tuple[float, float]]) -> tuple[float, float]:
-    """A cost and its deviation, with those of variants that have nothing to do with one another."""
+    """Add independent variants to a cost and its deviation."""
     means, deviations = zip(cost, *variants, strict=True)
     return float(sum(means)), float(math.hypot(*deviations))
 
 
 def _on_surface(rows: list[PriorRow], groups: int, period: int) -> Array:
-    """Between rows that lie on a grid of groups and local steps, linear in their logarithms."""
+    """Interpolate on a grid of groups and local steps, linearly in their logarithms."""
     known = {(row.groups, row.period): row.values for row in rows}
     first, among_groups = _between(sorted({place[0] for place in known}), groups)
     second, among_periods = _between(sorted({place[1] for place in known}), period)
@@ -284,16 +282,16 @@ def _on_surface(rows: list[PriorRow], groups: int, period: int) -> Array:
 
     found, end = at(among_groups, among_periods), at(min(among_groups, 1.0), min(among_periods, 1.0))
     beyond = max(0.0, among_groups - 1) + max(0.0, among_periods - 1)
-    if beyond:  # momentum and step stay; costs go on, and become less certain and no better
+    if beyond:  # momentum and step stay constant; costs are extrapolated, less certain and no lower
         end[COST], end[DEVIATION] = max(found[COST], end[COST]), end[DEVIATION] + c.BEYOND * beyond
         return end
     return found
 
 
 def _between(knots: list[int], wanted: int) -> tuple[tuple[int, int], float]:
-    """The two knots about a number, and how far it is from the first to the second, in logarithms.
+    """Return the two knots about a number, and its position between them in logarithms.
 
-    More than 1 beyond the last, and 0 before the first.
+    The position is 0 before the first knot, and above 1 beyond the last one.
     """
     if len(knots) == 1 or wanted <= knots[0]:
         return (knots[0], knots[0]), 0.0

@@ -1,9 +1,8 @@
-"""How much longer settings take than the hardware model says, from segments that a run has trained with some of them.
+"""Errors of the hardware model, from segments that a run has trained.
 
-A Gaussian process about zero, over the logarithm of measured over predicted seconds. Its kernel is fixed: half a dozen
-segments would not tell its lengths. Settings are alike in it if they have about as many groups, exchange about as
-often, and in the same way: whatever it is that slows groups down, a busy server or a lock in the user's data, it does
-so to similar ones.
+`SpeedResiduals` is a Gaussian process about zero, over the logarithm of measured over predicted seconds. Its kernel is
+fixed, since half a dozen segments cannot determine its lengths. Settings are close if they have about as many groups
+and exchange about as often, in the same way: a busy server, or a lock in the user's data, slows similar settings down.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ class SpeedResiduals:
     """A Gaussian process over log ratios of seconds.
 
     Args:
-        settings: that were trained with.
-        log_ratios: logarithm of the seconds that each took, over those that were predicted.
-        variances: of these.
-        spans: of a user's own dimensions that are ranges, how long these are, by name. Values that are half of one
-            apart are as different as two of a list.
+        settings: the settings of the segments.
+        log_ratios: logarithm of measured over predicted seconds of each segment.
+        variances: variances of the log ratios.
+        spans: lengths of the ranges among the user-defined dimensions, by name. Values half a range apart are as
+            different as two values of a list.
 
     Example:
         >>> from lightning_omni.performance.forecast import Setting
@@ -50,7 +49,7 @@ class SpeedResiduals:
     ) -> None:
         self._spans = dict(spans or {})
         latest = {(*_place(each), *each.further): number for number, each in enumerate(settings)}
-        kept = sorted(latest.values())  # of settings that it cannot tell from one another
+        kept = sorted(latest.values())  # the latest of settings with the same coordinates
         self._settings = [settings[number] for number in kept]
         if kept:
             noise = [max(variances[number], c.SEGMENT_ERROR**2) for number in kept]
@@ -58,7 +57,7 @@ class SpeedResiduals:
             self._weights = self._inverse @ np.array([log_ratios[number] for number in kept])
 
     def __call__(self, setting: Setting) -> tuple[float, float]:
-        """The logarithm of the ratio that is to be expected of a setting, and its standard deviation."""
+        """Return the expected log ratio of a setting, and its standard deviation."""
         if not self._settings:
             return 0.0, c.SPEED_ERROR
         near = self._kernel([setting], self._settings)[0]
@@ -72,7 +71,7 @@ class SpeedResiduals:
         return np.asarray(c.SPEED_ERROR**2 * np.exp(-0.5 * squares))
 
     def _apart(self, one: Setting, other: Setting) -> float:
-        """How far apart the values in a user's own dimensions are, as the square of a distance."""
+        """Return the squared distance between two settings in the user-defined dimensions."""
         mine, theirs, apart = dict(one.further), dict(other.further), 0.0
         for name in {*mine, *theirs}:
             if mine.get(name) == theirs.get(name):
@@ -85,7 +84,7 @@ class SpeedResiduals:
 
 
 def _place(setting: Setting) -> list[float]:
-    """Coordinates in which settings that are one apart have errors with a correlation of exp(-1/2)."""
+    """Return coordinates in which settings at distance 1 have errors with a correlation of exp(-1/2)."""
     return [
         math.log(setting.groups) / math.log(c.NEAR_GROUPS),
         math.log(setting.period) / math.log(c.NEAR_PERIOD),

@@ -1,4 +1,4 @@
-"""Rules by which settings are chosen, in a search and when machines are planned."""
+"""Rules for choosing between settings, in a search and in the planning of machines."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ Option = TypeVar("Option")
 
 
 def is_faster(rate: float, than: float) -> bool:
-    """Whether a rate is higher by enough to be worth more groups, or proportional batches."""
+    """Return whether a rate is higher by enough to justify more groups or proportional batches."""
     return rate > FASTER * than
 
 
 def careful(log_cost: float, deviation: float) -> float:
-    """A predicted cost, with what was not tried made a little worse."""
+    """Return a predicted cost, raised by a part of its uncertainty."""
     return log_cost + CAUTION * deviation
 
 
 def least(options: Sequence[Option], log_cost: Callable[[Option], float], order: Callable[[Option], Any]) -> Option:
-    """The option that costs least; among those that tie with it the first in an order."""
+    """Return the cheapest option; among options that tie with it, the first in an order."""
     lowest = min(map(log_cost, options))
     return min((each for each in options if log_cost(each) <= lowest + math.log(FASTER)), key=order)

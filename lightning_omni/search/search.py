@@ -1,8 +1,6 @@
-"""What `OmniTuner` decides by, and what it chooses: the tuner without a trainer, a cluster or a clock.
+"""`Search`, the tuner's decisions without a trainer, a cluster or a clock.
 
-A `Search` is told what the first batches of a run showed, and what was seen of settings that were trained with since,
-and says what to train with from now on. What trains (a Lightning fit, the simulator) does not decide anything, and this
-decides the same whenever it is told the same.
+Its caller, a Lightning fit or the simulator, decides nothing. Equal inputs lead to equal choices.
 """
 
 from __future__ import annotations
@@ -18,16 +16,16 @@ from lightning_omni.search.specification import SearchSpec
 
 
 class Search(Evidence):
-    """Chooses a setting.
+    """A search for the setting to train with next, driven by the observations passed to it.
 
     Attributes:
-        overhead: seconds that it took; what carries it out adds them up.
+        overhead: seconds spent deciding and forming groups; the caller adds to it.
 
     Args:
-        spec: what is searched.
-        observation: what the first batches showed.
-        known: what was measured of the same ranks in one group before, with other batches.
-        segments: what the run has trained with since.
+        spec: the specification of the search.
+        observation: the measurements of the first batches.
+        known: earlier measurements of the same ranks in one group, with other batches.
+        segments: the segments that the run has trained since.
 
     Example:
         >>> from lightning_omni.performance.forecast import Setting, TrainedBatches
@@ -54,11 +52,11 @@ class Search(Evidence):
         self.phase = Phase(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy, here or in another process, is told all of it once more."""
+        """Rebuild the search from `to_dict` when it is copied or unpickled."""
         return type(self).from_dict, (self.to_dict(),)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything that there is to know, in plain values."""
+        """Return the state of the search as plain values."""
         return {
             "spec": self.spec.to_dict(),
             "observation": self.observation.to_dict(),
@@ -70,7 +68,7 @@ class Search(Evidence):
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Search:
-        """What `to_dict` gave; what was chosen is not chosen once more."""
+        """Rebuild a search from `to_dict`, including its last choice."""
         known = [Measured.from_dict(each) for each in plain["known"]]
         segments = [TrainedSegment.from_dict(each) for each in plain["segments"]]
         search = cls(SearchSpec.from_dict(plain["spec"]), Observation.from_dict(plain["observation"]), known, segments)
@@ -79,9 +77,9 @@ class Search(Evidence):
         return search
 
     def choice(self, asks: bool = True) -> Choice:
-        """The setting that is expected to be at the target first, as far as is known.
+        """Return the setting with the shortest predicted time to the target.
 
         Args:
-            asks: whether scikit-optimize is asked, too, if nothing was chosen yet.
+            asks: whether scikit-optimize proposes a setting, too; a choice that was made before is returned unchanged.
         """
         return self.phase.choice(asks)

@@ -1,7 +1,7 @@
-"""The space of settings that is searched: one object for each dimension.
+"""The space of settings that a search covers: one object for each dimension.
 
-A dimension knows its bounds, and how a setting is put inside them. Those that every run has are here; `Dimension` is
-the base of a user's own, which also says what there is to choose from and how a value is applied to a run.
+A dimension holds its bounds and puts a setting inside them. `Dimension` is the base class of user-defined dimensions,
+which also list their values and apply a value to a run.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ _AVERAGED = "diloco:outer_lr=1.0,outer_momentum=0"
 _STREAMED = f"{_AVERAGED},fragments=4,delay=1,keep_steps=true,dynamic_steps=true"
 METHODS = ("async_sgd", "local_sgd", "elastic_averaging", _AVERAGED, _STREAMED)
 WIRES = ("fp32", "int8", "int8/bf16")
-"""How groups may exchange unless a user has chosen it: DiLoCo's outer step with a rate of 1 is local SGD that sends
-changes, so that answers may be rounded, too, and fragments may travel beside the computation."""
+"""The default ways in which groups may exchange. DiLoCo's outer step with a rate of 1 is local SGD that sends changes,
+so that its answers may be rounded, too, and its fragments may travel during the computation."""
 
 ALL_REDUCES = ("bf16", "powersgd:16,dtype=bf16", "powersgd:8,dtype=bf16", "powersgd:4,dtype=bf16")
-"""How the members of a group may average their gradients unless a user has chosen it."""
+"""The default formats in which the members of a group may average their gradients."""
 
 Axis = list[Any] | tuple[float, float]
-"""Values that are possible, or the least and the largest."""
+"""The possible values, or the smallest and the largest value."""
 
 
 class Dimension(ABC):
-    """A dimension of a user's own.
+    """A user-defined dimension.
 
-    It is passed by name, as ``OmniTuner(space={"workers": Workers()})``, and its value travels with every setting. Its
-    `apply` is called on every rank before groups are formed, and `current` says what there is before.
+    It is passed by name, as ``OmniTuner(space={"workers": Workers()})``, and its value is part of every setting. Every
+    rank calls `apply` before groups are formed, if the value differs from that of `current`.
 
     Attributes:
-        needs_regroup: whether groups have to be formed again for a value to hold, even if they stay as many.
+        needs_regroup: whether groups have to be formed again for a value to take effect, even if their number stays.
     """
 
     needs_regroup: ClassVar[bool] = False
@@ -55,26 +55,26 @@ class Dimension(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """As it stands in ``space=``."""
+        """Return the key in ``space=``."""
 
     @abstractmethod
     def axis(self, known: Any) -> Axis:
-        """What there is to choose from.
+        """Return the values to choose from.
 
         Args:
-            known: the `Evidence` by which it is chosen.
+            known: the `Evidence` for the choice.
         """
 
     @abstractmethod
     def current(self, world: Any) -> Any:
-        """The value that a run has now."""
+        """Return the present value of a run."""
 
     @abstractmethod
     def apply(self, world: Any, value: Any) -> None:
-        """Makes a run use a value."""
+        """Make a run use a value."""
 
     def put(self, setting: Setting, value: Any) -> Setting:
-        """The setting with that value."""
+        """Return a setting with a value in this dimension."""
         return setting.with_further(self.name, value)
 
 
@@ -84,10 +84,10 @@ class OwnDimension(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """As it stands in ``space=``."""
+        """Return the key in ``space=``."""
 
     def hold(self, setting: Setting) -> Setting:
-        """The setting, put to the bound if it is outside."""
+        """Return a setting, moved to the nearest bound if it is outside."""
         return setting
 
 
@@ -105,7 +105,7 @@ class Groups(OwnDimension):
 
 @dataclass(frozen=True)
 class Range(OwnDimension, ABC):
-    """The least and the largest value of a number."""
+    """The smallest and the largest value of a number."""
 
     bounds: tuple[float, float]
 
@@ -118,7 +118,7 @@ class Range(OwnDimension, ABC):
 
 @dataclass(frozen=True)
 class Momentum(Range):
-    """Explicit momentum."""
+    """Bounds of the explicit momentum."""
 
     name = "momentum"
 
@@ -144,7 +144,7 @@ class LearningRate(Range):
 
 @dataclass(frozen=True)
 class Period(OwnDimension):
-    """Local steps between two exchanges; none for those of the setting that a search starts from."""
+    """Local steps between two exchanges; empty for powers of two up to `LARGEST_PERIOD`."""
 
     numbers: tuple[int, ...]
     name = "period"
@@ -156,16 +156,15 @@ class Period(OwnDimension):
 
 @dataclass(frozen=True)
 class ExchangeDimension(OwnDimension, ABC):
-    """How groups exchange, one of several values; none for that of the setting that a search starts from."""
+    """The values of one property of the exchange; empty for that of the setting that a search starts from."""
 
     values: tuple[Any, ...]
 
     def options(self, setting: Setting) -> Sequence[Any]:
-        """What it may be, beside what the setting has."""
+        """Return the values to choose from; by default the value of a setting."""
         return self.values or (getattr(setting, self.name),)
 
     def _check_texts(self, what: str, read: Callable[[str], object]) -> None:
-        """Raises `ConfigurationError` if a value is no text, or none that can be read."""
         for each in self.values:
             if not isinstance(each, str) or not each:
                 raise ConfigurationError(f'space={{"{self.name}": {each!r}}}: pass {what}')
@@ -174,7 +173,7 @@ class ExchangeDimension(OwnDimension, ABC):
 
 @dataclass(frozen=True)
 class MethodName(ExchangeDimension):
-    """The method, as `lightning_omni.methods.method_named` takes it, without its period."""
+    """The methods, as `lightning_omni.methods.method_named` takes them, without their periods."""
 
     name = "method"
 
@@ -184,7 +183,7 @@ class MethodName(ExchangeDimension):
 
 @dataclass(frozen=True)
 class Wire(ExchangeDimension):
-    """The wire format, as ``"int8"``, or ``"int8/bf16"`` for pushes and answers."""
+    """The wire formats, as ``"int8"``, or ``"int8/bf16"`` for pushes and answers."""
 
     name = "wire"
 
@@ -195,7 +194,7 @@ class Wire(ExchangeDimension):
 
 @dataclass(frozen=True)
 class Overlap(ExchangeDimension):
-    """Whether exchanges travel while the next gradient is computed."""
+    """The choice whether exchanges travel while the next gradient is computed."""
 
     name = "overlap"
 
@@ -206,7 +205,7 @@ class Overlap(ExchangeDimension):
 
 @dataclass(frozen=True)
 class AllReduceFormat(ExchangeDimension):
-    """How the members of a group average their gradients: names that `all_reduce_of` takes."""
+    """The formats in which members of a group average their gradients: names that `all_reduce_of` takes."""
 
     name = "all_reduce"
 
@@ -216,7 +215,7 @@ class AllReduceFormat(ExchangeDimension):
 
 @dataclass(frozen=True)
 class MergedName(ExchangeDimension):
-    """The submodule that several groups may have merged: names in ``named_modules()``; none is always possible."""
+    """The submodules that several groups may merge: names in ``named_modules()``; merging none is always possible."""
 
     name = "merged"
 
@@ -229,10 +228,10 @@ class MergedName(ExchangeDimension):
 
 
 def wire_given(text: Any) -> Any:
-    """What ``OmniStrategy(wire=...)`` takes, of a setting's text.
+    """Return the wire format of a setting as ``OmniStrategy(wire=...)`` takes it.
 
     Raises:
-        ConfigurationError: it is no text.
+        ConfigurationError: it is not a text.
     """
     if not isinstance(text, str) or not text:
         raise ConfigurationError(
@@ -248,23 +247,23 @@ def _inside(value: float, bounds: tuple[float, float]) -> float:
 
 @dataclass(frozen=True)
 class Space:
-    """The settings among which is searched.
+    """The settings that a search may choose.
 
     Args:
         groups: numbers of groups, with 1 among them.
-        momentum: the least and the largest explicit momentum.
-        lr: the least and the largest learning rate.
+        momentum: the smallest and the largest explicit momentum.
+        lr: the smallest and the largest learning rate.
         rebalance: whether batches may be split in proportion to speeds.
-        period: local steps between two exchanges; none for those of the setting that a search starts from.
-        further: dimensions of a user's own.
-        method: how groups may exchange; none for the method of the setting that a search starts from.
-        wire: what pushes and answers may be rounded to; none likewise.
-        overlap: whether exchanges may travel beside the computation; none likewise.
-        all_reduce: how the members of a group may average their gradients; none likewise.
-        merged: submodules that several groups may have merged; none likewise.
+        period: local steps between two exchanges; empty for powers of two up to `LARGEST_PERIOD`.
+        further: user-defined dimensions.
+        method: methods of exchange; empty for the method of the setting that a search starts from.
+        wire: wire formats of pushes and answers; empty for that of this setting.
+        overlap: whether exchanges may travel during the computation; empty for that of this setting.
+        all_reduce: formats in which the members of a group may average their gradients, beside that of this setting.
+        merged: submodules that several groups may merge; empty for that of this setting.
 
     Raises:
-        ConfigurationError: a range is empty or out of bounds, or there is no such method or format.
+        ConfigurationError: a range is empty or out of bounds, or a method or format does not exist.
     """
 
     groups: tuple[int, ...]
@@ -280,22 +279,20 @@ class Space:
     merged: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        _ = self.dimensions  # each checks its bounds
+        _ = self.dimensions  # each dimension checks its bounds
 
     @cached_property
     def dimensions(self) -> tuple[OwnDimension, ...]:
-        """Those that every run has."""
+        """Return the dimensions that every run has."""
         own = Groups(self.groups), Momentum(self.momentum), LearningRate(self.lr), Period(self.period)
         return *own, *self.exchanges, AllReduceFormat(self.all_reduce), self.head
 
     @property
     def exchanges(self) -> tuple[ExchangeDimension, ...]:
-        """Those of how groups exchange."""
         return MethodName(self.method), Wire(self.wire), Overlap(self.overlap)
 
     @property
     def head(self) -> MergedName:
-        """What several groups may have merged."""
         return MergedName(self.merged)
 
     @classmethod
@@ -306,17 +303,16 @@ class Space:
         allowed: Callable[[int], bool] = lambda groups: True,
         momentum: float = 0.0,
     ) -> Space:
-        """From what a user passes, with the rest filled in.
+        """Build a space from a user's values, with defaults for the others.
 
         Args:
-            given: any of ``groups``, ``momentum``, ``lr``, ``rebalance``, ``period``, ``method``, ``wire``,
-                ``overlap``, ``all_reduce``, ``merged``: single values, lists or ranges; and dimensions of one's own.
+            given: any of the names in `Space`, with single values, lists or ranges; and user-defined dimensions.
             ranks: number of ranks.
-            allowed: whether there may be that many groups.
-            momentum: of the user's own setting, which is never out of bounds unless ``given`` says so.
+            allowed: whether a number of groups is possible.
+            momentum: the user's own momentum, which is within the bounds unless ``given`` excludes it.
 
         Raises:
-            ConfigurationError: there is no such name, or a value cannot be.
+            ConfigurationError: a name is not known, or a value is not possible.
         """
         further = tuple(each for each in given.values() if isinstance(each, Dimension))
         given = {name: value for name, value in given.items() if not isinstance(value, Dimension)}
@@ -333,18 +329,18 @@ class Space:
         return cls(tuple(sorted({1, *(g for g in groups if g == 1 or allowed(g))})), further=further, **options)
 
     def ways(self, start: Setting, suggested: Callable[[Setting], Setting]) -> list[Setting]:
-        """One group as it is, and every number of groups with every way in which they may exchange.
+        """Return one group as it is, and every number of groups with every way in which they may exchange.
 
-        Each once more for every all-reduce format.
+        Each is repeated for every all-reduce format.
 
         Args:
             start: the setting that a search starts from, in one group.
-            suggested: gives a setting the momentum and rate that are expected to suit it.
+            suggested: returns a setting with the momentum and learning rate that are expected to suit it.
         """
         found = [start]
         ways = product(*(each.options(start) for each in (*self.exchanges, self.head)))
         for method, wire, overlap, merged in ways:
-            if not method:  # of the user's own: what it costs is not known
+            if not method:  # the cost of a user's own method is not known
                 continue
             value = method_named(method)
             periods = (self.period or periods_up_to(c.LARGEST_PERIOD)) if hasattr(value, "period") else (1,)
@@ -359,7 +355,7 @@ class Space:
         return found + [replace(each, all_reduce=format_) for format_ in formats for each in found]
 
     def holds(self, setting: Setting) -> Setting:
-        """The setting with what is out of bounds put to the bound."""
+        """Return a setting, moved to the nearest bounds."""
         for dimension in self.dimensions:
             setting = dimension.hold(setting)
         return setting
@@ -396,11 +392,11 @@ _KNOWN: dict[str, Callable[[str, Any], Any]] = {
     "period": _whole_numbers,
     **dict.fromkeys(("method", "wire", "overlap", "all_reduce", "merged"), _choices),
 }
-"""How what a user passes is read, for each name."""
+"""Readers of the user's values, by name."""
 
 
 def periods_up_to(largest: int) -> tuple[int, ...]:
-    """Powers of two."""
+    """Return the powers of two up to a number."""
     return tuple(1 << power for power in range(largest.bit_length()))
 
 
@@ -417,24 +413,24 @@ def _can_be(method: Method, groups: int, wire: str, overlap: bool) -> bool:
 
 
 def _is_known_merged(setting: Setting) -> bool:
-    """Whether it is known what a setting costs in samples whose groups have a submodule merged.
+    """Return whether the cost in samples of a setting with a merged submodule is known.
 
-    A head is stepped for each group's gradient. Where the body is, too, the setting is at most as stale as asynchronous
-    SGD, which the prior knows.
+    Each group's gradient steps a head. Where it steps the body, too, the setting is at most as stale as asynchronous
+    SGD, which the prior covers.
     """
     return setting.updates_per_batch == setting.groups and not setting.overlap
 
 
 def group_counts(ranks: int) -> list[int]:
-    """Powers of two, and as many groups as ranks."""
+    """Return the powers of two up to the number of ranks, and the number of ranks."""
     return sorted({2**power for power in range(ranks.bit_length()) if 2**power <= ranks} | {ranks})
 
 
 def checked_axis(dimension: Dimension, known: Any) -> Axis:
-    """Return the axis of a user's own dimension.
+    """Return the axis of a user-defined dimension.
 
     Raises:
-        ConfigurationError: it is none, or is not of numbers where the value that the run has is a text.
+        ConfigurationError: the axis is invalid, or is a range although the run's value is a text.
     """
     axis, name = dimension.axis(known), dimension.name
     if isinstance(axis, list) and axis and all(map(is_plain, axis)):
@@ -451,15 +447,15 @@ def checked_axis(dimension: Dimension, known: Any) -> Axis:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value arrives on other ranks, and in a checkpoint, as it is."""
+    """Return whether a value arrives unchanged on other ranks and in a checkpoint."""
     return isinstance(value, (str, int)) or (isinstance(value, float) and math.isfinite(value))
 
 
 def apply_further(dimensions: Sequence[Dimension], world: Any, setting: Setting) -> bool:
-    """Makes a run use what a setting says of dimensions of a user's own, before its groups are formed.
+    """Apply the user-defined dimensions of a setting to a run, before its groups are formed.
 
     Returns:
-        Whether groups have to be formed again for it.
+        Whether groups have to be formed again.
     """
     wanted = dict(setting.further)
     changed = [each for each in dimensions if each.name in wanted and each.current(world) != wanted[each.name]]
@@ -473,7 +469,6 @@ def _list(value: Any) -> list[Any]:
 
 
 def _numbers(name: str, value: Any, whole: bool = False) -> list[Any]:
-    """The numbers that a user passed, one or several."""
     values = _list(value)
     for each in values:
         good = isinstance(each, Integral) if whole else isinstance(each, Real) and math.isfinite(each)

@@ -1,4 +1,4 @@
-"""What is searched: a `SearchSpec`."""
+"""`SearchSpec`, the specification of a search."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from lightning_omni.search.space import Space
 
 @dataclass(frozen=True)
 class SearchSpec:
-    """A search for a setting.
+    """The specification of a search for a setting.
 
     Args:
-        start: the setting that would be used without a search.
+        start: the setting that the run uses without a search.
         batch: samples of all ranks in one batch.
-        horizon: samples that the run will train on.
-        space: what is searched.
+        horizon: samples that the run will still train on.
+        space: the search space.
         reference: the *reference batch*: samples of the batch that learning rate and momentum of ``start`` belong to.
-            None for ``batch``: a user's own belong to one synchronous step of all ranks, however many groups a run
-            begins with. Those that an earlier search has chosen belong to one group's batch.
-        scaling: of learning rates.
-        seconds: after which the run ends in any case; infinite if it does not.
-        ends_by_time: whether nothing else ends it, so that ``horizon`` is a guess.
-        switch: seconds that it takes to form groups, as far as this run has shown.
+            None means ``batch``: a user's own belong to one synchronous step of all ranks, even if a run begins with
+            several groups. Those chosen by an earlier search belong to one group's batch.
+        scaling: the scaling of learning rates.
+        seconds: the time after which the run ends in any case; infinite without a time limit.
+        ends_by_time: whether nothing else ends the run, so that ``horizon`` is a guess.
+        switch: seconds to form groups, as measured in this run.
         budget: part of the run's time that choosing and forming groups may take.
-        allowance: seconds of it that are left by now; what the rest of the run adds comes on top.
-        seed: of everything random.
+        allowance: seconds of the budget that the run has earned and not spent; the rest of the run adds to them.
+        seed: the seed of all random numbers.
 
     Raises:
         ConfigurationError: the learning rate of ``start`` is 0, which no factor changes.
@@ -60,14 +60,14 @@ class SearchSpec:
             check_number("reference", self.reference, "a number of samples above 0, or None", above=0, below=math.inf)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, without dimensions of a user's own; a bound that is infinite is None."""
+        """Return plain values, without user-defined dimensions; an infinite bound becomes None."""
         plain: dict[str, Any] = msgspec.to_builtins(replace(self, space=replace(self.space, further=())))
         plain["space"]["lr"] = [None if math.isinf(bound) else bound for bound in self.space.lr]
         return {**plain, "seconds": None if math.isinf(self.seconds) else self.seconds}
 
     @staticmethod
     def from_dict(plain: Mapping[str, Any]) -> SearchSpec:
-        """What `to_dict` gave."""
+        """Rebuild a specification from `to_dict`."""
         low, high = plain["space"]["lr"]
         space = {**plain["space"], "lr": (low, math.inf if high is None else high)}
         seconds = math.inf if plain["seconds"] is None else plain["seconds"]
@@ -75,10 +75,10 @@ class SearchSpec:
 
     @property
     def basis(self) -> Setting:
-        """``start``, with the number of groups that its learning rate and momentum belong to; theory builds on it."""
+        """Return ``start`` with the number of groups that its learning rate and momentum belong to, for theory."""
         belongs_to = self.reference if self.reference is not None else self.batch
         return replace(self.start, groups=max(1, round(self.batch / belongs_to)))
 
     def is_hurried(self, steps: int) -> bool:
-        """Whether so many optimizer steps are a small part of the run, so that it costs little to see more of them."""
+        """Return whether the steps are so small a part of the run that measuring more costs little."""
         return steps < c.UNHURRIED * self.horizon / self.batch

@@ -1,7 +1,8 @@
-"""Callbacks that make a training faster, for whichever of Lightning's two namespaces the Trainer comes from.
+"""Callbacks that make training faster, for both of Lightning's namespaces.
 
-`lightning_omni` names classes that are callbacks in both (see ``either.py``); ``pytorch_lightning.py`` and
-``lightning.py`` have the same, each for one namespace. Lightning is imported when a callback is made, not before.
+`lightning_omni` exports classes that are callbacks in both (see ``either.py``); ``pytorch_lightning.py`` and
+``lightning.py`` have the same classes for one namespace each. Lightning is imported when a callback is created, not
+before.
 """
 
 from __future__ import annotations
@@ -13,14 +14,10 @@ from lightning_omni.strategy.namespaces import namespace_of
 
 
 def tuner_module(kind: type) -> Any:
-    """Our module for the namespace that a class of Lightning's, or the nearest of its base classes, comes from.
-
-    Args:
-        kind: the class of a Trainer, for example.
-    """
+    """Return the tuner module for the namespace of a class, such as that of a Trainer, or of its nearest base class."""
     return module_in("tuner", namespace_of(kind) or NAMESPACES[-1])
 
 
 def names_for(trainer: object) -> Any:
-    """What callbacks use of the namespace that a Trainer comes from."""
+    """Return the `Names` of the namespace that a Trainer comes from."""
     return tuner_module(type(trainer)).Names

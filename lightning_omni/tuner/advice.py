@@ -1,4 +1,4 @@
-"""What a user could change in the next run: found beside the training, which does not wait for it."""
+"""Advice to the user for the next run, computed beside the training, which does not wait for it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _log = logging.getLogger(__name__)
 
 
 class Advice:
-    """Tells the user of what cannot be changed in a run under way and would make it clearly faster. On rank 0.
+    """The advice about changes that need a new run and would make it clearly faster. On rank 0.
 
-    Whether it would takes about as long to find out as the choice itself, and other ranks would wait for this one. So
-    it is found in a thread, once nothing is timed any more, which the thread would disturb.
+    Computing it takes about as long as the choice itself, and the other ranks would wait for this one. So a thread
+    computes it once nothing is timed any more, because it would disturb the timing.
 
     Args:
-        run: that is tuned.
+        run: the tuned run.
     """
 
     def __init__(self, run: TunedRun) -> None:
@@ -33,11 +33,7 @@ class Advice:
         self._sought: Future[list[tuple[str, str]]] | None = None
 
     def seek(self, search: Search) -> None:
-        """A setting is about to be chosen: there will be advice, soon.
-
-        Args:
-            search: by which it is.
-        """
+        """Request advice by a search."""
         for name in search.unseen_heads:
             self._info(
                 name,
@@ -47,26 +43,25 @@ class Advice:
         self._asked = search
 
     def batch_done(self) -> None:
-        """A batch was trained, and nothing is timed."""
+        """Start the computation, or report its result, between batches that are not timed."""
         self._begin()
         if self._sought is not None and self._sought.done():
             self._report(self._sought)
 
     def ended(self) -> None:
-        """The run has ended well: what is not known yet is waited for."""
+        """Wait for the advice at the end of a successful run, and report it."""
         self._begin()
         if self._sought is not None:
             self._report(self._sought)
 
     def _begin(self) -> None:
-        """Something was asked, perhaps, and nothing is sought."""
         if self._asked is None or self._sought is not None:
             return
         plain, ways = self._asked.to_dict(), self._ways(self._asked)
         self._asked = None
 
         def find() -> list[tuple[str, str]]:
-            copy = Search.from_dict(plain)  # this rank's goes on being used
+            copy = Search.from_dict(plain)  # this rank keeps using the original
             return [advice for way in ways if (advice := way(copy))]
 
         self._sought = beside(find)
@@ -75,7 +70,7 @@ class Advice:
         self._sought = None
         try:
             found = sought.result()
-        except Exception:  # a run does not end for want of advice
+        except Exception:  # a run must not end because advice is missing
             _log.warning("what would make a run like this faster could not be found out", exc_info=True)
             return
         for what, sentence in found:
@@ -87,7 +82,7 @@ class Advice:
             self._run.info(f"OmniTuner: {sentence}")
 
     def _ways(self, search: Search) -> list[Callable[[Search], tuple[str, str] | None]]:
-        """What to ask: each gives what it is about, which is said once, and a sentence; or None."""
+        """Return functions that find advice; each returns a topic, which is reported once, and a sentence, or None."""
         server, options = self._run.world.server, self._run.world.options
         ways: list[Callable[[Search], tuple[str, str] | None]] = []
         if not (search.spec.space.merged or search.spec.start.merged):

@@ -1,4 +1,4 @@
-"""What a run trains with: a setting is applied on every rank, watched, and rolled back if the run diverges with it."""
+"""The setting that a run trains with: applied on every rank, watched, and rolled back if the run diverges with it."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class AppliedSetting:
 
     Args:
         run: the fit.
-        space: what may be searched in it.
+        space: the search space of the fit.
 
     Attributes:
-        seconds_to_form: that it took to form the latest groups, if there were several; else that it is taken to take.
+        seconds_to_form: seconds that the latest formation of several groups took; `FORMING` before the first one.
     """
 
     def __init__(self, run: TunedRun, space: FitSpace) -> None:
@@ -43,15 +43,15 @@ class AppliedSetting:
         self._merged_before = ""
         self._exchanged = 0.0
 
-    # --- To apply -----------------------------------------------------------------------------------------------------
+    # --- Applying -----------------------------------------------------------------------------------------------------
 
     def keep(self) -> None:
-        """The run is where it would be rolled back to."""
+        """Store the present state of the run as its rollback point."""
         self._before = self._now()
         self._merged_before = self._run.strategy.merged.name or ""
 
     def apply(self, hyperparameters: Hyperparameters, command: Command) -> None:
-        """From here on the run trains like that. On all ranks."""
+        """Train with the setting of a command from now on. On all ranks."""
         state = self._run.state
         hyperparameters.set_momentum(command.setting.momentum)
         hyperparameters.make_default()
@@ -62,7 +62,7 @@ class AppliedSetting:
         self.form(command.setting, command.speeds, command.by_speed)
 
     def form(self, setting: Setting, speeds: Mapping[int, float] | None = None, by_speed: bool = False) -> None:
-        """Forms the groups of a setting, which exchange and split batches as it says. On all ranks."""
+        """Form the groups of a setting, with its exchange and its split of batches. On all ranks."""
         strategy, world, began = self._run.strategy, self._run.world, time.perf_counter()
         again = communicate(strategy, communication_of(setting, world.communication))
         again |= apply_further(self._run.options.further, world, setting)
@@ -80,19 +80,19 @@ class AppliedSetting:
             self.seconds_to_form = time.perf_counter() - began
 
     def _merge(self, name: str) -> bool:
-        """Several groups that are formed from now on have that submodule merged; says whether it was otherwise.
+        """Merge a submodule in groups that are formed from now on; return whether that is a change. On all ranks.
 
-        On all ranks. If it was, they are one group after it. An empty name is for none.
+        After a change, all ranks are one group. An empty name merges none.
         """
         strategy = self._run.strategy
         if name == (strategy.merged.name or ""):
             return False
-        strategy.form_one()  # what was at the server is on all ranks
+        strategy.form_one()  # all ranks receive the server's state
         strategy.merge(name)
         return True
 
     def split_by_speed(self) -> bool:
-        """From here on batches are split by speed, where that pays; says whether they can be. On all ranks."""
+        """Split batches by speed from now on, where that pays; return whether that is possible. On all ranks."""
         strategy = self._run.strategy
         if strategy.epochs.leases is None:
             return False
@@ -102,7 +102,7 @@ class AppliedSetting:
         return True
 
     def take_back(self) -> None:
-        """The user's own setting once more, in one group. On all ranks."""
+        """Restore the user's own setting, in one group. On all ranks."""
         run, own = self._run, self._run.own
         hyperparameters = run.hyperparameters()
         run.strategy.form_one()
@@ -114,16 +114,16 @@ class AppliedSetting:
         self._merge(own.merged)
         run.state.setting, run.state.scaled = own, 1.0
         run.state.reference = float(run.batch(len(run.world.live_ranks)))
-        self._guard = self._before = None  # of a choice that is taken back
+        self._guard = self._before = None  # they belong to the choice that is undone
 
-    # --- To watch -----------------------------------------------------------------------------------------------------
+    # --- Watching -----------------------------------------------------------------------------------------------------
 
     def watch(self, threshold: float, keeps: bool = False) -> None:
-        """From here on the run has diverged if its loss is above a threshold.
+        """Treat the run as diverged from now on if its loss exceeds a threshold.
 
         Args:
-            threshold: NaN for none.
-            keeps: whether the threshold before counts, too, if it is larger: the run may have learnt little since.
+            threshold: the training loss; NaN for none.
+            keeps: whether a larger threshold from before stays: the run may have learnt little since.
         """
         state = self._run.state
         known = [each for each in (threshold, state.divergence_threshold if keeps else math.nan) if math.isfinite(each)]
@@ -133,7 +133,7 @@ class AppliedSetting:
 
     @property
     def is_users_own(self) -> bool:
-        """Whether the run makes the updates that it would make without a tuner: if it diverges, so it would."""
+        """Return whether the run makes the same updates as without a tuner, which then causes no divergence."""
         setting, own = self._run.state.setting, self._run.state.own
         if setting is None or own is None or setting.groups > 1:
             return False
@@ -142,11 +142,10 @@ class AppliedSetting:
 
     @property
     def gives_up(self) -> bool:
-        """Whether nothing that this rank's group pushes is applied any more."""
+        """Return whether too many pushes of this rank's group in a row were not applied."""
         return self._guard is not None and self._guard.gives_up
 
     def batch_done(self, loss: Tensor | None) -> None:
-        """A batch was trained, and had that loss."""
         if self._guard is None:
             return
         world = self._run.world
@@ -156,26 +155,30 @@ class AppliedSetting:
 
     @property
     def has_diverged(self) -> bool:
-        """Whether the run has, since the last search. All ranks ask, and hear the same."""
+        """Return whether the run has diverged since the last search. All ranks call it, with the same result."""
         if self._guard is None:
             return False
         mean = self._guard.mean(torch.zeros((), device=self._run.strategy.root_device))
         return self._guard.is_worse(*self._run.strategy.reduce(mean, reduce_op="sum").tolist())
 
     def keep_weights(self) -> None:
-        """An epoch has ended well: if the run diverges in the next one, it is rolled back to here. On all ranks."""
+        """Store the present weights in the rollback point, where the run has not diverged. On all ranks."""
         if self._guard is None or self._before is None:
             return
-        # All ranks, or they would go on from different weights.
+        # If one rank refuses, all do: a rollback would otherwise leave them with different weights.
         if not any(self._run.world.all_reduce_max([int(self._before.is_spoilt)])):
             self._before.keep_weights()
 
     def roll_back(self) -> None:
-        """Back to the weights of before, in one group with the user's own setting; if it was that, in smaller steps."""
+        """Restore the rollback point, in one group with the user's own setting. On all ranks.
+
+        A run that has diverged in one group, with the user's all-reduce and own dimensions, keeps its setting with
+        smaller steps.
+        """
         run, state, was = self._run, self._run.state, self._run.setting
         assert self._before is not None
         run.strategy.form_one()
-        self._merge(self._merged_before)  # a sender remembers what belongs to the weights that it sends
+        self._merge(self._merged_before)  # the stored sender states belong to these weights
         self.return_to(self._before)
         state.is_final = True
         if was.groups == 1 and (was.all_reduce, was.further) == (run.own.all_reduce, run.own.further):
@@ -193,26 +196,26 @@ class AppliedSetting:
         return RollbackPoint.of(run.module, run.trainer.optimizers, run.world.core, averages_in(run.trainer))
 
     def return_to(self, point: RollbackPoint) -> None:
-        """The weights of before, where all ranks are one group. On all ranks."""
+        """Restore a rollback point, where all ranks are one group. On all ranks."""
         point.put_back(self._run.world.core)
         average_from_here(self._run.trainer)
         self._run.world.reduction.forget()
 
-    # --- To try the user's own setting --------------------------------------------------------------------------------
+    # --- Trials of the user's own setting -----------------------------------------------------------------------------
 
     @property
     def may_start_over(self) -> bool:
-        """Whether a trial can begin where the run would be rolled back to."""
+        """Return whether a trial can begin from the rollback point."""
         return self._before is not None and self._merged_before == (self._run.strategy.merged.name or "")
 
     def begin_trial(self, starts_over: bool) -> RollbackPoint:
-        """The user's own steps in one group. On all ranks.
+        """Train with the user's own setting in one group. On all ranks.
 
         Args:
-            starts_over: from where the run would be rolled back to; else from the weights that there are.
+            starts_over: whether the trial begins from the rollback point instead of the present weights.
 
         Returns:
-            Where the run is, in case it is worse after the trial.
+            The state of the run before the trial.
         """
         run, state = self._run, self._run.state
         speeds, state.before_trial = state.speeds, state.setting
@@ -222,15 +225,15 @@ class AppliedSetting:
             assert self._before is not None
             self.return_to(self._before)
         self._train_in_one_group(run.own, 1 / state.scaled)
-        state.speeds = speeds  # by which groups are formed again
+        state.speeds = speeds  # end_trial forms the groups by them again
         self._guard = None
         return before
 
     def end_trial(self, to: RollbackPoint | None) -> None:
-        """What was trained with before, once more. On all ranks.
+        """Train with the setting before the trial again. On all ranks.
 
         Args:
-            to: where the run was, if it goes on from there; else it goes on from where the trial has brought it.
+            to: the state to restore; None to continue from the state after the trial.
         """
         run, state = self._run, self._run.state
         before = state.before_trial
@@ -245,14 +248,10 @@ class AppliedSetting:
         self.apply(run.hyperparameters(), Command(before, speeds=speeds, by_speed=bool(speeds), scale=scale))
         self.watch(math.nan, keeps=True)
 
-    # --- To give groups up --------------------------------------------------------------------------------------------
+    # --- Giving groups up ---------------------------------------------------------------------------------------------
 
     def give_up_groups(self, setting: Setting) -> None:
-        """One group from here on, and no other setting any more. On all ranks.
-
-        Args:
-            setting: of one group.
-        """
+        """Train with a setting of one group from now on, and choose no other any more. On all ranks."""
         run, state = self._run, self._run.state
         run.strategy.form_one()
         self._train_in_one_group(setting, setting.lr / run.own.lr / state.scaled)
@@ -260,10 +259,7 @@ class AppliedSetting:
         self.watch(state.divergence_threshold)
 
     def _train_in_one_group(self, setting: Setting, factor: float) -> None:
-        """From here on all ranks, which are one group, train with a setting, and with rates times that factor.
-
-        Batches are split by speed where that pays: it changes no update.
-        """
+        """Train with a setting in one group, with scaled learning rates; batches are split by speed where that pays."""
         run = self._run
         rebalance = bool(run.strategy.epochs.leases) and self._space.may_rebalance
         run.state.reference = float(run.batch(len(run.world.live_ranks)))

@@ -1,4 +1,4 @@
-"""What takes rank 0 a while to find out, and what the training of all ranks does not wait for."""
+"""Computations of rank 0 in a thread, which the training of all ranks does not wait for."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import TypeVar
 Found = TypeVar("Found")
 
 SWITCH_INTERVAL = 1e-4
-"""Seconds after which a thread that only computes lets training go on. Every operation on tensors releases Python's
-lock and waits that long to get it back: with Python's own 5 ms a batch takes as long as there is something to find."""
+"""Seconds after which a thread that only computes lets training continue. Every operation on tensors releases Python's
+lock and waits this long for it: with Python's default of 5 ms, a batch would take as long as the computation."""
 
 
 def beside(find: Callable[[], Found]) -> Future[Found]:
-    """Finds something out in a thread of its own.
+    """Run a function in a thread of its own.
 
     Args:
-        find: is called once; it may change nothing that the run uses meanwhile.
+        find: the function, called once; it must not change anything that the run uses meanwhile.
 
     Returns:
-        What it gives or raises, once it has.
+        The future of its result or error.
     """
 
     def find_beside() -> Found:
@@ -36,7 +36,7 @@ def beside(find: Callable[[], Found]) -> Future[Found]:
 
 
 def at_once(find: Callable[[], Found]) -> Future[Found]:
-    """The same where it takes no time that matters: it has been found when this returns."""
+    """Run a fast function in the calling thread, and return its finished future."""
     found: Future[Found] = Future()
     try:
         found.set_result(find())
@@ -46,7 +46,7 @@ def at_once(find: Callable[[], Found]) -> Future[Found]:
 
 
 class _FrequentSwitches:
-    """While any thread is within, Python switches threads after `SWITCH_INTERVAL`; then as before."""
+    """A context in which Python switches threads every `SWITCH_INTERVAL`."""
 
     def __init__(self) -> None:
         self._lock, self._within, self._before = threading.Lock(), 0, 0.0
@@ -66,7 +66,7 @@ class _FrequentSwitches:
 
 
 frequent_switches = _FrequentSwitches()
-"""A context in which a thread computes beside training."""
+"""The context of a thread that computes beside training."""
 
 
 __all__ = ["at_once", "beside", "frequent_switches"]

@@ -1,4 +1,4 @@
-"""A run is tuned by its own first batches: they are timed, and once it is clear what is faster it goes on with that."""
+"""Tuning by a run's own first batches: they are timed until a faster setting is clear, and the run switches to it."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from lightning_omni.tuner.state import Command
 
 @dataclass
 class _Decision:
-    """A moment of the first batches.
+    """A decision during the first batches.
 
     Attributes:
-        observation: what all ranks had seen; None if it is too little.
-        is_early: whether it is too little for anything but proportional batches.
-        is_hurried: whether it is of so small a part of the run that it costs little to see more.
-        is_last: whether it is decided by in any case.
-        may_stay: whether it may be decided by that nothing is faster, although it is not the last.
-        found: what rank 0 makes of it, once it knows; None on other ranks.
-        batches: that were trained since.
+        observation: the measurements of all ranks; None if there are too few.
+        is_early: whether they suffice for proportional batches only.
+        is_hurried: whether they cover so small a part of the run that measuring more costs little.
+        is_last: whether a decision is made in any case.
+        may_stay: whether "nothing is faster" may be decided before the last decision.
+        found: the future of rank 0's search; None on other ranks.
+        batches: batches trained since.
     """
 
     observation: Observation | None
@@ -49,26 +49,27 @@ class _Decision:
     batches: int = 0
 
     def trained(self) -> bool:
-        """A batch was trained since; says whether it is time to ask rank 0: after 1, 2, 4, 8 of them, and so on.
+        """Count a batch, and return whether to poll rank 0: after 1, 2, 4, 8 batches, and so on.
 
-        To ask takes as long as a short batch, and so costs few of them, and no batch that takes longer than to decide.
+        A poll takes as long as a short batch, so there are few; the first one suffices if a batch takes longer than the
+        decision.
         """
         self.batches += 1
         return self.batches & (self.batches - 1) == 0
 
 
 class ByFirstBatches:
-    """Tunes a run by what it trains anyway.
+    """The tuning of a run by its own first batches.
 
-    Proportional batches are what costs no samples, and what is least certain: by equal batches alone it cannot be told
-    whether a slow rank takes longer for each sample or for each step. So once batches are split, they are timed again.
+    Proportional batches cost no samples, but their gain is the least certain: equal batches alone do not show whether a
+    slow rank takes longer for each sample or for each step. So once batches are split, they are timed again.
 
     Args:
-        run: that is tuned.
-        space: what may be searched in it.
-        applied: what it trains with.
-        retuning: is told of changes.
-        reports: tell of the choice.
+        run: the tuned run.
+        space: the search space of the run.
+        applied: the setting that it trains with.
+        retuning: the record of its speed.
+        reports: the reports of the choice.
     """
 
     def __init__(
@@ -90,10 +91,10 @@ class ByFirstBatches:
         self._spec: SearchSpec | None = None
         self._advice = Advice(run)
 
-    # --- To begin -----------------------------------------------------------------------------------------------------
+    # --- Start --------------------------------------------------------------------------------------------------------
 
     def begin(self, hyperparameters: Hyperparameters) -> None:
-        """The run begins in one group, with the user's own setting, and is timed."""
+        """Begin the run in one group with the user's own setting, and time it."""
         run = self._run
         run.strategy.form_one()
         run.state.own, run.state.reference = None, float(run.batch(run.world.size))
@@ -103,17 +104,17 @@ class ByFirstBatches:
         self._time(spec)
 
     def begin_again(self, reason: str) -> None:
-        """Back to the user's own setting, in one group, which is timed once more.
+        """Restore the user's own setting, in one group, and time it again. On all ranks.
 
-        That nothing is faster than one group is then not believed a few batches once more: what has misled the last
-        ones, or is new, may show in few of them.
+        That nothing is faster is then decided only by the last decision: an effect that is new, or has misled the last
+        ones, may show in few batches.
         """
         run = self._run
         run.info(f"OmniTuner: timing the run in one group again, because {reason}")
         self.close()
         self._applied.take_back()
         run.state.unfinished = True
-        # As fast as one group: no reason to begin again once more, if an epoch is too short.
+        # One group's speed is no reason to begin again, if the epoch is too short for a choice.
         self._retuning.changed(in_mid_epoch=run.strategy.epochs.is_open)
         hyperparameters = run.hyperparameters()
         self._deciding, self._known, self._is_patient = 0.0, [], True
@@ -130,32 +131,27 @@ class ByFirstBatches:
         self._spec = spec
         self._batches = FirstBatches(self._run.strategy, spec, heads, before, is_asked=is_asked)
 
-    # --- While it trains ----------------------------------------------------------------------------------------------
+    # --- Training -----------------------------------------------------------------------------------------------------
 
     @property
     def is_timing(self) -> bool:
-        """Whether batches are timed to decide by."""
+        """Return whether batches are timed, or a choice is postponed."""
         return self._batches is not None or self._postponed is not None
 
     def interrupted(self) -> None:
-        """Something else than training comes."""
         if self._batches is not None:
             self._batches.interrupted()
 
     def batch_done(self, loss: Tensor | None) -> None:
-        """A batch was trained: perhaps it is clear by now what is to be done.
-
-        Args:
-            loss: of the batch; None if there is none.
-        """
+        """Record the loss of a batch, and decide if a decision is due."""
         batches, trainer = self._batches, self._run.trainer
         if batches is None:
             self._advice.batch_done()
             return
         steps = will_step(trainer)
         if self._decision is not None:
-            batches.interrupted()  # rank 0 decides beside this batch, and is slower
-        # Where samples are dealt out beforehand, how many the last batch has is not known here.
+            batches.interrupted()  # rank 0 decides meanwhile, and is slower
+        # The size of the last batch is not known here if samples were distributed beforehand.
         is_partial = trainer.is_last_batch and not self._run.may_change_inside
         batches.batch_done(loss, steps, counts=not is_partial)
         if not steps or trainer.is_last_batch:
@@ -167,33 +163,33 @@ class ByFirstBatches:
             self._begin_to_decide(batches)
 
     def ended(self) -> None:
-        """The run has ended well: the strategy has its own balance again, before that ends, too."""
+        """Stop timing before the strategy's own balance ends, and report the advice."""
         self.close()
         self._advice.ended()
 
     def close(self) -> None:
-        """Nothing is timed any more."""
+        """Stop timing."""
         self._postponed = None
         if self._batches is not None:
             self._batches.close()
             self._batches = self._decision = None
 
-    # --- To decide ----------------------------------------------------------------------------------------------------
+    # --- Decisions ----------------------------------------------------------------------------------------------------
 
     def _begin_to_decide(self, batches: FirstBatches) -> None:
-        """By what the first batches have shown, on every rank: the ranks train on until rank 0 knows."""
+        """Start a decision on every rank; all ranks keep training until rank 0 has decided."""
         began, run = time.perf_counter(), self._run
         decision = self._decision = _Decision(
             batches.seen(), batches.is_early, batches.is_hurried, batches.is_last, not self._is_patient
         )
         if run.speaks:
-            # What comes so early is found in no time.
+            # An early decision takes no time.
             decision.found = (at_once if decision.is_early else beside)(self._finding(decision, batches.spec))
         self._leave_out(time.perf_counter() - began)
         self._poll_decision(decision)
 
     def _poll_decision(self, decision: _Decision) -> None:
-        """Asks rank 0 whether it has decided, on every rank."""
+        """Poll whether rank 0 has decided, and conclude if it has. On all ranks."""
         began, run = time.perf_counter(), self._run
         is_over = False
         if run.broadcast(int(decision.found is not None and decision.found.done())):
@@ -205,12 +201,11 @@ class ByFirstBatches:
             self._deciding = 0.0
 
     def _leave_out(self, seconds: float) -> None:
-        """So much was no training."""
         self._deciding += seconds
         self._run.leave_out(seconds)
 
     def _conclude(self, decision: _Decision) -> bool:
-        """Does what was decided, on every rank, or goes on timing; says whether anything was."""
+        """Carry out a decision, or continue timing; return whether anything was decided. On all ranks."""
         run, batches = self._run, self._batches
         assert batches is not None
         command = run.broadcast_command(self._command(decision, batches.spec))
@@ -238,11 +233,7 @@ class ByFirstBatches:
         return command is not None
 
     def epoch_done(self, is_last: bool) -> None:
-        """What was chosen inside the epoch is adopted at its end, where it could not be before. On all ranks.
-
-        Args:
-            is_last: whether the run ends here.
-        """
+        """Adopt a postponed choice at the end of an epoch, unless the run ends here. On all ranks."""
         if self._postponed is not None and not is_last:
             began, run = time.perf_counter(), self._run
             self.adopt(self._postponed)
@@ -254,7 +245,7 @@ class ByFirstBatches:
         self._postponed = None
 
     def _finding(self, decision: _Decision, spec: SearchSpec) -> Callable[[], Search | None]:
-        """What rank 0 has to find: the search whose choice is clear, or is to be made in any case; None for neither."""
+        """Return the function of rank 0 that returns a search whose choice is clear or due, and None otherwise."""
         observation, segments = decision.observation, list(self._run.state.segments)
         now = observation.measured if observation is not None else None
         known = [each for each in self._known if now is not None and each.ranks == now.ranks]
@@ -265,13 +256,13 @@ class ByFirstBatches:
             search = Search(spec, observation, known, segments)
             if not (decision.is_last or verdict(search, decision.is_early, decision.may_stay, decision.is_hurried)):
                 return None
-            search.choice(asks=not decision.is_early)  # so early it is found in no time
+            search.choice(asks=not decision.is_early)  # an early choice takes no time
             return search
 
         return find
 
     def _command(self, decision: _Decision, spec: SearchSpec) -> Command | None:
-        """What rank 0 makes of it: None to go on measuring, or on another rank."""
+        """Return rank 0's command; None to continue measuring, and on other ranks."""
         run = self._run
         if decision.found is None:
             return None
@@ -280,7 +271,7 @@ class ByFirstBatches:
             if search is None:
                 return None
             if search.known and search.choice().setting in (run.state.setting, spec.start):
-                return Command(run.setting)  # as it was forecast, or nothing is better
+                return Command(run.setting)  # the forecast was right, or nothing is better
             self._advice.seek(search)
             run.remember(search, run.seconds)
             self._retuning.search_begins()
@@ -289,15 +280,15 @@ class ByFirstBatches:
             return Command(spec.start, error=str(error))
 
     def _time_again(self, observation: Observation, before: FirstBatches) -> None:
-        """The run goes on in one group with other batches: whether it is as fast as it should be is seen in these."""
+        """Time one group with proportional batches, once, to see whether it is as fast as predicted."""
         if not self._known:
             self._known = [observation.measured]
             self._time(before.spec, before)
 
     def adopt(self, command: Command) -> None:
-        """Trains with what was chosen, from here on. On all ranks."""
+        """Train with the setting of a command from now on. On all ranks."""
         run = self._run
-        start = run.own if self._spec is None else self._spec.start  # none of a run that was resumed
+        start = run.own if self._spec is None else self._spec.start  # a resumed run has no specification
         if command.setting == start and run.state.setting in (None, start):
             run.state.setting = command.setting
             run.world.dismiss_server()

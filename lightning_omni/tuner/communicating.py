@@ -1,4 +1,4 @@
-"""How groups exchange and average gradients, as a setting says it."""
+"""The exchange and the all-reduce of a setting, applied to a run."""
 
 from __future__ import annotations
 
@@ -12,12 +12,7 @@ from lightning_omni.strategy.hooks import OmniStrategyHooks
 
 
 def communication_of(setting: Setting, current: Communication) -> Communication:
-    """How a setting has it; what it does not say stays.
-
-    Args:
-        setting: to train with.
-        current: what there is now.
-    """
+    """Return the communication of a setting; properties that it leaves open stay as they are."""
     method, wire, overlap, all_reduce = current
     if setting.method:
         method, overlap = method_named(setting.method), setting.overlap
@@ -29,14 +24,9 @@ def communication_of(setting: Setting, current: Communication) -> Communication:
 
 
 def communicate(strategy: OmniStrategyHooks, wanted: Communication) -> bool:
-    """Groups that are formed from now on exchange so; members of the one group that there may be average so at once.
+    """Set the communication of groups formed from now on, and return whether that is a change. On all ranks.
 
-    Args:
-        strategy: of the run. All ranks do the same.
-        wanted: how.
-
-    Returns:
-        Whether it was otherwise.
+    If all ranks are one group, its members average in the new format at once.
     """
     world = strategy.world
     before, world.communication = world.communication, wanted

@@ -1,7 +1,7 @@
-"""`DeviceTuner`: Lightning's hooks, translated into `tune_device`. What is measured and decided is not known here.
+"""`DeviceTuner`: Lightning's hooks, translated into `tune_device`, which measures and decides.
 
-Written once for both of Lightning's namespaces, as the strategy is: the classes here are mixed into each namespace's
-own Callback (see ``pytorch_lightning.py`` and ``lightning.py`` beside this file).
+The classes serve both of Lightning's namespaces, as the strategy does: each namespace's Callback is mixed in by
+``pytorch_lightning.py`` and ``lightning.py``.
 """
 
 from __future__ import annotations
@@ -48,26 +48,26 @@ _ALLOWABLE = ("precision",)
 _PROPOSABLE = ("precision", "batch_size")
 _BATCHES = 4
 _MUCH = 0.1
-"""The share of a step from which on a data loader without workers is worth a word."""
+"""Share of a step from which on a data loader without workers is reported."""
 
 
 class DeviceTunerHooks(_CallbackBase):
-    """Finds the settings with which this device trains the model fastest, before the first batch, and uses them.
+    """A callback that finds the fastest settings of this device before the first batch, and trains with them.
 
     Measurements use copies of the model, with the module's own ``training_step`` and batches of its own data: weights,
     data order and RNG state of the run are those of a run without the callback. Settings that change results only by
     rounding are applied: threads, the C library's handling of freed memory, memory format, fused optimizer, compiled
     submodules. Precision is changed only if it is allowed. After the fit everything is restored.
 
-    It works on a single device, and with DDPStrategy and OmniStrategy, where rank 0 measures and decides for all. See
-    docs/devices.md.
+    The callback works on a single device, and with DDPStrategy and OmniStrategy, where rank 0 measures and decides for
+    all. See docs/devices.md.
 
     Args:
         allow: ``("precision",)`` allows training in bfloat16 (``"bf16-mixed"``, or TF32 on CUDA) if that is faster and
             the losses of a short probe agree. Batch size and number of workers cannot change within a fit.
-        propose: what else is measured, for the report alone: ``"precision"``, ``"batch_size"``.
+        propose: further measurements for the report alone: ``"precision"``, ``"batch_size"``.
         budget: seconds for all measurements together.
-        tolerance: how far apart the loss curves of two precisions may be, as a fraction of the losses.
+        tolerance: largest difference between the loss curves of two precisions, as a fraction of the losses.
         setting: a setting of an earlier report, which is used without measuring; None measures.
         batches: a list of batches to measure with; None takes some of the train dataloader's, from its dataset.
 
@@ -114,7 +114,7 @@ class DeviceTunerHooks(_CallbackBase):
         self.problem: str | None = None
         self._setting, self._batches = setting, batches
         self._is_given = setting is not None
-        self._model: object = None  # that the setting was found for; None if a checkpoint has brought it
+        self._model: object = None  # the model of the setting; None if a checkpoint set it
         self._options: dict[str, Any] = {"allow": allow, "propose": propose, "budget": budget, "tolerance": tolerance}
         self._applied = ExitStack()
         self._stage = ""
@@ -123,14 +123,14 @@ class DeviceTunerHooks(_CallbackBase):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """A model of which each rank has a part is refused."""
+        """Reject a model of which each rank has a part."""
         self._stage = stage
         if isinstance(trainer.strategy, OmniStrategyHooks):
             trainer.strategy.check_whole("DeviceTuner measures copies of the model")
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Data, optimizers and checkpoint are there, and no server has seen the weights yet."""
+        """Measure and apply a setting; everything is loaded by now, and no server has the weights yet."""
         self._forget_other_model(_description(pl_module))
         if self._setting is None:
             self._measure(trainer, pl_module)
@@ -139,17 +139,16 @@ class DeviceTunerHooks(_CallbackBase):
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """All is as it was."""
         self._applied.close()
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """All is as it was; there is no teardown after an exception."""
+        """Restore everything, since Lightning calls no teardown after an exception."""
         self._applied.close()
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """The setting and the report, so that a resumed run goes on with them."""
+        """Return the setting and the report, with which a resumed run continues."""
         return {
             "setting": self._setting.to_dict() if self._setting is not None else None,
             "report": self.report.to_dict() if self.report is not None else None,
@@ -157,23 +156,23 @@ class DeviceTunerHooks(_CallbackBase):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """A setting that was passed as an argument wins. What a test loads says nothing of a fit."""
+        """Load a setting and its report for a fit, unless a setting was passed as an argument."""
         if self._stage == "fit" and not self._is_given and state_dict.get("setting"):
             self._model, self._setting = None, DeviceSetting.from_dict(state_dict["setting"])
             self.report = DeviceReport.from_dict(state_dict["report"]) if state_dict.get("report") else None
 
     def omni_results(self) -> dict[str, Any]:
-        """In rank 0's process, where the script's is another: what the script's is to know, in plain types."""
+        """Return the results in rank 0's process as plain values, for the script's process."""
         return {"report": self.report.to_dict() if self.report is not None else None, "problem": self.problem}
 
     def take_omni_results(self, results: dict[str, Any]) -> None:
-        """In the script's process: what rank 0's has found."""
+        """Load the results of rank 0's process in the script's process."""
         self.problem, report = results["problem"], results["report"]
         self.report = DeviceReport.from_dict(report) if report else None
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Tensors are laid out plainly: a fused optimizer that loads them elsewhere must not find another layout."""
+        """Save tensors in the plain layout, which a fused optimizer expects where it loads them."""
         if self._setting is not None and self._setting.channels_last:
             for name in ("state_dict", "optimizer_states"):
                 if name in checkpoint:
@@ -182,14 +181,14 @@ class DeviceTunerHooks(_CallbackBase):
     # --- Measuring ----------------------------------------------------------------------------------------------------
 
     def _forget_other_model(self, model: object) -> None:
-        """What an earlier fit has found for another model says nothing of this one."""
+        """Drop a setting that an earlier fit has found for another model."""
         if not self._is_given and self._model not in (None, model):
             self._setting = self.report = None
         self._model = model
 
     def _measure(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Rank 0 measures, all ranks hear what it found."""
-        self.problem = None  # of an earlier fit
+        """Measure on rank 0, and broadcast the result to all ranks."""
+        self.problem = None  # an earlier fit may have set it
         answer: dict[str, Any] = {}
         if trainer.is_global_zero:
             try:
@@ -227,7 +226,7 @@ class DeviceTunerHooks(_CallbackBase):
         return data.noted_in(report)
 
     def _refuse(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Raises for what cannot be measured on a copy, or not be changed."""
+        """Raise an error for a fit that cannot be measured on a copy, or changed."""
         strategy = trainer.strategy
         if is_fast_dev_run(trainer):
             raise ConfigurationError("fast_dev_run trains too little")
@@ -249,7 +248,7 @@ class DeviceTunerHooks(_CallbackBase):
             raise ConfigurationError("SyncBatchNorm waits for the other ranks, and one rank measures alone")
 
     def _publish(self, trainer: Trainer, report: DeviceReport) -> None:
-        """To the console, to the loggers, and as files into the first logger's folder."""
+        """Report to the console, the loggers, and files in the first logger's folder."""
         names_for(trainer).rank_zero_info(f"DeviceTuner:\n{_text(report)}")
         metrics = {
             "omni/device/samples_per_s_before": report.baseline,
@@ -268,7 +267,7 @@ class DeviceTunerHooks(_CallbackBase):
 
 
 class DeviceProbeHooks(DeviceTunerHooks):
-    """Measures, and ends the fit before its first batch. For the command line."""
+    """A `DeviceTuner` of the command line, which measures and ends the fit before its first batch."""
 
     trainer_class: Callable[..., Any]
 
@@ -276,16 +275,16 @@ class DeviceProbeHooks(DeviceTunerHooks):
     def measure(
         cls, module: LightningModule, data: Mapping[str, Any], batches: Sequence[Any] | None, **options: Any
     ) -> DeviceReport:
-        """Measures a LightningModule in a Trainer of its own, with all hooks up to the first batch.
+        """Measure a LightningModule in a Trainer of its own, with all hooks up to the first batch.
 
         Args:
             module: the LightningModule.
-            data: what ``Trainer.fit`` takes as ``train_dataloaders`` or ``datamodule``.
-            batches: to measure with, instead of the data's.
-            **options: those of `tune_device`.
+            data: arguments of ``Trainer.fit``: ``train_dataloaders`` or ``datamodule``.
+            batches: batches to measure with, instead of the data's.
+            **options: options of `tune_device`.
 
         Raises:
-            ConfigurationError: it cannot be measured.
+            ConfigurationError: the module cannot be measured.
         """
         probe = cls(batches=batches)
         probe._options = options
@@ -300,13 +299,12 @@ class DeviceProbeHooks(DeviceTunerHooks):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measures only."""
         self._measure(trainer, pl_module)
         trainer.should_stop = True
 
     @override
     def _publish(self, trainer: Trainer, report: DeviceReport) -> None:
-        """That is for the command."""
+        """Leave the report to the command."""
 
 
 def _names(argument: str, given: Iterable[str]) -> tuple[str, ...]:
@@ -325,7 +323,7 @@ def _check_names(argument: str, given: tuple[str, ...], known: tuple[str, ...]) 
 _WIDTH = 140
 """Columns of a table in a log file."""
 _WIDE = 110
-"""Columns below which the cells of a wide table would be broken in the midst of words."""
+"""Columns below which a wide table would break words."""
 
 
 def _text(report: DeviceReport) -> str:
@@ -336,12 +334,11 @@ def _text(report: DeviceReport) -> str:
 
 
 def _cores(trainer: Trainer) -> int:
-    """This rank's share of its machine's cores."""
+    """Return this rank's share of its machine's cores."""
     return max(1, usable_cores() // max(1, int(trainer.num_devices)))
 
 
 def _skipped(trainer: Trainer) -> dict[str, str]:
-    """Steps that make no sense in this fit."""
     skipped = {}
     precision = trainer.precision_plugin.precision
     if precision != "32-true":
@@ -356,7 +353,7 @@ def _skipped(trainer: Trainer) -> dict[str, str]:
 
 
 def _description(module: LightningModule) -> object:
-    """What models are told apart by: the same for two that were made alike."""
+    """Return a description that is the same for models that were built alike."""
     parameters = module.named_parameters()
     return type(module), [(name, None if is_lazy(each) else each.shape) for name, each in parameters]
 
@@ -368,8 +365,8 @@ class TrainingStep:
     """A LightningModule's ``training_step`` as a loss of model and batch, with nothing logged.
 
     Args:
-        trainer: that the copies see.
-        module: whose copies will be called.
+        trainer: the Trainer of the copies.
+        module: the module that is copied.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
@@ -377,7 +374,7 @@ class TrainingStep:
         self._arguments = arguments_of(type(module).training_step)
 
     def __call__(self, module: LightningModule, batch: Any) -> Tensor:
-        """The loss.
+        """Return the loss.
 
         Raises:
             ConfigurationError: the step returns none.
@@ -386,7 +383,7 @@ class TrainingStep:
         if self._trainer is None:
             found = module.training_step(batch, *self._arguments)
         else:
-            module.trainer = self._trainer  # copies come without
+            module.trainer = self._trainer  # copies have none
             with self._trainer.precision_plugin.train_step_context():
                 found = module.training_step(batch, *self._arguments)
         return loss_of(found)
@@ -410,7 +407,7 @@ def _stand_alone(*_: Any, **__: Any) -> None:
 
 @contextmanager
 def _muted(trainer: Trainer, mute_logger: type) -> Iterator[None]:
-    """As in Lightning's own tuner: whatever the module does to its logger, it is not logged."""
+    """Mute the loggers, as Lightning's own tuner does."""
     loggers = trainer.loggers
     trainer.loggers = [mute_logger() for _ in loggers]
     try:
@@ -424,12 +421,12 @@ def _muted(trainer: Trainer, mute_logger: type) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _LoadedBatches:
-    """Some batches, and what it took to load one.
+    """Some batches, and the time to load one.
 
     Args:
-        batches: as the collate function makes them.
-        seconds: for one of them, in this process; 0 if they were given.
-        processes: that the loader loads with.
+        batches: results of the collate function.
+        seconds: time to load one in this process; 0 if they were given.
+        processes: number of the loader's workers.
     """
 
     batches: Sequence[Any]
@@ -438,14 +435,14 @@ class _LoadedBatches:
 
     @classmethod
     def of(cls, loaders: Any) -> _LoadedBatches:
-        """From the datasets of loaders: their samplers, and the leases of a server, are not touched."""
+        """Load batches from the datasets of loaders, without samplers or leases."""
         began = time.perf_counter()
         batches = [_batch(loaders, number) for number in range(_BATCHES)]
         seconds = (time.perf_counter() - began) / _BATCHES
         return cls(batches, seconds, max(_processes(loaders)))
 
     def noted_in(self, report: DeviceReport) -> DeviceReport:
-        """The report, with a row about loading."""
+        """Return the report, with a row about loading."""
         if not self.seconds:
             return report
         share = self.seconds / (self.seconds + report.batch_size / report.tuned)
@@ -459,7 +456,7 @@ class _LoadedBatches:
 
 
 def _batch(loader: Any, number: int) -> Any:
-    """A batch of one loader, or of a tree of them as CombinedLoader takes."""
+    """Load a batch of one loader, or of a tree of loaders as CombinedLoader takes it."""
     if isinstance(loader, Mapping):
         return {key: _batch(each, number) for key, each in loader.items()}
     if isinstance(loader, (list, tuple)):
@@ -492,7 +489,7 @@ def _processes(loader: Any) -> list[int]:
 def _apply(
     setting: DeviceSetting, trainer: Trainer, module: LightningModule, mixed_precision: Callable[..., Any]
 ) -> ExitStack:
-    """Lets a fit use a setting. Returns what undoes it when it is closed."""
+    """Apply a setting to a fit, and return a stack that restores everything."""
     strategy, plugin = trainer.strategy, trainer.strategy.precision_plugin
     if setting.threads is not None:  # this rank's machine may have fewer cores than rank 0's
         setting = replace(setting, threads=min(setting.threads, _cores(trainer)))
@@ -501,7 +498,7 @@ def _apply(
     if setting.precision == "bf16-mixed" and plugin.precision == "32-true":
         strategy.precision_plugin = mixed_precision("bf16-mixed", strategy.root_device.type)
     if setting.channels_last and strategy.model is not strategy.lightning_module:
-        # DDP has cut its buckets for the layout of before.
+        # DDP has built its buckets for the old layout.
         strategy.model = strategy.lightning_module
         cast("DDPStrategy", strategy).configure_ddp()
     return applied

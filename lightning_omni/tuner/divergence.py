@@ -1,4 +1,4 @@
-"""Notices that a run has diverged with what was chosen. What it is rolled back to then is a `RollbackPoint`.
+"""Detection of a run that has diverged with the chosen setting; a `RollbackPoint` then restores it.
 
 A setting that looks good may diverge a thousand batches later. A run that would have gone well without a tuner must not
 end that way.
@@ -16,7 +16,7 @@ from lightning_omni.search import constants as c
 
 
 class DivergenceGuard:
-    """Follows the training loss of one rank since the last search.
+    """A running mean of one rank's training loss since the last search.
 
     Args:
         threshold: the training loss above which the run has diverged.
@@ -29,12 +29,12 @@ class DivergenceGuard:
         self._refused = 0
 
     def batch_done(self, loss: Tensor | None, is_guarded: bool, applied: bool | None) -> None:
-        """A batch was trained.
+        """Record a batch.
 
         Args:
             loss: its loss, or None if there is none.
-            is_guarded: whether there is a server, which refuses what is not finite: a loss that is not does no harm.
-            applied: whether what the group pushed was applied; None if it pushed nothing.
+            is_guarded: whether a server rejects non-finite pushes, so that a non-finite loss does no harm.
+            applied: whether the group's push was applied; None if there was none.
         """
         if loss is not None:
             loss, before = loss.detach(), self._mean
@@ -48,13 +48,13 @@ class DivergenceGuard:
 
     @property
     def gives_up(self) -> bool:
-        """Whether nothing that the group pushes is applied any more; alike on all its members."""
+        """Return whether too many pushes in a row were not applied; the same on all members of the group."""
         return self._refused >= c.NON_FINITE_TOLERATED
 
     def mean(self, like: Tensor) -> Tensor:
-        """The running mean of the loss, and 1, to be added up over the ranks; NaN and 1 if nothing is learnt any more.
+        """Return the running mean of the loss and 1, to be summed over ranks; NaN and 1 if nothing is learnt any more.
 
-        Two zeros if this rank has trained nothing yet, as where a run goes on at the end of an epoch.
+        A rank that has trained nothing yet, as after a resume at an epoch's end, returns two zeros.
         """
         if self.gives_up:
             return like.new_tensor([math.nan, 1.0])
@@ -64,16 +64,11 @@ class DivergenceGuard:
         return torch.stack([mean.to(like), like.new_ones(())])
 
     def is_worse(self, total: float, ranks: float) -> bool:
-        """Whether the run has diverged.
-
-        Args:
-            total: of the mean losses of all ranks.
-            ranks: that have one.
-        """
+        """Return whether the mean loss of the ranks that have one exceeds the threshold, or is NaN."""
         return ranks > 0 and not total / ranks <= self.threshold
 
 
 def loss_in(outputs: Any, accumulated: int) -> Tensor | None:
-    """The loss in what Lightning passes to ``on_train_batch_end``, undivided."""
+    """Return the undivided loss from the outputs that Lightning passes to ``on_train_batch_end``."""
     loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
     return loss * accumulated if isinstance(loss, Tensor) else None

@@ -1,4 +1,4 @@
-"""The tuners that `lightning_omni` names, which are callbacks in both of Lightning's namespaces."""
+"""The tuners that `lightning_omni` exports, which are callbacks in both of Lightning's namespaces."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class OmniTuner(OmniTunerHooks):  # noqa: D101
 
 
 def take_base(callback: type) -> None:
-    """Derive the tuners from the Callback of a namespace that was imported; it has no state, so there may be two."""
+    """Derive the tuners from an imported namespace's Callback, too; two such bases work, because they have no state."""
     for kind in (DeviceTuner, OmniTuner):
         kind.__bases__ = (*kind.__bases__, callback)
 

@@ -1,9 +1,9 @@
-"""The first batches of a run, timed while they train: what hardware efficiency is forecast from, at no cost.
+"""The first batches of a run, timed while they train: they predict hardware efficiency at no cost.
 
-They are the run's own: nothing of them is taken back. All ranks are one group then, so a step takes as long for one as
-for all, and what of it is not a rank's own computation is the all-reduce.
+The batches are the run's own, and none is undone. All ranks are one group then, so a step takes equally long for one
+rank and for all, and its part that is not a rank's own computation is the all-reduce.
 
-Rule: ranks decide after the same batches, counted in optimizer steps, so that all come to the collectives of `seen`.
+Rule: ranks decide after the same batches, counted in optimizer steps, so that all reach the collectives of `seen`.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class TimedStep:
     """One optimizer step of one rank.
 
     Attributes:
-        samples: this rank's.
-        own: its compute time in seconds, with the optimizer's step, hooks and all that is not waiting for others.
-        seconds: from the end of the last step to the end of this one.
+        samples: samples of this rank.
+        own: its compute time in seconds: with the optimizer's step and hooks, without waiting for others.
+        seconds: seconds from the end of the last step to the end of this one.
         loss: mean over its samples, before the step.
-        loading: seconds of its own that it waited for its data loader.
+        loading: seconds of ``own`` spent waiting for the data loader.
     """
 
     samples: int
@@ -53,20 +53,20 @@ class TimedStep:
 
 
 def bytes_take_long(seconds: float, step: float) -> bool:
-    """Whether it may pay to send a gradient otherwise, whose bytes take so many seconds of a step."""
+    """Return whether a gradient's bytes take so much of a step that sending them otherwise may pay."""
     return seconds > (c.GAIN - 1) * step
 
 
 class FirstBatches:
-    """Times a run's first steps on every rank of one group.
+    """The timing of a run's first steps, on every rank of one group.
 
     Args:
-        strategy: of the run, whose groups stand and whose first batch has not begun.
-        spec: what is searched, from the setting that the run trains with.
-        heads: submodules that several groups may have merged.
-        before: steps of the same group with other batches, whose messages need not be timed once more.
-        is_asked: whether the user has named them; others are timed only where a gradient's bytes take long, and where
-            a sample uses each weight once.
+        strategy: strategy of the run, whose groups are formed and whose first batch has not begun.
+        spec: the specification of the search, which starts from the run's setting.
+        heads: submodules that several groups may merge.
+        before: an earlier timing of the same group with other batches, whose messages need not be timed again.
+        is_asked: whether the user has named ``heads``; others are timed only if a gradient's bytes take long, and if a
+            sample uses each weight once.
     """
 
     def __init__(
@@ -99,12 +99,12 @@ class FirstBatches:
         self._balance.begin(self._world, strategy.pl_module, lambda: strategy.epochs.leases, samples=batch)
 
     def batch_done(self, loss: Tensor | None, steps: bool, counts: bool = True) -> None:
-        """A batch is done.
+        """Record a batch.
 
         Args:
-            loss: of the batch; None if there is none.
+            loss: loss of the batch; None if there is none.
             steps: whether the optimizer has stepped.
-            counts: whether the step is told of.
+            counts: whether the step is recorded.
         """
         wait_for(self._world.device)
         if loss is not None:
@@ -120,39 +120,39 @@ class FirstBatches:
         self._count += 1
 
     def interrupted(self) -> None:
-        """Something else than training comes: the next step is not timed."""
+        """Leave the next step untimed, because it includes more than training."""
         self._timer.interrupt()
 
     @property
     def is_due(self) -> bool:
-        """Whether it is to be decided by what was seen; the same on all ranks."""
+        """Return whether a decision is due; the same on all ranks."""
         return bool(self._moments) and self._count >= self._moments[0]
 
     @property
     def is_early(self) -> bool:
-        """Whether what was `seen` last is too little for anything but proportional batches."""
+        """Return whether the last observation suffices for proportional batches only."""
         return self._seen == DECISION_STEPS[0]
 
     @property
     def is_hurried(self) -> bool:
-        """Whether what was `seen` last is of so small a part of the run that it costs little to see more."""
+        """Return whether the last observation covers so small a part of the run that measuring more costs little."""
         return self.spec.is_hurried(self._seen)
 
     @property
     def is_last(self) -> bool:
-        """Whether what was `seen` last is what is decided by in any case."""
+        """Return whether the last observation leads to a decision in any case."""
         return not self._moments
 
     def seen(self) -> Observation | None:
-        """What all ranks have seen so far, the same on all; None if it is too little. All call it."""
+        """Return the observation of all ranks so far, the same on all; None if it is too small. All ranks call it."""
         self._seen = self._moments.pop(0)
         rows: list[list[TimedStep]] = gather_values(self._world, self._steps, list[TimedStep])
         count = min(map(len, rows))
         if count < 2:
             return None
         rows = [row[-count:] for row in rows]
-        # In the long run a step takes all ranks as long. One that is late after an all-reduce, in a hook or the
-        # optimizer, is waited for at the next one, where the others are late in its place.
+        # In the long run a step takes equally long on all ranks: if one is late after an all-reduce, in a hook or the
+        # optimizer, the others wait for it at the next one.
         seconds = [math.fsum(row[step].seconds for row in rows) / len(rows) for step in range(count)]
         samples = [sum(row[step].samples for row in rows) for step in range(count)]
         if self._observed:
@@ -190,15 +190,11 @@ class FirstBatches:
 
     @property
     def _seconds_of_bytes(self) -> float:
-        """What a gradient's bytes take in an all-reduce."""
+        """Return the seconds that a gradient's bytes take in an all-reduce."""
         return self._alone.reduce_per_byte * self._alone.nbytes
 
     def _measured_heads(self, step: float) -> dict[str, HeadMeasured]:
-        """What merging each submodule would take, as rank 0 sees it: the server computes beside it.
-
-        Args:
-            step: seconds of one.
-        """
+        """Return the cost of merging each submodule, as measured on rank 0, where the server computes, too."""
         self._unobserve()
         found: dict[str, HeadMeasured] = {}
         may_gain = self._is_asked or bytes_take_long(self._seconds_of_bytes, step)
@@ -215,16 +211,16 @@ class FirstBatches:
             each.close()
 
     def close(self) -> None:
-        """The run's own balance takes its place again."""
+        """Stop timing, and restore the strategy's own balance."""
         self._unobserve()
         self._balance.end()
         if self._strategy.balance is self._balance:
             self._strategy.balance = self._kept
-            self._kept.after_validation()  # what has been since it was put away is no batch of its own
+            self._kept.after_validation()  # the time since it was replaced is no batch of its own
 
 
 def _quickest(rows: Sequence[Sequence[TimedStep]]) -> float:
-    """Seconds in which the quickest rank computes a batch as large as the ranks' mean, shape (ranks, steps) of rows."""
+    """Return the seconds in which the fastest rank computes a batch of mean size, from rows of shape (ranks, steps)."""
     samples = [math.fsum(each.samples for each in row) for row in rows]
     seconds = [math.fsum(each.own for each in row) for row in rows]
     each = min(own / number for own, number in zip(seconds, samples, strict=True))

@@ -1,10 +1,9 @@
-"""What a tuner does in one fit: what a hook comes to. `TunedFit` searches, where all ranks were started together.
+"""The actions of a tuner in one fit. `TunedFit` searches, where all ranks were started together.
 
-What its parts do they say themselves: `TunedRun` is what they have in common, `ByFirstBatches` measures and chooses,
-`AppliedSetting` is what the run trains with, and `ForecastCheck`, `Retuning` and `PlateauWatch` say when that is to
-change.
+`TunedRun` holds the state that its parts share, `ByFirstBatches` measures and chooses, `AppliedSetting` is the setting
+that the run trains with, and `ForecastCheck`, `Retuning` and `PlateauWatch` decide when to change it.
 
-Rule: rank 0 decides, and tells the others before anything is done; all ranks do the same.
+Rule: rank 0 decides, and sends its decision to the others before any action; all ranks do the same.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ if TYPE_CHECKING:
 
 
 def may_form_groups(options: TunerOptions, trainer: Trainer) -> bool:
-    """Whether several groups are among what is searched."""
+    """Return whether the search includes several groups."""
     is_one = options.space.get("groups") in (1, [1], (1,))
     return options.budget > 0 and trainer.world_size > 1 and not is_one
 
 
 class Fit:
-    """What a tuner does in one fit: nothing, unless a kind of fit says otherwise.
+    """The actions of a tuner in one fit; by default, none.
 
     Args:
         run: the fit.
@@ -56,46 +55,46 @@ class Fit:
         self.run = run
 
     def fit_starts(self) -> None:
-        """No loop has begun, and the groups do not stand yet."""
+        """Act before any loop begins; the groups are not formed yet."""
 
     def begin(self) -> None:
-        """The groups stand, and no batch has begun."""
+        """Act before the first batch; the groups are formed."""
 
     def epoch_starts(self) -> None:
-        """Batches come."""
+        """Act before the batches of an epoch."""
 
     def batch_starts(self) -> None:
-        """One comes."""
+        """Act before a batch."""
 
     def batch_done(self, outputs: Any, batch_idx: int) -> None:
-        """A batch was trained.
+        """Act after a batch.
 
         Args:
-            outputs: of the training step.
-            batch_idx: its number in the epoch.
+            outputs: outputs of the training step.
+            batch_idx: number of the batch in the epoch.
         """
 
     def validation_starts(self) -> None:
-        """Something else than training comes."""
+        """Act before a validation."""
 
     def sanity_checked(self) -> None:
-        """The validation before the first batch has ended."""
+        """Act after the validation before the first batch."""
 
     def validated(self) -> None:
-        """A validation has ended: how far is the run from its target?"""
+        """Act after a validation."""
 
     def epoch_done(self) -> None:
-        """A synchronization point: is the setting still the best?"""
+        """Act at the end of an epoch, which is a synchronization point."""
 
     def ended(self) -> None:
-        """Training has ended."""
+        """Act after training."""
 
     def close(self) -> None:
-        """Nothing is measured any more."""
+        """Stop all measurements."""
 
 
 class TunedFit(Fit):
-    """A fit in which groups are formed, and the parts of a tuner that are at work in it.
+    """A fit in which groups are formed, with the parts of its tuner.
 
     Args:
         run: the fit.
@@ -116,7 +115,7 @@ class TunedFit(Fit):
 
     @staticmethod
     def _check(strategy: OmniStrategyHooks, options: TunerOptions) -> None:
-        """Refuses what cannot be searched in this fit. The run begins as one group."""
+        """Reject a fit that cannot be searched, and make the run begin as one group."""
         strategy.check_whole("OmniTuner forms other groups while they train")
         strategy.arrangement.restore()  # an earlier fit of this strategy may have been tuned
         if "all_reduce" in options.space and strategy.world.reduction.format != EXACT:
@@ -164,7 +163,7 @@ class TunedFit(Fit):
             return
         if run.state.setting is not None and run.state.ranks != run.world.size:
             self._search_once_more(hyperparameters)
-        if run.may_change_inside:  # by the third window it may be seen whether the loss is flat
+        if run.may_change_inside:  # the third window may show a flat loss
             run.strategy.epochs.check_every = c.FEWEST_WINDOWS * c.SHORTEST_WINDOW * run.batch(run.world.size)
             run.strategy.epochs.on_check = self._synchronized
         if run.state.setting is not None:
@@ -181,7 +180,7 @@ class TunedFit(Fit):
         run.begin()
 
     def _tune_nothing(self, problem: str, may_split: bool = False) -> None:
-        """The run goes on as the user has set it, but for batches that may be split by speed."""
+        """Continue with the user's settings, except that batches may be split by speed."""
         run = self.run
         run.problem, run.strategy.epochs.check_every = problem, 0
         run.strategy.arrangement.form()
@@ -192,12 +191,12 @@ class TunedFit(Fit):
 
     @property
     def _may_split_all_the_same(self) -> bool:
-        """Whether a run that cannot be tuned may get what changes nothing but its speed."""
+        """Return whether an untuned run may split batches by speed, which changes nothing else."""
         run = self.run
         return bool(run.options.budget) and self.space.may_rebalance and not is_fast_dev_run(run.trainer)
 
     def _search_once_more(self, hyperparameters: Hyperparameters) -> None:
-        """A run is resumed with another number of ranks."""
+        """Prepare a new search for a run resumed with another number of ranks."""
         run = self.run
         run.info(
             f"OmniTuner: the run is resumed with {run.world.size} ranks instead of {run.state.ranks}: searching again"
@@ -208,7 +207,7 @@ class TunedFit(Fit):
         run.forget()
 
     def _go_on(self) -> None:
-        """A run is resumed with what was chosen; rates and momentum are in the checkpoint."""
+        """Resume a run with its chosen setting; the checkpoint has restored rates and momentum."""
         run, state = self.run, self.run.state
         if self._lacks_server:
             state.before_trial, state.speeds = None, []
@@ -228,12 +227,12 @@ class TunedFit(Fit):
 
     @property
     def _lacks_server(self) -> bool:
-        """Whether a run that is resumed has several groups, or had them before a trial, and cannot have them now."""
+        """Return whether a resumed run needs several groups, now or after a trial, without having a server."""
         state = self.run.state
         settings = [each for each in (state.setting, state.before_trial) if each is not None]
         return any(each.groups > 1 for each in settings) and not self.space.has_server()
 
-    # --- While it trains ----------------------------------------------------------------------------------------------
+    # --- Training -----------------------------------------------------------------------------------------------------
 
     @override
     def epoch_starts(self) -> None:
@@ -257,7 +256,7 @@ class TunedFit(Fit):
         self._check_one_group()
 
     def _check_one_group(self) -> None:
-        """All ranks are at the same step there, so that it can be timed again in the middle of an epoch."""
+        """Check the speed of one group, whose ranks are all at the same step, inside an epoch."""
         run, trainer = self.run, self.run.trainer
         may_change = run.options.retune_every is not None and not self.by_first_batches.is_timing
         may_change &= run.may_change_inside
@@ -280,7 +279,7 @@ class TunedFit(Fit):
         self.retuning.throughput.go()
         if self.monitor.is_open:
             problem, world = self.monitor.validated(run.trainer, run.module, metrics), run.world
-            # Groups that train have the same metrics, at different times.
+            # While groups train, all have the same metrics, but at different times.
             if bool(problem) if world.is_computing else run.broadcast(bool(problem)):
                 raise ConfigurationError(problem or f"monitor={options.monitor!r}: no metric of that name is logged")
         if (value := metrics.get(options.monitor)) is not None:
@@ -288,22 +287,22 @@ class TunedFit(Fit):
         self._check_in_mid_epoch()
 
     def _check_in_mid_epoch(self) -> None:
-        """The epoch may be the only one: groups are checked where all of them synchronize."""
+        """Check the groups where all of them synchronize inside an epoch, which may be the only one."""
         run, trainer = self.run, self.run.trainer
         is_inside = run.strategy.epochs.is_open and not trainer.is_last_batch and not run.world.is_computing
         if not is_inside or run.problem or not run.may_change_inside:
             return
-        # Not where a rank has summed up gradients that it has not stepped with, or has a callback that stops the run.
+        # No rank may have accumulated gradients without a step, or a callback that stops the run.
         if not any(run.world.all_reduce_max([int(not will_step(trainer) or stops_now(trainer))])):
             may_change = run.options.retune_every is not None and not self.by_first_batches.is_timing
             self._react(self.check.validated, may_change, ends_epoch=False)
 
     def _react(self, reason: Callable[[], str], may_change: bool, ends_epoch: bool) -> None:
-        """All groups have synchronized: is what was chosen still right? On all ranks.
+        """Check whether the chosen setting is still right, after all groups have synchronized. On all ranks.
 
         Args:
-            reason: to choose again; empty for none.
-            may_change: whether anything but a rollback is possible now.
+            reason: returns why to choose again; empty for no reason.
+            may_change: whether more than a rollback is possible.
             ends_epoch: whether the epoch has ended, too.
         """
         if self.applied.has_diverged:
@@ -321,7 +320,6 @@ class TunedFit(Fit):
             self.plateau.begin_trial()
 
     def _synchronized(self) -> None:
-        """As after a validation, where there was none."""
         self._check_in_mid_epoch()
         self.epoch_starts()
 

@@ -1,4 +1,4 @@
-"""What may be searched in a fit: numbers of groups, methods, bounds; and from where."""
+"""The search space of a fit: numbers of groups, methods, bounds, and the setting that a search starts from."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _USUAL = ("async_sgd", "fp32", False, "fp32")
 
 
 class FitSpace:
-    """Of one fit.
+    """The search space of one fit.
 
     Args:
         run: the fit.
@@ -42,9 +42,9 @@ class FitSpace:
         self._run, self._has_no_server = run, False
 
     def has_server(self) -> bool:
-        """Joins the parameter server, without which there is one group. On all ranks, which are one group.
+        """Join the parameter server, which several groups need; return whether that worked. On all ranks of one group.
 
-        It is tried once in a fit; if it fails, the user is told why.
+        It is tried once in a fit; if it fails, rank 0 warns the user.
         """
         run = self._run
         if not self._has_no_server and (problem := run.world.connection.try_to_join()):
@@ -56,13 +56,13 @@ class FitSpace:
         return not self._has_no_server
 
     def reachable(self, spec: SearchSpec) -> SearchSpec:
-        """The same search, of one group alone if several would need a server, and there is none. On all ranks."""
+        """Return the specification, restricted to one group if there is no server. On all ranks."""
         if max(spec.space.groups) == 1 or self.has_server():
             return spec
         return replace(spec, space=replace(spec.space, groups=(1,)))
 
     def why_not(self, groups: int) -> str:
-        """Why there cannot be that many groups; empty if there can."""
+        """Return why a number of groups is impossible; empty if it is possible."""
         run = self._run
         if self._has_no_server:
             return "there is no parameter server"
@@ -86,15 +86,14 @@ class FitSpace:
 
     @property
     def may_rebalance(self) -> bool:
-        """Whether batches may be split by speed."""
         return Space.of(self._run.options.space, self._run.world.size).rebalance
 
     def specification(self, hyperparameters: Hyperparameters, switch: float) -> SearchSpec:
-        """A search that starts from what the run trains with at the moment.
+        """Return the specification of a search that starts from the present setting.
 
         Args:
-            hyperparameters: of the optimizer.
-            switch: seconds that it takes to form groups, as far as is known.
+            hyperparameters: those of the optimizer.
+            switch: seconds to form groups, as far as they are known.
         """
         run = self._run
         start, batch = self._start(hyperparameters), run.batch(len(run.world.live_ranks))
@@ -137,7 +136,7 @@ class FitSpace:
     def _space(self, hyperparameters: Hyperparameters, start: Setting) -> Space:
         run, world = self._run, self._run.world
         live, given = len(world.live_ranks), dict(run.options.space)
-        if world.lost and "groups" in given:  # the user could not know
+        if world.lost and "groups" in given:  # the user could not foresee it
             groups = given["groups"] if isinstance(given["groups"], Iterable) else [given["groups"]]
             given["groups"] = [1, *(each for each in groups if each <= live)]
         own = run.state.own.momentum if run.state.own is not None else start.momentum
@@ -161,9 +160,9 @@ class FitSpace:
         return space
 
     def mergeable(self) -> list[str]:
-        """Dense layers that this fit could have merged, and that hold half of its weights at least; the largest ones.
+        """Return the largest dense layers that this fit can merge and that hold at least half of its weights.
 
-        None if anything is compiled, which is left alone.
+        The list is empty if anything is compiled, which stays as it is.
         """
         modules = dict(self._run.module.named_modules())
         if any(getattr(each, "_compiled_call_impl", None) is not None for each in modules.values()):
@@ -179,7 +178,7 @@ class FitSpace:
         return found[: c.MOST_MERGEABLE]
 
     def _check_merged(self, name: str) -> None:
-        """Raises an error if this fit cannot have that submodule merged; the message says why."""
+        """Raise an error if this fit cannot merge a submodule; the message states the reason."""
         run = self._run
         optimizers = run.trainer.optimizers
         try:
@@ -196,19 +195,19 @@ class FitSpace:
             )
 
     def _allows(self, groups: int) -> bool:
-        """Whether there may be that many groups."""
+        """Return whether a number of groups is possible, and log why it is not."""
         reason = self.why_not(groups)
         if reason and not self._run.problem:
             self._run.info(f"OmniTuner: {groups} groups are not tried: {reason}")
         return not reason
 
     def _all_reduces(self) -> tuple[str, ...]:
-        """All-reduce formats that are of use: sparse gradients travel as they are, and a hook of the user's stays."""
+        """Return the usable all-reduce formats: none with sparse gradients or a user's communication hook."""
         is_given = has_hook_for_gradients(self._run.strategy)
         return () if is_given or self._has_sparse_gradients else searched.ALL_REDUCES
 
     def _methods(self) -> tuple[str, ...]:
-        """Methods by which groups of this run can exchange, of those of which it is known what they cost."""
+        """Return the methods with known costs that groups of this run can use."""
         world = self._run.world
         before, found = world.method, []
         for name in searched.METHODS:
@@ -221,7 +220,7 @@ class FitSpace:
 
 
 def _plain(name: str, value: Any) -> Any:
-    """A value of a user's own dimension, which has to travel as it is."""
+    """Return a value of a user-defined dimension if it can travel unchanged."""
     if not is_plain(value):
         raise ConfigurationError(
             f"space={{{name!r}: ...}}: current(world) returned {value!r}; return a number, a text, True or False"
@@ -234,12 +233,12 @@ def _trained(module: Module) -> int:
 
 
 def _is_dense(module: Module) -> bool:
-    """Whether all its weights are those of dense layers: a server's one thread computes them in little time."""
+    """Return whether a module has only dense layers, which a server's one thread computes quickly."""
     return all(isinstance(each, Linear) for each in module.modules() if any(True for _ in each.parameters(False)))
 
 
 def _text_of_wire(given: Any) -> str:
-    """As a setting has it; empty for a format that is no name."""
+    """Return a wire format as a setting has it; empty for a format without a name."""
     if isinstance(given, Mapping):
         given = "/".join(str(given.get(way, "fp32")) for way in ("push", "pull"))
     return given if isinstance(given, str) else ""

@@ -1,4 +1,4 @@
-"""Whether a training loss is flat, and whether a trial of the user's own setting has lowered it: numbers alone."""
+"""Rules for a flat training loss, and for a trial that has lowered it: arithmetic alone."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class TrainingLosses(Serializable):
 
     Attributes:
         windows: mean loss of each window, the latest one last: an epoch, or a part of one.
-        setting: that they were trained with.
-        is_stale: whether gradients are stale with it: the optimizer steps for each group's.
-        trials: of the user's own setting, so far.
-        next_trial: windows after which there may be another.
+        setting: the setting of these windows.
+        is_stale: whether its gradients are stale, because the optimizer steps for each group's.
+        trials: number of trials of the user's own setting.
+        next_trial: number of windows after which another trial may begin.
 
     Example:
         >>> curve = TrainingLosses(first=2.3, windows=[1.0, 0.50, 0.49])
@@ -41,26 +41,26 @@ class TrainingLosses(Serializable):
     next_trial: float = 0.0
 
     def trial_begins(self) -> None:
-        """The more often the user's own setting was no better, the longer it takes until it is tried again."""
+        """Count a trial of the user's own setting; each one makes the wait for the next longer."""
         self.trials += 1
         self.next_trial = c.LONGER**self.trials * len(self.windows)
 
     @property
     def now(self) -> float:
-        """The mean of the last windows; NaN if there are none."""
+        """Return the mean of the last windows; NaN if there are none."""
         return self._mean(len(self.windows))
 
     @property
     def gained(self) -> float:
-        """By how much the loss has fallen while the number of windows grew by the factor `c.LONGER`."""
+        """Return the decrease of the loss while the number of windows grew by the factor `c.LONGER`."""
         return self._mean(round(len(self.windows) / c.LONGER)) - self.now
 
     @property
     def is_flat(self) -> bool:
-        """Whether that is a small part of what was learnt since the start, and of the loss, which may be near zero.
+        """Return whether the gain is a small part of the decrease since the start, and of the loss itself.
 
-        Stale gradients may keep a loss from where it would arrive while it still falls a little. Where none are, it is
-        flat only if it does not fall at all. It never is if there are too few windows.
+        Stale gradients may keep a loss from its final value while it still falls a little. Without them, it is flat
+        only if it does not fall at all. It is never flat if there are too few windows.
         """
         if len(self.windows) < c.FEWEST_WINDOWS:
             return False
@@ -69,30 +69,25 @@ class TrainingLosses(Serializable):
         return self.gained <= min(c.FLAT * abs(self.first - self.now), c.STEEP * abs(self.now))
 
     def _mean(self, end: int) -> float:
-        """Of the last windows up to there."""
+        """Return the mean of the last windows before an index."""
         count = max(1, round(c.LATE * len(self.windows)))
         last = self.windows[max(0, end - count) : end]
         return statistics.fmean(last) if last else math.nan
 
 
 class TrialOutcome(IntEnum):
-    """What a trial has come to: numbers, so that rank 0 can tell the others."""
+    """The outcome of a trial, as a number that rank 0 can broadcast."""
 
     BETTER = 0
-    """It has lowered the loss by more than the setting before is expected to."""
+    """The trial has lowered the loss by more than the setting before is expected to."""
     NEITHER = 1
-    """It has lowered the loss by less than that."""
+    """The trial has lowered the loss by less than that."""
     WORSE = 2
-    """The loss is higher than before it."""
+    """The loss is higher than before the trial."""
 
     @classmethod
     def of(cls, losses: Sequence[float], curve: TrainingLosses) -> TrialOutcome:
-        """That of a trial.
-
-        Args:
-            losses: of all of its batches.
-            curve: of the setting before.
-        """
+        """Return the outcome of a trial by the losses of all its batches."""
         _, last = _latest(losses)
         if last and lowers_more(last, curve):
             return cls.BETTER
@@ -100,11 +95,7 @@ class TrialOutcome(IntEnum):
 
 
 def is_falling(losses: Sequence[float]) -> bool:
-    """Whether the loss of a trial falls, by more than its scatter explains: larger steps may well raise it at first.
-
-    Args:
-        losses: of all of its batches.
-    """
+    """Return whether a trial's loss falls by more than its scatter explains; larger steps may raise it at first."""
     earlier, last = _latest(losses)
     if not earlier:
         return False
@@ -112,31 +103,31 @@ def is_falling(losses: Sequence[float]) -> bool:
 
 
 def _latest(losses: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
-    """The last part of them, which counts, and before it the part that is as long."""
+    """Return the last part of the losses, which counts, after an equally long part before it."""
     count = math.ceil(c.LAST * len(losses))
     return losses[-2 * count : -count], losses[-count:]
 
 
 def lowers_more(losses: Sequence[float], curve: TrainingLosses) -> bool:
-    """Whether a trial has lowered the loss by more than the setting before is expected to.
+    """Return whether a trial has lowered the loss by more than the setting before is expected to.
 
-    What that lowered it by, while its windows grew by the factor `c.LONGER`, it is expected to do once more: a run that
-    has taken so long may well take as long again. Less than the standard error of the trial's mean is not told from it.
+    That setting is expected to repeat its gain of the last `c.LONGER`-fold growth of its windows, since a run that has
+    lasted so long may last as long again. A difference below the standard error of the trial's mean does not count.
 
     Args:
-        losses: of the last batches of the trial.
-        curve: of the setting before.
+        losses: losses of the last batches of the trial.
+        curve: the training loss with the setting before.
     """
     return curve.now - statistics.fmean(losses) > max(0.0, curve.gained) + _error(losses) + _rounding(curve)
 
 
 def _rounding(curve: TrainingLosses) -> float:
-    """Differences that single precision cannot tell."""
+    """Return the difference that single precision cannot resolve."""
     return 1e-6 * abs(curve.now)
 
 
 def _error(losses: Sequence[float]) -> float:
-    """Standard error of their mean; NaN if one is not finite."""
+    """Return the standard error of the mean; NaN if a loss is not finite."""
     if not math.isfinite(math.fsum(losses)):
         return math.nan
     return statistics.stdev(losses) / math.sqrt(len(losses)) if len(losses) > 1 else 0.0

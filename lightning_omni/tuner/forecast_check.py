@@ -1,14 +1,14 @@
-"""Whether a run is as fast as it was forecast: what the first batches could not show, those that follow do.
+"""A check whether a run is as fast as forecast, by the batches after the choice.
 
-A forecast may be wrong about what it has not seen: a server that shares its cores with something else, a link that
-others use, a lock in the user's data. Then one group may be faster after all for the samples that groups cost.
+A forecast may be wrong about unseen effects: a server that shares its cores, a link with other traffic, a lock in the
+user's data. Then one group may be faster after all, for the samples that groups cost.
 
-It may also be one group's forecast that is wrong: the batches that it is from were a few fast ones, or the machine has
-become slower since, for groups and for one. So one group is timed again, and from then on groups are chosen only where
-they pay although they are slower than predicted, by as much as these were. If they do not pay then, they are given up.
+The forecast of one group may be wrong, too: its batches were a few fast ones, or the machine has become slower since,
+for groups and for one. So one group is timed again, and from then on groups are chosen only if they pay although they
+are slower than predicted, by the measured factor. If they do not, they are given up.
 
-And one group that trains as the user has set it may be slower than the first batches were: ranks that stall now and
-then, or slow down later, keep all others waiting. It is then timed again, too.
+One group with the user's own setting may also be slower than in the first batches: ranks that stall now and then, or
+slow down later, make all others wait. It is then timed again, too.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from lightning_omni.tuner.throughput import Speed
 
 
 class ForecastCheck:
-    """Compares what a run trains per second with what was forecast.
+    """A comparison of a run's samples per second with the forecast.
 
-    What groups train is compared with what one group would, once after each choice. If they get slower later, that is a
-    change, which `Retuning` sees.
+    The speed of groups is compared with that of one group once after each choice. `Retuning` detects groups that get
+    slower later.
 
     Args:
-        run: that is tuned.
-        applied: what it trains with.
-        retuning: has measured how fast it is.
-        reports: tell of a change.
+        run: the tuned run.
+        applied: the setting that it trains with.
+        retuning: the record of its speed.
+        reports: the reports of a change.
     """
 
     def __init__(self, run: TunedRun, applied: AppliedSetting, retuning: Retuning, reports: TunerReports) -> None:
@@ -50,14 +50,11 @@ class ForecastCheck:
         self._steps, self._next = 0, c.FEWEST_STEPS
 
     def step_done(self) -> str:
-        """Compares one group that nothing was chosen for with its forecast. On all ranks.
+        """Return why one group with the user's own setting is to be timed again, or "". On all ranks.
 
-        After 8 steps, and whenever there are a fifth more of them: what has happened since then is seen before as many
-        steps again are lost. Questions that are asked until the steps have doubled share one probability of a false
-        alarm.
-
-        Returns:
-            Why it is to be timed again, or nothing.
+        Its speed is compared with the forecast after 8 steps, and then whenever a fifth more steps are done: so a
+        slowdown is found before as many steps again are lost. The comparisons until the steps have doubled share one
+        probability of a false alarm.
         """
         run, state = self._run, self._run.state
         is_users_own = state.setting is not None and state.setting == state.own
@@ -71,7 +68,7 @@ class ForecastCheck:
         return run.world.broadcast_text(self._why_slower(speed) if speed is not None else "")
 
     def _why_slower(self, speed: Speed) -> str:
-        """That one group is clearly slower than forecast, if it is; rank 0 knows."""
+        """Return why one group is clearly slower than forecast, or ""; rank 0 decides."""
         run = self._run
         if not run.searches:
             return ""
@@ -82,16 +79,12 @@ class ForecastCheck:
         return f"it trains {speed.rate:.3g} samples per second, and {predicted.value:.3g} were predicted"
 
     def epoch_done(self) -> str:
-        """Compares what was chosen with one group, by the whole epoch. On all ranks.
-
-        Returns:
-            Why one group is to be timed again, or nothing.
-        """
+        """Return why one group is to be timed again, by the speed of a whole epoch, or "". On all ranks."""
         speed = self._retuning.speed
         return self._check(speed) if self._is_due and speed is not None else ""
 
     def validated(self) -> str:
-        """The same where groups synchronize inside an epoch, once their speed is known well enough. On all ranks."""
+        """Return why one group is to be timed again, by a certain enough speed inside an epoch, or "". On all ranks."""
         if not self._is_due:
             return ""
         speed = self._retuning.speed_so_far()
@@ -99,7 +92,7 @@ class ForecastCheck:
 
     @property
     def _is_due(self) -> bool:
-        """Whether groups were chosen, or a value of the user's own dimensions, and not checked since; on all ranks."""
+        """Return whether a choice of groups or of user-defined values is unchecked; the same on all ranks."""
         state, setting = self._run.state, self._run.state.setting
         if state.is_final or setting is None or state.own is None or state.checked == state.rounds:
             return False
@@ -123,16 +116,16 @@ class ForecastCheck:
         return ""
 
     def _why_other_value(self) -> str:
-        """Why another value in a dimension of the user's own is worth trying, or the one before was; rank 0 knows."""
+        """Return why another value in a user-defined dimension should be used, as rank 0 decides."""
         run = self._run
         if not run.options.further:
             return ""
         why, began = "", time.perf_counter()
         if run.speaks and run.searches:
             last = run.searches[-1]
-            space = replace(last.spec.space, further=run.options.further)  # which are in no checkpoint
+            space = replace(last.spec.space, further=run.options.further)  # no checkpoint holds them
             spec = replace(last.spec, space=space, horizon=run.horizon, seconds=run.seconds_left)
-            with suppress(OmniError):  # it would be said when batches are timed
+            with suppress(OmniError):  # it is reported when batches are timed
                 chosen = Search(spec, last.observation, last.known, run.state.segments).choice().setting
                 if chosen.further != run.setting.further:
                     value = ", ".join(f"{name}={value}" for name, value in chosen.further)
@@ -143,7 +136,7 @@ class ForecastCheck:
         return why
 
     def _trained(self, speed: Speed, is_refuted: bool) -> list[TrainedSegment]:
-        """All segments so far, with the one in which the run was so fast; the last one of each setting."""
+        """Return the last segment of each setting, with the one that has just been measured."""
         run, setting, search = self._run, self._run.setting, self._run.searches[-1]
         log_ratio = math.log(search.modelled(setting) / speed.rate)
         variance = speed.error**2 + mean_error(search.measured) ** 2
@@ -151,7 +144,7 @@ class ForecastCheck:
         return [*(each for each in run.state.segments if each.setting != setting), segment]
 
     def _refutes(self, search: Search, setting: Setting, speed: Speed) -> Command | None:
-        """None if groups of that speed are worth their samples, or if it is not clear that they are not."""
+        """Return a command for one group; None if groups of that speed are, or may be, worth their samples."""
         one = best_by_forecast(search, groups=1)
         theory = search.forecast().theory
         one_at_least = math.log(search.prediction(one).samples_per_second.low)

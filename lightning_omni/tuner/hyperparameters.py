@@ -1,4 +1,4 @@
-"""An optimizer's learning rate and momentum, with the schedulers that move them."""
+"""The learning rate and momentum of an optimizer, with the schedulers that change them."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _RATES_OF_PLATEAUS = ("default_min_lr", "eps")
 
 
 class Hyperparameters:
-    """Reads and sets what `OmniTuner` tunes of one optimizer.
+    """The learning rate and momentum of one optimizer, which `OmniTuner` tunes.
 
-    A learning rate here is that of the first parameter group where its schedule is highest (a warm-up has hardly begun
-    when a search does); the rates of other groups and of the schedulers go with it in proportion.
+    The learning rate is that of the first parameter group at the peak of its schedule (a warm-up has hardly begun when
+    a search does); the rates of other groups and of the schedulers change in proportion.
 
     Args:
         optimizer: the optimizer.
-        schedulers: that move its rates.
+        schedulers: the schedulers of its rates.
 
     Raises:
-        ConfigurationError: the optimizer moves no weights (that of a module whose ``configure_optimizers`` returns
-            None), or has no learning rate (Adafactor, if it finds its own), or it is 0.
+        ConfigurationError: the optimizer has no weights (that of a module whose ``configure_optimizers`` returns None)
+            or no learning rate (Adafactor, if it finds its own), or the learning rate is 0.
     """
 
     def __init__(self, optimizer: Optimizer, schedulers: Sequence[Any] = ()) -> None:
@@ -54,35 +54,35 @@ class Hyperparameters:
 
     @classmethod
     def of(cls, trainer: Trainer) -> Hyperparameters:
-        """Those of a Trainer that has one optimizer."""
+        """Return the hyperparameters of a Trainer that has one optimizer."""
         return cls(trainer.optimizers[0], [config.scheduler for config in trainer.lr_scheduler_configs])
 
     @property
     def scaling(self) -> Scaling:
-        """How learning rates go with batch and momentum."""
+        """Return how learning rates scale with batch and momentum."""
         return Scaling(is_adaptive=not isinstance(self._optimizer, SGD))
 
     @property
     def is_momentum_free(self) -> bool:
-        """Whether momentum can be chosen: there is one, of all parameter groups, and no schedule moves it."""
+        """Return whether momentum can be chosen: all parameter groups share one, and no schedule changes it."""
         is_common = len(set(map(self._momentum_of, self._optimizer.param_groups))) == 1
         return self.has_momentum and is_common and not self._is_momentum_scheduled
 
     @property
     def lr(self) -> float:
-        """The learning rate where its schedule is highest."""
+        """Return the learning rate at the peak of its schedule."""
         return self._highest()[0]
 
     @property
     def momentum(self) -> float:
-        """Momentum, or β1; 0.0 if there is none."""
+        """Return the momentum, or β1; 0.0 if there is none."""
         return self._momentum_of(self._optimizer.param_groups[0])
 
     def _momentum_of(self, group: dict[str, Any]) -> float:
         return float(group["betas"][0] if self._has_betas else group.get("momentum", 0.0))
 
     def set_momentum(self, momentum: float) -> None:
-        """Sets the momentum (or β1) of all parameter groups, where it can be set and is another."""
+        """Set the momentum (or β1) of all parameter groups, if it can be set and differs."""
         if not self.has_momentum or self._is_momentum_scheduled or momentum == self.momentum:
             return
         for group in self._optimizer.param_groups:
@@ -93,13 +93,13 @@ class Hyperparameters:
                 group["momentum"] = momentum
 
     def make_default(self) -> None:
-        """Parameter groups that are added from now on, as finetuning adds them, have the momentum of the others."""
+        """Give the present momentum to parameter groups that are added later, as in finetuning."""
         if self.is_momentum_free:
             name = "betas" if self._has_betas else "momentum"
             getattr(self._optimizer, "defaults", {})[name] = self._optimizer.param_groups[0][name]
 
     def scale(self, factor: float) -> None:
-        """For good: all rates, those that schedulers remember included. Schedules keep their shape."""
+        """Multiply all rates for good, including those that schedulers store. Schedules keep their shape."""
         if factor == 1.0:
             return
         for name in _RATES:
@@ -116,18 +116,18 @@ class Hyperparameters:
                     setattr(scheduler, name, _times(value, factor))
 
     def _highest(self) -> list[float]:
-        """Of each parameter group the learning rate where its schedule is highest."""
+        """Return the learning rate of each parameter group at the peak of its schedule."""
         rates = [
             float(group.get("max_lr", group.get("initial_lr", group["lr"]))) for group in self._optimizer.param_groups
         ]
         for scheduler in self._schedulers:
-            peaks = vars(scheduler).get("max_lrs", rates)  # of a CyclicLR, whose groups know the lowest only
+            peaks = vars(scheduler).get("max_lrs", rates)  # the groups of a CyclicLR hold only the lowest
             rates = [max(float(peak), rate) for peak, rate in zip(peaks, rates, strict=True)]
         return rates
 
 
 def _times(value: Any, factor: float) -> float:
-    """A product that is a number of few digits but for rounding is that number: the user's own rate comes back exactly.
+    """Return a product, without rounding errors if it has few digits: the user's own rate is restored exactly.
 
     Example:
         >>> 0.05 * 1.3 * (1 / 1.3), _times(0.05 * 1.3, 1 / 1.3)
@@ -139,7 +139,7 @@ def _times(value: Any, factor: float) -> float:
 
 
 def _flat(schedulers: Iterable[Any]) -> list[Any]:
-    """Schedulers, and those that they hold under any name, as those of public code hold others; each once."""
+    """Return schedulers, and those that they hold under any name, each once."""
     found: dict[int, Any] = {}
     left = list(schedulers)
     while left:
@@ -154,7 +154,7 @@ def _flat(schedulers: Iterable[Any]) -> list[Any]:
 
 
 def _own(groups: Sequence[dict[str, Any]], name: str) -> None:
-    """A tensor that was given for all groups becomes one of each."""
+    """Replace a tensor that several groups share by one for each."""
     seen: set[int] = set()
     for group in groups:
         value = group[name]
@@ -164,7 +164,7 @@ def _own(groups: Sequence[dict[str, Any]], name: str) -> None:
 
 
 def _set(group: dict[str, Any], name: str, value: Any) -> None:
-    """A rate may be a tensor, where a compiled optimizer reads it."""
+    """Set a rate, which may be a tensor that a compiled optimizer reads."""
     if isinstance(group[name], Tensor):
         group[name].fill_(float(value))
     else:

@@ -1,12 +1,12 @@
 """A fit of a group that has joined a run on its own: momentum and learning rate follow the number of groups.
 
-How many groups there are is up to those who start and stop them, and how they exchange is up to the first one. What is
-left to choose follows from their number, at once when it changes: asynchrony adds momentum, and every group makes as
-many updates as one group alone did.
+The users who start and stop groups set their number, and the first group sets how all exchange. Momentum and learning
+rate follow from the number, as soon as it changes: asynchrony adds momentum, and every group makes as many updates as
+one group alone did.
 
-Rule 1: all members of a group know the number of groups from the same answer of the server, and decide by themselves.
+Rule 1: all members of a group receive the number of groups in the same answer of the server, and decide by themselves.
 Rule 2: the weights move as far in a second, and with as much momentum, explicit and implicit together, as with the
-user's own setting and one group. So what more groups bring are gradients with less noise, and not larger steps.
+user's own setting and one group. So more groups bring gradients with less noise, and not larger steps.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ _CHOSEN = ("momentum", "lr", "rebalance")
 
 
 def suited_to(own: Setting, groups: int, method: Method, scaling: Scaling, space: Space) -> Setting:
-    """Momentum and learning rate with which groups train like one.
+    """Return the momentum and learning rate with which groups train like one.
 
-    With g groups whose pushes are applied one after the other staleness is g - 1 on average, and the implicit momentum
-    of 1 - 1 / g is taken off the explicit one; the rate is what gives as long a way in the time of a batch, in which
-    there are g updates now. (Of optimizers that divide by the gradients' size that is the square root of it.) Nothing
-    changes for methods that average what the groups do, or wait for all of them.
+    With g groups whose pushes are applied one after the other, staleness is g - 1 on average, and the implicit momentum
+    of 1 - 1 / g is subtracted from the explicit one. The learning rate moves the weights as far in the time of a batch,
+    which has g updates now. (Optimizers that divide by the gradients' size use the square root of g.) Nothing changes
+    for methods that average the groups, or wait for all of them.
 
     Args:
         own: the user's setting, of one group.
-        groups: how many there are.
-        method: how they exchange.
-        scaling: of learning rates.
-        space: bounds of momentum and rate.
+        groups: number of groups.
+        method: the method of their exchange.
+        scaling: the scaling of learning rates.
+        space: bounds of momentum and learning rate.
 
     Example:
         >>> own = Setting(groups=1, momentum=0.9, lr=0.1)
@@ -62,7 +62,7 @@ def suited_to(own: Setting, groups: int, method: Method, scaling: Scaling, space
     momentum = min(max(explicit_for(own.momentum, updates - 1), space.momentum[0]), space.momentum[1])
     lr = scaling.lr(updates, momentum, scaling.step(own))
     if isinstance(method, AsyncSGD) and method.staleness_aware:
-        lr *= max(1, updates - 1)  # by which the server divides it
+        lr *= max(1, updates - 1)  # the server divides it by that
     return replace(own, groups=groups, momentum=momentum, lr=min(max(lr, space.lr[0]), space.lr[1]))
 
 
@@ -73,7 +73,7 @@ class JoinedFit(Fit):
         run: the fit.
 
     Raises:
-        UnsupportedError: the tuner was told to search what such a group cannot change.
+        UnsupportedError: ``space`` has a dimension that such a group cannot choose.
     """
 
     def __init__(self, run: TunedRun) -> None:
@@ -93,7 +93,7 @@ class JoinedFit(Fit):
             run.problem = str(error)
             run.info(f"OmniTuner: momentum and learning rate stay as they are: {run.problem}")
             return
-        if run.state.own is None:  # a group that joins later is given that of the first one
+        if run.state.own is None:  # a group that joins later receives that of the first one
             run.state.own = Setting(groups=1, momentum=hyperparameters.momentum, lr=hyperparameters.lr)
             run.state.setting = run.state.own
         self._space = Space.of(run.options.space, ranks=1, momentum=run.state.own.momentum)
@@ -102,7 +102,11 @@ class JoinedFit(Fit):
         hyperparameters.make_default()  # a group that joins later has the momentum that the others have by now
 
     def _followed(self) -> Hyperparameters:
-        """What follows the number of groups, or a `ConfigurationError` that says why nothing does."""
+        """Return the hyperparameters that follow the number of groups.
+
+        Raises:
+            ConfigurationError: none does; the message states why.
+        """
         run = self.run
         method, optimizers = run.world.method, len(run.trainer.optimizers)
         if not run.options.budget:
@@ -122,7 +126,7 @@ class JoinedFit(Fit):
             self._follow(groups, self._hyperparameters)
 
     def _follow(self, groups: int, hyperparameters: Hyperparameters) -> None:
-        """There are so many groups from here on. On all members of this one."""
+        """Adapt momentum and learning rate to a new number of groups. On all members."""
         run, state = self.run, self.run.state
         setting = suited_to(run.own, groups, run.world.method, hyperparameters.scaling, self._space)
         hyperparameters.set_momentum(setting.momentum)
@@ -136,7 +140,7 @@ class JoinedFit(Fit):
 
 
 def check_joined(options: TunerOptions) -> None:
-    """Raises `UnsupportedError` if the tuner was told to search what such a group cannot change."""
+    """Raise `UnsupportedError` if ``space`` has a dimension that a group which has joined on its own cannot choose."""
     for name in options.space:
         if name not in _CHOSEN:
             raise UnsupportedError(

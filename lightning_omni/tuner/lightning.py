@@ -1,6 +1,6 @@
 """DeviceTuner and OmniTuner for ``lightning.pytorch``."""
 
-# Its base classes are checked against the other namespace, whose twin this is.
+# mypy checks the base classes against the other namespace.
 # mypy: disable-error-code="misc, attr-defined, assignment"
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lightning_omni.tuner.omni import OmniTunerHooks
 
 
 class Names:
-    """What callbacks use of this namespace."""
+    """The names that callbacks use of this namespace."""
 
     rank_zero_info = staticmethod(rank_zero_info)
     mixed_precision = MixedPrecision
@@ -31,7 +31,7 @@ class DeviceTuner(DeviceTunerHooks, Callback):  # noqa: D101
 
 
 class DeviceProbe(DeviceProbeHooks, DeviceTuner):
-    """Measures, and ends the fit before its first batch."""
+    """A `DeviceTuner` that ends the fit before its first batch."""
 
     trainer_class = Trainer
 

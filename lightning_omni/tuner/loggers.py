@@ -1,4 +1,4 @@
-"""What a Trainer's loggers are told."""
+"""Metrics for a Trainer's loggers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
 
 
 def log(trainer: Trainer, metrics: Mapping[str, float]) -> Path | None:
-    """Tells the loggers; called on all ranks.
+    """Log metrics to all loggers, on all ranks.
 
     Returns:
-        The folder of the first one, for a report, on rank 0; None elsewhere, and if it has none on this machine.
+        The folder of the first logger, on rank 0; None on other ranks, and if it has none on this machine.
     """
     for logger in trainer.loggers:
         logger.log_metrics(dict(metrics), step=trainer.global_step)
-    folder = trainer.log_dir if trainer.loggers else None  # asks all ranks
+    folder = trainer.log_dir if trainer.loggers else None  # a collective of all ranks
     return None if folder is None or "://" in str(folder) or not trainer.is_global_zero else Path(folder)

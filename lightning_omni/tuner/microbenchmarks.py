@@ -1,6 +1,6 @@
-"""What messages and arithmetic take that a run may need, timed by themselves while no rank trains.
+"""Timings of messages and arithmetic that a run may need, made while no rank trains.
 
-Rule: all ranks of the group ask for the same in the same order, and hear the same.
+Rule: all ranks of the group request the same timings in the same order, and receive the same results.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from lightning_omni.search import constants as c
 from lightning_omni.strategy.hooks import OmniStrategyHooks
 
 MESSAGE_BYTES = 1 << 16, 1 << 18, 1 << 20
-"""Of messages that take longer for what is in them. The last kind takes much longer than an empty one on fast links
-and is a small part of a large gradient; on slow links smaller ones do."""
+"""Sizes of messages that take longer because of their content. On fast links, the last one takes much longer than an
+empty one and is a small part of a large gradient; on slow links, smaller ones do."""
 
 
 def seconds_per_byte(timed: Callable[[int], float], nbytes: int) -> float:
-    """What each byte adds to a message, by two that differ in their bytes alone.
+    """Return the seconds that each byte adds to a message, by two messages that differ in their bytes alone.
 
-    Neither is empty, if a gradient is large enough for two: many links let the first bytes of a message pass at once,
-    and a small one does not show what a large one takes. Of a gradient that is smaller than all of these messages the
-    smallest tells it: two that hardly differ in their bytes differ by chance alone.
+    Neither is empty, if a gradient is large enough for two: many links send the first bytes of a message at once, and a
+    small message does not show the time of a large one. If a gradient is smaller than all of these messages, the
+    smallest one decides, because two of nearly equal size differ by chance alone.
 
     Args:
-        timed: seconds of a message of so many numbers of four bytes each.
-        nbytes: of a gradient, which no message but the smallest is larger than.
+        timed: returns the seconds of a message with a number of four-byte values.
+        nbytes: bytes of a gradient; only the smallest message may be larger.
     """
     short = seconds = timed(1)
     count, per_byte = 1, 0.0
@@ -54,11 +54,11 @@ def seconds_per_byte(timed: Callable[[int], float], nbytes: int) -> float:
 
 
 class Sites(NamedTuple):
-    """Where ranks are that reach each other over no slow link, and what messages between these take.
+    """The nodes or sites of the members, and the times of messages inside one of them.
 
     Attributes:
-        of: the node, or the site, of each member; none if all are on one node.
-        round_trip: seconds until a message of hardly any bytes is answered at one of them; 0 if unknown.
+        of: the node or site of each member, where no slow link joins two members; empty if all are on one node.
+        round_trip: seconds of a nearly empty message inside one and its answer; 0 if unknown.
         per_byte: seconds of each byte of such a message, one way; 0 if unknown.
     """
 
@@ -68,10 +68,10 @@ class Sites(NamedTuple):
 
 
 class Microbenchmarks:
-    """Times each of these once, when it is asked for first.
+    """Timings that are made once each, when they are first requested.
 
     Args:
-        strategy: of a run whose ranks are one group.
+        strategy: strategy of a run whose ranks are one group.
     """
 
     def __init__(self, strategy: OmniStrategyHooks) -> None:
@@ -80,32 +80,31 @@ class Microbenchmarks:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a gradient, with that of merged heads: one group averages theirs, too."""
+        """Return the bytes of a gradient, with merged heads, which one group averages, too."""
         return sum(part.replica.layout.nbytes for part in self._world.parts)
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of the parameters."""
         layouts = [part.replica.layout for part in self._world.parts]
         return tuple(tuple(spec.shape) for layout in layouts for spec in layout.specs)
 
     @cached_property
     def round_trip(self) -> float:
-        """Seconds of a message of hardly any bytes to another rank and back: the shortest of a few.
+        """Return the seconds of a nearly empty message to another rank and back: the shortest of a few.
 
-        An all-gather of one number hands as many messages on, one after the other, as there are other ranks.
+        An all-gather of one number sends as many messages, one after the other, as there are other ranks.
         """
         own = self._shortest(lambda: gather(self._world, [0.0]))
         return 2 * gather(self._world, [own])[0][0] / max(1, len(self._world.members) - 1)
 
     @cached_property
     def reduce_per_byte(self) -> float:
-        """Seconds that each byte adds to an all-reduce, as rank 0 sees it."""
+        """Return the seconds that each byte adds to an all-reduce, as measured on rank 0."""
         return seconds_per_byte(self._seconds_of_all_reduce, self.nbytes)
 
     @cached_property
     def nodes(self) -> Sites:
-        """The nodes, and what messages take within the first that has two ranks."""
+        """Return the nodes, and the times of messages within the first that has two ranks."""
         places = dict[int, list[int]]()
         nodes = self._world.server.nodes_of(self._world.members)
         for place, node in enumerate(nodes):
@@ -115,10 +114,10 @@ class Microbenchmarks:
 
     @cached_property
     def sites(self) -> Sites:
-        """Nodes that are joined by links much faster than those to others, and what messages take within the slowest.
+        """Return the sites, nodes joined by fast links, and the times of messages over the slowest link within one.
 
-        The nodes, where all links are alike, or where it is not links that an all-reduce takes long for: small times
-        differ by chance. Two nodes have one link, so that there is nothing to compare it with.
+        The nodes are returned if all links are alike, or if links are not the cause of a slow all-reduce, because small
+        times differ by chance. Two nodes have only one link, which has nothing to be compared with.
         """
         nodes = self._world.server.nodes_of(self._world.members)
         firsts = [nodes.index(node) for node in sorted(set(nodes))]
@@ -137,22 +136,18 @@ class Microbenchmarks:
 
     @cached_property
     def push(self) -> float:
-        """Seconds that a push will take a server, which is where rank 0 is."""
+        """Return the seconds that a push will take a server, which runs where rank 0 does."""
         is_there = self._world.rank == self._world.members[0]
         own = sum(map(seconds_of_push, self._strategy.real_optimizers)) if is_there else 0.0
         return gather(self._world, [own])[0][0]
 
     @property
     def averaging(self) -> dict[str, float]:
-        """By format, what the slowest rank computes to average its gradients so; of those that were timed."""
+        """Return, by timed format, the seconds that the slowest rank computes to average gradients."""
         return dict(self._averaging)
 
     def time_averaging(self, formats: tuple[str, ...]) -> None:
-        """Times what ranks compute to average gradients so, of those of which that is not known.
-
-        Args:
-            formats: as `all_reduce_of` takes them.
-        """
+        """Time the arithmetic of those all-reduce formats that were not timed yet."""
         wanted = [each for each in formats if each not in self._averaging]
         if not wanted:
             return
@@ -161,13 +156,12 @@ class Microbenchmarks:
         self._averaging.update(zip(wanted, map(max, zip(*rows, strict=True)), strict=True))
 
     def _seconds_of_all_reduce(self, count: int) -> float:
-        """Of so many numbers, as rank 0 sees it."""
         numbers = torch.zeros(count, device=self._world.device)
         found = self._shortest(partial(dist.all_reduce, numbers, group=self._world.compute_group))
         return gather(self._world, [found])[0][0]
 
     def _timed(self, first: int, second: int) -> tuple[float, float]:
-        """Between two members: seconds of a short message and its answer, and of each byte one way."""
+        """Return the seconds of a short message between two members and its answer, and of each byte one way."""
 
         def there(count: int) -> float:
             return self._seconds_between([(first, second)], count)[0]
@@ -175,18 +169,16 @@ class Microbenchmarks:
         return 2 * there(1), seconds_per_byte(there, self.nbytes)
 
     def _seconds_of_links(self, pairs: Sequence[tuple[int, int]], count: int) -> list[float]:
-        """Of so many numbers from each member to the next; those that have no end in common are timed together."""
+        """Return the seconds of ``count`` numbers over each link; links without a common end are timed together."""
         seconds = [0.0] * len(pairs)
         for start in range(2):
             seconds[start::2] = self._seconds_between(pairs[start::2], count)
         return seconds
 
     def _seconds_between(self, pairs: Sequence[tuple[int, int]], count: int) -> list[float]:
-        """Seconds of so many numbers from the first to the second member of each pair, there and back halved.
+        """Return the seconds of ``count`` numbers from the first to the second member of each pair: half a round trip.
 
-        Args:
-            pairs: members by their places, each in one pair at most; all pairs send at once.
-            count: of numbers.
+        All pairs send at once, so that each member is in one pair at most.
         """
         numbers, group = torch.zeros(count, device=self._world.device), self._world.compute_group
         own, found = self._world.members.index(self._world.rank), 0.0
@@ -206,7 +198,6 @@ class Microbenchmarks:
         return [seconds[first][0] / 2 for first, _ in pairs]
 
     def _shortest(self, send: Callable[[], object]) -> float:
-        """Seconds of the shortest of a few messages of one kind."""
         found = []
         for _ in range(c.MESSAGES):
             wait_for(self._world.device)

@@ -1,6 +1,6 @@
-"""The metric that a run is tuned for: whether it will be there, as early as that can be known.
+"""The metric that a run is tuned for, and a check as early as possible that the run logs it.
 
-What is known after the sanity check is believed; else the first validations decide, as they do for EarlyStopping.
+A metric that is logged in the sanity check is accepted; otherwise the first validations decide, as for EarlyStopping.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
 
 MONITORED = "val_loss"
-"""By default."""
+"""The default metric."""
 _LATE = "on_train_epoch_end"
-"""The hook in which what a module or a callback logs is not there before the second validation."""
+"""The hook whose metrics are missing until the second validation."""
 
 _STEPS = ("training_step", "validation_step")
 
 
 class MonitoredMetric:
-    """Follows which metrics are logged, until it is known whether the wanted one is among them.
+    """The metrics that were logged, until it is certain whether the wanted one is among them.
 
     Args:
-        name: of the metric.
+        name: name of the metric.
         is_needed: whether anything depends on it.
     """
 
@@ -41,7 +41,7 @@ class MonitoredMetric:
         self._is_decided = not is_needed
 
     def check_validated(self, trainer: Trainer) -> None:
-        """Refuses a fit in which the metric is never read.
+        """Reject a fit in which the metric is never read.
 
         Raises:
             ConfigurationError: there is no validation.
@@ -53,20 +53,19 @@ class MonitoredMetric:
             )
 
     def sanity_checked(self, names: Iterable[str]) -> None:
-        """What one validation logs is known before training begins."""
         self._add(names)
 
     @property
     def is_open(self) -> bool:
-        """Whether the next validation may still decide; the same on all ranks, whatever each of them logs."""
+        """Return whether the next validation may still decide; the same on all ranks, even if their metrics differ."""
         return self._is_needed and self._validations < 2
 
     def validated(self, trainer: Trainer, module: LightningModule, names: Iterable[str]) -> str:
-        """What was logged by the end of a validation. Returns what is wrong, if the metric is nowhere."""
+        """Record the metrics of a validation, and return an error message if the wanted one is missing."""
         self._add(names)
         self._validations += 1
         if self._is_decided or (self._validations == 1 and _may_log_late(trainer, module)):
-            return ""  # what is logged at an epoch's end is there in the next validation
+            return ""  # metrics of an epoch's end appear in the next validation
         return self._problem
 
     def _add(self, names: Iterable[str]) -> None:
@@ -83,13 +82,12 @@ class MonitoredMetric:
 
 
 def _may_log_late(trainer: Trainer, module: LightningModule) -> bool:
-    """Whether that hook of the module, or of a callback that is not Lightning's or ours, might log something."""
+    """Return whether the hook `_LATE` of the module or a user's callback may log something."""
     owners = (module, *callbacks_of(trainer))
     return any(not _is_known(_home(each, _LATE)) and _speaks_of_logging(each) for each in owners)
 
 
 def _home(owner: Any, hook: str) -> type:
-    """The class that defines a hook."""
     return next((kind for kind in type(owner).__mro__ if hook in vars(kind)), object)
 
 
@@ -99,7 +97,7 @@ def _is_known(kind: type) -> bool:
 
 
 def _speaks_of_logging(owner: Any) -> bool:
-    """Whether ``log`` or ``log_dict`` is called in a method of its own, other than the steps, which were heard."""
+    """Return whether a user's method calls ``log`` or ``log_dict``; the metrics of the steps are recorded already."""
     kinds = [kind for kind in type(owner).__mro__ if not _is_known(kind)]
     own = [each for kind in kinds for name, each in vars(kind).items() if name not in _STEPS]
     methods = [inspect.unwrap(each) for each in own if inspect.isfunction(each)]

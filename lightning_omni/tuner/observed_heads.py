@@ -1,4 +1,4 @@
-"""What merging a submodule would take: its bytes are seen in the first batches, and its passes are timed apart."""
+"""The cost of merging a submodule: its bytes are observed in the first batches, and its passes are timed separately."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_omni.search import constants as c
 
 
 class ObservedHead:
-    """A submodule that may be merged, while it is used.
+    """A submodule that may be merged, observed while it is used.
 
     Args:
         module: the submodule.
@@ -32,7 +32,7 @@ class ObservedHead:
         self._hook = module.register_forward_hook(self._note, with_kwargs=True)
 
     def _note(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """It was called. What it was called with is not kept, only tensors like that."""
+        """Record a call; of its inputs only the shapes are kept, as tensors on the CPU."""
         if not torch.is_grad_enabled():
             return
         self._count += 1
@@ -42,15 +42,15 @@ class ObservedHead:
             self._outputs = _nbytes(tensors_of(output))
 
     def close(self) -> None:
-        """It is not observed any more."""
+        """Stop observing."""
         self._hook.remove()
 
     def measured(self, steps: int, is_flat: bool = False) -> HeadMeasured | None:
-        """What it would take, after so many steps; None if it was not called once in each, with its first one's batch.
+        """Return the cost of merging; None unless each step has called the submodule once, with this rank's batch.
 
         Args:
-            steps: that were trained meanwhile.
-            is_flat: whether each sample has to be one row of numbers: more, as of tokens or pixels, take long.
+            steps: number of steps since the beginning.
+            is_flat: whether each sample has to be one row of numbers: more, such as tokens or pixels, take long.
         """
         rows = {tensor.shape[0] if tensor.ndim else 0 for tensor in tensors_of(self._inputs)} if self._count else set()
         if self._count != steps or rows != {self._batch}:
@@ -66,7 +66,7 @@ class ObservedHead:
         )
 
     def _seconds(self) -> float:
-        """Of a batch's forward and backward pass and a step, with a copy where a server computes: on one CPU thread."""
+        """Return the seconds of a batch's passes and a step of a copy, on one CPU thread, as at a server."""
         twin = copy.deepcopy(self._module).cpu()
         parameters = [each for each in twin.parameters() if each.requires_grad]
         found = []
@@ -95,10 +95,10 @@ class ObservedHead:
 
 
 def _alike(tensor: Tensor) -> Tensor:
-    """Of the same shape, where a server computes; numbers that no layer trips over."""
+    """Return a CPU tensor of the same shape, with numbers that are valid for all layers."""
     return (torch.ones_like if tensor.is_floating_point() else torch.zeros_like)(tensor, device="cpu")
 
 
 def _nbytes(tensors: Sequence[Tensor]) -> int:
-    """As float32, which formats are said of."""
+    """Return the bytes of tensors as float32, the reference of wire formats."""
     return sum(4 * each.numel() if each.is_floating_point() else each.nbytes for each in tensors)

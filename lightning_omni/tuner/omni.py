@@ -1,8 +1,8 @@
-"""`OmniTuner`: Lightning's hooks, translated into what a fit does. What is decided is not known here.
+"""`OmniTuner`: Lightning's hooks, translated into calls of a `Fit`, which decides.
 
-Written once for both of Lightning's namespaces, as the strategy is (see ``pytorch_lightning.py`` and ``lightning.py``).
-What comes of a hook is said by the `Fit`: a `TunedFit` where all ranks were started together, a `JoinedFit` where
-groups join and leave.
+The class serves both of Lightning's namespaces, as the strategy does (see ``pytorch_lightning.py`` and
+``lightning.py``). A `TunedFit` serves runs whose ranks were started together, a `JoinedFit` runs that groups join and
+leave.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ else:
     _CallbackBase = object
 
 _MOST_SEED = (1 << 32) - (1 << 16)
-"""Libraries take seeds below 2³², and a search adds small numbers to its own."""
+"""The largest seed: libraries take seeds below 2³², and a search adds small numbers to its own."""
 _SMALLER = ("loss", "error")
-"""What the names of metrics contain of which smaller values are better."""
+"""Parts of the names of metrics that are better if smaller."""
 _LARGER = {"acc", "accuracy", "auc", "auroc", "f1", "precision", "recall", "dice", "iou", "bleu", "map", "ndcg", "r2"}
-"""Words in the names of metrics of which larger values are better."""
+"""Words in the names of metrics that are better if larger."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a fit in other processes has found; see `OmniTunerHooks`, whose attributes these are."""
+    """The results of a fit in other processes; `OmniTunerHooks` has the same attributes."""
 
     searches: list[Search] = field(default_factory=list)
     problem: str = ""
@@ -56,23 +56,24 @@ class Found:
 
 
 class OmniTunerHooks(_CallbackBase):
-    """Choose the groups, method, momentum and learning rate with the shortest predicted time to the target.
+    """A callback that chooses groups, method, momentum and learning rate for the shortest predicted time to the target.
 
-    The run begins as it would without the tuner, in one group, and its first batches are timed: the compute time of
-    each rank and the duration of the all-reduce. From these the tuner predicts the samples per second of every number
-    of groups, method, number of local steps and wire format; their costs in samples are known from other tasks. A
-    scikit-optimize phase then proposes what to train with: its surrogate model is this prediction, corrected by what
-    the run has shown since. When a setting is predicted to be clearly faster, the run switches to it in the middle of
-    the epoch: groups are formed, momentum and learning rate are set, and batches are split in proportion to the ranks'
-    speeds where that pays. If no setting is faster, nothing changes. Groups that are slower than predicted are
-    given up. No batch is discarded, and nothing is trained only to try it. See docs/tuning.md.
+    The run begins in one group, as without the tuner, and its first batches are timed: the compute time of each rank
+    and the duration of the all-reduce. From these the tuner predicts the samples per second of every number of groups,
+    method, number of local steps and wire format; their costs in samples are known from other tasks. A scikit-optimize
+    phase then proposes the setting to train with: its surrogate model is this prediction, corrected by the measurements
+    of the run since. When a setting is predicted to be clearly faster, the run switches to it in the middle of the
+    epoch: groups are formed, momentum and learning rate are set, and batches are split in proportion to the ranks'
+    speeds where that pays. If no setting is faster, nothing changes. Groups that are slower than predicted are given
+    up. No batch is discarded, and nothing is trained only to try it. See docs/tuning.md.
 
     With ``data="static"``, and with a sampler of your own, groups change at the end of the epoch.
 
     In a run that groups join on their own (``OmniStrategy(join=True)``) their number is given, and momentum and
-    learning rate follow it whenever one joins, leaves or dies.
+    learning rate follow it whenever a group joins, leaves or dies.
 
-    It needs `OmniStrategy`, one optimizer, automatic optimization, and one DataLoader over a map-style dataset.
+    The callback needs `OmniStrategy`, one optimizer, automatic optimization, and one DataLoader over a map-style
+    dataset.
 
     Args:
         target: value of ``monitor`` that is to be reached soonest; None for the lowest loss at the end of the run.
@@ -84,13 +85,12 @@ class OmniTunerHooks(_CallbackBase):
             0.95 (or up to yours, if that is larger), the learning rate follows them, and batches may be split by speed;
             how groups exchange, and how their members average gradients, is searched unless you have chosen it
             (``method=``, ``wire=``, ``overlap=`` or ``all_reduce=`` of the strategy).
-        budget: part of the run's time that choosing and forming groups may take, from 0 to below 1. 0 changes
-            nothing.
+        budget: part of the run's time that choosing and forming groups may take, from 0 to below 1. 0 changes nothing.
         retune_every: epochs between two checks whether the setting is still the best; None for no checks.
         mode: ``"min"`` or ``"max"``: whether a smaller or a larger ``monitor`` is better; None decides by its name
-            (``"min"`` if it contains "loss" or "error", otherwise ``"max"``), and with a ``target`` a name that says
+            (``"min"`` if it contains "loss" or "error", otherwise ``"max"``), and with a ``target`` a name that matches
             neither, such as "val_rmse", is refused.
-        seed: of what scikit-optimize proposes.
+        seed: seed of scikit-optimize's proposals.
 
     Attributes:
         choice: on rank 0, the latest choice, a `lightning_omni.search.Choice`.
@@ -170,29 +170,28 @@ class OmniTunerHooks(_CallbackBase):
 
     @property
     def searches(self) -> list[Search]:
-        """All searches of this fit, on rank 0."""
+        """Return all searches of this fit, on rank 0."""
         return self._found.searches if self._fit is None else self._fit.run.searches
 
     @property
     def choice(self) -> Choice | None:
-        """What was chosen last; on rank 0."""
+        """Return the latest choice, on rank 0."""
         return last_choice(self._found.searches) if self._fit is None else self._fit.run.choice
 
     @property
     def problem(self) -> str:
-        """Why nothing was searched."""
+        """Return why nothing was searched."""
         return self._found.problem if self._fit is None else self._fit.run.problem
 
     @property
     def folder(self) -> Path | None:
-        """Where the report is; on rank 0."""
+        """Return the folder of the report, on rank 0."""
         return self._found.folder if self._fit is None else self._fit.run.folder
 
-    # --- A fit is set up ----------------------------------------------------------------------------------------------
+    # --- Set-up -------------------------------------------------------------------------------------------------------
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Finds the strategy."""
         self._stage = stage
         if stage != "fit":
             return
@@ -202,7 +201,7 @@ class OmniTunerHooks(_CallbackBase):
                 " pass Trainer(strategy=OmniStrategy())"
             )
         self._leave()
-        if trainer.is_global_zero:  # by now a launcher has done so, if it is Lightning that starts the ranks
+        if trainer.is_global_zero:  # Lightning's launcher has done so already if it starts the ranks
             self._load_libraries()
         names = names_for(trainer)
         run = TunedRun(trainer, pl_module, self._options, names.rank_zero_info)
@@ -210,107 +209,98 @@ class OmniTunerHooks(_CallbackBase):
         run.strategy.on_ready.append(self._fit.begin)
 
     def on_omni_launch(self, trainer: Trainer) -> None:
-        """What a search needs comes up while the other ranks start: a server for several groups, and slow libraries."""
+        """Start a server for several groups, and the import of slow libraries, while the other ranks start."""
         self._load_libraries()
         if self.budget > 0 and may_form_groups(self._options, trainer):
             strategy_of(trainer).prepare_server()
 
     def _load_libraries(self) -> None:
-        """Begins to import what a search needs: where it is first needed, all ranks would wait for it."""
+        """Start to import the libraries of a search: all ranks would wait for their first use."""
         if self.budget > 0:
             threading.Thread(target=_import_libraries, name="omni-libraries", daemon=True).start()
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The server is needed, or it is not."""
         self._fitting.fit_starts()
 
-    # --- It trains ----------------------------------------------------------------------------------------------------
+    # --- Training -----------------------------------------------------------------------------------------------------
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Batches come."""
         self._fitting.epoch_starts()
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Where no push is applied any more, the epoch ends early."""
+        """End the epoch early if no push of this group is applied any more."""
         self._fitting.batch_starts()
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Whether the run goes well with what was chosen, and how fast it is."""
         self._fitting.batch_done(outputs, batch_idx)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """A synchronization point: is the setting still the best?"""
+        """Check whether the setting is still the best."""
         self._fitting.epoch_done()
 
-    # --- It validates -------------------------------------------------------------------------------------------------
+    # --- Validation ---------------------------------------------------------------------------------------------------
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """This is no training."""
         if self._fit is not None:
             self._fit.validation_starts()
 
     @override
     def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Which metrics a validation logs."""
         self._fitting.sanity_checked()
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """How far the run is from its target."""
         if not trainer.sanity_checking and trainer.state.fn == "fit":
             self._fitting.validated()
 
-    # --- It ends ------------------------------------------------------------------------------------------------------
+    # --- End ----------------------------------------------------------------------------------------------------------
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Says if the target was not reached; the report gets to know how fast the run was with what was chosen."""
+        """Write the report, and inform the user if the target was not reached."""
         self._fitting.ended()
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """No hook of ours stays behind."""
         self._leave()
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """No hook of ours stays behind."""
         self._leave()
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """What was observed and chosen, as plain values: a resumed run goes on with it."""
+        """Return observations and choices as plain values, with which a resumed run continues."""
         return self._fit.run.state_dict() if self._fit is not None else self._kept
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Before the first batch it is known what is left to do. What a test loads says nothing of the last fit."""
+        """Load a state before the first batch; only a fit continues with it."""
         self._kept = state_dict
         if self._fit is not None and self._stage == "fit":
             self._fit.run.load_state_dict(state_dict)
 
     def omni_results(self) -> dict[str, Any]:
-        """In rank 0's process, where the script's is another: what the script's is to know, in plain types."""
+        """Return the results in rank 0's process as plain values, for the script's process."""
         folder = str(self.folder) if self.folder is not None else None
         return {"state": self.state_dict(), "problem": self.problem, "folder": folder}
 
     def take_omni_results(self, results: dict[str, Any]) -> None:
-        """In the script's process: what rank 0's has found."""
+        """Load the results of rank 0's process in the script's process."""
         self._kept = results["state"]
         searches = [Search.from_dict(each) for each in self._kept.get("searches", ())]
         self._found = Found(searches, results["problem"], Path(results["folder"]) if results["folder"] else None)
 
     @property
     def _fitting(self) -> Fit:
-        """The fit that is under way."""
         assert self._fit is not None
         return self._fit
 
@@ -323,7 +313,7 @@ class OmniTunerHooks(_CallbackBase):
 
 
 def _import_libraries() -> None:
-    """Takes a second or two. Whatever is wrong with an installation is said where it is used."""
+    """Import libraries, which takes a second or two; their use reports errors of an installation."""
     with frequent_switches, suppress(ImportError):
         importlib.import_module("scipy.optimize")
         importlib.import_module("skopt")

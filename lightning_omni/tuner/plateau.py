@@ -1,13 +1,13 @@
-"""A run that hardly learns any more with what was chosen tries the user's own setting once more.
+"""Trials of the user's own setting in a run that hardly learns any more with the chosen one.
 
-Groups that exchange asynchronously may be far ahead early and stop short of where synchronous training arrives: stale
-gradients keep the loss from falling further, and no measurement of the first batches can tell. Late, when the loss is
-flat, it costs little to find out: the run goes on with the user's own setting for a while, and keeps to it if that
-lowers the loss by more than the chosen setting can still be expected to. If the loss is even higher after the trial,
-the run goes on from the weights of before it: larger steps than the chosen ones may well raise it at first.
+Groups that exchange asynchronously may lead early and stop short of the loss of synchronous training: stale gradients
+keep it from falling further, and no measurement of the first batches can show that. When the loss is flat, a trial
+costs little: the run continues with the user's own setting for a while, and keeps it if that lowers the loss by more
+than the chosen setting is still expected to. If the loss is higher after the trial, the run continues from the weights
+before it, because larger steps than the chosen ones may raise it at first.
 
-Where nothing was learnt at all since the setting was chosen, its steps may have spoilt the weights (units that no input
-reaches any more get no gradient): the trial then begins with those that the run had before.
+If nothing was learnt since the choice, its steps may have spoilt the weights (units that no input reaches any more get
+no gradient): the trial then begins with the weights before the choice.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from lightning_omni.tuner.throughput import SpeedHistory
 
 @dataclass
 class OwnTrial:
-    """The user's own setting, which is tried.
+    """A trial of the user's own setting.
 
     Attributes:
-        length: steps for which it is made, if its loss does not fall for longer.
+        length: steps of the trial, unless its loss falls for longer.
         end: steps after which it ends.
         taken: steps so far.
-        speeds: of the run before.
-        before: where that was.
-        losses: of the steps so far, on this rank.
+        speeds: the speeds of the run before.
+        before: the state of the run before.
+        losses: losses of the batches so far, on this rank.
     """
 
     length: int
@@ -54,28 +54,28 @@ class OwnTrial:
 
 
 class PlateauWatch:
-    """Watches the training loss for a plateau, and tries the user's own setting there.
+    """A watch for plateaus of the training loss, which tries the user's own setting there.
 
-    A trial begins where all groups synchronize, at the end of an epoch or inside it; in one group all ranks take the
-    same steps, so that it can end after any of them.
+    A trial begins where all groups synchronize, at the end of an epoch or inside it. It can end after any step, because
+    all ranks of one group take the same steps.
 
     Args:
-        run: that is tuned.
-        applied: what it trains with.
-        retuning: is told of changes.
-        reports: tell of them.
+        run: the tuned run.
+        applied: the setting that it trains with.
+        retuning: the record of its speed.
+        reports: the reports of a change.
     """
 
     def __init__(self, run: TunedRun, applied: AppliedSetting, retuning: Retuning, reports: TunerReports) -> None:
         self._run, self._applied, self._retuning, self._reports = run, applied, retuning, reports
         self._trial: OwnTrial | None = None
-        self._noted: list[Tensor] = []  # losses that are in no window yet
-        self._is_inside = False  # whether these have begun inside an epoch
+        self._noted: list[Tensor] = []  # losses that belong to no window yet
+        self._is_inside = False  # whether their first one was inside an epoch
 
-    # --- While it trains ----------------------------------------------------------------------------------------------
+    # --- Training -----------------------------------------------------------------------------------------------------
 
     def batch_done(self, loss: Tensor | None) -> None:
-        """A batch was trained, and had that loss."""
+        """Record a batch, and end a trial that is over."""
         trainer, trial = self._run.trainer, self._trial
         losses = [loss.detach().float().mean()] if loss is not None else []
         if trial is None:
@@ -87,7 +87,7 @@ class PlateauWatch:
             self._end(trial)
 
     def synchronized(self, ends_epoch: bool) -> None:
-        """All groups have synchronized, at the end of an epoch or inside it. On all ranks."""
+        """Update the windows after a synchronization of all groups. On all ranks."""
         is_over = True
         if not self.is_trying and self._is_watched:
             is_over = self._follow(least=int(ends_epoch and not self._is_inside))
@@ -96,41 +96,36 @@ class PlateauWatch:
 
     @property
     def is_trying(self) -> bool:
-        """Whether the user's own setting is being tried."""
         return self._trial is not None
 
     @property
     def is_due(self) -> bool:
-        """Whether it is to be tried, where all groups synchronize. All ranks ask, and hear the same."""
+        """Return whether a trial is due at a synchronization of all groups. All ranks call it, with the same result."""
         if not self._is_watched:
             return False
         run = self._run
         curve = run.state.losses
-        to_form = 2 * self._applied.seconds_to_form if run.setting.groups > 1 else 0.0  # once and back
+        to_form = 2 * self._applied.seconds_to_form if run.setting.groups > 1 else 0.0  # to one group and back
         pays = to_form <= run.options.budget * run.seconds
         is_flat = curve.is_flat and len(curve.windows) >= curve.next_trial
         return bool(run.broadcast(int(is_flat and pays and self._length < self._steps_left)))
 
     @property
     def has_learnt(self) -> bool:
-        """Whether the run has learnt anything since something was chosen, as far as is known; the same on all ranks."""
+        """Return whether the run has learnt since the choice, as far as is known; the same on all ranks."""
         return not self._is_watched or math.isnan(self._run.state.learnt_below)
 
     @property
     def _is_watched(self) -> bool:
-        """Whether the run trains with something that was chosen; the same on all ranks."""
+        """Return whether the run trains with a choice that a trial may replace; the same on all ranks."""
         state = self._run.state
         is_chosen = state.setting is not None and not state.is_final and not self._applied.is_users_own
-        return self._run.may_change_inside and is_chosen  # where a trial ends
+        return self._run.may_change_inside and is_chosen  # a trial ends inside an epoch
 
     def _follow(self, least: int) -> bool:
-        """As many windows more as there are batches for; on all ranks.
+        """Add as many windows as the recorded batches fill, and return whether there are any. On all ranks.
 
-        Args:
-            least: how many, if they are short.
-
-        Returns:
-            Whether there are any.
+        ``least`` windows are added even if they are short.
         """
         run, state = self._run, self._run.state
         if state.setting != state.losses.setting:
@@ -154,31 +149,29 @@ class PlateauWatch:
         return True
 
     def _of_all(self, own: Tensor) -> list[Any]:
-        """The sum over all ranks, as plain numbers. All call it."""
+        """Return the sum over all ranks, as plain numbers. All ranks call it."""
         summed: Tensor = self._run.strategy.reduce(own.to(self._run.strategy.root_device), reduce_op="sum")
         return list(summed.tolist())
 
-    # --- To try -------------------------------------------------------------------------------------------------------
+    # --- Trials -------------------------------------------------------------------------------------------------------
 
     @property
     def _length(self) -> int:
-        """Steps of a trial."""
         return max(c.FEWEST_STEPS, math.ceil(c.TRIAL * self._run.state.samples / self._batch))
 
     @property
     def _batch(self) -> int:
-        """Samples in a step of all ranks."""
         return self._run.batch(len(self._run.world.live_ranks))
 
     @property
     def _steps_left(self) -> float:
-        """Of the run: it should not end in the middle of a trial."""
+        """Return the steps left in the run, which should not end inside a trial."""
         run, epochs = self._run, self._run.strategy.epochs
         later = (run.epochs - run.trainer.current_epoch - 1) * run.batches / run.window
         return later + (max(0.0, run.samples_per_epoch - epochs.samples) / self._batch if epochs.is_open else 0.0)
 
     def begin_trial(self) -> None:
-        """From here on the user's own setting. On all ranks."""
+        """Begin a trial of the user's own setting. On all ranks."""
         run, curve = self._run, self._run.state.losses
         steps = self._length
         starts_over = not self.has_learnt and self._applied.may_start_over
@@ -192,7 +185,7 @@ class PlateauWatch:
         self._trial = OwnTrial(steps, steps, self._retuning.stash_speeds(), before)
 
     def ended(self) -> None:
-        """Training ends, perhaps in a trial: if that has raised the loss, with the weights of before. On all ranks."""
+        """Restore the weights of before if training ends in a trial that has raised the loss. On all ranks."""
         trial, self._trial = self._trial, None
         if trial is None:
             return
@@ -202,14 +195,14 @@ class PlateauWatch:
             put_averages(self._run.trainer)
 
     def _losses(self, trial: OwnTrial) -> list[float]:
-        """Of each batch, the mean over ranks. All call it."""
+        """Return the mean loss of each batch over ranks. All ranks call it."""
         if not trial.losses:
             return []
         losses: list[float] = self._run.strategy.reduce(torch.stack(trial.losses), reduce_op="mean").tolist()
         return losses
 
     def _end(self, trial: OwnTrial) -> None:
-        """The user's own setting stays, or is tried on, or the run goes on as before. On all ranks, of one group."""
+        """Keep the user's own setting, extend the trial, or restore the setting before it. On all ranks."""
         run, state = self._run, self._run.state
         losses = self._losses(trial)
         outcome = TrialOutcome.of(losses, state.losses)

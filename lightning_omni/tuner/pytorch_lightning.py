@@ -15,7 +15,7 @@ from lightning_omni.tuner.omni import OmniTunerHooks
 
 
 class Names:
-    """What callbacks use of this namespace."""
+    """The names that callbacks use of this namespace."""
 
     rank_zero_info = staticmethod(rank_zero_info)
     mixed_precision = MixedPrecision
@@ -28,7 +28,7 @@ class DeviceTuner(DeviceTunerHooks, Callback):  # noqa: D101
 
 
 class DeviceProbe(DeviceProbeHooks, DeviceTuner):
-    """Measures, and ends the fit before its first batch."""
+    """A `DeviceTuner` that ends the fit before its first batch."""
 
     trainer_class = Trainer
 

@@ -1,4 +1,4 @@
-"""What a user hears of a tuned run: on the console, in the loggers, and as files in the first logger's folder."""
+"""Reports of a tuned run: on the console, in the loggers, and as files in the first logger's folder."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _log = logging.getLogger(__name__)
 
 
 class TunerReports:
-    """Of one fit.
+    """The reports of one fit.
 
     Args:
-        run: that is tuned.
+        run: the tuned run.
     """
 
     def __init__(self, run: TunedRun) -> None:
         self._run = run
 
     def chosen(self, command: Command) -> None:
-        """The run goes on with that. On all ranks."""
+        """Report a new setting. On all ranks."""
         run, setting = self._run, command.setting
         run.info(f"OmniTuner: trains with {setting}: {command.why}")
         metrics = {
@@ -34,10 +34,10 @@ class TunerReports:
             **run.times.metrics,
         }
         if (folder := log(run.trainer, metrics)) is not None:
-            run.folder = folder  # in mid-epoch pictures would hold all up: they are drawn when the run ends
+            run.folder = folder  # pictures would delay all ranks inside an epoch; they are drawn when the run ends
 
     def validated(self, value: float) -> None:
-        """The monitored metric has that value now."""
+        """Record the monitored metric, and report when it reaches the target."""
         run, options = self._run, self._run.options
         run.state.reached.append((run.seconds, value))
         if options.is_reached(value) and run.state.at_target is None:
@@ -47,7 +47,7 @@ class TunerReports:
                 logger.log_metrics(run.times.metrics, step=run.trainer.global_step)
 
     def ended(self) -> None:
-        """The run is over: it is said if the target was not reached."""
+        """Write the report, and inform the user if the target was not reached."""
         run, options = self._run, self._run.options
         if run.rounds:
             for logger in run.trainer.loggers:
@@ -62,7 +62,7 @@ class TunerReports:
         run.info(f"OmniTuner: {options.monitor} has not reached {options.target:.4g}: {best_value}")
 
     def _report(self, folder: Path) -> None:
-        """Files and pictures; whatever is wrong with them, the run goes on."""
+        """Write files and pictures; an error in them does not end the run."""
         try:
             self._write(folder)
         except Exception as error:

@@ -1,4 +1,4 @@
-"""How fast a run is, and whether that is a reason to choose again."""
+"""The speed of a run, and the check whether it is a reason to choose again."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from lightning_omni.tuner.run import TunedRun
 from lightning_omni.tuner.throughput import RunThroughput, Speed, SpeedHistory, Trained
 
 SLOWER = "the ranks do not train as fast as before"
-"""Why something is chosen again."""
+"""The reason to choose again."""
 
 
 class Retuning:
-    """Follows how fast a run is, and how far it has come.
+    """A record of how fast a run trains.
 
     Args:
-        run: that is tuned.
+        run: the tuned run.
 
     Attributes:
-        throughput: counts this rank's samples while it trains.
-        speed: of all ranks in that part of the last epoch that was trained with the present setting; None if unknown.
+        throughput: the counter of this rank's samples while it trains.
+        speed: speed of all ranks in that part of the last epoch that was trained with the present setting; None if
+            unknown.
     """
 
     def __init__(self, run: TunedRun) -> None:
@@ -34,14 +35,14 @@ class Retuning:
         self._totals: dict[int, tuple[float, float]] = {}
         self._changed_in = -1
 
-    # --- What was measured --------------------------------------------------------------------------------------------
+    # --- Measurements -------------------------------------------------------------------------------------------------
 
     def search_begins(self) -> None:
-        """What is measured from now on is told of the next choice."""
+        """Drop the totals of the last choice."""
         self._totals = {}
 
     def changed(self, in_mid_epoch: bool = False) -> None:
-        """From now on the run trains with another setting."""
+        """Start over, because the run trains with another setting from now on."""
         self._speeds, self._has_changed = SpeedHistory(c.CHANGED), False
         self.speed = None
         if in_mid_epoch:
@@ -49,18 +50,18 @@ class Retuning:
             self.throughput.take()
 
     def stash_speeds(self) -> SpeedHistory:
-        """The run trains with another setting for a while: says how fast it was, for when it returns."""
+        """Start over for a temporary setting, and return the speeds before it."""
         speeds = self._speeds
         self.changed(in_mid_epoch=self._run.strategy.epochs.is_open)
         return speeds
 
     def restore_speeds(self, speeds: SpeedHistory) -> None:
-        """From now on, in the middle of an epoch, the run trains as it did before, when it was so fast."""
+        """Continue with the speeds before a temporary setting, in the middle of an epoch."""
         self.changed(in_mid_epoch=True)
         self._speeds = speeds
 
     def epoch_done(self) -> None:
-        """An epoch has ended, or what was trained of it. On all ranks; validations do not count for the report."""
+        """Record the speed of an epoch, or of its trained part. On all ranks; the report leaves validations out."""
         run = self._run
         _, timed, rate, variance = self._of_all(self.throughput.take())
         if run.rounds and run.state.setting is not None and rate > 0:
@@ -73,30 +74,30 @@ class Retuning:
         self._has_changed = self.speed is not None and not is_mixed and self._speeds.add(self.speed)
 
     def speed_so_far(self) -> Speed | None:
-        """The same of an epoch under way, in which all groups are at a synchronization point. On all ranks."""
+        """Return the speed in a current epoch whose groups are all at a synchronization point. On all ranks."""
         _, *counts = self._of_all(self.throughput.trained)
         return _speed(*counts)
 
     def _of_all(self, own: Trained) -> list[float]:
-        """Samples of all ranks, those of them that are timed, and their samples per second with the variance."""
+        """Return the samples of all ranks, the timed ones, and the samples per second with their variance."""
         world, strategy = self._run.world, self._run.strategy
         counts = torch.tensor([own.samples, own.timed, own.rate, own.variance], device=strategy.root_device)
         *sums, variance = strategy.reduce(counts, reduce_op="sum").tolist()
-        # Ranks that wait for each other say the same with their batches, and count once: those of a group, or all.
+        # Ranks that wait for each other measure the same, and count once: those of a group, or all.
         is_one = len(world.topology.alive) == 1 or world.method.has_barrier
         return [*sums, variance * len(world.live_ranks) / (1 if is_one else len(world.topology.alive))]
 
-    # --- What follows from it -----------------------------------------------------------------------------------------
+    # --- Decision -----------------------------------------------------------------------------------------------------
 
     def reason(self) -> str:
-        """Why another search may be worth its time, or nothing; the same on all ranks."""
-        # The forecast does not know how the run went with its choice, and would choose the same again.
+        """Return why another search may be worth its time, or ""; the same on all ranks."""
+        # The forecast ignores how the run went with its choice, and would choose the same again.
         has_changed = self._has_changed and not self._run.state.is_final
         return SLOWER if self._run.broadcast(int(has_changed)) else ""
 
 
 def _speed(timed: float, rate: float, variance: float) -> Speed | None:
-    """None if nothing was timed, or on some rank too little."""
+    """Return the speed; None if nothing was timed, or too little on some rank."""
     return Speed(timed, timed / rate, math.sqrt(variance) / rate) if rate > 0 and math.isfinite(variance) else None
 
 

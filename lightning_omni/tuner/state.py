@@ -1,4 +1,4 @@
-"""What a tuner says, and what it remembers: as plain values, for messages between ranks and for checkpoints."""
+"""The commands of a tuner and its state, as plain values for messages between ranks and for checkpoints."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from lightning_omni.tuner.flatness import TrainingLosses
 
 @dataclass(frozen=True)
 class Command(Serializable):
-    """What rank 0 says is to be done next.
+    """A command of rank 0 to all ranks.
 
     Attributes:
-        setting: to train with from now on.
-        speeds: samples per second of each rank, if they are known.
+        setting: the setting to train with from now on.
+        speeds: samples per second of each rank; None if unknown.
         by_speed: whether groups are formed by them.
-        scale: by what learning rates are multiplied.
+        scale: factor of the learning rates.
         divergence_threshold: the training loss above which the run has diverged with that setting; NaN if unknown.
         learnt_below: the training loss below which it has learnt something with that setting; NaN if unknown.
-        why: of the choice.
-        error: why nothing can go on; every rank raises it.
+        why: the reasons of the choice.
+        error: the message of an error that every rank raises; empty for none.
     """
 
     setting: Setting
@@ -39,7 +39,7 @@ class Command(Serializable):
 
     @classmethod
     def to_form(cls, search: Search, setting: Setting) -> Command:
-        """Trains with a setting: with groups of like speed where these are faster."""
+        """Return the command to train with a setting, in groups of similar speed where these are faster."""
         profile = search.profile
         if len(profile.speeds) < setting.groups:
             return cls(setting)
@@ -50,28 +50,28 @@ class Command(Serializable):
 
 @dataclass
 class TunerState(Serializable):
-    """What checkpoints keep of a tuned run, beside its searches.
+    """The state of a tuned run in checkpoints, beside its searches.
 
     Attributes:
-        setting: that it trains with; None before something was chosen.
+        setting: the setting that the run trains with; None before a choice.
         own: the user's own setting.
         reference: samples of the batch that momentum and learning rate belong to.
-        scaled: by what the user's learning rates were multiplied.
-        ranks: how many the run has.
-        speeds: rank and samples per second, of those by whose speed the groups were formed.
+        scaled: factor of the user's learning rates.
+        ranks: number of ranks.
+        speeds: rank and samples per second, if groups were formed by speed.
         unfinished: whether a search is under way.
-        rounds: searches that were begun.
-        checked: of these, the last one whose groups' speed was compared with the forecast.
-        segments: what it has trained with, and how much longer than predicted that took.
-        refuted: whether groups have seemed not to pay, so that one group was timed again. If they do so once more, they
-            are given up.
+        rounds: number of adopted choices.
+        checked: value of ``rounds`` when speed was last compared with the forecast.
+        segments: the trained segments.
+        refuted: whether groups have seemed not to pay once, so that one group was timed again; next time they are given
+            up.
         divergence_threshold: the training loss above which the run has diverged; NaN if unknown.
-        learnt_below: the training loss below which it has learnt something since that was chosen; NaN once it has.
-        is_final: whether the run went back to one group for good: it had diverged with what was chosen, learnt too
-            slowly, or groups were not fast enough.
-        before_trial: what the run returns to if the user's own setting, which is tried, is no better; else None.
-        losses: with the setting, epoch by epoch.
-        samples: that were trained in epochs whose losses were followed.
+        learnt_below: the training loss below which it has learnt something since the choice; NaN once it has.
+        is_final: whether the run stays in one group: it had diverged with its choice, had learnt too slowly, or groups
+            were not fast enough.
+        before_trial: the setting to restore if a trial is no better; None without a trial.
+        losses: the training loss with the setting, window by window.
+        samples: samples of the windows.
         forgotten: seconds of searches that are not kept.
         at_target: all seconds, and those of them for tuning, when the target was reached; None before that.
         trained: seconds of training before the run was resumed.

@@ -1,4 +1,4 @@
-"""A LightningModule's ``training_step`` outside Lightning's loops: what it takes, what it gives, and nothing logged."""
+"""A LightningModule's ``training_step`` outside Lightning's loops: its arguments, its loss, and nothing logged."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_omni.errors import ConfigurationError
 
 
 def arguments_of(step: Callable[..., Any]) -> tuple[int, ...]:
-    """What a training_step takes beside the batch: its number, or nothing.
+    """Return the arguments of a training_step beside the batch: the batch's number, or none.
 
     Raises:
         ConfigurationError: it takes no batch.
@@ -25,10 +25,10 @@ def arguments_of(step: Callable[..., Any]) -> tuple[int, ...]:
 
 
 def loss_of(found: Any) -> Tensor:
-    """The loss that a training_step returned.
+    """Return the loss in the result of a training_step.
 
     Raises:
-        ConfigurationError: it returned none.
+        ConfigurationError: there is none.
     """
     loss = found.get("loss") if isinstance(found, Mapping) else found
     if not isinstance(loss, Tensor):
@@ -37,4 +37,4 @@ def loss_of(found: Any) -> Tensor:
 
 
 def log_nothing(*_: Any, **__: Any) -> None:
-    """In the place of ``log``."""
+    """Replace ``log``."""

@@ -1,4 +1,4 @@
-"""Samples per second while a run trains: of the batches that were trained, in the time that they took."""
+"""Samples per second while a run trains: of the trained batches, in the time that they took."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
 
 def _standard_errors(probability: float) -> float:
-    """How many of them noise exceeds with this probability, to either side."""
+    """Return the number of standard errors that noise exceeds with a probability, to either side."""
     return NormalDist().inv_cdf(1 - probability / 2)
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What one rank trained.
+    """The batches that one rank trained.
 
     Attributes:
-        samples: of all batches.
-        timed: of those batches whose time is known.
-        seconds: that these took.
-        batches: how many these are.
+        samples: samples of all batches.
+        timed: samples of the timed batches.
+        seconds: seconds of the timed batches.
+        batches: number of the timed batches.
         squares: sum of the squares of their seconds.
     """
 
@@ -48,12 +48,11 @@ class Trained:
 
     @property
     def rate(self) -> float:
-        """Samples per second; 0.0 if no batch is timed."""
         return self.timed / self.seconds if self.seconds else 0.0
 
     @property
     def error(self) -> float:
-        """Standard error of the mean time of a batch, as a part of it; infinite if too few are timed."""
+        """Return the relative standard error of a batch's mean time; infinite if too few are timed."""
         if self.batches < 2 or not self.seconds:
             return math.inf
         mean = self.seconds / self.batches
@@ -61,18 +60,18 @@ class Trained:
 
     @property
     def variance(self) -> float:
-        """Square of the standard error of the rate; infinite if too few batches are timed, or none."""
+        """Return the square of the standard error of the rate; infinite if too few batches are timed."""
         return (self.rate * self.error) ** 2 if math.isfinite(self.error) else math.inf
 
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast all ranks together train, validations, saving and all else left out.
+    """The speed of all ranks together, without validations, saving and everything else.
 
     Attributes:
-        samples: of all ranks.
-        seconds: that all of them together take for these, if none waits for another at the end.
-        error: standard error of the seconds, as a part of them.
+        samples: samples of all ranks.
+        seconds: seconds that all ranks together take for these, if none waits for another at the end.
+        error: relative standard error of the seconds.
     """
 
     samples: float
@@ -80,35 +79,34 @@ class Speed:
     error: float
 
     def __add__(self, other: Speed) -> Speed:
-        """Of both, one after the other."""
+        """Return the speed of both, one after the other."""
         seconds = self.seconds + other.seconds
         error = math.hypot(self.error * self.seconds, other.error * other.seconds) / seconds
         return Speed(self.samples + other.samples, seconds, error)
 
     @property
     def rate(self) -> float:
-        """Samples per second."""
         return self.samples / self.seconds
 
     def log_most(self, probability: float = c.FALSE_ALARM) -> float:
-        """Logarithm of the most samples per second that noise can have hidden, but with this probability."""
+        """Return an upper bound of the log rate, which noise exceeds with at most this probability."""
         return math.log(self.rate) + _standard_errors(probability) * self.error
 
     def is_known_within(self, factor: float) -> bool:
-        """Whether noise has hidden no more than that factor."""
+        """Return whether noise hides no more than a factor."""
         return _standard_errors(c.FALSE_ALARM) * self.error <= math.log(factor)
 
 
 class SpeedHistory:
-    """The speeds of a run's epochs, and whether it trains faster or slower than it did.
+    """The speeds of a run's epochs, and whether it trains faster or slower than before.
 
-    After each epoch the last 1, 2, 4, ... epochs, up to half of all, are compared with those before. That is asked many
-    times, so the probability of a false alarm is divided over all questions of a run that may have any number of
-    epochs: the n-th epoch's have 1/(n(n + 1)) of it, which sums to one (alpha spending, as in sequential trials). The
-    noise is that of all epochs, since a few batches tell little of it.
+    After each epoch the last 1, 2, 4, ... epochs, up to half of all, are compared with those before. There are many
+    comparisons, so they share the probability of a false alarm, in a run of any number of epochs: the n-th epoch's have
+    1/(n(n - 1)) of it, which sums to one (alpha spending, as in sequential trials). The noise is that of all epochs,
+    since a few batches show little of it.
 
     Args:
-        part: speeds that differ by less than this part do not matter.
+        part: relative difference of speeds that does not matter yet.
 
     Example:
         >>> history = SpeedHistory(part=0.2)
@@ -121,18 +119,14 @@ class SpeedHistory:
         self._epochs: list[Speed] = []
 
     def add(self, epoch: Speed) -> bool:
-        """One more epoch.
-
-        Returns:
-            Whether the speed is another one by now.
-        """
+        """Add an epoch, and return whether the speed has changed."""
         self._epochs.append(epoch)
         count = len(self._epochs)
         windows = [2**power for power in range((count // 2).bit_length())]
         return any(self._differs(window, c.FALSE_ALARM / ((count - 1) * count * len(windows))) for window in windows)
 
     def _differs(self, last: int, probability: float) -> bool:
-        """Whether that of the last epochs does, by more than noise does with this probability."""
+        """Return whether the last epochs differ by more than noise does with this probability."""
         before, now = reduce(add, self._epochs[:-last]), reduce(add, self._epochs[-last:])
         both = before + now
         error = both.error * math.sqrt(both.seconds / before.seconds + both.seconds / now.seconds)
@@ -140,15 +134,15 @@ class SpeedHistory:
 
 
 class RunThroughput:
-    """Counts one rank's samples and the seconds in which it trained them, validations and searches left out.
+    """A counter of one rank's samples and of the seconds of their training, without validations and searches.
 
-    The first batch after an interruption is not timed: it begins with other things, and waits for ranks that are later.
+    The first batch after an interruption is not timed, because it includes other work, and waits for late ranks.
 
     Args:
-        clock: gives the time in seconds.
+        clock: returns the time in seconds.
 
     Attributes:
-        trained: since `take` was last called.
+        trained: the batches since the last `take`.
 
     Example:
         >>> moments = iter([0.0, 2.0, 4.0, 100.0, 102.0])
@@ -170,20 +164,16 @@ class RunThroughput:
         self.trained = Trained()
 
     def go(self) -> None:
-        """Training begins, or goes on."""
+        """Start counting."""
         self._is_on = True
         self._timer.interrupt()
 
     def pause(self) -> None:
-        """Something else begins."""
+        """Stop counting."""
         self._is_on = False
 
     def batch_done(self, samples: int) -> None:
-        """A batch has ended.
-
-        Args:
-            samples: this rank's part of it.
-        """
+        """Count this rank's samples in a batch."""
         if not self._is_on:
             return
         seconds = self._timer.done()
@@ -191,16 +181,16 @@ class RunThroughput:
         self.trained = self.trained + Trained(samples) + timed
 
     def take(self) -> Trained:
-        """What was trained since this was last called."""
+        """Return and drop the batches since the last call."""
         taken, self.trained = self.trained, Trained()
         return taken
 
 
 def samples_in(trainer: Trainer, batch_idx: int) -> int:
-    """This rank's samples in the batch that has just been trained."""
+    """Return this rank's samples in the batch that has just been trained."""
     leases = strategy_of(trainer).epochs.leases
     if leases is not None:
         return int(leases.samples)
-    loader: Any = loader_of(trainer)  # whose sampler knows its length
+    loader: Any = loader_of(trainer)  # its sampler has a length
     size = batch_size_of(loader)
     return max(0, min(size, len(loader.sampler) - batch_idx * size))

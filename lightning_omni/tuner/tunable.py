@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 def check_tunable(trainer: Trainer) -> None:
-    """Refuse a fit that cannot be tuned.
+    """Reject a fit that cannot be tuned.
 
     Raises:
-        ConfigurationError: it cannot; the message says why.
+        ConfigurationError: it cannot be tuned; the message states why.
     """
     if is_fast_dev_run(trainer):
         raise ConfigurationError("fast_dev_run trains too little")
@@ -35,5 +35,5 @@ def check_tunable(trainer: Trainer) -> None:
 
 
 def batch_size_of(loader: DataLoader[Any]) -> int:
-    """Samples in one rank's batch."""
+    """Return the samples in one rank's batch."""
     return int(loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1)
