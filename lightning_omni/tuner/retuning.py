@@ -10,7 +10,7 @@ from lightning_omni.search import constants as c
 from lightning_omni.tuner.run import TunedRun
 from lightning_omni.tuner.throughput import RunThroughput, Speed, SpeedHistory, Trained
 
-SLOWER = "the ranks do not train as fast as before"
+_OTHER_SPEED = "the ranks train at another speed than before"
 """The reason to choose again."""
 
 
@@ -93,7 +93,7 @@ class Retuning:
         """Return why another search may be worth its time, or ""; the same on all ranks."""
         # The forecast ignores how the run went with its choice, and would choose the same again.
         has_changed = self._has_changed and not self._run.state.is_final
-        return SLOWER if self._run.broadcast(int(has_changed)) else ""
+        return _OTHER_SPEED if self._run.broadcast(int(has_changed)) else ""
 
 
 def _speed(timed: float, rate: float, variance: float) -> Speed | None:
@@ -101,4 +101,4 @@ def _speed(timed: float, rate: float, variance: float) -> Speed | None:
     return Speed(timed, timed / rate, math.sqrt(variance) / rate) if rate > 0 and math.isfinite(variance) else None
 
 
-__all__ = ["SLOWER", "Retuning"]
+__all__ = ["Retuning"]
