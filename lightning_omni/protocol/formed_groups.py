@@ -145,5 +145,5 @@ class FormedGroups:
         groups = state["groups"]
         self.topology = Topology(tuple(tuple(members) for members in groups)) if groups is not None else None
         self._places, self.incarnation = state["places"], state["incarnation"]
-        self.by_member = state.get("by_member", False)  # earlier releases did not save this
+        self.by_member = state["by_member"]
         self._identities = {group: GroupId(*each) for group, each in state["identities"].items()}

@@ -99,7 +99,7 @@ class Joining(Service):
     def load(self, state: dict[str, Any]) -> None:
         self._stored = msgspec.msgpack.decode(state["packed"], type=Packed), state["buffer"].clone()
         self._stored_at, self._roster.can_go_on = state["at"], True
-        epoch, times = state.get("called", self._epochs.called)  # earlier releases did not save this
+        epoch, times = state["called"]
         self._called = epoch, times
 
     # --- Pending requests --------------------------------------------------------------------------------------------

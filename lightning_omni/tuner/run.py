@@ -266,11 +266,7 @@ class TunedRun:
         """Load the result of `state_dict`."""
         self.state = TunerState.from_dict(state)
         rounds = zip(state["searches"], state["when"], state["after"], strict=True)
-        self.rounds = [
-            Round(Search.from_dict(each), when[0], when[1], dict(after))
-            for each, when, after in rounds
-            if "phase" in each  # earlier versions stored none
-        ]
+        self.rounds = [Round(Search.from_dict(each), when[0], when[1], dict(after)) for each, when, after in rounds]
         self.choice = last_choice(self.searches) if self.speaks else None
         if self._began:  # in a run, as after a learning-rate finder: the state has the time so far
             self.begin()
