@@ -1,4 +1,4 @@
-"""The ``lightning-omni`` command: one module for each subcommand, and the settings that they share."""
+"""The ``lightning-omni`` command: one module for each subcommand, and the modules that they share."""
 
 from lightning_omni.cli.command import main
 

@@ -1,4 +1,4 @@
-"""``lightning-omni checkpoint``: the state that a server has saved, as a checkpoint of Lightning."""
+"""``lightning-omni checkpoint``: the conversion of a server's saved state into a Lightning checkpoint."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from pathlib import Path
 
 
 def checkpoint(directory: Path, out: Path, overwrite: bool = False) -> int:
-    """Converts the state that a parameter server has saved into a Lightning checkpoint.
+    """Convert the state that a parameter server has saved into a Lightning checkpoint.
 
-    With it plain Lightning, or a further run with OmniStrategy, goes on where the run was: Trainer.fit(ckpt_path=OUT).
-    Of a run whose ranks were started together it has the weights alone. A server may be using the directory meanwhile.
+    Plain Lightning, or a further run with OmniStrategy, continues the run from it: Trainer.fit(ckpt_path=OUT). If all
+    ranks were started together, the checkpoint holds only the weights. A server may use the directory meanwhile.
 
     Args:
         directory: The --state directory of lightning-omni serve.
         out: File of the checkpoint, as in run.ckpt.
-        overwrite: Replace the file if there is one.
+        overwrite: Replace an existing file.
     """
-    # Not above: --help is not to wait for torch.
+    # Imported here, so that --help does not wait for torch.
     from lightning_omni.cli.console import print_line
     from lightning_omni.strategy.exported import export_checkpoint
 

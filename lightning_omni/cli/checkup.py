@@ -1,4 +1,4 @@
-"""The way from this machine to a server, step by step: each finds something, warns, or fails with a remedy."""
+"""The checks of a connection from this machine to a server; each succeeds, warns, or fails with a remedy."""
 
 from __future__ import annotations
 
@@ -31,35 +31,35 @@ from lightning_omni.server.observer import Observer
 from lightning_omni.server.versions import versions
 
 CONNECT_TIME = 5.0
-"""Seconds in which a port must take a connection."""
+"""Seconds in which a port must accept a connection."""
 PROBES = 20
-"""Small questions, of whose times the median is the latency."""
+"""Number of small requests, whose median time is the latency."""
 SECONDS = 0.7
-"""For how long each direction is measured."""
+"""Duration of the measurement in each direction."""
 UNDER_WAY = {"to": 192, "from": 8}
-"""Pieces that travel at a time, 6 to 8 MB in sum: fewer than the server lets wait, and enough for most links."""
+"""Pieces that travel at a time, 6 to 8 MB in total: fewer than the server queues, and enough for most links."""
 WIRES = ("fp32", "bf16", "int8", "topk:0.01")
-"""Wire formats of which is said what an exchange takes."""
+"""Wire formats for which the time of an exchange is predicted."""
 MOST_SKEW = 1.0
 """Seconds that two clocks may differ before the times in logs mislead."""
 _MARKS = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "failed": ("✗", "red")}
 _WIDEST_STEP = len("bandwidth from it")
 _ALIKE = {"torch": 2, "lightning-omni": 3}
-"""How many of the parts of a version both sides should have alike."""
+"""Number of leading parts of a version that should agree on both sides."""
 
 
 class Failed(Exception):
-    """A step has failed, and those that come after it cannot be made."""
+    """The failure of a step that the later steps require."""
 
 
 class Checkup:
-    """What was found.
+    """The results of a checkup.
 
     Args:
-        tell: is told of each step at once.
+        tell: output that shows each step at once.
 
     Attributes:
-        has_failed: whether a step has.
+        has_failed: whether a step has failed.
     """
 
     def __init__(self, tell: Telling) -> None:
@@ -69,51 +69,43 @@ class Checkup:
         self.has_failed = False
 
     def wait_for(self, what: str) -> None:
-        """The next step takes as long as that does."""
+        """Announce that the next step waits for ``what``."""
         self._tell.wait_for(what)
 
     def found(self, step: str, what: str) -> None:
-        """All is well."""
         self._show("ok", step, what)
 
     def warn(self, step: str, what: str, remedy: str) -> None:
-        """Something is not as it should be, and a run may go well nevertheless."""
+        """Report a problem that may not harm a run."""
         self._show("warning", step, what)
         self._remedies.append(f"{step}: {remedy}")
 
     def fail(self, step: str, what: str, remedy: str) -> Failed:
-        """No run can go well so; for a caller to raise."""
+        """Report a problem that prevents any run, and return the error for the caller to raise."""
         self._show("failed", step, what)
         self.has_failed = True
         self._remedies.append(f"{step}: {remedy}")
         return Failed()
 
     def expect(self, sentence: str) -> None:
-        """What follows from it."""
         self._expected.append(sentence)
 
     def _show(self, kind: str, step: str, what: str) -> None:
-        """A row of a table of which no other rows are known yet."""
+        """Show a step as a table of one row, because other rows are not known yet."""
         mark, style = _MARKS[kind]
         row = Table(Column(width=1), Column(width=_WIDEST_STEP), Column(), show_header=False, show_edge=False)
         row.add_row(Text(mark, style), Text(step), Text(what))
         self._tell.show(row)
 
     def sentences(self) -> Iterator[Text]:
-        """Remedies, and what to expect."""
         yield from (Text.from_markup(f"[yellow]do:[/yellow] {escape(each)}") for each in self._remedies)
         yield from map(Text, self._expected)
 
 
 def examine(checkup: Checkup, address: str, key_file: Path | None, mb: float, encryption: str) -> None:
-    """Goes the way, as far as it leads.
+    """Check the connection step by step, until a step fails.
 
-    Args:
-        checkup: is told what is found.
-        address: of the server.
-        key_file: with the key, or None.
-        mb: parameters of a model, in MB.
-        encryption: as the server's.
+    ``mb`` is the size of a model's parameters in MB, for the prediction of an exchange.
     """
     with contextlib.suppress(Failed):
         key = _key(checkup, key_file)
@@ -153,7 +145,7 @@ def _key(checkup: Checkup, key_file: Path | None) -> bytes:
 
 
 def _address(checkup: Checkup, address: str) -> tuple[str, int]:
-    """Host and port; an empty host for sockets in a directory."""
+    """Return host and port, or an empty host for sockets in a directory."""
     try:
         check_address(address, address)
     except ConfigurationError as error:
@@ -247,7 +239,7 @@ def _versions(checkup: Checkup, server: m.ServerDescription) -> None:
 
 
 def _clock(checkup: Checkup, observer: Observer) -> None:
-    """The difference as NTP takes it, at the quickest of several questions: there the ways took the same at best."""
+    """Compare the clocks as NTP does, by the fastest of several requests, whose two ways differ least."""
     checkup.wait_for("five answers, for the clock")
     asked = []
     for _ in range(5):
@@ -328,7 +320,7 @@ def _expect(checkup: Checkup, server: m.ServerDescription, latency: float, to: f
 
 
 def _interface(own: str) -> str:
-    """This machine's address, with the interface that has it, and what the system says of that, where it does."""
+    """Describe this machine's address by its interface, with speed and MTU where the system reports them."""
     name = _name_of(own)
     if not name:
         return own
@@ -341,13 +333,13 @@ def _interface(own: str) -> str:
 
 
 def _name_of(own: str) -> str:
-    """Of the interface that has an address (IPv4, on Linux); or an empty string."""
+    """Return the interface that has an address (IPv4, on Linux), or an empty string."""
     if sys.platform != "linux" or ipaddress.ip_address(own.partition("%")[0]).version != 4:
         return ""
     siocgifaddr = 0x8915
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as wire:
         for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has no such address
+            with contextlib.suppress(OSError):  # the interface has no address
                 answer = fcntl.ioctl(wire.fileno(), siocgifaddr, struct.pack("256s", name.encode()))
                 if socket.inet_ntoa(answer[20:24]) == own:
                     return name

@@ -1,4 +1,4 @@
-"""The entry point: which subcommands there are, how options are spelled, and how errors are told."""
+"""The entry point: subcommands, the spelling of options, and the output of errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from lightning_omni.errors import OmniError
 
 
 class _HelpFormatter(DefaultHelpFormatter):
-    """Keeps paragraphs apart, and tells of an option's default, not of its Python type: its text says what it takes."""
+    """A formatter that keeps paragraphs apart, and shows an option's default instead of its Python type."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         paragraphs = text.strip().split("\n\n")
@@ -45,7 +45,7 @@ class _HelpFormatter(DefaultHelpFormatter):
 
 
 class _Parser(ArgumentParser):
-    """Spells options as shells do: ``--key-file`` and ``--once``, not ``--key_file`` and ``--once true``."""
+    """A parser with the spelling of shells: ``--key-file`` and ``--once``, not ``--key_file`` and ``--once true``."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **{"print_config": "--print-config", "formatter_class": _HelpFormatter, **options})
@@ -81,20 +81,12 @@ _COMMANDS: dict[str, Callable[..., Any]] = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point.
-
-    Args:
-        arguments: the command line; None takes the process's own.
-
-    Returns:
-        The exit code: 0, 1 if the doctor has found something that fails, 2 if a setting is wrong, 3 if a
-        server died too often to be started again, or 130 after Ctrl-C.
-    """
+    """Run the command line, by default the process's own, and return the exit code."""
     given = sys.argv[1:] if arguments is None else arguments
-    if isinstance(sys.stdout, io.TextIOWrapper):  # what its encoding has not is written as to standard error
-        with suppress(OSError):  # "Illegal seek", where a pipe took a file's place; it is set up all the same
+    if isinstance(sys.stdout, io.TextIOWrapper):  # as standard error does
+        with suppress(OSError):  # "Illegal seek", if a pipe replaced a file; the setting is made all the same
             sys.stdout.reconfigure(errors="backslashreplace")
-    # To read the signatures of all commands takes half a second, so only the one that is run is read.
+    # Reading the signatures of all commands takes half a second, so only the given command's is read.
     commands: dict[str, Any] = {given[0]: _COMMANDS[given[0]]} if given and given[0] in _COMMANDS else _COMMANDS
     try:
         code = auto_cli(
@@ -119,7 +111,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _own(error: BaseException | None) -> OmniError | None:
-    """The error of this package's that is behind another: the parser wraps those of a cluster's parts."""
+    """Return this package's error behind another one, because the parser wraps errors of a cluster's parts."""
     while error is not None and not isinstance(error, OmniError):
         error = error.__cause__
     return error

@@ -1,4 +1,4 @@
-"""Where commands write: results to standard output, progress and errors to standard error."""
+"""The output of commands: results to standard output, progress and errors to standard error."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ INTERRUPTED = 130
 """Exit code after Ctrl-C."""
 
 _WIDEST = 400
-"""Columns of a table that goes into a file or a pipe, at most."""
+"""Largest width of a table in a file or a pipe, in columns."""
 
 
 def show(wide: RenderableType, tall: RenderableType | None = None) -> None:
-    """Writes a table to standard output.
+    """Print a table to standard output.
 
-    A terminal has the width that it has; a file or a pipe takes the table whole, unless ``COLUMNS`` is set.
+    A terminal keeps its width; a file or a pipe receives the whole table, unless ``COLUMNS`` is set.
 
     Args:
-        wide: the table.
-        tall: the same in other words, for terminals in which the table does not fit.
+        wide: table.
+        tall: alternative for terminals in which the table does not fit.
     """
     console = _output()
     needed = console.measure(wide, options=console.options.update(max_width=_WIDEST)).maximum
@@ -45,14 +45,14 @@ def table_of(
     title: str | None = None,
     bold: int | None = None,
 ) -> Table:
-    """A table with a row for each mapping from heads to cells.
+    """Return a table with a row for each mapping from heads to cells.
 
     Args:
-        rows: the cells; what one has not is a dash.
-        left: heads of the columns that stand at the left, the others at the right.
-        heads: which columns; all by default.
-        title: above the table.
-        bold: number of the row that stands out.
+        rows: cells; a missing one is a dash.
+        left: heads of the left-aligned columns.
+        heads: columns to include; all by default.
+        title: title above the table.
+        bold: index of the row in bold.
     """
     heads = heads or list(dict.fromkeys(head for row in rows for head in row))
     columns = [Column(head, justify="left" if head in left else "right", no_wrap=True) for head in heads]
@@ -63,35 +63,31 @@ def table_of(
 
 
 def print_line(line: str) -> None:
-    """Writes a line to standard output; it is never broken, because programs and the clipboard read it."""
+    """Print a line to standard output, unbroken because programs and the clipboard read it."""
     _output().print(Text(line), soft_wrap=True)
 
 
 def print_sentence(sentence: str) -> None:
-    """Writes a sentence to standard output, broken at the terminal's width."""
+    """Print a sentence to standard output, broken at the terminal's width."""
     console = _output()
     console.print(Text(sentence), soft_wrap=not console.is_terminal)
 
 
 def log(console: Console, line: str, style: str | None = None, highlight: bool | None = None) -> None:
-    """Writes a line that is never broken. If it cannot be (the disk is full, the reader is gone), it is lost.
+    """Print an unbroken line, or lose it if the output fails (the disk is full, the reader is gone).
 
-    Args:
-        console: where to.
-        line: the text.
-        style: of all of it.
-        highlight: whether numbers and the like stand out; None for as the console does.
+    ``highlight`` selects whether numbers and the like are highlighted; None is the console's default.
     """
-    with suppress(OSError, SystemExit):  # rich ends the program where a pipe has no reader any more
+    with suppress(OSError, SystemExit):  # rich ends the program if a pipe has lost its reader
         console.print(line, style=style, soft_wrap=True, markup=False, highlight=highlight)
 
 
 @contextmanager
 def progress_bar() -> Iterator[Callable[[float, str], None]]:
-    """A bar on standard error, which is gone afterwards; nothing if that is no terminal.
+    """Show a transient bar on standard error, if that is a terminal.
 
     Yields:
-        What is told the fraction that is done, 0 to 1, and a text.
+        A function that receives the completed fraction, 0 to 1, and a text.
     """
     console = Console(stderr=True)
     columns = (
@@ -110,15 +106,15 @@ def progress_bar() -> Iterator[Callable[[float, str], None]]:
 
 
 _SOON = 1.0
-"""Seconds of waiting that a log need not know of."""
+"""Seconds of waiting that a log omits."""
 
 
 class Telling(NamedTuple):
-    """Tells of what takes its time, while it does.
+    """The output of a command that takes a while.
 
     Attributes:
-        show: writes to standard output what was found.
-        wait_for: says what comes next, and is waited for.
+        show: function that prints a result to standard output.
+        wait_for: function that announces the next wait.
     """
 
     show: Callable[[RenderableType], None]
@@ -127,10 +123,10 @@ class Telling(NamedTuple):
 
 @contextmanager
 def telling() -> Iterator[Telling]:
-    """Results as they are found, and in between what is waited for.
+    """Show results when they are found, and announce each wait in between.
 
-    At a terminal that is a line that disappears. Otherwise it is a line on standard error for each wait of more than a
-    second, by which a wait is told from a command that hangs.
+    On a terminal, the announcement is a line that disappears. Otherwise it is a line on standard error for each wait of
+    more than a second, which distinguishes a wait from a command that hangs.
     """
     console, timers = _output(), list[threading.Timer]()
 

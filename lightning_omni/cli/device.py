@@ -1,4 +1,4 @@
-"""``lightning-omni device``: how this machine trains a model of yours fastest. A table, JSON, and lines to paste."""
+"""``lightning-omni device``: the fastest settings of this machine for a user's model, as a table, JSON, and code."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ def device(
     json: Path | None = None,
     picture: Path | None = None,
 ) -> int:
-    """Finds this machine's fastest settings for a model: threads, memory, optimizer, compilation, precision, batch.
+    """Find this machine's fastest settings for a model: threads, memory, optimizer, compilation, precision, batch.
 
     Args:
         model: The LightningModule, as file.py:Class or package.module:Class.
-        data: A LightningDataModule, or a function that returns a DataLoader, in the same form as the model. Without it
-            the model's own train_dataloader is used, or random data from --input.
+        data: A LightningDataModule, or a function that returns a DataLoader, in the same form as the model. By default
+            the model's own train_dataloader, or random data from --input.
         arguments: Arguments of the model's constructor, as in '{"width": 64}'.
         input: Shape of one sample of random data, as in "[3, 32, 32]".
         classes: Number of labels of random data. Without it a batch has inputs only.
         batch_size: Samples in a batch of random data, 64 by default. Real data has its own batch size.
-        allow: What may be applied although it changes the statistics of training: precision, batch_size, workers,
-            separated by commas.
+        allow: Properties that may be changed although they affect the statistics of training: precision, batch_size,
+            workers, separated by commas.
         propose: Which of these are at least measured and reported, separated by commas.
         budget: Time for all measurements, as in 2min, or in seconds.
-        tolerance: How far apart the loss curves of two precisions may be, as a fraction of the losses.
+        tolerance: Largest distance between the loss curves of two precisions, as a fraction of the losses.
         json: File for the report, in JSON.
         picture: File for a picture of the report (.png, .svg or .pdf).
     """
@@ -49,7 +49,7 @@ def device(
         check_picture("--picture", picture)
     check_above_zero({"batch_size": batch_size, "classes": classes})
     seconds = time_of("--budget", budget)
-    from lightning_omni.cli import subject  # not above: --help is not to wait for torch
+    from lightning_omni.cli import subject  # here, so that --help does not wait for torch
 
     allowed, proposed = subject.names_of("allow", allow), subject.names_of("propose", propose)
     module = subject.made_from(model, "model", arguments or {})
@@ -71,6 +71,6 @@ def device(
         show(report.table(), report.tall_table())
         for line in subject.lines_of(report).splitlines():
             print_line(line)
-    finally:  # what was measured is not to be lost because a disk is full, or standard output closed
+    finally:  # a full disk or a closed standard output must not lose the measurements
         subject.write(report, json, picture)
     return 0

@@ -1,4 +1,4 @@
-"""``lightning-omni doctor``: what keeps this machine from joining a server's run, and what an exchange will take."""
+"""``lightning-omni doctor``: checks of the connection to a server, and the predicted time of an exchange."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from lightning_omni.cli.units import check_above_zero
 
 
 def doctor(address: str, key_file: Path | None = None, mb: float = 100.0, encryption: str = "curve") -> int:
-    """Checks and measures the connection from this machine to a parameter server.
+    """Check and measure the connection from this machine to a parameter server.
 
-    It checks ports, key, versions, clock, latency, and bandwidth in both directions, for two seconds, and what that
-    means for a model. Every failure says what to do. It takes no part in the run. The exit status is 0, or 1 if
-    something failed.
+    The command checks ports, key, versions, clock, latency, and bandwidth in both directions, for two seconds, and
+    predicts the time of an exchange. Every failure shows a remedy. The command does not join the run. The exit status
+    is 0, or 1 if a check failed.
 
     Args:
         address: Address of the server, as in tcp://host:5555.
@@ -24,7 +24,7 @@ def doctor(address: str, key_file: Path | None = None, mb: float = 100.0, encryp
     check_above_zero({"mb": mb})
     with telling() as tell:
         tell.wait_for("this program to load")
-        from lightning_omni.cli.checkup import Checkup, examine  # not above: --help is not to wait for torch
+        from lightning_omni.cli.checkup import Checkup, examine  # here, so that --help does not wait for torch
 
         checkup = Checkup(tell)
         examine(checkup, address, key_file, mb, encryption)

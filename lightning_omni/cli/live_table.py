@@ -1,4 +1,4 @@
-"""The table of a run in a terminal, kept up to date, and the keys that act on it."""
+"""The live table of a run in a terminal, and the keys that act on the run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_omni.protocol.messages import GroupOverview, GroupStatus, Overvie
 from lightning_omni.server.observer import Observer
 
 AGAIN = 1.0
-"""Seconds for one attempt to reach a server again that was there before; keys wait meanwhile."""
+"""Seconds for one attempt to reconnect to a server; keys wait meanwhile."""
 QUIT, EVICT, BAR, GROUPS, SAVE = "q", "e", "b", "g", "s"
 UP, DOWN, YES, ENTER, BACK = "up", "down", "y", "enter", "back"
 _ESCAPES = {
@@ -30,37 +30,37 @@ _ESCAPES = {
     "\r": ENTER, "\n": ENTER, "\x7f": BACK, "\b": BACK,
 }  # fmt: skip
 _KEY = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1bO.|.", re.DOTALL)
-"""What a terminal sends for one key: F5 is an escape, "[15~", and not a 5."""
+"""Characters that a terminal sends for one key: F5 is an escape, "[15~", and not a 5."""
 _LONGEST_NUMBER = 6
-"""Digits of a number of groups."""
+"""Largest number of digits in a number of groups."""
 
 
 # --- Keys ------------------------------------------------------------------------------------------------------------
 
 
 class Actions(Protocol):
-    """What keys do to a run. Each returns what came of it, as a sentence."""
+    """The actions of keys on a run. Each returns its result as a sentence."""
 
     def evict(self, group: GroupStatus, bars: bool) -> str:
-        """Takes a group out of the run; if it bars its hosts, no group from there may join any more."""
+        """Evict a group, and bar its hosts from joining again if ``bars`` is True."""
 
     def set_groups(self, groups: int) -> str:
-        """Has so many groups formed."""
+        """Request ``groups`` groups."""
 
     def save(self) -> str:
-        """Has the server save its state."""
+        """Request a save of the server's state."""
 
 
 @dataclass(frozen=True)
 class View:
-    """What a person has chosen.
+    """The state of the display.
 
     Attributes:
-        chosen: place of a group in the table.
-        asked: the group that is to be evicted if the next key says yes.
-        bars: whether its hosts are to be barred, too.
-        typed: digits of the number of groups that is being typed; None if none is.
-        note: a sentence at the foot of the table.
+        chosen: index of the selected group.
+        asked: group to evict if the next key confirms it.
+        bars: whether to bar its hosts, too.
+        typed: digits of a number of groups so far; None if none is being typed.
+        note: sentence below the table.
         is_over: whether to end.
     """
 
@@ -73,17 +73,7 @@ class View:
 
 
 def press(view: View, key: str, overview: Overview | None, actions: Actions) -> View:
-    """A key was pressed.
-
-    Args:
-        view: what was chosen so far.
-        key: one of those named above; others are heard by none.
-        overview: what is shown; None if nothing is yet.
-        actions: what keys do to the run.
-
-    Returns:
-        What is chosen now.
-    """
+    """Return the view after a pressed key; ``overview`` is None before the first one."""
     groups = overview.groups if overview is not None else ()
     if view.asked is not None:
         note = actions.evict(view.asked, view.bars) if key == YES else f"group {view.asked.name} stays"
@@ -105,7 +95,6 @@ def press(view: View, key: str, overview: Overview | None, actions: Actions) -> 
 
 
 def _ask(view: View, group: GroupOverview, bars: bool) -> View:
-    """A group is to be evicted, if the next key says yes."""
     status = group.status
     question = f"evict group {status.name} with its {counted(len(status.ranks), 'rank')}"
     if bars:
@@ -114,7 +103,7 @@ def _ask(view: View, group: GroupOverview, bars: bool) -> View:
 
 
 def _type(view: View, typed: str, key: str, actions: Actions) -> View:
-    """A number of groups is being typed."""
+    """Handle a key while a number of groups is being typed."""
     if key.isdecimal() and len(typed) < _LONGEST_NUMBER:
         return _asking(view, typed + key)
     if key == BACK:
@@ -129,7 +118,7 @@ def _asking(view: View, typed: str) -> View:
 
 
 def keys_of(typed: str) -> list[str]:
-    r"""Keys from what a terminal sends for them.
+    r"""Return the keys for the characters that a terminal sends.
 
     Example:
         >>> keys_of("q"), keys_of("\x1b[A\x1b[Bje")
@@ -140,10 +129,10 @@ def keys_of(typed: str) -> list[str]:
 
 @contextmanager
 def keyboard() -> Iterator[Callable[[float], list[str]]]:
-    """The keys of the terminal, one by one as they are pressed; none where standard input is no terminal.
+    """Read the terminal's keys one by one; none if standard input is no terminal.
 
     Yields:
-        What waits for keys, for so many seconds at most, and returns those that were pressed.
+        A function that waits for keys, up to the given seconds, and returns the pressed ones.
     """
     if not sys.stdin.isatty() or os.name != "posix":
         yield _no_keys
@@ -157,7 +146,7 @@ def keyboard() -> Iterator[Callable[[float], list[str]]]:
     def wait(seconds: float) -> list[str]:
         if not select.select([descriptor], [], [], max(0.0, seconds))[0]:
             return []
-        return keys_of(os.read(descriptor, 64).decode(errors="replace") or QUIT)  # nothing: the terminal is gone
+        return keys_of(os.read(descriptor, 64).decode(errors="replace") or QUIT)  # empty if the terminal is gone
 
     try:
         tty.setcbreak(descriptor)
@@ -175,10 +164,10 @@ def _no_keys(seconds: float) -> list[str]:
 
 
 class _Connected:
-    """Acts on a run by the connection that there is at the moment.
+    """The actions on a run over the present connection.
 
     Attributes:
-        observer: the connection; None while the server cannot be reached.
+        observer: connection; None while the server cannot be reached.
     """
 
     def __init__(self, observer: Observer | None) -> None:
@@ -208,23 +197,19 @@ class _Connected:
         return ""
 
     def close(self) -> None:
-        """Ends the connection."""
         if self.observer is not None:
             self.observer.close()
             self.observer = None
 
 
 def watch(console: Console, observer: Observer | None, reach: Callable[[], Observer], every: float) -> int:
-    """Shows a run until a key ends it.
+    """Show a run until a key ends it, and return the exit code.
 
     Args:
-        console: a terminal.
-        observer: the connection to the server.
-        reach: makes it again.
-        every: seconds between two questions.
-
-    Returns:
-        The exit code.
+        console: terminal.
+        observer: connection to the server.
+        reach: function that reconnects.
+        every: seconds between two requests.
     """
     rates, view, connected = Rates(), View(), _Connected(observer)
     overview: Overview | None = None

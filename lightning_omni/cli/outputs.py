@@ -1,4 +1,4 @@
-"""Files that commands write: that they can be written is known before minutes are spent on what goes into them."""
+"""Checks that output files can be written, before a command spends minutes on their contents."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from lightning_omni.palette import check_can_draw
 
 
 def check_file(option: str, path: Path) -> None:
-    """Refuses a file that cannot be written; it is left as it is.
+    """Raise an error if a file cannot be written; the file stays as it is.
 
     Args:
-        option: that names it, as the user wrote it.
-        path: of the file.
+        option: option that names the file, as the user wrote it.
+        path: path of the file.
 
     Raises:
-        ConfigurationError: it is a folder, its folder is missing, or one of both may not be written.
+        ConfigurationError: the path is a folder, its folder is missing, or one of both cannot be written.
     """
     folder = path.resolve().parent
     if not folder.is_dir():
@@ -27,20 +27,20 @@ def check_file(option: str, path: Path) -> None:
     try:
         if path.is_dir() or path.is_file():
             path.open("ab").close()
-        elif not path.exists():  # a pipe would take its end for that of the file
+        elif not path.exists():  # opening and closing a pipe would end it for its reader
             TemporaryFile(dir=folder).close()
     except OSError as error:
         raise _unwritable(option, path, error, "file") from error
 
 
 def check_picture(option: str, path: Path) -> None:
-    """Refuses a picture that cannot be drawn or written; see `check_file`.
+    """Raise an error if a picture cannot be drawn or written; see `check_file`.
 
     Raises:
-        ConfigurationError: matplotlib is missing, or does not know files of that suffix; or the file cannot be written.
+        ConfigurationError: matplotlib is missing, or does not support the suffix; or the file cannot be written.
     """
     check_can_draw(f"{option}: ")
-    from matplotlib.figure import Figure  # not above: it is optional, and slow
+    from matplotlib.figure import Figure  # here, because it is optional and slow
 
     if path.suffix and path.suffix[1:].lower() not in Figure().canvas.get_supported_filetypes():
         raise ConfigurationError(f"{option} {str(path)!r}: pass a name that ends in .png, .svg or .pdf")
@@ -48,10 +48,10 @@ def check_picture(option: str, path: Path) -> None:
 
 
 def make_folder(option: str, folder: Path) -> None:
-    """Makes a folder, if there is none, and tries whether files can be written into it.
+    """Create a folder if it is missing, and check that files can be written into it.
 
     Raises:
-        ConfigurationError: it cannot be made, or not be written.
+        ConfigurationError: the folder cannot be created or written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

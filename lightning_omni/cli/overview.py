@@ -1,7 +1,7 @@
-"""A run as a picture of text: the table that ``lightning-omni top`` shows. Nothing here asks or waits.
+"""A run as text: the table that ``lightning-omni top`` shows. This module does no I/O.
 
-Rates are what the server's counters have gained over the last seconds; everything else is shown as it was
-counted, measured or told. What is not known is a dash.
+Rates are the increases of the server's counters over the last seconds; other values appear as the server reported them.
+A dash stands for an unknown value.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 WINDOW = 10.0
 """Seconds over which rates are measured."""
 LINES = 8
-"""Things that happened that are shown, the last ones."""
+"""Number of recent events that are shown."""
 UNKNOWN = "-"
 KEYS = "↑ ↓ choose a group   e evict it   b and bar its hosts   g set the number of groups   s save now   q quit"
 _HEADS = (
@@ -34,33 +34,28 @@ _HEADS = (
 )  # fmt: skip
 _TEXTS = ("group", "host", "slowest", "bottleneck")
 _LEFT_OUT = ("slowest", "alive", "rest", "share", "forward", "exchange", "ranks", "host", "stale", "bottleneck")
-"""Columns that are left out where the terminal is too narrow, in this order."""
+"""Columns that are left out on narrow terminals, in this order."""
 _WIDEST = 10_000
 """Characters; wider than any table."""
 _STYLES = {"lost": "red", "over": "bold red", "joined": "green"}
 
 
 class Rates:
-    """What the counters of a run have gained in a second, over the last seconds."""
+    """The increase per second of a run's counters over the last seconds."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, Overview]] = deque()
 
     def add(self, now: float, overview: Overview) -> None:
-        """The counters were read.
-
-        Args:
-            now: seconds, on a clock that only goes forward.
-            overview: what was seen.
-        """
+        """Record the counters of an overview at ``now``, in seconds on a monotonic clock."""
         if self._seen and _counted_in(self._seen[-1][1]) != _counted_in(overview):
-            self._seen.clear()  # counters have begun again
+            self._seen.clear()  # the counters have restarted
         self._seen.append((now, overview))
         while now - self._seen[0][0] > WINDOW and len(self._seen) > 2:
             self._seen.popleft()
 
     def of(self, counter: Callable[[Overview], float | None]) -> float | None:
-        """Of one counter, a second; None if it is not known yet."""
+        """Return the increase of a counter per second; None if it is not known yet."""
         if len(self._seen) < 2:
             return None
         (began, first), (ended, last) = self._seen[0], self._seen[-1]
@@ -69,14 +64,14 @@ class Rates:
 
 
 def picture(overview: Overview, rates: Rates, chosen: int = 0, note: str = "", keys: bool = True) -> RenderableType:
-    """A run.
+    """Render a run.
 
     Args:
-        overview: what was seen last.
-        rates: all that was seen.
-        chosen: place of the group in the table that a key acts on.
-        note: a sentence at the foot, as an answer to a key.
-        keys: whether there are any.
+        overview: last overview.
+        rates: rates so far.
+        chosen: index of the group on which keys act.
+        note: sentence at the foot, as an answer to a key.
+        keys: whether there are any keys.
     """
     if not overview.run:
         return Group(Text("No run: the server waits for ranks."), *_foot(note, keys))
@@ -90,14 +85,14 @@ def picture(overview: Overview, rates: Rates, chosen: int = 0, note: str = "", k
 
 
 class GroupsTable:
-    """A row for each group; times are those of its ranks on average.
+    """A table with a row for each group; times are means over its ranks.
 
-    Where it is too wide for the terminal, columns are left out, those first that are needed least.
+    If the table is too wide for the terminal, the least important columns are left out.
 
     Args:
-        overview: what was seen last.
-        rates: all that was seen.
-        chosen: place of the group that a key acts on; None if no key does.
+        overview: last overview.
+        rates: rates so far.
+        chosen: index of the group on which keys act; None without keys.
     """
 
     def __init__(self, overview: Overview, rates: Rates, chosen: int | None = None) -> None:
@@ -120,7 +115,7 @@ class GroupsTable:
         yield next(fitting, self._table(len(_LEFT_OUT)))
 
     def _table(self, left_out: int) -> Table:
-        """Without so many of the columns that may be left out."""
+        """Return the table without the first ``left_out`` of the optional columns."""
         heads = [head for head in _HEADS if head not in _LEFT_OUT[:left_out]]
         table = Table(*(Column(head, justify="left" if head in _TEXTS else "right", no_wrap=True) for head in heads))
         for cells, style in self._rows:
@@ -150,7 +145,7 @@ def _cells(group: GroupOverview, rates: Rates, total: float) -> dict[str, str]:
 
 
 def _work(group: GroupOverview) -> float:
-    """What a group has done since groups were formed: samples where they are counted, or else pushes."""
+    """Return the work of a group since groups were formed: samples if they are counted, or else pushes."""
     return group.samples if group.samples is not None else group.status.updates
 
 
@@ -161,7 +156,9 @@ def _head(overview: Overview, rates: Rates) -> list[RenderableType]:
     method, wire = (str((each or {}).get("name", UNKNOWN)) for each in (overview.method, overview.wire_format))
     saved = f", state saved {duration(overview.saved)} ago" if overview.saved >= 0 else ""
     here = len(overview.live) - len(overview.missing)
-    ranks = f"{here} of {overview.announced} ranks" if here <= overview.announced else f"{here} ranks"  # that joined
+    ranks = (
+        f"{here} of {overview.announced} ranks" if here <= overview.announced else f"{here} ranks"
+    )  # more have joined than were announced
     lines: list[RenderableType] = [
         Text(quoted(f"{overview.run}: {method}, wire format {wire}, {ranks}, for {duration(overview.age)}"), "bold"),
         Text(
@@ -197,7 +194,7 @@ def _samples(overview: Overview) -> float | None:
 
 
 def _counted_in(overview: Overview) -> tuple[object, ...]:
-    """What is the same for as long as the counters go on."""
+    """Return a value that changes when the counters restart."""
     return overview.run, tuple((group.status.name, group.status.incarnation) for group in overview.groups)
 
 
@@ -211,7 +208,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time in short.
+    """Return a time in a short form.
 
     Example:
         >>> duration(4.2), duration(200), duration(7300), duration(200000)

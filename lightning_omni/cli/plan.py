@@ -1,4 +1,4 @@
-"""``lightning-omni plan``: machines yet to be had, from what was measured on some: groups, speed, time."""
+"""``lightning-omni plan``: predicted groups, speed and time on other machines, from measurements on some."""
 
 from __future__ import annotations
 
@@ -29,24 +29,23 @@ def plan(
     lr: float | None = None,
     out: Path | None = None,
 ) -> int:
-    """Predicts how fast more machines, or another network, would train, and with how many groups.
+    """Predict how fast more machines, or another network, would train, and with how many groups.
 
     Args:
         file: An omni-tuning.json that OmniTuner wrote, or the JSON of a Profile.
-        ranks: Number of devices of the planned machines, of the kinds that were measured. By default as measured.
+        ranks: Number of devices of the planned machines, of the measured kinds. By default as measured.
         bandwidth: Bandwidth of the network, as in 10Gbit or 1GB/s, or in bytes per second. By default as measured.
         latency: Latency of one message, as in 50us, or in seconds. By default as measured.
         servers: Number of parameter servers that share the weights; or per-node, one on each node. By default as
             measured.
         nodes: Nodes of the planned machines, for per-node. By default each device is a node.
         batch_size: Samples in one device's batch. By default as measured.
-        method: How groups exchange, as in local_sgd. By default the best of those that OmniTuner searches.
+        method: Method of the exchange, as in local_sgd. By default the best of those that OmniTuner searches.
         wire: Wire format of pushes and answers, as in int8 or int8/bf16. The default follows the rule for the method.
         period: Local steps between two exchanges. By default the best.
-        all_reduce: How the members of a group average gradients, as in powersgd:8; fp32 for uncompressed. The default
-            follows the rule for the method.
-        samples: Number of samples that training takes with one group. With it, the time of the whole training is
-            predicted.
+        all_reduce: Format in which the members of a group average gradients, as in powersgd:8; fp32 for uncompressed.
+            The default follows the rule for the method.
+        samples: Number of samples that training takes with one group, to predict the time of the whole training.
         momentum: Momentum that suits a single group. By default the file's; 0.9 if it has none.
         lr: Learning rate that suits a single group. By default the file's; if it has none, rates are multiples of it.
         out: Folder for a picture.
@@ -61,7 +60,7 @@ def plan(
     _check_servers(servers, nodes)
     rate = None if bandwidth is None else rate_of("--bandwidth", bandwidth)
     delay = None if latency is None else seconds_of("--latency", latency)
-    from lightning_omni.cli import planning as of  # not above: --help is not to wait for torch
+    from lightning_omni.cli import planning as of  # here, so that --help does not wait for torch
 
     known = of.PlanSource.of(file)
     per_node = servers == "per-node"

@@ -1,4 +1,4 @@
-"""What ``lightning-omni plan`` expects of machines, from a file of measurements: a table, sentences, a picture."""
+"""The predictions of ``lightning-omni plan`` from a file of measurements: a table, sentences, a picture."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from lightning_omni.search.rules import careful, is_faster, least
 from lightning_omni.search.space import ALL_REDUCES, METHODS, WIRES, group_counts, wire_given
 
 PICTURE = "plan.png"
-"""Name of the picture's file."""
+"""File name of the picture."""
 _USUAL_MOMENTUM = 0.9
 _BOTTLENECKS = {
     "compute": "compute",
@@ -47,16 +47,16 @@ _Read = TypeVar("_Read")
 _FILE = "pass an omni-tuning.json that OmniTuner wrote, or the JSON of a Profile"
 
 
-# --- What is given ----------------------------------------------------------------------------------------------------
+# --- Inputs -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class PlanSource:
-    """What a file says.
+    """The contents of a file of measurements.
 
     Args:
-        profile: of the cluster that was measured.
-        search: the last one of the run; None if the file is a profile only.
+        profile: profile of the measured cluster.
+        search: last search of the run; None if the file is a profile only.
     """
 
     profile: Profile
@@ -64,10 +64,10 @@ class PlanSource:
 
     @classmethod
     def of(cls, path: Path) -> PlanSource:
-        """Reads a file.
+        """Read a file.
 
         Raises:
-            ConfigurationError: it is none of those that can be read, or nothing was timed.
+            ConfigurationError: the file has another format, or holds no timings.
         """
         try:
             plain = json.loads(path.read_text(encoding="utf-8"))
@@ -82,16 +82,10 @@ class PlanSource:
 
     @property
     def rebalance(self) -> bool:
-        """Whether batches may be split in proportion to speeds."""
         return self.search is None or self.search.spec.space.rebalance
 
     def theory(self, momentum: float | None, lr: float | None) -> Theory:
-        """What suits one group, and others by theory.
-
-        Args:
-            momentum: that suits one group; None for the file's.
-            lr: that suits one group; None for the file's.
-        """
+        """Return the file's theory of settings, with another momentum or learning rate for one group if given."""
         theory: Theory = Theory(Setting(1, _USUAL_MOMENTUM, 1.0), Scaling())
         if self.search is not None:
             theory = self.search.theory
@@ -109,13 +103,13 @@ class PlanSource:
 
 @dataclass(frozen=True)
 class Ways:
-    """How groups may exchange, where that is chosen, too.
+    """The possible exchanges between groups, and inside them.
 
     Args:
-        methods: as `OmniTuner(space={"method": ...})` takes them.
+        methods: methods, as in `OmniTuner(space={"method": ...})`.
         wires: wire formats, likewise.
-        periods: local steps between two exchanges; none for powers of two.
-        all_reduces: how the members of a group may average their gradients, besides as they are.
+        periods: local steps between two exchanges; empty for powers of two.
+        all_reduces: formats in which the members of a group may average gradients, besides the exact one.
     """
 
     methods: tuple[str, ...] = METHODS
@@ -127,17 +121,10 @@ class Ways:
 def ways_of(
     known: PlanSource, method: str | None, wire: str | None, period: int | None, all_reduce: str | None = None
 ) -> Ways:
-    """How groups may exchange.
-
-    Args:
-        known: what the file says.
-        method: that is asked for, if any.
-        wire: likewise.
-        period: likewise.
-        all_reduce: likewise.
+    """Return the possible exchanges, from the file and the options that the user has passed.
 
     Raises:
-        ConfigurationError: there is none of that name, or they do not go together.
+        ConfigurationError: a name does not exist, or the options do not work together.
     """
     if period is not None:
         _as_option(lambda: check_whole("period", period, "local steps between two exchanges, 1 or more", low=1))
@@ -161,14 +148,14 @@ def ways_of(
 
 
 def _check_wire(wire: str, methods: Sequence[str]) -> None:
-    """Raises `ConfigurationError` if there is no such wire format, or not for one of these methods."""
+    """Raise a `ConfigurationError` if the wire format does not exist, or not for one of these methods."""
     wire_format = _as_option(lambda: wire_of(wire_given(wire)))
     for method in methods:
         _as_option(partial(wire_format.check, method_named(method)))
 
 
 def _asked_all_reduce(all_reduce: str, known: PlanSource) -> tuple[str, ...]:
-    """The all-reduce formats beside the exact one, if this one is asked for."""
+    """Return the all-reduce formats beside the exact one, if the user requests this one."""
     if _as_option(lambda: all_reduce_of(all_reduce)) == EXACT:
         return ()
     if not known.profile.shapes:
@@ -180,7 +167,7 @@ def _asked_all_reduce(all_reduce: str, known: PlanSource) -> tuple[str, ...]:
 
 
 def _as_option(read: Callable[[], _Read]) -> _Read:
-    """Says of what is wrong that it is an option's."""
+    """Call ``read``, and name the option in its error."""
     try:
         return read()
     except ConfigurationError as error:
@@ -189,11 +176,11 @@ def _as_option(read: Callable[[], _Read]) -> _Read:
 
 
 class PlannedEvidence(Evidence):
-    """What a run on the planned machines would know after its first batches.
+    """The evidence of a run on the planned machines after its first batches.
 
     Args:
-        spec: what is searched.
-        profile: of the planned machines.
+        spec: specification of the search.
+        profile: profile of the planned machines.
     """
 
     def __init__(self, spec: SearchSpec, profile: Profile) -> None:
@@ -204,21 +191,21 @@ class PlannedEvidence(Evidence):
 
     @property
     @override
-    def profile(self) -> Profile:  # it is known, and not fitted
+    def profile(self) -> Profile:  # known, not fitted
         return self._planned
 
 
 @dataclass(frozen=True)
 class PlannedCluster:
-    """The planned machines: those that were measured, with what the user says is different.
+    """The planned machines: the measured ones, with the user's changes.
 
     Args:
-        measured: the cluster that was measured.
-        ranks: how many.
-        bandwidth: in bytes per second.
-        latency: in seconds.
-        servers: how many hold a share of the weights each.
-        per_node: whether they are one on each node.
+        measured: profile of the measured cluster.
+        ranks: number of ranks.
+        bandwidth: bytes per second.
+        latency: seconds of one message.
+        servers: number of servers, each with a share of the weights.
+        per_node: whether each node runs one server.
         batch_size: samples of a rank's batch.
     """
 
@@ -232,7 +219,7 @@ class PlannedCluster:
 
     @cached_property
     def profile(self) -> Profile:
-        """As it would be.
+        """Return the profile of the planned machines.
 
         Raises:
             ConfigurationError: an option is out of range.
@@ -252,17 +239,17 @@ class PlannedCluster:
             raise ConfigurationError(f"--{error}") from error
 
 
-# --- What is to be expected -------------------------------------------------------------------------------------------
+# --- Predictions ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One number of groups.
+    """The prediction for one number of groups.
 
     Args:
-        setting: the best that is known for it.
-        prediction: of the hardware.
-        efficiency: logarithm of the samples to a target, but for a constant, and its standard deviation.
+        setting: best known setting.
+        prediction: predicted speed.
+        efficiency: logarithm of the samples to a target, up to a constant, and its standard deviation.
     """
 
     setting: Setting
@@ -271,24 +258,24 @@ class PlanRow:
 
     @property
     def log_seconds(self) -> float:
-        """Logarithm of the time to a target, but for a constant."""
+        """Return the logarithm of the time to a target, up to a constant."""
         return self.efficiency[0] - math.log(self.prediction.samples_per_second.value)
 
     @property
     def careful(self) -> float:
-        """The same, with what was not tried made a little worse."""
+        """Return `log_seconds` with a small penalty for an untried setting."""
         return careful(self.log_seconds, self.efficiency[1])
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be expected of planned machines, for each number of groups.
+    """The predictions for planned machines, for each number of groups.
 
     Args:
-        cluster: the machines.
-        known: what the file says.
-        theory: what suits one group.
-        ways: how groups may exchange.
+        cluster: planned machines.
+        known: contents of the file.
+        theory: theory of settings.
+        ways: possible exchanges.
         has_lr: whether learning rates are known; otherwise they are multiples of the user's.
     """
 
@@ -299,7 +286,6 @@ class Plan:
     has_lr: bool
 
     def describe(self, setting: Setting) -> str:
-        """A setting in words."""
         if self.has_lr:
             return str(setting)
         factor = "" if setting.lr == 1 else f"{setting.lr:.3g} times "
@@ -307,7 +293,7 @@ class Plan:
 
     @cached_property
     def rows(self) -> list[PlanRow]:
-        """Powers of two, and as many groups as ranks."""
+        """Return the predictions for powers of two, and for as many groups as ranks."""
         return list(map(self._row, group_counts(self.cluster.profile.ranks)))
 
     def _row(self, groups: int) -> PlanRow:
@@ -318,7 +304,6 @@ class Plan:
 
     @cached_property
     def _evidence(self) -> PlannedEvidence:
-        """What a run would know."""
         profile, ways = self.cluster.profile, self.ways
         space = Space(
             tuple(group_counts(profile.ranks)),
@@ -334,36 +319,35 @@ class Plan:
 
     @cached_property
     def best(self) -> PlanRow:
-        """The one that is expected at the target first; among equals the one with the fewest groups."""
+        """Return the row that reaches the target first; among equals the one with the fewest groups."""
         return least(self.rows, lambda row: row.careful, lambda row: row.setting.groups)
 
     def relative(self, row: PlanRow) -> float:
-        """Time to the target, relative to that of the best."""
+        """Return the time to the target, relative to the best row's."""
         return math.exp(row.log_seconds - self.best.log_seconds)
 
     def seconds(self, row: PlanRow, samples: float) -> float:
-        """Time for so many samples, as efficient as one group's."""
+        """Return the time of a training that takes one group ``samples`` samples."""
         return samples * math.exp(row.log_seconds - self.rows[0].efficiency[0])
 
     def deviation(self, row: PlanRow) -> float:
-        """The standard deviation of the logarithm of the samples, relative to the best's; 0 for the best."""
+        """Return the standard deviation of the log samples, relative to the best row's; 0 for the best."""
         return 0.0 if row is self.best else math.hypot(row.efficiency[1], self.best.efficiency[1])
 
     def with_cluster(self, **changes: Any) -> Plan:
-        """The same question for other machines."""
         return replace(self, cluster=replace(self.cluster, **changes))
 
 
-# --- What is said -----------------------------------------------------------------------------------------------------
+# --- Output -----------------------------------------------------------------------------------------------------------
 
 
 def table(plan: Plan, samples: float | None) -> Table:
-    """A row for each number of groups."""
+    """Return a table with a row for each number of groups."""
     return _table_of(plan, _rows(plan, samples), title=_title(plan))
 
 
 def tall_table(plan: Plan, samples: float | None) -> Group:
-    """The same for narrow terminals: the hardware, and below it what becomes of training."""
+    """Return the table in three parts, for narrow terminals."""
     rows = _rows(plan, samples)
     first, *heads = (head for head in rows[0] if head != "exchange")
     parts = [["exchange"], heads[:4], heads[4:]]
@@ -411,7 +395,7 @@ def _speeds(profile: Profile) -> str:
 
 
 def sentences(plan: Plan, samples: float | None) -> list[str]:
-    """What to use, what to buy next, and what is assumed."""
+    """Return sentences about the best setting, the next purchase, and the assumptions."""
     best, known = plan.best, plan.known
     alone = plan.relative(plan.rows[0])
     text = f"use {plan.describe(best.setting)}: {best.prediction.samples_per_second.value:.4g} samples/s"
@@ -432,7 +416,7 @@ def sentences(plan: Plan, samples: float | None) -> list[str]:
 
 
 def _advice(plan: Plan) -> str:
-    """The bottleneck, and what twice as much of it would give."""
+    """Name the bottleneck, and the gain from twice as much of it."""
     bottleneck = plan.best.prediction.bottleneck
     cluster = plan.cluster
     if bottleneck == "compute":
@@ -455,7 +439,7 @@ def _advice(plan: Plan) -> str:
 
 
 def _halved(prediction: Prediction) -> float:
-    """How many times faster updates could come if the bottleneck took half as long, at most."""
+    """Return a bound on the speed-up if the bottleneck took half as long."""
     parts: Mapping[str, float] = prediction.parts
     name = "serve" if prediction.bottleneck == "server" else prediction.bottleneck
     seconds = prediction.seconds_per_update.value
@@ -470,7 +454,7 @@ def _halved(prediction: Prediction) -> float:
 
 
 def draw(plan: Plan, folder: Path) -> Path:
-    """Draws samples per second and time over groups. Returns the file."""
+    """Draw samples per second and time over groups, and return the file."""
     figure = new_figure(12, 4.8, dpi=120)
     hardware, time = figure.subplots(1, 2)
     _draw_speed(hardware, plan)
@@ -493,7 +477,7 @@ def _draw_speed(axes: Any, plan: Plan) -> None:
     rates = [row.prediction.samples_per_second for row in plan.rows]
     plot_interval(axes, groups, rates, EXPECTED, "expected, with 80 % interval")
     for place, (row, each) in enumerate(zip(plan.rows, rates, strict=True)):
-        falls = place > 0 and rates[place - 1].value > each.value  # then the line comes from above
+        falls = place > 0 and rates[place - 1].value > each.value  # the line descends to the point
         axes.annotate(
             _BOTTLENECKS[row.prediction.bottleneck].replace(" ", "\n", 1),
             (row.setting.groups, each.low if falls else each.high),
@@ -517,7 +501,7 @@ def _draw_time(axes: Any, plan: Plan) -> None:
     plot_interval(axes, groups, drawn, EXPECTED)
     axes.set(ylabel="time to the target  (1: the best)", title=f"★ {plan.describe(plan.best.setting)}")
     axes.set_ylim(0, 1.25 * max(times))
-    if max(times) > 6:  # or one could not tell those apart that matter
+    if max(times) > 6:  # a linear axis would not separate the best ones
         ticks = [tick for tick in (0.5, 1, 2, 5, 10, 20, 50, 100, 1000) if tick < 2 * max(times)]
         axes.set_yscale("log")
         axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])

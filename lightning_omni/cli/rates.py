@@ -1,7 +1,7 @@
-"""The learning rate that suits a method, from short runs: what is fair to one method is rarely fair to another.
+"""The search for the learning rate that suits a method, by short runs: a rate fair to one is rarely fair to another.
 
-Successive halving on a grid around the workload's own rate: a tenth of the run tells rates apart that differ by a
-factor of four, a third of it those that differ by two. The winner is run in full by the caller.
+The search applies successive halving to a grid around the workload's own rate: a tenth of the run separates rates that
+differ by a factor of four, a third of it those that differ by two. The caller runs the winner in full.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ COARSE, FINE = 4.0, 2.0
 FIRST, SECOND = 0.1, 1 / 3
 """Fractions of a run that the two rounds take."""
 _REACH = 2
-"""Steps of the coarse grid to either side; and so many more where the best is at an end."""
+"""Steps of the coarse grid to either side, and largest number of further steps while the best is at an end."""
 _EQUAL = 0.05
-"""Results that differ by no more than this fraction are taken for equal."""
+"""Largest relative difference of results that count as equal."""
 
 Try = Callable[[float, float], Trace]
-"""A run with that learning rate, of which that fraction is simulated."""
+"""Function from a learning rate and a fraction of the run to the trace of that part."""
 
 
 def best_rate(own: float, attempt: Try, target: tuple[str, float] | None) -> tuple[float, list[float]]:
-    """The rate with which short runs come furthest, and all that were tried.
+    """Return the rate with which short runs progress furthest, and all rates tried.
 
     Args:
         own: the workload's rate, in the middle of the grid.
-        attempt: makes a short run.
+        attempt: function that makes a short run.
         target: name and value of the metric that ends a run, or None.
     """
     first = {
@@ -51,7 +51,7 @@ def best_rate(own: float, attempt: Try, target: tuple[str, float] | None) -> tup
 
 
 def _smallest_of_the_best(merits: dict[float, tuple[float, float]]) -> float:
-    """Of rates that do equally well the smallest: what is nearly too large gets worse with the length of a run."""
+    """Return the smallest of equally good rates, because a rate that is nearly too large suffers in longer runs."""
     seconds, loss = min(merits.values())
     if math.isfinite(seconds):
         return min(factor for factor, each in merits.items() if each[0] <= (1 + _EQUAL) * seconds)
@@ -59,12 +59,7 @@ def _smallest_of_the_best(merits: dict[float, tuple[float, float]]) -> float:
 
 
 def merit(trace: Trace, target: tuple[str, float] | None) -> tuple[float, float]:
-    """How good a run is, less is better: seconds to the target, then the loss in the last third.
-
-    Args:
-        trace: of the run.
-        target: name and value of a metric, or None.
-    """
+    """Return the quality of a run, less is better: seconds to the target, then the loss in the last third."""
     reached = trace.time_to(*target) if target is not None else math.nan
     losses = trace.evaluated.get("loss", trace.rows["loss"])
     last = float(np.mean(losses[-max(1, len(losses) // 3) :])) if len(losses) else math.nan

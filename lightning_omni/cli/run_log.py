@@ -1,4 +1,4 @@
-"""The log of a server that stands by itself: which ranks came, which were lost and why, each line with its time."""
+"""The log of a standalone server: ranks that joined or were lost, and why, each line with its time."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from lightning_omni.protocol.server import ServerCore
 
 TIMES = "%Y-%m-%d %H:%M:%S"
-"""How times are written in it."""
+"""Format of times in the log."""
 EVERY = 0.25
-"""Seconds after which what has happened is told, at most."""
+"""Seconds between two writes of new events."""
 
 
 class RunLog:
-    """Tells what happens to the runs of a server.
+    """A log of the runs of a server.
 
     Args:
-        core: the server, whose clock may have stood still for a while.
-        console: where to.
+        core: server, whose clock may have been still for a while.
+        console: output.
     """
 
     def __init__(self, core: ServerCore, console: Console) -> None:
@@ -36,11 +36,7 @@ class RunLog:
         self._due = 0.0
 
     def write(self, at_once: bool = False) -> None:
-        """Writes down what is new, if it is time.
-
-        Args:
-            at_once: even if it is not.
-        """
+        """Write new events, if they are due or ``at_once`` is True."""
         now = time.monotonic()
         if now < self._due and not at_once:
             return
@@ -52,20 +48,10 @@ class RunLog:
 
 
 def line_of(happening: Happening, now: float) -> str:
-    """One line: local time and what happened.
-
-    Args:
-        happening: on the server's clock.
-        now: on the same clock.
-    """
+    """Return a line with local time and event; ``now`` is on the server's clock, as the event is."""
     return stamped(quoted(happening.text), now - happening.at)
 
 
 def stamped(text: str, ago: float = 0.0) -> str:
-    """A line with the local time.
-
-    Args:
-        text: the rest of it.
-        ago: how many seconds ago it happened.
-    """
+    """Return a line with the local time ``ago`` seconds ago."""
     return f"{datetime.fromtimestamp(time.time() - ago).strftime(TIMES)} {text}"

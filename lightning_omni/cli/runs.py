@@ -1,4 +1,4 @@
-"""The runs behind ``simulate`` and ``compare``: which methods, at which learning rate, and what is written."""
+"""The runs of ``simulate`` and ``compare``: their methods, learning rates, and output."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class Entrant:
     """A method with its groups.
 
     Args:
-        name: as the user wrote it.
-        method: what it means.
-        topology: which rank is in which group.
+        name: name as the user wrote it.
+        method: the method.
+        topology: ranks of each group.
     """
 
     name: str
@@ -49,15 +49,15 @@ class Entrant:
 
     @classmethod
     def of(cls, name: str, devices: int, groups: int | None) -> Entrant:
-        """The method of that name.
+        """Parse the name of a method.
 
         Args:
-            name: as in ``"softsync:n=2@8"``.
+            name: name, as in ``"softsync:n=2@8"``.
             devices: number of devices.
-            groups: number of groups, unless the name says it; None for as many as devices.
+            groups: number of groups, unless the name has one; None for as many as devices.
 
         Raises:
-            ConfigurationError: there is no such method, or it cannot work with that many groups.
+            ConfigurationError: the method does not exist, or does not support the number of groups.
         """
         text, _, own = name.partition("@")
         if own and not own.isdecimal():
@@ -71,7 +71,7 @@ class Entrant:
         return cls(name, method, topology)
 
     def check(self, cluster: Cluster) -> None:
-        """Raises `ConfigurationError` if the method cannot do with the cluster's aggregators or restarts."""
+        """Raise a `ConfigurationError` if the method does not support the cluster's aggregators or restarts."""
         try:
             check_aggregators(cluster, self.topology, self.method)
             check_restarts(cluster, self.topology, self.method)
@@ -80,20 +80,20 @@ class Entrant:
 
     @property
     def waits(self) -> bool:
-        """Whether it exchanges anything, and waits for that whatever is asked for."""
+        """Return whether the method has exchanges and waits for them, even if overlap is requested."""
         return len(self.topology.alive) > 1 and self.method.steps_at == "worker"
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run that is over.
+    """A finished run.
 
     Args:
-        entrant: what ran.
-        trace: what happened.
+        entrant: method with its groups.
+        trace: trace of the run.
         lr: learning rate; None if the optimizer has none.
-        real_seconds: that it took.
-        tried: the learning rates among which this one was chosen.
+        real_seconds: duration in real time.
+        tried: learning rates from which ``lr`` was chosen.
     """
 
     entrant: Entrant
@@ -104,15 +104,9 @@ class Run:
 
 
 def run(names: Sequence[str], settings: SimulationSettings, together: bool = False) -> int:
-    """All of a command.
+    """Run a whole command, and return the exit code.
 
-    Args:
-        names: the methods.
-        settings: of all.
-        together: compares them: one picture, and a learning rate for each unless the settings name one.
-
-    Returns:
-        The exit code.
+    ``together`` compares the methods: one picture, and a learning rate for each unless the settings name one.
     """
     if settings.picture:
         check_can_draw(remedy=", or pass --no-picture")
@@ -128,7 +122,7 @@ def run(names: Sequence[str], settings: SimulationSettings, together: bool = Fal
     runs, code = _runs(entrants, task, finds_rates=together and not task.rates)
     try:
         _report(runs, task, together)
-    finally:  # what was simulated is not to be lost because standard output is full or closed
+    finally:  # a full or closed standard output must not lose the traces
         for each in runs:
             each.trace.save(files.trace(each.entrant.name))
     if settings.picture and together:
@@ -144,7 +138,7 @@ def run(names: Sequence[str], settings: SimulationSettings, together: bool = Fal
 
 
 def _runs(entrants: Sequence[Entrant], task: Task, finds_rates: bool) -> tuple[list[Run], int]:
-    """One method after the other; after Ctrl-C no more. Returns the runs and the exit code."""
+    """Run one method after the other until Ctrl-C, and return the runs and the exit code."""
     runs: list[Run] = []
     with progress_bar() as shown:
         try:
@@ -164,7 +158,7 @@ def _runs(entrants: Sequence[Entrant], task: Task, finds_rates: bool) -> tuple[l
 
 
 def _run_method(entrant: Entrant, task: Task, finds_rates: bool, progress: OnProgress) -> Run:
-    """The run of a method with the rate that suits it, or with the best of those that the user named."""
+    """Run a method with the rate that suits it, or with the best of the user's rates."""
     own = task.own_rate
     if finds_rates and own is not None:
         began = time.perf_counter()
@@ -190,7 +184,6 @@ def _run_whole(entrant: Entrant, rate: float | None, task: Task, progress: OnPro
 
 
 def _run_part(entrant: Entrant, rate: float, part: float, task: Task, progress: OnProgress) -> Trace:
-    """The beginning of a run."""
 
     def until(done: float, text: str) -> None:
         progress(0.0, f"{_at(rate)}for {part:.0%} of the run")
@@ -199,7 +192,7 @@ def _run_part(entrant: Entrant, rate: float, part: float, task: Task, progress: 
 
     trace = _simulated(entrant, rate, task, until)
     if trace.ended == "interrupted":
-        raise KeyboardInterrupt  # what was seen of it is not to be compared with whole runs
+        raise KeyboardInterrupt  # an interrupted run must not be compared with others
     return trace
 
 
@@ -226,12 +219,12 @@ def _at(rate: float | None) -> str:
 
 
 class _Files:
-    """Where results go.
+    """The files for results.
 
     Args:
-        out: a folder, or the picture's file.
+        out: folder, or the picture's file.
         stem: name of the picture in a folder, without suffix.
-        together: whether several traces lie beside one picture.
+        together: whether several traces belong to one picture.
     """
 
     def __init__(self, out: Path, stem: str, together: bool) -> None:
@@ -241,13 +234,12 @@ class _Files:
         self._together = together
 
     def check(self, names: Sequence[str], draws: bool) -> None:
-        """Makes the folder, and refuses what cannot be written, before anything is computed."""
+        """Create the folder, and raise an error if a file cannot be written, before any computation."""
         make_folder("--out", self.picture.parent)
         for path in (*([self.picture] if draws else []), *map(self.trace, names)):
             check_file("--out", path)
 
     def trace(self, name: str) -> Path:
-        """The file for a run's trace."""
         if not self._together:
             return self.picture.with_name(f"{self.picture.stem}.npz")
         return self.picture.with_name(f"{self._prefix}{_file_name(name)}.npz")
@@ -258,13 +250,11 @@ def _file_name(method: str) -> str:
 
 
 def _title(task: Task, settings: SimulationSettings) -> str:
-    """The cluster and the workload, in a line."""
     words = task.cluster.words
     return f"{words}; {settings.workload.rpartition('/')[2]}, batches of {settings.batch_size} a device"
 
 
 def _report(runs: Sequence[Run], task: Task, together: bool) -> None:
-    """A table of the runs, on standard output."""
     rows = [_row(each, task.target) for each in runs]
     show(table_of(rows, left=("method", "ended")), _tall_table(rows))
     if together:
@@ -275,7 +265,7 @@ def _report(runs: Sequence[Run], task: Task, together: bool) -> None:
 
 
 def _of_rates(runs: Sequence[Run], task: Task) -> str:
-    """How the learning rates came about, and which method that favours."""
+    """Return a sentence about the choice of learning rates, and the methods that it favours."""
     momentum = task.workload.optimizer(task.workload.model.parameters()).param_groups[0].get("momentum")
     shared = task.momentum or momentum
     rest = f"; all have momentum {shared:g}, which suits fewer groups better than many" if shared else ""
@@ -300,7 +290,7 @@ def _listed(rates: Sequence[float], between: str = ", ") -> str:
 
 
 def _tall_table(rows: Sequence[Mapping[str, str]]) -> Table:
-    """One column for each run, for narrow terminals."""
+    """Return a table with one column for each run, for narrow terminals."""
     first, *heads = dict.fromkeys(head for row in rows for head in row)
     columns = [Column(Text(row[first]), justify="right", overflow="fold") for row in rows]
     table = Table(Column(first, no_wrap=True), *columns)
@@ -334,5 +324,5 @@ def _row(run: Run, target: tuple[str, float] | None) -> Mapping[str, str]:
 
 
 def _number(value: float) -> str:
-    """Four digits; a dash for what there is not."""
+    """Format a number with four digits, or NaN as a dash."""
     return "-" if math.isnan(value) else f"{value:.4g}"

@@ -12,9 +12,9 @@ from lightning_omni.cli.units import Quantity, check_above_zero, seconds_of, tim
 from lightning_omni.errors import ConfigurationError
 
 HEARTBEAT_TIMEOUT, JOINED_HEARTBEAT_TIMEOUT = 30.0, 5.0
-"""Seconds; a group that has joined on its own, and was evicted by mistake, joins again."""
+"""Seconds; the second is for groups that joined on their own, which join again after a false eviction."""
 JOIN_TIMEOUT = 300.0
-"""Seconds that ranks, or servers of other shares, may take to come once the first is there."""
+"""Seconds in which all ranks, or servers of other shares, must arrive after the first one."""
 
 LARGEST_PORT = 65_535
 
@@ -45,9 +45,9 @@ def serve(
     save_every: Quantity = 30.0,
     progress_timeout: Quantity = 600.0,
 ) -> int:
-    """Runs a parameter server for runs with OmniStrategy(server="tcp://host:port").
+    """Run a parameter server for runs with OmniStrategy(server="tcp://host:port").
 
-    It takes one run at a time; when all its ranks have left, the next one may join. Stop the server with Ctrl-C.
+    The server takes one run at a time; when all its ranks have left, the next one may join. Stop it with Ctrl-C.
 
     Args:
         host: Address to listen on. Loopback by default: other machines can connect only if you set an address here.
@@ -57,34 +57,34 @@ def serve(
         allow_optimizer: Optimizers outside torch.optim that ranks may use, as module:Class, separated by commas.
         allow_module: Modules outside torch.nn that a merged head may contain, as module:Class, separated by commas.
         heartbeat_timeout: Silence after which a rank counts as dead, as in 30s, or in seconds, at least 2. By default
-            5s where groups join on their own, and 30s where all ranks are started together.
+            5s if groups join on their own, and 30s if all ranks are started together.
         threads: Threads for the optimizer's arithmetic.
         once: Exit after the first run.
-        record: File for a record of everything that changes the weights, for replay in the simulator. With several
-            servers, the coordinating one writes it.
+        record: File for a record of all changes to the weights, for replay in the simulator. With several servers, the
+            coordinating one writes it.
         method: Methods of your own that runs may use, as module:Class, separated by commas.
         encryption: "curve", or "off" on a network whose every user you trust; the runs must use the same.
         wire_format: Wire formats of your own that runs may use, as module:Class, separated by commas.
         transport: A transport of your own instead of ZeroMQ, as module:Class; the runs must use the same.
-        shards: Number of servers, each of which holds a share of the weights. Runs need only the address of this one.
-        shards_here: How many of them run on this machine, including this one; 0 means all. Start the others on their
+        shards: Number of servers, each with a share of the weights. Runs need only the address of this one.
+        shards_here: Number of these servers on this machine, including this one; 0 means all. Start the others on their
             machines, each with its own number: lightning-omni serve --shards 4 --shard 1 --coordinator tcp://...
         shard: Number of the share that this server holds, if another one coordinates.
         coordinator: Address of the coordinating server.
         upstream: Address of another server, for which this one sums the pushes of groups (an aggregator): it holds no
             weights itself. Runs use the address of the other server.
         http: Port for /metrics (Prometheus), /status (JSON), /healthz and /readyz, which anyone who can connect may
-            read; 0 selects a free one. Without it nothing is served over HTTP.
+            read; 0 selects a free one. By default the server has no HTTP port.
         http_host: Address for --http. Loopback by default: other machines can connect only if you set an address here.
-        state: Directory in which the server saves its state. If it is killed, another one continues its run at once
-            (on Linux); so does a server that you start with the same directory. Ranks try to reconnect at the same
-            address for five minutes.
+        state: Directory in which the server saves its state. If it is killed, another one continues its run at once (on
+            Linux); so does a server that you start with the same directory. Ranks try to reconnect at the same address
+            for five minutes.
         save_every: Time between two saves in --state, as in 30s, or in seconds.
-        progress_timeout: Time after which a group that has trained, is alive and makes no progress is evicted, as in
-            10min, or in seconds, at least 2; 0 for never.
+        progress_timeout: Time without progress after which a live group that has trained is evicted, as in 10min, or in
+            seconds, at least 2; 0 for never.
     """
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's, with which nothing is computed
-    # Not above: --help is not to wait for torch.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's threads, which compute nothing here
+    # Imported here, so that --help does not wait for torch.
     from lightning_omni.cli.standing_server import Options, stand
     from lightning_omni.server.keys import load_or_create
     from lightning_omni.server.process import ServerSettings
@@ -130,7 +130,7 @@ def serve(
 
 
 def _listed(option: str, given: str) -> tuple[str, ...]:
-    """Class paths that were separated by commas."""
+    """Split class paths at commas, and check their form."""
     paths = tuple(path.strip() for path in given.split(",")) if given else ()
     for path in paths:
         module, _, name = path.partition(":")
@@ -140,14 +140,14 @@ def _listed(option: str, given: str) -> tuple[str, ...]:
 
 
 def _check_ports(given: Mapping[str, int | None]) -> None:
-    """ZeroMQ takes any number, and listens on what its last 16 bits are."""
+    """Raise an error for a port out of range, of which ZeroMQ would use the last 16 bits."""
     for option, port in given.items():
         if port is not None and not 0 <= port <= LARGEST_PORT:
             raise ConfigurationError(f"{option} {port}: pass a port, 1 to {LARGEST_PORT}, or 0 for a free one")
 
 
 def _check_shards(shards: int, here: int, shard: int, coordinator: str, record: Path | None) -> int:
-    """How many servers run on this machine, this one among them."""
+    """Check the options for several servers, and return the number of servers on this machine."""
     if shards < 1 or not 0 <= here <= shards:
         raise ConfigurationError(
             f"--shards {shards} --shards-here {here}: pass the number of servers, and how many of them run here"

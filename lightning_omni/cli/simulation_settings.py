@@ -1,4 +1,4 @@
-"""The settings that ``simulate`` and ``compare`` share, as people write them. Nothing heavy is imported here."""
+"""The settings of ``simulate`` and ``compare``, as users write them. This module imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from lightning_omni.cli.units import Quantity
 
 @dataclass(frozen=True)
 class Scatter:
-    """How times scatter.
+    """A distribution of times.
 
     Args:
         kind: none, exponential, normal, lognormal or gamma.
-        cv: Standard deviation over mean; the exponential's is always 1, and none has none.
+        cv: Standard deviation over mean; always 1 for exponential, and not set for none.
     """
 
     kind: str = "none"
@@ -38,12 +38,12 @@ class NetworkSettings:
 
 @dataclass(frozen=True)
 class Death:
-    """A rank dies, and its group with it.
+    """The death of a rank, and of its group.
 
     Args:
         rank: Number of the rank.
         time: Moment of the death.
-        until: Moment at which the group comes back; None for never.
+        until: Moment at which the group joins again; None for never.
     """
 
     rank: int
@@ -53,7 +53,7 @@ class Death:
 
 @dataclass(frozen=True)
 class SlowTime:
-    """A rank computes slower for a while.
+    """A period in which a rank computes slower.
 
     Args:
         rank: Number of the rank.
@@ -70,7 +70,7 @@ class SlowTime:
 
 @dataclass(frozen=True)
 class ServerDeath:
-    """The parameter server dies, and another one continues from the last save.
+    """The death of the parameter server, after which another one continues from the last save.
 
     Args:
         time: Moment of the death.
@@ -89,7 +89,7 @@ class Devices:
         count: Number of devices.
         seconds_per_sample: Time of forward and backward for one sample, as in 1ms, or in seconds.
         overhead: Additional time of every batch, in the same form.
-        jitter: How these times scatter: lognormal:0.2, or a kind and its cv.
+        jitter: Scatter of these times: lognormal:0.2, or a kind and its cv.
     """
 
     count: int = 1
@@ -106,15 +106,15 @@ class Machines:
         devices: One entry for each kind, in the order of ranks.
         link: Links from each group to the server, and from group to group.
         server: The server's network card, which all transfers share.
-        group_link: Links between the members of a group, for its all-reduce and for answers that its leader passes on.
+        group_link: Links between the members of a group, for its all-reduce and for answers that its leader forwards.
         update_seconds: Time that the server takes for one push.
         head_seconds_per_sample: Time that a merged head takes for one sample.
-        events: Ranks that die (rank, time), or are slow for a while (rank, start, stop, factor); and the server, which
+        events: Ranks that die (rank, time) or are slow for a while (rank, start, stop, factor); and the server, which
             dies and is started again (time, until).
         servers: Number of parameter servers that share the weights; or per-node, one on each node.
         nodes: Nodes over which the devices are spread evenly, in the order of ranks; by default each device is a node.
         aggregators: Number of aggregators between groups and the server, which sum pushes. 0 for none.
-        save_every: Time between two saves of the server's state, from which it goes on when it has died.
+        save_every: Time between two saves of the server's state, from which it continues after its death.
     """
 
     devices: tuple[Devices, ...]
@@ -123,7 +123,9 @@ class Machines:
     group_link: NetworkSettings = field(default_factory=NetworkSettings)
     update_seconds: Quantity = 0.0
     head_seconds_per_sample: Quantity = 0.0
-    events: tuple[ServerDeath | Death | SlowTime, ...] = ()  # the first that fits, and a Death has a rank, too
+    events: tuple[
+        ServerDeath | Death | SlowTime, ...
+    ] = ()  # the parser takes the first that fits; a Death has a rank, too
     servers: int | str = 1
     nodes: int | None = None
     aggregators: int = 0
@@ -141,7 +143,7 @@ class SimulationSettings:
         devices: Number of devices in the cluster.
         seconds_per_sample: Time of forward and backward for one sample, as in 1ms, or in seconds.
         overhead: Additional time of every batch, as in 5ms, or in seconds.
-        jitter: How the devices' times scatter: none, exponential, or normal, lognormal or gamma with their standard
+        jitter: Scatter of the devices' times: none, exponential, or normal, lognormal or gamma with their standard
             deviation over their mean, as in lognormal:0.2.
         straggler: Factor by which the last device is slower than the others.
         bandwidth: Bandwidth of all links, to the server and inside groups, as in 10Gbit, or in bytes per second.
@@ -158,23 +160,23 @@ class SimulationSettings:
         workload: Model and data: synthetic, or file.py:function or package.module:function that returns a
             lightning_omni.simulator.Workload.
         batch_size: Samples in one device's batch.
-        rebalance: auto gives the devices of a group parts of its batch in proportion to their speeds; off, equal parts.
+        rebalance: auto splits a group's batch in proportion to the speeds of its devices; off splits it equally.
         merged: Name of a submodule that stays at the server.
         wire: Encoding of pushes: fp32, bf16, fp16, int8 or topk:0.01; of pushes and answers, as in {"push": "int8",
             "pull": "bf16"}.
-        all_reduce: How the devices of a group average gradients: fp32, bf16, fp16 or powersgd:8.
+        all_reduce: Format in which the devices of a group average gradients: fp32, bf16, fp16 or powersgd:8.
         overlap: Groups compute their next gradient during an exchange, for methods whose optimizer steps at the server.
-            The compare command runs other methods without it, and says which.
+            The compare command runs other methods without it, and names them.
         lr: Learning rate, or several as in [0.03, 0.1]: then each method is shown with its best one, which reaches the
-            target first or else has the lowest last loss. Without it, simulate uses the workload's, and compare
-            searches each method's best around it.
+            target first or else has the lowest last loss. By default simulate uses the workload's, and compare searches
+            each method's best around it.
         momentum: Momentum. By default the workload's.
         epochs: Passes over the data after which a run ends; 10 if nothing else ends it.
         updates: Updates after which a run ends.
         seconds: Virtual time after which a run ends, as in 10min, or in seconds.
         target: A metric that ends a run when it is reached, as in accuracy=0.9.
-        evaluate_every: Updates between two evaluations. If neither this nor --evaluate-every-seconds is given, there
-            are about 50 evaluations.
+        evaluate_every: Updates between two evaluations. By default, and without --evaluate-every-seconds, about 50
+            evaluations in a run.
         evaluate_every_seconds: Virtual time between two evaluations, as in 30s, or in seconds.
         seed: Seed of weights, data order and jitter. The same seed gives the same trace.
         threads: Threads for the arithmetic. Small models are fastest with one.

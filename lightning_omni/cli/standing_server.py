@@ -1,4 +1,4 @@
-"""A server that stands by itself and takes one run after the other: how it starts, what it says, how it ends."""
+"""A standalone server that takes one run after the other: its start, its log, its end."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from lightning_omni.server.web import StatusServer
 
 @dataclass(frozen=True)
 class Options:
-    """What a standing server is told beside the settings that every server has.
+    """The options of a standalone server beyond those of every server.
 
     Attributes:
-        here: servers that share the weights and run on this machine, this one among them.
-        data_port: of the data socket; 0 selects a free one.
-        encryption: of ZeroMQ, unless ``settings.transports`` names a transport of the user's.
+        here: number of servers on this machine that share the weights, this one included.
+        data_port: port of the data socket; 0 selects a free one.
+        encryption: encryption of ZeroMQ, unless ``settings.transports`` names a transport of the user's.
         upstream: address of the server for which this one sums pushes, if it is an aggregator.
-        once: whether it ends after the first run.
+        once: whether to end after the first run.
         http: port of the status pages; None for none.
-        http_host: their address.
-        key_file: where the key is from, to be shown; None for the environment.
+        http_host: address of the status pages.
+        key_file: file of the key, to be shown; None for the environment.
     """
 
     here: int
@@ -54,22 +54,21 @@ class Options:
 
     @property
     def role(self) -> str:
-        """What it calls itself."""
         return "aggregator" if self.upstream else "parameter server"
 
 
 class StopSignals:
-    """SIGINT and SIGTERM: which have come."""
+    """The signals SIGINT and SIGTERM that were received."""
 
     def __init__(self) -> None:
         self._numbers: list[int] = []
         self._on_stop: list[Callable[[], None]] = []
 
     def listen(self, on_stop: Callable[[], None] | None = None) -> None:
-        """Takes them from now on.
+        """Handle the signals from now on.
 
         Args:
-            on_stop: called when one comes, and now if one has come before.
+            on_stop: function to call on a signal, and at once if one was received before.
         """
         if on_stop is not None:
             self._on_stop.append(on_stop)
@@ -84,16 +83,15 @@ class StopSignals:
             on_stop()
 
     def __bool__(self) -> bool:
-        """Whether one has come."""
         return bool(self._numbers)
 
     def exit_code(self, code: int) -> int:
-        """That of the process: ``code`` unless it was interrupted."""
+        """Return the exit code of the process: ``code`` unless it was interrupted."""
         return INTERRUPTED if code == 0 and signal.SIGINT in self._numbers else code
 
 
 def stand(settings: ServerSettings, options: Options, console: Console) -> int:
-    """Serves until the server is stopped; one that saves its state is forked, and again when it has died.
+    """Serve until the server is stopped; a server that saves its state is forked, and again after its death.
 
     Returns:
         The exit code of this process.
@@ -103,25 +101,25 @@ def stand(settings: ServerSettings, options: Options, console: Console) -> int:
     supervises = bool(settings.state) and can_supervise()
     if supervises:
         signals.listen()
-    preload()  # before ranks come: they take a server that is silent for long to be gone
+    preload()  # before ranks join, because they give up a server that is silent for long
     lifeline = None
     if supervises:
         outcome = supervise(lambda: bool(signals), lambda text: log(console, stamped(text)))
-        if isinstance(outcome, int):  # in the process that does not serve itself
+        if isinstance(outcome, int):  # in the process that supervises
             return signals.exit_code(outcome)
         lifeline = outcome
     return signals.exit_code(StandingServer(settings, options, console, signals, lifeline).run())
 
 
 class StandingServer:
-    """A server, and all that runs beside it: status pages, the log, the state that it saves, servers of other shares.
+    """A server with its status pages, log, saved state, and servers of other shares.
 
     Args:
-        settings: of the server. Those that hold the other shares on this machine get the same.
-        options: what else it is told.
-        console: for the log.
-        signals: end it.
-        lifeline: to the process that has forked this one, if any.
+        settings: settings of the server, also for the servers of other shares on this machine.
+        options: further options.
+        console: output of the log.
+        signals: signals that end the server.
+        lifeline: connection to the process that has forked this one, if any.
     """
 
     def __init__(
@@ -149,14 +147,14 @@ class StandingServer:
         except BaseException:
             self._close_web()
             raise
-        follows = settings.shard or options.upstream  # then the other server's log has what happens
+        follows = settings.shard or options.upstream  # the other server logs the events
         self._log = None if follows else RunLog(self._core, console)
         self._others = [self._start_share(settings, shard) for shard in range(1, options.here)]
         self._stopped = threading.Event()
         signals.listen(self._stopped.set)
 
     def _listen(self, settings: ServerSettings) -> Any:
-        """The driver of the state machine, bound to its ports."""
+        """Return the driver of the state machine, bound to its ports."""
         ports = settings.host, settings.port, self._options.data_port
         if upstream := settings.coordinator or self._options.upstream:
             log(self._console, f"waiting for the server at {upstream}, up to {shard_link.CONNECT_TIME:.0f} s")
@@ -164,7 +162,7 @@ class StandingServer:
         return self._transport.serve(self._core, *ports)
 
     def _start_share(self, settings: ServerSettings, shard: int) -> ServerProcess:
-        """Another server on this machine, which this one coordinates."""
+        """Start another server on this machine, which this one coordinates."""
         state, restored = "", 0
         if self._states is not None:
             state, restored = str(share_directory(settings.state, shard)), self._states.restored
@@ -181,10 +179,10 @@ class StandingServer:
             )
         )
 
-    # --- It runs -----------------------------------------------------------------------------------------------------
+    # --- Run ---------------------------------------------------------------------------------------------------------
 
     def run(self) -> int:
-        """Serves until a signal comes, the first run is over if that was asked for, or it cannot go on; exit code."""
+        """Serve until a signal, an error, or the end of the first run if ``once`` is set, and return the exit code."""
         self._announce()
         try:
             self._server.run(until=self._is_over)
@@ -211,7 +209,7 @@ class StandingServer:
             log(self._console, self._continued)
 
     def _is_over(self) -> bool:
-        """Does what is due beside messages; asked again and again."""
+        """Do periodic work between messages, and return whether to stop."""
         if self._states is not None:
             self._states.poll(self._core)
         if self._log is not None:
@@ -229,9 +227,9 @@ class StandingServer:
         return self._stopped.is_set()
 
     def _run_over(self) -> None:
-        """All ranks have left; the next run may come."""
+        """Log the end of a run, and discard its saved state."""
         outcome = ""
-        if self._log is not None:  # an aggregator counts no updates, and other servers know of no rank that was lost
+        if self._log is not None:  # an aggregator counts no updates, and servers of other shares no lost ranks
             self._log.write(at_once=True)
             outcome = f": {self._core.clock} updates, ranks lost: {len(self._core.roster.lost)}"
         log(self._console, f"a run is over{outcome}")
@@ -240,7 +238,7 @@ class StandingServer:
         if self._states is not None:
             self._states.discard(self._core)
 
-    # --- It ends -----------------------------------------------------------------------------------------------------
+    # --- End ---------------------------------------------------------------------------------------------------------
 
     def _close(self) -> None:
         if self._states is not None:

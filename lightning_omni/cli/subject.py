@@ -1,4 +1,4 @@
-"""What ``lightning-omni device`` measures: a model and data that the command line names; and the lines to paste."""
+"""The model and the data of ``lightning-omni device``, as the command line names them, and the lines to paste."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _SYNTHETIC_BATCHES = 4
 
 
 def measure(module: Any, given: dict[str, Any], batches: list[Any] | None, **options: Any) -> DeviceReport:
-    """What the device can be made to give for the model.
+    """Measure the fastest settings of the device for a model.
 
     Args:
         module: the LightningModule.
-        given: its data, as `Trainer.fit` takes them.
-        batches: in their place, if there are any.
-        options: as of `lightning_omni.device.tune_device`.
+        given: its data, as arguments of `Trainer.fit`.
+        batches: batches in place of this data, if any.
+        options: arguments of `lightning_omni.device.tune_device`.
     """
     with _quiet():
         probe = tuner_module(type(module)).DeviceProbe
@@ -39,10 +39,10 @@ def measure(module: Any, given: dict[str, Any], batches: list[Any] | None, **opt
 
 
 def made_from(text: str, what: str, arguments: dict[str, Any] | None = None) -> Any:
-    """What a class or function of that name returns."""
+    """Call a class or function by its name."""
     try:
         make = workload._function(text)
-    except ConfigurationError as error:  # which speaks of workloads
+    except ConfigurationError as error:  # its message is about workloads
         message = str(error).replace("workload", what).replace("'synthetic', ", "").replace("function", "class")
         raise ConfigurationError(message) from error
     try:
@@ -51,14 +51,14 @@ def made_from(text: str, what: str, arguments: dict[str, Any] | None = None) -> 
         remedy = " with --arguments" if what == "model" else " none"
         raise ConfigurationError(f"{what} {text!r}: {error}; pass its arguments{remedy}") from error
     except ValueError:
-        pass  # it says nothing about itself
+        pass  # it has no signature
     return make(**(arguments or {}))
 
 
 def data_of(
     module: Any, data: str | None, shape: list[int] | None, classes: int | None, batch_size: int | None
 ) -> tuple[dict[str, Any], list[Any] | None]:
-    """What `Trainer.fit` takes, and batches to measure with if they are not to come from there."""
+    """Return arguments of `Trainer.fit`, and batches to measure with; None if `Trainer.fit` provides them."""
     if shape is not None:
         if data is not None:
             raise ConfigurationError("--data and --input exclude each other; leave one out")
@@ -80,14 +80,14 @@ def data_of(
 
 
 def _random(shape: list[int], classes: int | None, size: int, seed: int) -> Any:
-    """A batch of normal inputs, float32 (size, *shape), and labels, int64 (size,)."""
+    """Return a batch of normal inputs, float32 (size, *shape), and labels, int64 (size,)."""
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(size, *shape, generator=generator)
     return inputs if classes is None else (inputs, torch.randint(0, classes, (size,), generator=generator))
 
 
 def _overrides(module: Any, name: str) -> bool:
-    """Whether a method is the user's own, not Lightning's."""
+    """Return whether a method is the user's own, not Lightning's."""
     home = next((kind for kind in type(module).__mro__ if name in vars(kind)), object)
     return not _is_lightnings(home)
 
@@ -97,7 +97,7 @@ def _is_lightnings(kind: type) -> bool:
 
 
 def names_of(option: str, text: str) -> tuple[str, ...]:
-    """Names that are separated by commas."""
+    """Split names at commas, and check them."""
     names = tuple(text.replace(",", " ").split())
     for name in names:
         if name not in ALLOWABLE:
@@ -106,7 +106,7 @@ def names_of(option: str, text: str) -> tuple[str, ...]:
 
 
 def write(report: DeviceReport, path: Path | None, picture: Path | None) -> None:
-    """Writes the report as JSON, and a picture of it."""
+    """Write the report as JSON, and a picture of it."""
     if path is not None:
         try:
             path.write_text(json.dumps(report.to_dict(), indent=1))
@@ -120,7 +120,7 @@ def write(report: DeviceReport, path: Path | None, picture: Path | None) -> None
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without Lightning's remarks on a Trainer that trains nothing."""
+    """Suppress Lightning's remarks on a Trainer that trains nothing."""
     with ExitStack() as kept, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for logger in map(logging.getLogger, ("lightning.pytorch", "pytorch_lightning")):
@@ -130,7 +130,7 @@ def _quiet() -> Iterator[None]:
 
 
 def lines_of(report: DeviceReport) -> str:
-    """What to paste into a script."""
+    """Return the lines to paste into a script."""
     setting = report.setting
     names = ("threads", "keep_memory", "cudnn_benchmark", "channels_last", "fused", "compiled")
     values = {name: getattr(setting, name) for name in names}

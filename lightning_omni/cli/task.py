@@ -1,4 +1,4 @@
-"""What becomes of the settings of ``simulate`` and ``compare``: a cluster, a workload, and when a run ends."""
+"""The settings of ``simulate`` and ``compare`` as objects: a cluster, a workload, and the end of a run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from lightning_omni.simulator import (
 )
 
 _EVALUATIONS = 50
-"""About that many in a run, unless the user says how often."""
+"""Approximate number of evaluations in a run by default."""
 _DEFAULT_EPOCHS = 10
 _OF_CLUSTER = (
     "devices",
@@ -53,7 +53,7 @@ _OF_CLUSTER = (
     "nodes",
     "aggregators",
 )
-"""The settings whose place a whole cluster takes."""
+"""Settings that a whole cluster replaces."""
 _POSITIVE = ("devices", "straggler", "batch_size", "epochs", "updates", "evaluate_every", "threads")
 _POSITIVE_TIMES = ("seconds", "evaluate_every_seconds")
 
@@ -63,12 +63,12 @@ class Task:
     """The settings as objects, checked.
 
     Args:
-        cluster: the simulated machines.
-        workload: what is trained on them.
+        cluster: simulated machines.
+        workload: model and data.
         target: name and value of the metric that ends a run, or None.
-        rates: the learning rates that the user named; empty for the workload's own.
-        momentum: None for the workload's own.
-        options: the rest of what `lightning_omni.simulator.simulate` takes by keyword.
+        rates: learning rates that the user named; empty for the workload's own.
+        momentum: momentum that the user named; None for the workload's own.
+        options: other keyword arguments of `lightning_omni.simulator.simulate`.
     """
 
     cluster: Cluster
@@ -80,7 +80,7 @@ class Task:
 
     @classmethod
     def of(cls, settings: SimulationSettings) -> Task:
-        """What the settings describe.
+        """Convert settings.
 
         Raises:
             ConfigurationError: a setting is wrong; the message names it.
@@ -110,21 +110,20 @@ class Task:
         rates = rates_of(settings)
         target = target_of(settings.target, workload)
         task = cls(cluster, workload, target, rates, settings.momentum, options)
-        task.optimizer(rates[0] if rates else None)(copy.deepcopy(workload.model).parameters())  # may refuse
+        task.optimizer(rates[0] if rates else None)(copy.deepcopy(workload.model).parameters())  # may raise an error
         return task
 
     @property
     def own_rate(self) -> float | None:
-        """The learning rate of the workload's own optimizer; None if it has none, or 0."""
+        """Return the learning rate of the workload's own optimizer; None if it has none, or 0."""
         optimizer = self.workload.optimizer(copy.deepcopy(self.workload.model).parameters())
         rate = optimizer.param_groups[0].get("lr")
         return float(rate) if rate else None
 
     def optimizer(self, rate: float | None) -> Callable[[Any], Optimizer]:
-        """Makes the workload's optimizer with this learning rate, and the momentum that the user named.
+        """Return a function that creates the workload's optimizer with the user's momentum and this learning rate.
 
-        Args:
-            rate: of all parameter groups; None for the workload's own.
+        ``rate`` applies to all parameter groups; None keeps the workload's own.
         """
         given = {name: value for name, value in (("lr", rate), ("momentum", self.momentum)) if value is not None}
 
@@ -145,7 +144,7 @@ class Task:
 
 
 def cluster_of(settings: SimulationSettings) -> Cluster:
-    """The cluster of the simple settings, or the whole one that was given instead."""
+    """Return the cluster of the simple settings, or the whole one that replaces it."""
     if settings.cluster is not None:
         changed = [name for name in _OF_CLUSTER if getattr(settings, name) != getattr(SimulationSettings, name)]
         if changed:
@@ -184,7 +183,7 @@ def _whole(machines: Machines) -> Cluster:
         seconds_of("cluster.update_seconds", machines.update_seconds),
         seconds_of("cluster.head_seconds_per_sample", machines.head_seconds_per_sample),
         tuple(_event(f"cluster.events[{place}]", event) for place, event in enumerate(machines.events)),
-        machines.servers,  # type: ignore[arg-type]  # which it checks
+        machines.servers,  # type: ignore[arg-type]  # checked there
         machines.nodes,
         machines.aggregators,
         seconds_of("cluster.save_every", machines.save_every),
@@ -214,15 +213,13 @@ def _event(name: str, event: Death | SlowTime | ServerDeath) -> Failure | Slowdo
 
 
 def jitter_of(name: str, given: str | Scatter) -> Jitter:
-    """How times scatter.
+    """Return the scatter of times from a text such as ``"lognormal:0.2"``, or from its parts.
 
-    Args:
-        name: of the option, as the user wrote it.
-        given: a text such as ``"lognormal:0.2"``, or its parts.
+    Errors begin with ``name``, the option as the user wrote it.
     """
     if isinstance(given, Scatter):
         cv = math.nan if given.cv is None else given.cv
-        return Jitter(given.kind, cv)  # type: ignore[arg-type]  # which it checks
+        return Jitter(given.kind, cv)  # type: ignore[arg-type]  # checked there
     kind, _, by = given.partition(":")
     if kind in ("normal", "lognormal", "gamma") and not by:
         raise ConfigurationError(f"{name} {given}: by how much? pass {kind}:0.2 for a fifth of the mean")
@@ -238,14 +235,14 @@ def jitter_of(name: str, given: str | Scatter) -> Jitter:
 
 
 def epochs_of(settings: SimulationSettings) -> int | None:
-    """Epochs after which a run ends, if nothing else ends it before."""
+    """Return the epochs after which a run ends, if nothing else ends it before."""
     if settings.epochs is None and settings.updates is None and settings.seconds is None:
         return _DEFAULT_EPOCHS
     return settings.epochs
 
 
 def periods_of(settings: SimulationSettings, cluster: Cluster, workload: Workload) -> dict[str, Any]:
-    """How often a run is evaluated: as the user says, or about 50 times."""
+    """Return the time or the updates between evaluations: the user's, or those of about 50 evaluations."""
     if settings.evaluate_every is not None or settings.evaluate_every_seconds is not None:
         return {
             "evaluate_every": settings.evaluate_every,
@@ -262,7 +259,7 @@ def periods_of(settings: SimulationSettings, cluster: Cluster, workload: Workloa
 
 
 def rates_of(settings: SimulationSettings) -> tuple[float, ...]:
-    """The learning rates that the user named, each once; they and the momentum are checked."""
+    """Return the user's learning rates, each once, and check them and the momentum."""
     if settings.lr == []:
         raise ConfigurationError("--lr []: pass at least one learning rate")
     rates = settings.lr if isinstance(settings.lr, list) else [] if settings.lr is None else [settings.lr]
@@ -273,7 +270,7 @@ def rates_of(settings: SimulationSettings) -> tuple[float, ...]:
 
 
 def target_of(text: str | None, workload: Workload) -> tuple[str, float] | None:
-    """Name and value of the metric that ends a run."""
+    """Return name and value of the metric that ends a run."""
     if text is None:
         return None
     name, _, value = text.partition("=")

@@ -1,4 +1,4 @@
-"""``lightning-omni top``: watches the run of a server, and evicts a group when told to."""
+"""``lightning-omni top``: a live view of a server's run, with keys that evict groups."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ def top(
     once: bool = False,
     encryption: str = "curve",
 ) -> int:
-    """Watches the run of a parameter server: groups, speeds, staleness, progress, joins and losses.
+    """Watch the run of a parameter server: groups, speeds, staleness, progress, joins and losses.
 
-    It needs the run's key, in LIGHTNING_OMNI_KEY or a file, as the ranks do. It takes no part in the run.
+    Like the ranks, the command needs the run's key, in LIGHTNING_OMNI_KEY or a file. It does not join the run.
 
     Args:
         address: Address of the server, as in tcp://host:5555.
         key_file: File with the shared key, by default the one that lightning-omni serve creates.
         every: Time between two requests to the server, as in 2s, or in seconds.
-        once: Print the table once and exit. This is the default if standard output is not a terminal, or one
-            in which nothing can be written over (TERM=dumb).
+        once: Print the table once and exit. This is the default if standard output is not a terminal, or one that
+            cannot overwrite lines (TERM=dumb).
         encryption: "curve" or "off", the same as the server's.
     """
-    # Not above: --help is not to wait for torch.
+    # Imported here, so that --help does not wait for torch.
     from lightning_omni.cli.console import show
     from lightning_omni.cli.live_table import AGAIN, watch
     from lightning_omni.cli.overview import Rates, picture

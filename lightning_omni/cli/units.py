@@ -1,4 +1,4 @@
-"""Quantities as people write them, ``10Gbit`` or ``5ms``: one spelling in all commands and in YAML."""
+"""Quantities as users write them, ``10Gbit`` or ``5ms``, with one spelling in all commands and in YAML."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _AS_TIME = "pass seconds, as in 0.005, or with a unit, as in 5ms, 2s, 10min"
 
 
 def rate_of(name: str, given: Quantity) -> float:
-    """Bytes per second.
+    """Return bytes per second.
 
     Args:
-        name: of the option, as the user wrote it; errors begin with it.
+        name: name of the option, as the user wrote it; errors begin with it.
         given: bytes per second, or a number with ``bit``, ``bit/s``, ``bps``, ``B`` or ``B/s`` and k, M, G or T before
             it (powers of 1000; Ki, Mi, Gi and Ti are those of 1024).
 
     Raises:
-        ConfigurationError: it is none, or not above 0.
+        ConfigurationError: the value is no rate, or not above 0.
 
     Example:
         >>> rate_of("--bandwidth", "1Gbit"), rate_of("--bandwidth", "1.5 MB/s"), rate_of("--bandwidth", 2.5e8)
@@ -51,14 +51,14 @@ def rate_of(name: str, given: Quantity) -> float:
 
 
 def seconds_of(name: str, given: Quantity) -> float:
-    """Seconds.
+    """Return seconds.
 
     Args:
-        name: of the option, as the user wrote it; errors begin with it.
+        name: name of the option, as the user wrote it; errors begin with it.
         given: seconds, or a number with ``ns``, ``us``, ``ms``, ``s``, ``min`` or ``h``.
 
     Raises:
-        ConfigurationError: it is none, or negative.
+        ConfigurationError: the value is no time, or negative.
 
     Example:
         >>> seconds_of("--latency", "5ms"), seconds_of("--latency", "2 min"), seconds_of("--latency", 1e-4)
@@ -73,7 +73,7 @@ def seconds_of(name: str, given: Quantity) -> float:
 
 
 def time_of(name: str, given: Quantity) -> float:
-    """Seconds above 0; see `seconds_of`."""
+    """Return seconds above 0; see `seconds_of`."""
     seconds = seconds_of(name, given)
     if not seconds:
         raise ConfigurationError(f"{name} {given}: pass a time above 0, as in 30s or 2min")
@@ -81,15 +81,15 @@ def time_of(name: str, given: Quantity) -> float:
 
 
 def flag(name: str) -> str:
-    """An option as the user writes it."""
+    """Return an option as the user writes it."""
     return "--" + name.replace("_", "-")
 
 
 def check_above_zero(given: Mapping[str, float | None]) -> None:
-    """Refuses numbers that are not above 0, by the names of their options; None is left out.
+    """Raise an error that names the option if a number is not above 0; None is skipped.
 
     Raises:
-        ConfigurationError: one is not.
+        ConfigurationError: a number is not above 0.
     """
     for name, value in given.items():
         if value is not None and not 0 < value < math.inf:
@@ -97,7 +97,7 @@ def check_above_zero(given: Mapping[str, float | None]) -> None:
 
 
 def _plain(text: str) -> float:
-    """A number without a unit; NaN if it is none."""
+    """Return a number without a unit; NaN if the text is none."""
     try:
         return float(text)
     except ValueError:

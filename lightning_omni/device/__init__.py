@@ -1,4 +1,4 @@
-"""Finds the settings with which a device trains a model fastest, measured on copies of the model. Without Lightning."""
+"""The search for the settings with which a device trains a model fastest, measured on copies, without Lightning."""
 
 from lightning_omni.device.report import DeviceReport, Finding
 from lightning_omni.device.setting import DeviceSetting

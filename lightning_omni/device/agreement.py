@@ -1,4 +1,4 @@
-"""Whether training in another precision is the same training: loss curves from the same weights, compared."""
+"""The comparison of loss curves from the same weights, to judge whether another precision trains alike."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 TOLERANCE = 0.02
-"""Distance of two loss curves, as a fraction of the losses, up to which they count as one."""
+"""Distance of two loss curves, as a fraction of the losses, up to which they agree."""
 
 STEPS = 20
-"""Of a probe, at most; and at least:"""
+"""Largest number of steps of a probe."""
 
 FEWEST_STEPS = 8
+"""Smallest number of steps of a probe."""
 
 ROUNDING = 1e-6
-"""About float32's: the size of the nudge that shows how far rounding alone drives two trainings."""
+"""Relative size, about float32's rounding, of the nudge that shows how far rounding alone separates two trainings."""
 
 
 def distance(curve: Sequence[float], other: Sequence[float]) -> float:
-    """Mean distance of two loss curves, as a fraction of the first one's mean loss; infinite if one is not finite.
+    """Return the mean distance of two loss curves relative to the mean of the first; infinity if a loss is not finite.
 
     Example:
         >>> distance([2.0, 1.0, 1.0], [2.0, 1.1, 1.1])
@@ -34,15 +35,15 @@ def distance(curve: Sequence[float], other: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far another precision's loss curve is from the own one, and how far rounding alone drives curves apart.
+    """The distance of another precision's loss curve, judged against the distance that rounding alone causes.
 
-    They agree if ``gap <= tolerance + spread`` and ``spread <= tolerance``: what rounding does is not held against the
-    other precision, and where rounding does more than is tolerated nothing can be said.
+    The curves agree if ``gap <= tolerance + spread`` and ``spread <= tolerance``: rounding does not count against the
+    other precision, and where it exceeds the tolerance the curves cannot be judged.
 
     Args:
-        gap: distance of the curves.
-        spread: distance of the own curve to that from weights nudged by `ROUNDING`.
-        tolerance: what is tolerated.
+        gap: distance of the two precisions' curves.
+        spread: distance of the own curve to the one from weights nudged by `ROUNDING`.
+        tolerance: tolerated distance.
 
     Example:
         >>> Agreement(gap=0.021, spread=0.002, tolerance=0.02).holds, Agreement(0.1, 0.09, 0.02).holds
@@ -57,17 +58,15 @@ class Agreement:
     def of(
         cls, own: Sequence[float], other: Sequence[float], nudged: Sequence[float], tolerance: float = TOLERANCE
     ) -> Agreement:
-        """From three loss curves of equal length."""
+        """Compare three loss curves of equal length."""
         return cls(distance(own, other), distance(own, nudged), tolerance)
 
     @property
     def holds(self) -> bool:
-        """Whether the curves agree."""
         return self.spread <= self.tolerance and self.gap <= self.tolerance + self.spread
 
     @property
     def words(self) -> str:
-        """The numbers in words."""
         if self.spread > self.tolerance:
             return f"cannot be judged: rounding alone moves the losses by {self.spread:.2%}"
         return f"losses differ by {self.gap:.2%} (tolerated {self.tolerance:.2%}, rounding {self.spread:.2%})"

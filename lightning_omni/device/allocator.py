@@ -1,7 +1,7 @@
-"""Whether the C library keeps the memory that tensors give back. Linux with glibc only.
+"""Control over the memory that tensors free: the C library keeps it or returns it (Linux with glibc only).
 
-PyTorch's CPU tensors are malloc's. By default glibc hands blocks of 32 MiB and more back to the kernel as soon as they
-are freed, and the next step gets them again, page by page, each page zeroed. Nothing of the arithmetic changes.
+PyTorch allocates CPU tensors with malloc. By default glibc returns freed blocks of 32 MiB and more to the kernel at
+once, and the next step requests them again, page by page, each page zeroed. The arithmetic does not change.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import sys
 from functools import cache
 from typing import Any
 
-# <malloc.h>; mallopt(3) explains them.
+# These are the constants of <malloc.h>; mallopt(3) explains them.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
 _MOST_MAPPINGS = 65536
 _LARGEST_THRESHOLD = 32 * 2**20
-"""Where glibc's own, growing threshold ends: bytes."""
+"""Upper limit of glibc's own growing threshold, in bytes."""
 
 
 @cache
@@ -28,18 +28,15 @@ def _library() -> Any:
 
 
 def can_keep_memory() -> bool:
-    """Whether `keep_memory` does anything here."""
+    """Return whether `keep_memory` has any effect here."""
     return _library() is not None
 
 
 def keep_memory(keep: bool) -> None:
-    """Lets the process keep freed memory for the next tensors, or hand it back.
+    """Let the process keep freed memory for the next tensors, or return it to the kernel.
 
-    glibc's threshold that grows by itself cannot be restored, so ``False`` sets what that ends at in a process
-    that frees large tensors: 32 MiB, and 64 MiB for what is kept at the heap's end.
-
-    Args:
-        keep: whether to keep it.
+    glibc's growing threshold cannot be restored, so ``False`` sets its final value in a process that frees large
+    tensors: 32 MiB, and 64 MiB for memory at the heap's end.
     """
     library = _library()
     if library is None:

@@ -1,4 +1,4 @@
-"""What was measured on a device, step by step, and what became of it: numbers, a table, a picture."""
+"""The report of a search on a device: findings, numbers, a table, a picture."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from lightning_omni.palette import CHOSEN, EXPECTED, FAINT, GREY, PROPORTIONAL, 
 from lightning_omni.serialization import Serializable
 
 Verdict = Literal["applied", "proposed", "rejected", "skipped", "noted"]
-"""In use; faster, but yours to decide; measured and not taken; not measured; nothing to decide."""
+"""In use; faster, but the user's decision; measured and not used; not measured; no decision."""
 
 _STYLES = {"applied": "green", "proposed": "yellow", "rejected": "dim", "skipped": "dim", "noted": ""}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was tried.
+    """The result for one candidate.
 
     Args:
-        step: what is varied: ``"threads"``, ``"memory format"``, ...
-        tried: what was tried, in words.
-        verdict: what became of it.
-        reason: why.
-        before: samples per second without it; None if nothing was measured.
+        step: varied property: ``"threads"``, ``"memory format"``, ...
+        tried: description of the candidate.
+        verdict: decision about the candidate.
+        reason: reason for the verdict.
+        before: samples per second without the candidate; None if nothing was measured.
         after: samples per second with it.
         gain: median ratio of paired blocks; not quite ``after / before``, whose medians are each over all blocks.
         spread: smallest and largest of these ratios.
         pairs: number of pairs.
-        seconds: that the measurement took.
+        seconds: duration of the measurement.
         preparation: seconds of the first step beyond a usual one: compilation. They do not count as throughput.
     """
 
@@ -57,20 +57,20 @@ class Finding:
 
 @dataclass(frozen=True)
 class DeviceReport(Serializable):
-    """What a device can be made to give for a model.
+    """The speed of a model on a device, and the settings that increase it.
 
     Args:
-        findings: in the order in which things were tried, each beside the best that was known by then.
-        setting: the best of what may be applied.
-        proposal: the best of all that was measured; differs from `setting` by what was not allowed.
+        findings: results in the order of the search, each compared to the best setting known by then.
+        setting: best setting that may be applied.
+        proposal: best measured setting; differs from `setting` in changes that were not allowed.
         baseline: samples per second with all defaults.
         tuned: samples per second with `setting`.
-        gain: of `setting` over the baseline, measured in pairs of its own (the product of the steps' gains, and a row
-            that says so, if there was no time for that); None if nothing is applied.
-        batch_size: samples in the batches that were given.
-        seconds: that all took.
-        device: what was measured, in words.
-        curves: throughput by batch size, and losses of the precision probe: name to numbers.
+        gain: ratio of `setting` to the baseline, measured in separate pairs; if no time was left for them, the product
+            of the steps' gains, which a row of the table states; None if nothing is applied.
+        batch_size: samples in the given batches.
+        seconds: duration of the search.
+        device: description of the device.
+        curves: by name, throughput by batch size, and losses of the precision probe.
         spread: smallest and largest of the paired ratios behind `gain`.
 
     Example:
@@ -94,12 +94,12 @@ class DeviceReport(Serializable):
 
     @property
     def noise(self) -> str:
-        """Why the numbers are not to be trusted, in a sentence; empty if they are.
+        """Return a sentence about why the numbers are unreliable; empty if they are reliable.
 
-        Smallest and largest of n paired ratios enclose their true median with probability 1 - 2^(1-n): 75 % of three
-        pairs, 98 % of seven. If that interval has room for both no gain and one worth having, and is wider than the
-        smallest such gain, the comparison says nothing. The machine is too noisy if that is so for what is claimed in
-        all, or for half of what was compared.
+        The smallest and the largest of n paired ratios enclose their true median with probability 1 - 2^(1-n): 75 % for
+        three pairs, 98 % for seven. A comparison is inconclusive if that interval includes both no gain and a
+        worthwhile one, and is wider than twice the least worthwhile gain. The machine is too noisy if the interval of
+        the total gain includes no gain, or if half of the comparisons are inconclusive.
         """
         spreads = [each.spread for each in self.findings if each.spread is not None and each.pairs >= FEWEST]
         lost = [each for each in spreads if _says_nothing(each)]
@@ -115,13 +115,13 @@ class DeviceReport(Serializable):
 
     @property
     def of_none(self) -> str:
-        """What is said where the defaults stay: nothing can be faster than what nothing was compared with."""
+        """Return the phrase for a report without a gain; it claims nothing if nothing was compared."""
         has_compared = any(each.gain is not None for each in self.findings)
         return "nothing faster was found" if has_compared else "nothing was compared with them"
 
     @property
     def summary(self) -> str:
-        """One sentence."""
+        """Return the result in one sentence."""
         if self.gain is None:
             return f"{_number(self.baseline)} samples/s with the defaults; {self.of_none}"
         scatter = f", {self.spread[0]:.2f} to {self.spread[1]:.2f}" if self.spread else ""
@@ -129,7 +129,7 @@ class DeviceReport(Serializable):
         return f"{times}: {self.setting.words}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON, with `noise`; None is for a loss that is not finite."""
+        """Return plain values for JSON, including `noise`; None replaces a loss that is not finite."""
         curves = {
             name: [value if math.isfinite(value) else None for value in curve] for name, curve in self.curves.items()
         }
@@ -138,7 +138,7 @@ class DeviceReport(Serializable):
     @classmethod
     @override
     def from_dict(cls, plain: Mapping[str, Any]) -> DeviceReport:
-        """What `to_dict` gave; such a loss is NaN."""
+        """Rebuild a report from `to_dict`; None among the losses becomes NaN."""
         curves = {
             name: [math.nan if value is None else value for value in curve]
             for name, curve in plain.get("curves", {}).items()
@@ -154,7 +154,7 @@ class DeviceReport(Serializable):
         return f"{self.device}, batches of {self.batch_size}"
 
     def table(self) -> Table:
-        """For `rich.print`: one row for each thing that was tried."""
+        """Return a table for `rich.print`, with one row per candidate."""
         columns = [Column(head, overflow="fold") for head in ("step", "tried")]
         columns += [Column(head, justify="right", no_wrap=True) for head in ("before", "after", "gain", "spread")]
         table = Table(*columns, Column("verdict", overflow="fold"), title=self._title, caption=self._caption)
@@ -171,7 +171,7 @@ class DeviceReport(Serializable):
         return table
 
     def tall_table(self) -> Table:
-        """The same for narrow terminals: what was tried and what became of it below one another."""
+        """Return a table for narrow terminals, with candidate and verdict below one another."""
         columns = [Column(head, justify="right", no_wrap=True) for head in ("samples/s", "gain", "spread")]
         tried = Column("tried", overflow="fold")
         table = Table(tried, *columns, title=self._title, caption=self._caption, show_lines=True)
@@ -182,10 +182,10 @@ class DeviceReport(Serializable):
         return table
 
     def plot(self, path: str | Path) -> None:
-        """Draws samples per second of all that was measured, and the curves.
+        """Draw the samples per second of all candidates, and the curves.
 
         Args:
-            path: the image file; its suffix says which kind.
+            path: image file; its suffix selects the format.
 
         Raises:
             ConfigurationError: matplotlib is missing, or the file cannot be written.
@@ -194,7 +194,7 @@ class DeviceReport(Serializable):
 
 
 def _says_nothing(spread: tuple[float, float]) -> bool:
-    """Whether there may be no gain, or one worth having, for all that the interval says."""
+    """Return whether an interval is wide and includes both no gain and a worthwhile one."""
     low, high = spread
     return low <= 1 and high >= 1 + MARGIN and high - low > 2 * MARGIN
 
@@ -251,7 +251,7 @@ def _draw_rates(bars: Any, report: DeviceReport, measured: Sequence[Finding]) ->
 
 
 def _draw_curves(axes: Any, curves: Mapping[str, Sequence[float]]) -> None:
-    """Losses in other precisions; or if there are none, throughput by batch size."""
+    """Draw losses in other precisions, or throughput by batch size if no losses were recorded."""
     losses = {name: numbers for name, numbers in curves.items() if name.startswith("loss")}
     for place, (name, numbers) in enumerate(losses.items()):
         axes.plot(

@@ -1,4 +1,4 @@
-"""How a device is used, as one value, and its application to a process, a model and an optimizer."""
+"""The use of a device as one value, and its application to a process, a model and an optimizer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_omni.methods.master import held_by
 from lightning_omni.serialization import Serializable
 
 FUSABLE = (SGD, Adam, AdamW, Adagrad)
-"""Optimizers that torch has fused kernels for."""
+"""Optimizers for which torch has fused kernels."""
 
 PRECISIONS = ("32-true", "tf32", "bf16-mixed")
 """The parameters' own precision; TF32 in matrix products (CUDA); products and convolutions in bfloat16 (autocast)."""
@@ -28,17 +28,17 @@ _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 @dataclass(frozen=True)
 class DeviceSetting(Serializable):
-    """How a device is used for training. The defaults leave everything as it is.
+    """A way to use a device for training. The defaults change nothing.
 
     Args:
-        threads: torch's threads for one operation; None for as many as there are.
-        keep_memory: keep freed memory for the next tensors (CPU, glibc).
-        cudnn_benchmark: let cuDNN measure its convolution algorithms (CUDA).
-        channels_last: convolution weights, and with them activations, have the channels in the innermost place.
-        fused: the optimizer moves each weight in one pass over memory.
+        threads: torch's threads for one operation; None for their present number.
+        keep_memory: whether to keep freed memory for the next tensors (CPU, glibc).
+        cudnn_benchmark: whether cuDNN measures its convolution algorithms (CUDA).
+        channels_last: whether channels are the innermost dimension of convolution weights, and thus of activations.
+        fused: whether the optimizer updates each weight in one pass over memory.
         compiled: names of the submodules that `torch.compile` compiles; ``""`` is the whole module.
-        precision: ``"32-true"`` leaves it as it is, ``"tf32"``, or ``"bf16-mixed"`` as Lightning's Trainer has it.
-        batch_size: samples in a batch; None for the given batches'.
+        precision: ``"32-true"`` for no change, ``"tf32"``, or ``"bf16-mixed"`` as in Lightning's Trainer.
+        batch_size: samples in a batch; None for that of the given batches.
         workers: processes that share the machine's cores.
 
     Raises:
@@ -70,7 +70,7 @@ class DeviceSetting(Serializable):
 
     @property
     def words(self) -> str:
-        """What differs from the defaults, in words."""
+        """Describe the differences from the defaults."""
         parts = [counted(self.threads, "thread")] if self.threads is not None else []
         parts += ["freed memory kept"] * self.keep_memory + ["cudnn.benchmark"] * self.cudnn_benchmark
         parts += ["channels_last"] * self.channels_last + ["fused optimizer"] * self.fused
@@ -82,20 +82,20 @@ class DeviceSetting(Serializable):
         return ", ".join(parts) or "defaults"
 
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
-        """The context in which the forward pass runs; as Lightning's, it casts each weight whenever it is used."""
+        """Return the context for the forward pass; as in Lightning, it casts each weight at every use."""
         if self.precision != "bf16-mixed":
             return nullcontext()
         return torch.autocast(device.type, dtype=torch.bfloat16, cache_enabled=False)
 
     def apply(self, model: nn.Module, optimizer: Optimizer | None = None) -> Applied:
-        """Applies everything but precision, batch size and workers, which belong into the training loop.
+        """Apply everything except autocast, batch size and workers, which belong in the training loop.
 
         Args:
-            model: changed in place: memory format and compiled submodules.
-            optimizer: over the model's parameters; changed in place. None if it steps elsewhere.
+            model: model to change in place: memory format and compiled submodules.
+            optimizer: optimizer over the model's parameters, changed in place; None if it steps elsewhere.
 
         Returns:
-            What undoes it.
+            The changes, with a method that undoes them.
 
         Example:
             >>> model = nn.Sequential(nn.Conv2d(3, 4, 3))
@@ -113,13 +113,13 @@ class DeviceSetting(Serializable):
 
 
 class Applied(ExitStack):
-    """What a setting has changed; `undo` makes everything as it was. A second call does nothing."""
+    """The changes made by a setting; `undo` reverts them. A second call does nothing."""
 
     undo = ExitStack.close
 
     def to_process(self, setting: DeviceSetting) -> None:
-        """Threads, allocator, cuDNN and TF32: what holds for the whole process."""
-        # What undoes a change is known before it: Ctrl-C may come in between.
+        """Apply the settings of the whole process: threads, allocator, cuDNN and TF32."""
+        # Each callback is registered before its change, because Ctrl-C may interrupt in between.
         if setting.threads is not None:
             self.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(setting.threads)
@@ -136,7 +136,7 @@ class Applied(ExitStack):
             torch.backends.cudnn.allow_tf32 = True
 
     def to_model(self, setting: DeviceSetting, model: nn.Module, optimizer: Optimizer | None) -> None:
-        """Memory format, fused steps and compiled submodules."""
+        """Apply memory format, fused steps and compiled submodules."""
         if setting.channels_last:
             self._channels_last(model, optimizer)
         if setting.fused and optimizer is not None:
@@ -154,7 +154,7 @@ class Applied(ExitStack):
 
     def _channels_last(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         if optimizer is not None:
-            self.callback(align_layouts, optimizer)  # when the weights are back
+            self.callback(align_layouts, optimizer)  # runs after the weights are restored
         for parameter in model.parameters():
             if (wanted := _FORMATS.get(parameter.dim())) is None or parameter.is_contiguous(memory_format=wanted):
                 continue
@@ -173,16 +173,16 @@ class Applied(ExitStack):
                     group[flag] = value
             for parameter in group["params"]:
                 count = optimizer.state.get(parameter, {}).get("step")
-                if isinstance(count, Tensor):  # where fused kernels want it
+                if isinstance(count, Tensor):  # as fused kernels require
                     optimizer.state[parameter]["step"] = count.to(parameter.device, torch.float32)
 
 
 def align_layouts(optimizer: Optimizer, *_: Any) -> None:
-    """Lays gradients and optimizer state out in memory as their weights are.
+    """Give gradients and optimizer state the memory layout of their weights.
 
-    torch's fused CPU kernels walk through memory and pair what lies at equal places, whatever the strides say: with a
-    momentum that was loaded from a checkpoint, or a gradient that came over the network, they would silently mix up
-    the elements of a channels_last weight.
+    torch's fused CPU kernels pair elements at equal places in memory, whatever the strides: with a momentum loaded from
+    a checkpoint, or a gradient received over the network, they would silently mix up the elements of a channels_last
+    weight.
     """
     for parameter in held_by(optimizer):
         if parameter.dim() not in _FORMATS:
@@ -196,7 +196,7 @@ def align_layouts(optimizer: Optimizer, *_: Any) -> None:
 
 
 def contiguous(tree: Any) -> Any:
-    """A tree of dicts, lists and tuples with its tensors laid out plainly, so that any program can load them."""
+    """Return a tree of dicts, lists and tuples with contiguous tensors, so that any program can load them."""
     if isinstance(tree, Tensor):
         return tree if tree.layout != torch.strided or tree.is_contiguous() else tree.contiguous()
     if isinstance(tree, dict):
@@ -222,7 +222,7 @@ def _reformat(parameter: nn.Parameter, memory_format: torch.memory_format) -> No
 
 @contextmanager
 def used(setting: DeviceSetting) -> Iterator[None]:
-    """The process uses the device like this for a while."""
+    """Apply a setting to the process for the duration of the context."""
     with Applied() as applied:
         applied.to_process(setting)
         yield

@@ -1,4 +1,4 @@
-"""Two ways of doing the same, timed alternately, and the decision which is faster. What is timed is not known here."""
+"""The alternate timing of two ways to do the same work, and the decision which one is faster."""
 
 from __future__ import annotations
 
@@ -9,47 +9,47 @@ from dataclasses import dataclass
 from typing import Protocol
 
 REPEATS = 7
-"""Pairs of blocks that a comparison has at most."""
+"""Largest number of pairs of blocks in a comparison."""
 
 FEWEST = 3
-"""Pairs without which nothing is decided."""
+"""Smallest number of pairs for a decision."""
 
 MARGIN = 0.03
-"""What a gain must exceed: a faster way that is this little faster is not worth being different."""
+"""Smallest gain that is worth a change."""
 
 AGREE = 0.7
-"""The share of pairs that must have found a gain."""
+"""Fraction of the pairs that must show a gain."""
 
 CLEAR = 0.1
-"""If all pairs find that much on one side, the rest are left out."""
+"""Gain above which no more pairs are timed, if all pairs so far exceed it."""
 
 BLOCK_SECONDS = 0.1
-"""Short steps are timed in blocks of about that length."""
+"""Approximate length of the blocks in which short steps are timed."""
 
 _MOST_STEPS = 50
 
 
 class Timed(Protocol):
-    """Something that trains.
+    """A training that can be timed.
 
     Attributes:
-        samples: in one step.
+        samples: samples in one step.
     """
 
     samples: int
 
     def run(self, steps: int) -> float:
-        """Trains for so many steps, after a warm-up that does not count. Returns the seconds."""
+        """Train for ``steps`` steps after an untimed warm-up, and return their seconds."""
         ...
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What paired blocks have found.
+    """The result of paired blocks.
 
     Args:
-        before: samples per second of the way that is known, one number for each pair.
-        after: those of the way that is tried.
+        before: samples per second of the known way, one number for each pair.
+        after: samples per second of the tried way.
 
     Example:
         >>> found = Comparison(before=(100.0, 90.0, 110.0), after=(150.0, 144.0, 165.0))
@@ -62,27 +62,25 @@ class Comparison:
 
     @property
     def ratios(self) -> tuple[float, ...]:
-        """Of each pair: above 1 if the tried way is faster."""
+        """Return the ratio of each pair: above 1 if the tried way is faster."""
         return tuple(after / before for before, after in zip(self.before, self.after, strict=True))
 
     @property
     def gain(self) -> float:
-        """Median of the pairs' ratios."""
         return statistics.median(self.ratios)
 
     @property
     def best_gain(self) -> float:
-        """Ratio of the fastest blocks: what other programs on the machine disturb least."""
+        """Return the ratio of the fastest blocks, which other programs on the machine disturb least."""
         return max(self.after) / max(self.before)
 
     @property
     def spread(self) -> tuple[float, float]:
-        """Smallest and largest ratio."""
         return min(self.ratios), max(self.ratios)
 
     @property
     def is_faster(self) -> bool:
-        """Whether the gain is more than noise: two estimates exceed the margin, and most pairs agree."""
+        """Return whether the gain is more than noise: two estimates exceed the margin, and most pairs agree."""
         if len(self.ratios) < FEWEST:
             return False
         found = sum(ratio > 1 for ratio in self.ratios)
@@ -90,7 +88,7 @@ class Comparison:
 
     @property
     def is_clear(self) -> bool:
-        """Whether more pairs would tell nothing new."""
+        """Return whether more pairs would add no information."""
         low, high = self.spread
         return len(self.ratios) >= FEWEST and (low >= 1 + CLEAR or high <= 1)
 
@@ -98,16 +96,16 @@ class Comparison:
 def compare(
     before: Timed, after: Timed, deadline: float, clock: Callable[[], float], enough: float = math.inf
 ) -> Comparison:
-    """Times two ways alternately, each first as often as second, until the difference is clear.
+    """Time two ways alternately, each first in half of the pairs, until the difference is clear.
 
-    Machines slow down and speed up by themselves; within a pair they rarely do.
+    The speed of a machine changes by itself, but rarely within a pair.
 
     Args:
-        before: the way that is known.
-        after: the way that is tried.
-        deadline: on ``clock``; no pair begins after it.
-        clock: seconds.
-        enough: on ``clock``; after it the fewest pairs must do.
+        before: known way.
+        after: tried way.
+        deadline: time on ``clock`` after which no pair begins.
+        clock: function that returns seconds.
+        enough: time on ``clock`` after which the smallest number of pairs suffices.
     """
     old: list[float] = []
     new: list[float] = []
@@ -121,7 +119,7 @@ def compare(
             timed = after if is_new else before
             found[is_new] = timed.run(steps)
         if not old and steps == 1 and min(found.values()) < BLOCK_SECONDS / 2:
-            # Too short to be timed singly: the first reading only says how many steps make a block.
+            # One step is too short to be timed: the first reading only sets the number of steps in a block.
             steps = min(_MOST_STEPS, max(2, round(BLOCK_SECONDS / max(min(found.values()), 1e-9))))
             continue
         old.append(steps * before.samples / found[False])

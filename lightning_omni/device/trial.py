@@ -1,4 +1,4 @@
-"""A model in training on copies of all that training changes, with one setting. Its lender finds it untouched."""
+"""Trainings with one setting, on copies of all that training changes; the original model stays untouched."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from lightning_omni.device.setting import Applied, DeviceSetting, used
 from lightning_omni.errors import ConfigurationError
 
 Loss = Callable[[Any, Any], Tensor]
-"""The loss of a model for a batch."""
+"""Function that returns the loss of a model for a batch."""
 
 _OWN_OF_TORCH = ("step", "_opt_called", "_zero_grad_profile_name", "defaults", "state", "param_groups")
 
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """What is trained.
+    """The model, loss, optimizer and batches of a training.
 
     Args:
-        model: never changed; trials train copies of it.
-        loss: mean loss from model and batch.
-        optimizer: over the model's parameters; or what makes one from parameters.
-        batches: at least one, used cyclically; all of one size.
-        clock: seconds.
+        model: model of which trials train copies; it never changes.
+        loss: function that returns the mean loss of model and batch.
+        optimizer: optimizer over the model's parameters, or a function that creates one from parameters.
+        batches: at least one batch, all of one size; used cyclically.
+        clock: function that returns seconds.
 
     Raises:
-        ConfigurationError: there is no batch, or no tensor in it.
+        ConfigurationError: ``batches`` is empty, or its first batch holds no tensor.
     """
 
     model: nn.Module
@@ -51,24 +51,22 @@ class TrainingSetup:
 
     @property
     def batch_size(self) -> int:
-        """Samples in a batch."""
         size = size_of(self.batches[0])
         assert size is not None
         return size
 
     @property
     def device(self) -> torch.device:
-        """Where the model's parameters are."""
         return next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
 
     def copies(self) -> tuple[nn.Module, Optimizer]:
-        """The model and an optimizer over it, like the lent ones and independent of them."""
-        # One memo for both: the copied optimizer holds the copied parameters.
+        """Return independent copies of the model and of an optimizer over it."""
+        # Both copies share a memo, so the copied optimizer holds the copied parameters.
         memo: dict[int, Any] = {}
         model = copy.deepcopy(self.model, memo)
         for name, module in self.model.named_modules():
             if module._compiled_call_impl is not None:
-                model.get_submodule(name).compile()  # a copy is not compiled
+                model.get_submodule(name).compile()  # deepcopy drops it
         if not isinstance(self.optimizer, Optimizer):
             return model, self.optimizer(model.parameters())
         optimizer = copy.deepcopy(self.optimizer, memo)
@@ -79,15 +77,15 @@ class TrainingSetup:
 
 
 class Trial:
-    """A copy of the setup in training with one setting.
+    """A copy of a setup that trains with one setting; it is `Timed`.
 
     Args:
-        setup: what is trained.
-        setting: how the device is used.
-        nudge: changes all weights by a random fraction of this size, before it trains.
+        setup: setup to copy.
+        setting: use of the device.
+        nudge: relative size of a random change of all weights before training.
 
     Raises:
-        ConfigurationError: the copy's loss does not depend on the copy's weights.
+        ConfigurationError: a submodule to compile does not exist.
     """
 
     def __init__(self, setup: TrainingSetup, setting: DeviceSetting, nudge: float = 0.0) -> None:
@@ -95,12 +93,11 @@ class Trial:
         self.samples = setting.batch_size or setup.batch_size
         self.model, self.optimizer = setup.copies()
         self._begins_empty = not self.optimizer.state
-        Applied().to_model(setting, self.model, self.optimizer)  # for good: the copy is thrown away as it is
+        Applied().to_model(setting, self.model, self.optimizer)  # never undone: the copy is discarded
         same_size = self.samples == setup.batch_size
         self._batches = list(setup.batches) if same_size else [resized(batch, self.samples) for batch in setup.batches]
 
     def run(self, steps: int) -> float:
-        """Trains for so many steps, after a warm-up that does not count. Returns the seconds."""
         with used(self.setting):
             self.reset()
             for number in range(1 + steps // 5):
@@ -113,14 +110,14 @@ class Trial:
             return self.setup.clock() - began
 
     def losses(self, steps: int, seed: int = 0) -> list[float]:
-        """The losses of a training from the setup's weights, on its batches cyclically."""
+        """Return the losses of a training from the setup's weights, on its batches cyclically."""
         with used(self.setting):
             self.reset()
             seed_all(seed)
             return [float(self._step(number).detach()) for number in range(steps)]
 
     def reset(self) -> None:
-        """Back to the weights of the setup: a copy that trained on and on would reach weights of another speed."""
+        """Restore the weights of the setup, because trained weights might have another speed."""
         with torch.no_grad():
             for own, lent in zip(_tensors(self.model), _tensors(self.setup.model), strict=True):
                 own.copy_(lent)
@@ -145,7 +142,7 @@ class Trial:
             return self.optimizer.step(closure)  # type: ignore[arg-type, return-value]  # typed for floats
 
     def check(self) -> None:
-        """After a step: whether the copy was trained, and not the lent model behind it."""
+        """Raise a `ConfigurationError` if a step gave the copy no gradients, because its loss uses another model."""
         if not any(parameter.grad is not None for parameter in self.model.parameters()):
             raise ConfigurationError(
                 "the loss of a copy of the model does not depend on the copy's weights; does the model keep a function"
@@ -158,12 +155,12 @@ def _tensors(model: nn.Module) -> Iterator[Tensor]:
     yield from model.buffers()
 
 
-# --- What is left as it was -------------------------------------------------------------------------------------------
+# --- Preserved state --------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def same_rng_state() -> Iterator[None]:
-    """The random numbers of torch, Python and numpy go on afterwards as if nothing had drawn any."""
+    """Restore the RNG state of torch, Python and numpy on exit."""
     in_use = torch.cuda.is_available() and torch.cuda.is_initialized()
     with torch.random.fork_rng(range(torch.cuda.device_count()) if in_use else ()), ExitStack() as kept:
         kept.callback(random.setstate, random.getstate())
@@ -173,7 +170,7 @@ def same_rng_state() -> Iterator[None]:
 
 @contextmanager
 def untouched(setup: TrainingSetup) -> Iterator[None]:
-    """The RNG state, threads, and the lent model's gradients are afterwards as they are now."""
+    """Restore the RNG state, the threads, and the gradients of the setup's model on exit."""
     threads = torch.get_num_threads()
     gradients = [parameter.grad for parameter in setup.model.parameters()]
     try:
@@ -187,14 +184,14 @@ def untouched(setup: TrainingSetup) -> Iterator[None]:
 
 
 def seed_all(seed: int) -> None:
-    """Seeds torch, Python and numpy."""
+    """Seed torch, Python and numpy."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until the device has done what it was given."""
+    """Wait until the device has finished its work."""
     if device.type not in ("cpu", "meta") and hasattr(getattr(torch, device.type, None), "synchronize"):
         getattr(torch, device.type).synchronize()
 
@@ -203,7 +200,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def size_of(batch: Any) -> int | None:
-    """First dimension of the first tensor in a tree of dicts, lists and tuples; None if there is none.
+    """Return the first dimension of the first tensor in a tree of dicts, lists and tuples; None without any.
 
     Example:
         >>> size_of({"x": [torch.zeros(5, 2)], "y": torch.zeros(5)})
@@ -219,7 +216,7 @@ def size_of(batch: Any) -> int | None:
 
 
 def resized(batch: Any, size: int) -> Any:
-    """A batch with another number of samples, the given ones repeated or cut off.
+    """Return a batch with ``size`` samples, by repeating or truncating the given ones.
 
     Only tensors whose first dimension is the batch's change.
 

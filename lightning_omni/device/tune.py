@@ -1,7 +1,7 @@
-"""`tune_device`: tries, one after the other, what may make training faster on this device, and keeps what does.
+"""`tune_device`: a greedy search for the settings that make training faster on a device.
 
-The search is greedy: each candidate is timed against the best that is known, alternately, on copies. What changes the
-statistics of training (precision, batch size, workers) is only proposed unless it is allowed.
+Each candidate is timed alternately with the best known setting, on copies. Changes to the statistics of training
+(precision, batch size, workers) are only proposed unless they are allowed.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ from lightning_omni.device.trial import Loss, TrainingSetup, Trial, untouched
 from lightning_omni.errors import ConfigurationError
 
 ALLOWABLE = ("precision", "batch_size", "workers")
-"""What changes the statistics of training, and is only proposed unless it is allowed."""
+"""Properties that change the statistics of training, and are only proposed unless allowed."""
 
 PROPOSED = ("precision", "batch_size")
-"""What is measured unless told otherwise."""
+"""Properties among these that are measured by default."""
 
 Progress = Callable[[float, str], None]
-"""Called with the fraction that is done, 0 to 1, and a text."""
+"""Function that receives the completed fraction, 0 to 1, and a text."""
 
 _SAME_LOSS = 0.01
-"""What keeps the statistics may move the first loss by so much of itself: far more than rounding does."""
+"""Largest relative change of the first loss by a candidate that keeps the statistics: far more than rounding causes."""
 
 _COMPILE_SECONDS = 15.0
-"""Compilation cannot be interrupted; it is begun only if so much of the budget is left."""
+"""Least remaining budget for a compilation, which cannot be interrupted."""
 
 _SHARE = 0.2
-"""Of what is left of the budget: a candidate that took so much is decided on what is known, if it can be."""
+"""Fraction of the remaining budget after which a candidate is decided with the fewest pairs."""
 
 _WORKER_SECONDS = 2.0
 _WORKERS_NEED = 20.0
-"""To start processes three times and to measure; less is not begun."""
+"""Least remaining budget to start processes three times and to measure."""
 
 _NEARLY_BEST = 0.95
-"""The knee: the smallest batch that reaches this share of the best throughput."""
+"""Fraction of the best throughput that the knee, the smallest such batch, must reach."""
 
 
 def tune_device(
@@ -74,25 +74,26 @@ def tune_device(
     progress: Progress | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> DeviceReport:
-    """Measures how this device trains this model fastest. Applies nothing: ``report.setting.apply(model, optimizer)``.
+    """Measure how this device trains this model fastest, and apply nothing.
 
-    All is measured on copies: weights, buffers, optimizer, gradients, RNG state, threads and modes are afterwards what
-    they were. Device memory for two copies beside the model itself is needed.
+    ``report.setting.apply(model, optimizer)`` applies the result. The search runs on copies: weights, buffers,
+    optimizer, gradients, RNG state, threads and modes are the same afterwards. It needs device memory for two copies
+    beside the model itself.
 
     Args:
-        model: in the mode in which it is to be trained.
-        loss: the mean loss, from model and batch.
-        optimizer: over the model's parameters; or a function that makes one from parameters.
-        batches: on the model's device, all of one size; used cyclically.
-        allow: what may go into ``report.setting`` though it changes the statistics of training: ``"precision"``,
+        model: model, in the mode for training.
+        loss: function that returns the mean loss of model and batch.
+        optimizer: optimizer over the model's parameters, or a function that creates one from parameters.
+        batches: batches on the model's device, all of one size; used cyclically.
+        allow: changes to the statistics of training that ``report.setting`` may contain: ``"precision"``,
             ``"batch_size"``, ``"workers"``.
-        propose: which of these are measured, to be proposed at least. What is allowed always is.
-        budget: seconds for all. A step that has begun is ended, and a compilation, too.
-        tolerance: how far apart loss curves of two precisions may be, as a fraction of the losses.
-        cores: that this process may use; None for all that it is allowed by the system.
+        propose: which of these are measured, and at least proposed. Allowed ones are always measured.
+        budget: seconds for the search. A running step or compilation is completed.
+        tolerance: largest distance between loss curves of two precisions, as a fraction of the losses.
+        cores: cores that this process may use; None for all that the system allows.
         skip: steps to leave out, with the reason for the table: ``{"compile": "no"}``.
-        progress: is told how far the search is.
-        clock: seconds.
+        progress: function that receives the completed fraction and a text.
+        clock: function that returns seconds.
 
     Raises:
         ConfigurationError: an argument is wrong, or the model cannot be trained with the defaults.
@@ -117,32 +118,32 @@ def tune_device(
     check_number("tolerance", tolerance, "a fraction above 0, as in 0.02", above=0)
     setup = TrainingSetup(
         model, loss, optimizer, copy.deepcopy(list(batches)), clock
-    )  # a loss may write into its batch
+    )  # because a loss may write into its batch
     search = _DeviceSearch(setup, allow, propose, budget, tolerance, cores or usable_cores(), skip or {}, progress)
     with untouched(setup):
         return search.run()
 
 
 def usable_cores() -> int:
-    """Cores that the system lets this process use."""
+    """Return the number of cores that the system lets this process use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def must_repeat() -> bool:
-    """Return whether torch was asked for results that repeat bit for bit, as ``Trainer(deterministic=True)`` does."""
+    """Return whether torch must repeat results bit for bit, as with ``Trainer(deterministic=True)``."""
     return torch.are_deterministic_algorithms_enabled() or torch.backends.cudnn.deterministic
 
 
 Candidate = tuple[str, dict[str, Any]]
-"""What is tried, in words, and the fields of the setting that it changes."""
+"""Description of a candidate, and the fields of the setting that it changes."""
 
 
 class _Rejected(Exception):
-    """A candidate is out, and why."""
+    """The reason why a candidate is rejected."""
 
 
 class _Skipped(Exception):
-    """A step is not taken, and why."""
+    """The reason why a step is skipped."""
 
 
 class _DeviceSearch:
@@ -169,11 +170,10 @@ class _DeviceSearch:
         self._first_loss: float | None = None
 
     def run(self) -> DeviceReport:
-        """All steps, in their order."""
         self._progress(0.0, "the defaults")
         self._baseline = self._best = self._measure_baseline()
         self._step_seconds = self._baseline.run(1)
-        # For all combined, at the end.
+        # The time left is for the combined measurement at the end.
         self._deadline -= min(self._budget / 4, FEWEST * 5 * max(self._step_seconds, BLOCK_SECONDS))
         self._proposal: dict[str, Any] = {}
         steps: list[tuple[str, Callable[[], Iterator[Candidate]], dict[str, Any]]] = [
@@ -185,7 +185,7 @@ class _DeviceSearch:
             ("compile", self._compile, {"needs": _COMPILE_SECONDS}),
         ]
         precision = "precision", self._precision, {"changes": "precision", "judge": self._judge_precision}
-        # If it is allowed, the rest is tried in the precision that is used.
+        # An allowed precision is tried early, so that later steps are measured in it.
         steps.insert(3 if "precision" in self._allow else len(steps), precision)
         for step, candidates, how in steps:
             self._try(step, candidates(), **how)
@@ -195,7 +195,7 @@ class _DeviceSearch:
         return self._report()
 
     def _measure_baseline(self) -> Trial:
-        """The setup with the defaults, after its first step."""
+        """Return a trial with the defaults, after its first step."""
         try:
             trial = Trial(self._setup, DeviceSetting())
             [first] = trial.losses(1)
@@ -205,11 +205,11 @@ class _DeviceSearch:
             raise
         except Exception as error:
             raise ConfigurationError(f"the model cannot be trained with the defaults: {_describe(error)}") from error
-        # With random numbers in it (dropout, say) two losses prove nothing: layouts draw their numbers in other orders.
+        # With random operations (such as dropout) losses prove nothing: layouts draw random numbers in other orders.
         self._first_loss = first if first == again == other else None
         return trial
 
-    # --- What keeps the statistics ------------------------------------------------------------------------------------
+    # --- Candidates that keep the statistics --------------------------------------------------------------------------
 
     def _threads(self) -> Iterator[Candidate]:
         if self._setup.device.type != "cpu":
@@ -259,7 +259,7 @@ class _DeviceSearch:
             if compiled != self._best.setting.compiled:
                 yield ", ".join(name or "model" for name in tried), {"compiled": compiled}
 
-    # --- What changes them --------------------------------------------------------------------------------------------
+    # --- Candidates that change the statistics ------------------------------------------------------------------------
 
     def _precision(self) -> Iterator[Candidate]:
         if not self._wanted("precision") or self._setup.device.type not in ("cpu", "cuda"):
@@ -281,7 +281,7 @@ class _DeviceSearch:
         return ""
 
     def _judge_precision(self, trial: Trial) -> str:
-        """Compares loss curves. Returns what was found, or raises `_Rejected`."""
+        """Compare loss curves, and return a remark or raise `_Rejected`."""
         seconds = 2 * self._best.run(1) + trial.run(1)
         steps = min(STEPS, int(self._left / max(seconds, 1e-9)))
         if steps < FEWEST_STEPS:
@@ -325,7 +325,7 @@ class _DeviceSearch:
             }
 
     def _workers(self) -> None:
-        """Processes started for the purpose: one with all cores, then more with fewer each."""
+        """Compare processes that share the cores with one that has them all."""
         if not self._wanted("workers"):
             return
         if self._setup.device.type != "cpu":
@@ -337,7 +337,7 @@ class _DeviceSearch:
             self._try_workers(count)
 
     def _try_workers(self, count: int) -> None:
-        """One process with all cores, then several, then one again: they cannot be timed alternately."""
+        """Measure one process, then several, then one again, because they cannot be timed alternately."""
         tried = f"{count} processes with {self._cores // count} threads each, a batch each"
         began = self._setup.clock()
         if reason := self._skip.get("workers") or (self._used_up() if self._left < _WORKERS_NEED else ""):
@@ -368,7 +368,7 @@ class _DeviceSearch:
     # --- One candidate ------------------------------------------------------------------------------------------------
 
     def _try(self, step: str, candidates: Iterator[Candidate], changes: str = "", **how: Any) -> None:
-        """Measures candidates beside the best, and keeps what is faster."""
+        """Measure candidates beside the best setting, and keep the faster ones."""
         with self._skipping(step):
             for tried, changed in candidates:
                 setting = replace(self._best.setting, **changed)
@@ -390,7 +390,7 @@ class _DeviceSearch:
         judge: Callable[[Trial], str] | None = None,
         needs: float = 0.0,
     ) -> tuple[Finding, Trial | None]:
-        """What was found, and the trial if it could be measured."""
+        """Return the finding on a candidate, and its trial if that could be measured."""
         reason = self._skip.get(step) or self._skip.get(changes)
         if not reason and self._left < max(needs, FEWEST * 4 * self._step_seconds):
             reason = self._used_up()
@@ -408,7 +408,7 @@ class _DeviceSearch:
         except _Rejected as error:
             verdict, remark = "rejected", str(error)
         except Exception as error:
-            # A candidate may fail in whatever way: the memory is too small, a kernel or a compiler is missing.
+            # A candidate may fail in any way: memory, a kernel or a compiler may be missing.
             gc.collect()
             return Finding(step, tried, "rejected", _describe(error), seconds=self._setup.clock() - began), None
         if verdict == "proposed":
@@ -424,11 +424,11 @@ class _DeviceSearch:
             spread=found.spread,
             pairs=len(found.before),
         )
-        gc.collect()  # modules are full of cycles, and the loser is large
+        gc.collect()  # modules contain cycles, and a rejected trial is large
         return measured, trial
 
     def _prepare(self, trial: Trial, is_same: bool) -> float:
-        """First steps: whether the loss is the same, and the seconds that the very first took beyond a usual one."""
+        """Check the first loss, and return the seconds of the first step beyond a usual one if it compiles."""
         began = self._setup.clock()
         [first] = trial.losses(1)
         seconds = self._setup.clock() - began
@@ -445,7 +445,6 @@ class _DeviceSearch:
         return judge(trial) if judge is not None else ""
 
     def _keep(self, finding: Finding, trial: Trial | None, changes: str) -> None:
-        """What was found, and of what was measured what it says."""
         self._findings.append(finding)
         if trial is not None and finding.verdict == "applied":
             self._best = trial
@@ -456,7 +455,6 @@ class _DeviceSearch:
 
     @property
     def _left(self) -> float:
-        """Seconds."""
         return self._deadline - self._setup.clock()
 
     def _used_up(self) -> str:
@@ -469,7 +467,7 @@ class _DeviceSearch:
         self._progress(min(0.95, (self._setup.clock() - self._began) / self._budget), text)
 
     def _report(self) -> DeviceReport:
-        """All that is applied against all as it came, in pairs of their own."""
+        """Measure the final setting against the defaults in separate pairs, and return the report."""
         self._info("combined")
         setting, gain, spread = self._best.setting, None, None
         baseline = tuned = self._setup.batch_size / self._step_seconds
@@ -510,9 +508,9 @@ _YOURS = {
 
 
 def compilable(model: nn.Module) -> tuple[str, ...]:
-    """Names of the submodules that are worth compiling: the outermost ones that are called and have several layers.
+    """Return the names of the submodules worth compiling: the outermost called ones that have several layers.
 
-    A model that has only one child is looked into; lists and dicts of modules are never called themselves.
+    Only children of the model are candidates, and those in its lists and dicts of modules, which are never called.
 
     Example:
         >>> block = nn.Sequential(nn.Conv2d(3, 3, 3), nn.ReLU())
@@ -538,7 +536,7 @@ def _lack_of_compiler() -> str:
 
 
 def _describe(error: BaseException) -> str:
-    """An error's kind and first line."""
+    """Return an error's kind and first line."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:160]}" if text else type(error).__name__
 

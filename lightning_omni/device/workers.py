@@ -1,4 +1,4 @@
-"""Several processes train at once, each with its share of the cores: what they do together in a second."""
+"""The total throughput of several processes that train at once, each with its share of the cores."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from lightning_omni.device.setting import DeviceSetting
 from lightning_omni.device.trial import TrainingSetup, Trial
 
 _START_SECONDS = 180.0
-"""To import torch and make the first step, on a busy machine."""
+"""Time to import torch and make the first step, on a busy machine."""
 
 _INTERVAL_SECONDS = 0.2
-"""Steps are counted in blocks of about that length: all processes are to end at the same time."""
+"""Approximate length of the blocks in which steps are counted, so that all processes end at about the same time."""
 
 
 def throughput(setup: TrainingSetup, setting: DeviceSetting, seconds: float, deadline: float) -> float:
-    """Samples per second of ``setting.workers`` processes with ``setting.threads`` threads each, in sum.
+    """Return the total samples per second of ``setting.workers`` processes with ``setting.threads`` threads each.
 
-    Each trains a copy of its own on batches of its own; they exchange nothing.
+    Each process trains its own copy on its own batches, without any exchange.
 
     Args:
-        setup: must be fit to be sent to other processes.
-        setting: for each of them.
-        seconds: to measure for, after all have made their first steps.
-        deadline: on the setup's clock, for all to be ready.
+        setup: setup, which must be picklable.
+        setting: setting of each process.
+        seconds: duration of the measurement, after the first steps of all processes.
+        deadline: time on the setup's clock by which all must be ready.
 
     Raises:
         RuntimeError: a process failed, or was not ready in time.
     """
-    model, optimizer = setup.copies()  # sending moves tensors into shared memory: not the lent ones
+    model, optimizer = setup.copies()  # copied, because sending moves tensors into shared memory
     context = multiprocessing.get_context("spawn")
     workers: list[tuple[Any, Connection]] = []
     try:
@@ -82,8 +82,8 @@ def _train(
     setting: DeviceSetting,
     seconds: float,
 ) -> None:
-    """In a process of its own, which ends when its parent does."""
-    with suppress(EOFError, OSError, KeyboardInterrupt):  # the parent is gone, or all are being stopped
+    """Train and report in a child process, which ends when its parent does."""
+    with suppress(EOFError, OSError, KeyboardInterrupt):  # the parent is gone, or stops all
         try:
             torch.set_num_threads(setting.threads or 1)
             trial = Trial(TrainingSetup(model, loss, optimizer, batches), setting)

@@ -1,1 +1,1 @@
-"""How long training takes: models of seconds per update and of updates to a target, and shares by speed."""
+"""Models of seconds per update and of updates to a target, and the split of a batch by speed."""

@@ -1,8 +1,8 @@
-"""How a group's batch is split among members of different speed: the measurements in, the decision out. No I/O.
+"""The split of a group's batch among members of different speed. No I/O.
 
-Rule 1: a split changes only if the group gets noticeably faster by it, so that ranks of one speed are left alone.
-Rule 2: what is noticed once may be noise; a small gain has to be seen twice in a row, with the same member too slow.
-Rule 3: where a member's own batches differ as much as members do, the members' speeds are taken to be one.
+Rule 1: A split changes only if the group gets noticeably faster, so equally fast ranks keep equal shares.
+Rule 2: One observation may be noise, so a small gain must be seen twice in a row, with the same member too slow.
+Rule 3: Where one member's batches differ as much as the members do, all members count as equally fast.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from lightning_omni.protocol.leases import apportion
 
 
 class Throughput:
-    """One rank's samples per second: the median of its latest batches, without the very first ones.
+    """The samples per second of one rank: the median over its latest batches, without the first ones.
 
-    A few batches in a row that are all faster than every one before them, or all slower, say that something else uses
-    the device, or does no longer: what was before is forgotten.
+    If a few batches in a row are all faster, or all slower, than every earlier batch, another load on the device has
+    ended or started; the earlier batches are then discarded.
 
     Args:
-        warm_up: batches that do not count.
-        window: batches that the median is taken over, at most.
+        warm_up: number of first batches to skip.
+        window: largest number of batches in the median.
 
     Example:
         >>> throughput = Throughput(warm_up=0)
@@ -40,11 +40,11 @@ class Throughput:
         self._speeds: deque[float] = deque(maxlen=window)
 
     def note(self, samples: int, seconds: float) -> None:
-        """A batch is done.
+        """Record a finished batch.
 
         Args:
-            samples: this rank's part of it.
-            seconds: the time of its compute time, without waiting for others.
+            samples: this rank's share of the batch.
+            seconds: compute time, without waiting for other ranks.
         """
         if self._to_skip:
             self._to_skip -= 1
@@ -54,12 +54,12 @@ class Throughput:
 
     @property
     def speed(self) -> float:
-        """Samples per second; 0.0 if too little is known."""
+        """Return samples per second, or 0.0 while too few batches are recorded."""
         return median(self._speeds) if len(self._speeds) >= c.SPLIT_FEWEST else 0.0
 
     @property
     def variance(self) -> float:
-        """Of the logarithm of `speed`, from the scatter of the batches, as if that were normal; 0.0 if unknown."""
+        """Return the variance of log `speed`, as if batches scattered normally; 0.0 if too few are recorded."""
         if len(self._speeds) < c.SPLIT_FEWEST:
             return 0.0
         return math.pi / 2 * variance(map(math.log, self._speeds)) / len(self._speeds)
@@ -76,7 +76,7 @@ class BatchSplit:
 
     Attributes:
         shares: whole samples for each member.
-        gain: by which part of its speed the group gets faster, as far as can be foreseen: 0.5 is half as fast again.
+        gain: predicted relative gain in the group's speed: 0.5 is 50 % faster.
     """
 
     shares: tuple[int, ...]
@@ -84,7 +84,7 @@ class BatchSplit:
 
 
 class Balancer:
-    """Decides when a group's batch is to be split otherwise. The same numbers in, the same decision out.
+    """A policy that decides when to change the split of one group's batch. Equal inputs give equal decisions.
 
     Example:
         >>> Balancer().decide(shares=(8, 8), speeds=(10.0, 30.0))
@@ -99,12 +99,12 @@ class Balancer:
     def decide(
         self, shares: Sequence[int], speeds: Sequence[float], variances: Sequence[float] = ()
     ) -> BatchSplit | None:
-        """What would be better, if anything is.
+        """Return a better split, if one exists.
 
         Args:
-            shares: how the batch is split at present.
-            speeds: each member's samples per second; 0.0 for one that is not known yet.
-            variances: of the logarithm of each speed, by which it may be wrong; none if they are exact.
+            shares: current samples of each member.
+            speeds: samples per second of each member; 0.0 if not known yet.
+            variances: variance of the logarithm of each speed; empty if the speeds are exact.
 
         Returns:
             A split that makes the group noticeably faster, or None.
@@ -124,14 +124,14 @@ class Balancer:
 
 
 def shrunk(speeds: Sequence[float], variances: Sequence[float]) -> list[float]:
-    """Speeds that were measured with errors, each as much nearer to their mean as is likely (James and Stein 1961).
+    """Shrink measured speeds towards their geometric mean according to their errors (James and Stein 1961).
 
-    The part of the members' variance that errors explain is taken out of it. Where step times are random, and a few
-    batches say little of a member, all speeds are the same then, and nothing is split by chance.
+    The variance due to measurement errors is removed from the variance among members. Where step times are random and
+    few batches were measured, all speeds become equal, and no batch is split by chance.
 
     Args:
-        speeds: of each member, in samples per second; above 0.
-        variances: of the logarithm of each; none if they are exact.
+        speeds: samples per second of each member, above 0.
+        variances: variance of the logarithm of each speed; empty if the speeds are exact.
 
     Example:
         >>> shrunk((10.0, 40.0), (0.0, 0.0))
@@ -148,11 +148,7 @@ def shrunk(speeds: Sequence[float], variances: Sequence[float]) -> list[float]:
 
 
 def seconds(shares: Sequence[int], speeds: Sequence[float]) -> float:
-    """Time of the slowest member for its part of a batch, in seconds.
-
-    Args:
-        shares: samples of each member.
-        speeds: samples per second of each.
+    """Return the seconds that the slowest member takes for its share of a batch.
 
     Example:
         >>> seconds((8, 8), (10.0, 40.0))
@@ -162,7 +158,7 @@ def seconds(shares: Sequence[int], speeds: Sequence[float]) -> float:
 
 
 def slowest(shares: Sequence[int], speeds: Sequence[float]) -> int:
-    """The member that the others wait for.
+    """Return the index of the member that the others wait for.
 
     Example:
         >>> slowest((8, 8), (10.0, 40.0))

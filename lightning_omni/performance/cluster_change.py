@@ -1,4 +1,4 @@
-"""What differs between the cluster that was measured and one that is asked about."""
+"""The differences between the measured cluster and the cluster to predict."""
 
 from __future__ import annotations
 
@@ -11,16 +11,9 @@ from lightning_omni.errors import ConfigurationError
 
 
 class ClusterChange(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Differences from the measured cluster; None for what stays as it was. See `Profile.scaled`.
+    """A set of differences from the measured cluster; None keeps a measured value.
 
-    Args:
-        ranks: number of ranks, drawn cyclically from the measured ones; numbered from 0.
-        bandwidth: bytes per second of the server's link, and between the members of a group.
-        latency: seconds of one message, on both.
-        slowest: factor by which the last rank's compute time is longer than it was.
-        servers: parameter servers that hold a share of the weights each.
-        per_node: whether they are one on each node.
-        batch_size: mean samples per rank and step.
+    The fields are the arguments of `Profile.scaled`.
 
     Raises:
         ConfigurationError: a value is out of range.

@@ -1,86 +1,86 @@
-"""Every number that the models decide by. What each means and where it comes from is in ``docs/performance.md``."""
+"""All constants of the models. ``docs/performance.md`` states the meaning and the source of each."""
 
 from __future__ import annotations
 
 # --- Hardware efficiency (`profile`, `queueing`) ---------------------------------------------------------------------
 
 QUANTILES = 64
-"""Equally likely values by which a rank's jitter is represented."""
+"""Equally likely values that represent a rank's jitter."""
 POOLED = 8.0
-"""Jitter of all ranks counts as that many more steps of each."""
+"""Weight of the pooled jitter of all ranks in the jitter of each, in steps."""
 COMMON = 1e-3
-"""How likely independent ranks are taken for ranks whose steps are long together."""
+"""Significance level above which the ranks of a group count as independent, not as slow in the same steps."""
 ALIKE = 0.05
-"""Ranks whose speeds differ by no more than this part are not sorted by them."""
+"""Relative difference of speeds up to which ranks are not sorted by speed."""
 NOTICED = 0.1
-"""Something else than the server holds exchanges up if it is busy for longer by more than this part."""
+"""Relative excess over the server's busy time from which another resource counts as the bottleneck of exchanges."""
 SHORTEST_EXCHANGE = 0.05
-"""How much the shortest exchange counts, as one that did not wait, where nothing speaks against it."""
+"""Weight in a fit of the shortest measured exchange, where it is longer than an exchange without waiting."""
 SLOPE_STEP = 1e-3
-"""Step of the finite differences of a fit, as a part of the longest cycle."""
+"""Step of a fit's finite differences, as a fraction of the longest cycle."""
 QUEUE_ROUNDS = 40
-"""Rounds of the fixed point for the times that groups spend in queues, at most."""
+"""Largest number of rounds of the fixed-point iteration for the time of groups in queues."""
 QUEUE_TOLERANCE = 1e-6
-"""Part of a cycle by which that fixed point may still change in the last round."""
+"""Change in the last round of this iteration, as a fraction of a cycle, at which it stops."""
 QUEUE_STATES = 96
-"""Numbers of groups at shared links for which queues are computed one group at a time; beyond it nearly."""
+"""Largest number of population vectors at shared links for which queues are computed exactly."""
 QUEUE_SCATTER = 0.2
-"""How much small scatter counts near saturation."""
+"""Weight of small scatter near saturation."""
 FORECAST_ERROR = 0.3
-"""Standard deviation of the logarithm of what an exchange costs that is forecast from the all-reduce."""
+"""Standard deviation of the log error of an exchange's cost that is forecast from the all-reduce."""
 BARRIER_CYCLES, BARRIER_CHAINS, BARRIER_SAMPLES = 16, 4, 512
-"""Cycles that are played of groups that wait for one another, in how many runs, and in runs of how many groups once."""
+"""Simulated cycles of groups that wait for each other, number of chains, and chains times groups of the precise run."""
 OVERLAP_ROUNDS = 12
-"""Rounds of the fixed point for exchanges that travel beside the computation."""
+"""Rounds of the fixed-point iteration for exchanges that overlap computation."""
 IDLE = 0.02
-"""Part of the time that what groups share may be idle and yet be called always busy."""
+"""Fraction of the time that a shared resource may be idle and still count as always busy."""
 
 # --- Statistical efficiency (`statistical`, `decay`) -----------------------------------------------------------------
 
 FEWEST_POINTS, MOST_POINTS = 8, 256
-"""Points of a loss curve: fewer are refused, of more the means of neighbours are taken."""
+"""Smallest number of points of a loss curve, and the number above which neighbours are averaged."""
 ENDS = 0.2
-"""Part of a curve at either end that says whether it diverged."""
+"""Fraction of a curve at either end that the check for divergence compares."""
 BROKEN = 0.1
-"""Part of the losses that may be not finite, none of them at the end."""
+"""Largest fraction of losses that are not finite, none of them at the end."""
 RISEN = 4.0
-"""Standard errors by which the end of a curve has to be above its beginning to have diverged."""
+"""Standard errors by which the end of a diverged curve exceeds its start."""
 SPIKE_WINDOW, SPIKE = 7, 10.0
-"""Points whose median a loss is compared with, and how many standard deviations it may be away from it."""
+"""Points in the running median of losses, and standard deviations from it beyond which a loss is a spike."""
 LITTLE_SKIPPED, MUCH_SKIPPED = 0.25, 0.5
-"""Parts of a curve that are left out at its beginning where the whole does not follow one law."""
+"""Fractions of a curve that are skipped at its start where no law fits all of it."""
 CORRELATED, LESS_CORRELATED = 2.0, 1.5
-"""Autocorrelation time, in points, from which on this is tried; and by what it has to shrink for that to be taken."""
+"""Autocorrelation time, in points, above which skipping is tried, and the factor by which skipping must reduce it."""
 SHORTEST_DECAY, LONGEST_DECAY = 0.00001, 30.0
-"""Time constants that are fitted, in lengths of the curve."""
+"""Range of the fitted time constants, in lengths of the curve."""
 LARGEST_BEND = 5.0
-"""The slowest decay that is fitted, (1 + 5 t)^(-1/5)."""
+"""Bend of the slowest decay that is fitted, (1 + 5 t)^(-1/5)."""
 GRID_NODES, GRID_ROUNDS = 25, 8
-"""Nodes of the likelihood's grid in each direction, and how often it is narrowed at most."""
+"""Nodes of the likelihood's grid in each direction, and the largest number of times that the grid is narrowed."""
 UNLIKELY = 8.0
-"""Nodes whose log likelihood is that much below the best are left out where the grid is narrowed."""
+"""Log likelihood below that of the best node at which a node is left out of the narrowed grid."""
 CANDIDATES = 2000
-"""Decays that represent the likelihood."""
+"""Number of decays that represent the likelihood."""
 
 # --- Momentum (`momentum`) -------------------------------------------------------------------------------------------
 
 LEAST_SPREAD, MOST_SPREAD = 0.5, 1.5
-"""Standard deviations of staleness, relative to a geometric one of that mean, between which it acts as momentum."""
+"""Range in which staleness acts as momentum, of its standard deviation relative to a geometric one of the same mean."""
 
 # --- Forecast (`forecast`) -------------------------------------------------------------------------------------------
 
 BLOCKS, TAIL = 8, 3
-"""The losses of a run's first batches are averaged over so many equal segments; the last few say where it is."""
+"""Equal segments over which a run averages its first losses, and the number of last ones that give its current loss."""
 THEORY_ERROR = 0.25
-"""Standard deviation of what theory is off by, in logarithms, where there is no prior."""
+"""Standard deviation of the theory's log error where no prior exists."""
 
-# --- Splits of a batch, and what is said of a step (`batch_split`, `step_parts`) -------------------------------------
+# --- Splits of a batch, and stragglers (`batch_split`, `step_parts`) -------------------------------------------------
 
 SPLIT_WARM_UP = 5
-"""Batches that are left out at first: memory is allocated, kernels are chosen, caches are filled."""
+"""Number of first batches to skip, in which memory is allocated, kernels are selected and caches are filled."""
 SPLIT_WINDOW, SPLIT_FEWEST = 20, 3
-"""Batches whose median is a rank's speed, at most and at least."""
+"""Largest and smallest number of batches in the median of a rank's speed."""
 SPLIT_GAIN, SPLIT_AT_ONCE = 0.05, 0.25
-"""A split is changed if the group's step gets faster by more than this part, seen twice; beyond the other, at once."""
+"""Relative gain in a group's speed that changes a split when seen twice, and the gain that changes it at once."""
 STRAGGLER, STRAGGLER_SECONDS = 1.5, 0.005
-"""A straggler works that many times as long as the rest of its group, and so many seconds more."""
+"""Ratio to the compute time of the rest of its group, and excess in seconds, above which a rank is a straggler."""

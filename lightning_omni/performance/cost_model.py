@@ -1,4 +1,4 @@
-"""Costs as they were fitted, or are known, with draws of them for the intervals: what `Profile` predicts from."""
+"""The fitted or known costs from which `Profile` predicts, with resampled draws for the intervals."""
 
 from __future__ import annotations
 
@@ -20,32 +20,30 @@ Drawn = TypeVar("Drawn")
 
 @dataclass(frozen=True)
 class CostModel:
-    """What was fitted. Arrays have a first axis of draws, of which the first is the fit to what was measured.
+    """The costs of training on a cluster. Arrays have a first axis of draws; draw 0 is the fit to the measurements.
 
     Attributes:
-        devices: of each rank: which measured device it is, and by what factor it is slower.
-        overhead: seconds of a step whatever its samples, shape (draws, devices).
+        devices: for each rank, the index of its measured device and the factor by which it is slower.
+        overhead: seconds of a step that do not depend on its samples, shape (draws, devices).
         per_sample: seconds of a sample, shape (draws, devices).
         jitter: quantiles of the factor by which steps scatter, ascending, shape (draws, devices, quantiles).
-        ring: seconds for the gradient's bytes on a member's link, shape (draws,); 2 (k - 1) / k of it count.
+        ring: seconds of the gradient's bytes on a member's link, shape (draws,); 2 (k - 1) / k of it count.
         hop: seconds of one of the 2 (k - 1) messages of an all-reduce, shape (draws,).
-        between: seconds of a step beside computation and communication (a slow loader, callbacks), the same in all
-            groups, shape (draws,).
-        delay: seconds of an exchange whatever its bytes, but for what is shared, shape (draws,).
-        own_per_byte: seconds of a byte on a group's own link, shape (draws,): it crosses the server's at the same time.
+        between: seconds of a step outside computation and communication (a slow loader, callbacks), shape (draws,).
+        delay: seconds of an exchange that depend neither on its bytes nor on shared resources, shape (draws,).
+        own_per_byte: seconds of a byte on a group's own link, shape (draws,); it crosses the server's at the same time.
         serve: seconds of the server for a push, shape (draws,).
         link_per_byte: seconds of a byte on the server's link, shape (draws,).
-        head_per_sample: seconds of a sample of a group's batch at a merged head.
-        servers: that hold a share of the weights each. What an exchange costs is said of one that holds everything.
-        per_node: whether they are one on each node.
-        hand_ring: seconds for the gradient's bytes on a link over which a leader hands an answer on to another member,
-            shape (draws,): ``ring``, whatever is averaged, and in which format.
-        hand_hop: seconds of such a message whatever its bytes, likewise.
-        hands_on: whether a group's leader hands answers on to the other members. It is not in ``delay``.
-        placement: where ranks are, and what messages between those on one node take.
-        node_ring: ``ring`` of a group that is on one node; None if it is not known to be another.
+        head_per_sample: seconds at a merged head per sample of a group's batch.
+        servers: number of servers, each with a share of the weights. The costs of an exchange are those of one server.
+        per_node: whether each node runs one server.
+        hand_ring: seconds of the whole fp32 gradient on a link over which a leader forwards an answer, shape (draws,).
+        hand_hop: seconds of such a message that do not depend on its bytes, shape (draws,).
+        hands_on: whether a group's leader forwards answers to the other members. ``delay`` does not include it.
+        placement: nodes of the ranks, and costs of messages within a node.
+        node_ring: ``ring`` of a group on one node; None if it is not known to differ.
         node_hop: ``hop`` of such a group.
-        forecast: the same with an exchange that is forecast; None if it was measured, or cannot be forecast.
+        forecast: the same costs with a forecast exchange; None if it was measured, or cannot be forecast.
     """
 
     devices: Mapping[int, tuple[int, float]]
@@ -76,7 +74,7 @@ class CostModel:
 
     @classmethod
     def of(cls, costs: Costs, ranks: int) -> CostModel:
-        """Costs that are known, of one device, without jitter; the two draws are the same."""
+        """Return the model of known costs: one device, no jitter, two equal draws."""
         ones = np.ones(2)
         return cls(
             devices=dict.fromkeys(range(ranks), (0, 1.0)),
@@ -103,15 +101,14 @@ class CostModel:
 
     @property
     def away(self) -> float:
-        """What part of an exchange's bytes crosses links."""
         return part_away(self.servers, self.per_node)
 
     def all_reduce(self, sizes: Array, together: Array) -> Array:
-        """Seconds of an all-reduce in each group, shape (draws, groups).
+        """Return the seconds of an all-reduce in each group, shape (draws, groups).
 
         Args:
-            sizes: members of each, shape (groups,).
-            together: whether each is on one node, shape (groups,).
+            sizes: number of members of each group, shape (groups,).
+            together: whether all members of each group are on one node, shape (groups,).
         """
         ring, hop = self.ring[:, None], self.hop[:, None]
         if self.node_ring is not None:
@@ -119,7 +116,7 @@ class CostModel:
         return np.asarray(2 * (sizes - 1) * (ring / sizes + hop))
 
     def averaging(self, share: float, messages: int = 1) -> CostModel:
-        """With gradients of which so large a part travels, in so many all-reduces."""
+        """Return the costs if only ``share`` of a gradient's bytes travels, in ``messages`` all-reduces."""
         return replace(
             self,
             ring=share * self.ring,
@@ -129,7 +126,7 @@ class CostModel:
         )
 
     def known(self, exchanging: ExchangePattern) -> ExchangePattern:
-        """With what was measured in place of what is not said."""
+        """Return the pattern with measured values in place of None."""
         for name in ("push", "pull"):
             if getattr(exchanging, name) is not None:
                 self.check_nbytes(f"{name}={getattr(exchanging, name)}: what an exchange had was")
@@ -138,17 +135,17 @@ class CostModel:
         return replace(exchanging, period=period, push=push, pull=pull)
 
     def check_nbytes(self, asked: str) -> None:
-        """Refuses what depends on the bytes of an exchange, where these are not known."""
+        """Raise a `ConfigurationError` that begins with ``asked`` if the bytes of an exchange are unknown."""
         if not self.nbytes:
             raise ConfigurationError(f"{asked} not measured; fit with Measured(nbytes=...)")
 
     def speeds(self, samples: float) -> dict[int, float]:
-        """Samples per second of each rank in steps of so many."""
+        """Return the samples per second of each rank in steps of ``samples`` samples."""
         seconds = self.overhead[0] + samples * self.per_sample[0]
         return {rank: float(samples / seconds[device] / slower) for rank, (device, slower) in self.devices.items()}
 
     def changed(self, change: ClusterChange) -> CostModel:
-        """The costs on a changed cluster. The size of batches is no part of the model."""
+        """Return the costs on a changed cluster. They do not depend on the batch size."""
         model, alike = self, np.ones_like(self.delay)
         if model.forecast is not None:
             model = replace(model, forecast=model.forecast.changed(change))
@@ -175,16 +172,16 @@ class CostModel:
 
 
 def first_draw(drawn: Drawn) -> Drawn:
-    """The same without the draws but the first."""
+    """Return a copy whose arrays hold only the first draw."""
     cut: dict[str, Any] = {name: each[:1] for name, each in vars(drawn).items() if isinstance(each, np.ndarray)}
     return cast(Drawn, replace(cast(Any, drawn), **cut))
 
 
 def part_away(servers: int, per_node: bool) -> float:
-    """What part of an exchange's bytes crosses links."""
+    """Return the fraction of an exchange's bytes that crosses links."""
     return (servers - 1) / servers if per_node and servers > 1 else 1.0
 
 
 def messages_of(servers: int) -> int:
-    """How often a message goes there and back in an exchange."""
+    """Return the number of round trips in an exchange."""
     return 1 if servers == 1 else 2

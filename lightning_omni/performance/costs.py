@@ -1,4 +1,4 @@
-"""What training costs, part by part, where that is known: `Profile.of` predicts from it as from measured steps."""
+"""The known costs of each part of training; `Profile.of` predicts from them as from measured steps."""
 
 from __future__ import annotations
 
@@ -12,21 +12,23 @@ from lightning_omni.serialization import Serializable
 
 @dataclass(frozen=True)
 class Costs(Serializable):
-    """Seconds, of equal ranks that do not scatter. ``exchange``, ``serve`` and ``link`` are those of one server.
+    """The known costs in seconds, for equal ranks without jitter.
+
+    ``exchange``, ``serve`` and ``link`` are those of one server.
 
     Args:
         per_sample: forward and backward pass of a sample on one rank.
-        overhead: what a step costs a rank whatever its samples.
-        allreduce: bringing a gradient through a rank's link; a ring of k ranks moves 2 (k - 1) / k of it.
-        allreduce_latency: of each of the 2 (k - 1) messages of a ring.
-        exchange: a push and the answer to it, as a group without rivals sees them.
-        serve: of this, the server's own arithmetic, one push after the other.
-        link: of this, the time of a push on the server's link, by itself; its answer takes as long the other way.
-        head_per_sample: of each sample of a group's batch, in exclusive access to a merged head.
+        overhead: part of a rank's step that does not depend on its samples.
+        allreduce: a gradient on a rank's link; a ring of k ranks takes 2 (k - 1) / k of it.
+        allreduce_latency: each of the 2 (k - 1) messages of a ring.
+        exchange: a push and its answer, for a group that does not wait for other groups.
+        serve: part of ``exchange`` in which the server computes; pushes queue for it.
+        link: part of ``exchange`` in which a push is on the server's link; its answer takes as long the other way.
+        head_per_sample: exclusive access to a merged head, per sample of a group's batch.
         nbytes: bytes of one exchange, one way; 0 if unknown.
         period: local steps between two exchanges, H.
-        servers: that hold a share of the weights each; every one takes its share of ``serve`` and ``link``.
-        per_node: whether they are one on each node, so that a share of each exchange crosses no link.
+        servers: number of servers, each with a share of the weights, of ``serve`` and of ``link``.
+        per_node: whether each node runs one server, so that a share of each exchange crosses no link.
 
     Raises:
         ConfigurationError: a number is out of range.
@@ -53,7 +55,7 @@ class Costs(Serializable):
             check_number(each.name, getattr(self, each.name), f"a number, {least} or more", least, below=math.inf)
         if self.per_sample + self.overhead <= 0:
             raise ConfigurationError("per_sample=0: pass the seconds of a sample, or overhead= of a step")
-        # 0.3 is enough for 0.1 and twice 0.1, which are a little more in binary.
+        # Rounding must not matter: in binary, 0.1 + 2 * 0.1 is slightly more than 0.3.
         if (parts := self.serve + 2 * self.link) > self.exchange and not math.isclose(parts, self.exchange):
             raise ConfigurationError(
                 f"exchange={self.exchange}: serve, and link both ways, are parts of it; pass {parts:g} or more"

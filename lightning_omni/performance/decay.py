@@ -1,7 +1,7 @@
-"""The likelihood of a decay that levels off, floor + drop (1 + q t / T)^(-1/q), and draws from it: numbers only.
+"""The likelihood of a decay that levels off, floor + drop (1 + q t / T)^(-1/q), and draws from it, as plain arrays.
 
-Floor and drop enter linearly: they are a weighted least squares of two columns for each (T, q) of a grid, and the grid
-is narrowed to where the likelihood lies. Verdicts and forecasts are in `lightning_omni.performance.statistical`.
+Floor and drop enter linearly, so a weighted least squares of two columns yields them for each (T, q) of a grid, which
+is narrowed to the likely region. `lightning_omni.performance.statistical` derives verdicts and forecasts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Array = np.ndarray[Any, Any]
 
 
 def shape_of(moments: Array, scale: Array, bend: Array) -> Array:
-    """The decay from 1, for any bend q at least 0: (1 + q t / T)^(-1/q), or exp(-t / T) at q = 0."""
+    """Return the decay from 1 for any bend q >= 0: (1 + q t / T)^(-1/q), or exp(-t / T) at q = 0."""
     with np.errstate(divide="ignore", invalid="ignore"):
         slow = np.log1p(bend * moments / scale) / bend
     return np.asarray(np.exp(-np.where(bend > 0, slow, moments / scale)))
@@ -26,18 +26,18 @@ def shape_of(moments: Array, scale: Array, bend: Array) -> Array:
 
 @dataclass(frozen=True, eq=False)
 class DecayData:
-    """Losses over moments in units of the last one."""
+    """The losses of a curve over moments in units of the last one."""
 
     x: Array
     y: Array
-    weights: Array  # one over the standard deviation of the noise, but for a factor
+    weights: Array  # 1 / (standard deviation of the noise), up to a factor
     lowest: float
 
     def solve(self, scale: Array, bend: Array) -> Nodes:
-        """Least squares in floor and drop at every node (T, q), floor >= lowest and drop >= 0."""
+        """Solve for floor >= lowest and drop >= 0 at every node (T, q) by least squares."""
         ones, losses = self.weights, self.weights * self.y
         shape = ones * shape_of(self.x, scale[:, None], bend[:, None])
-        # Columns that are almost equal leave floor and drop open; a ridge of 1e-9 bounds them.
+        # Nearly equal columns do not determine floor and drop; a ridge of 1e-9 bounds them.
         normal = np.empty((len(scale), 2, 2))
         normal[:, 0, 0] = (ones @ ones) * (1 + 1e-9)
         normal[:, 0, 1] = normal[:, 1, 0] = shape @ ones
@@ -48,7 +48,7 @@ class DecayData:
         return Nodes(scale, bend, linear, left, normal, right)
 
     def bounded(self, linear: Array, normal: Array, right: Array) -> Array:
-        """Where a bound is broken, it is kept, and the other number is the best beside it."""
+        """Clip floor and drop to their bounds, and solve again for the other one where one was clipped."""
         floor, drop = linear.T
         low = floor < self.lowest
         if low.any():  # the bound may be -infinity
@@ -59,7 +59,7 @@ class DecayData:
 
 @dataclass(frozen=True, eq=False)
 class Nodes:
-    """Decays of given (T, q), each with the best floor and drop."""
+    """A set of decays at given (T, q), each with the best floor and drop."""
 
     scale: Array  # (nodes,)
     bend: Array  # (nodes,)
@@ -70,35 +70,34 @@ class Nodes:
 
     @property
     def squares(self) -> Array:
-        """Sums of squares that the nodes leave, more than 0, shape (nodes,)."""
+        """Return the sum of squared residuals of each node, above 0, shape (nodes,)."""
         return np.asarray((self.residuals**2).sum(1) + 1e-24 * self.residuals.shape[1])
 
     @property
     def best(self) -> int:
-        """The node that leaves least."""
         return int(self.squares.argmin())
 
     @property
     def freedom(self) -> float:
-        """Points worth an independent one, less the four parameters; at least 1."""
+        """Return the degrees of freedom at the best node, with correlated points counted as fewer; at least 1."""
         residuals = self.residuals[self.best]
         return max((len(residuals) - 4) / autocorrelation_time(residuals), 1.0)
 
     @property
     def likely(self) -> Array:
-        """Log likelihood, 0 at the best node, with the noise of unknown size integrated out, shape (nodes,)."""
+        """Return the log likelihood of each node, 0 at the best, integrated over the unknown noise, shape (nodes,)."""
         return np.asarray(-self.freedom / 2 * np.log(self.squares / self.squares.min()))
 
 
 @dataclass(frozen=True, eq=False)
 class Candidates:
-    """Nodes all over the likely (T, q), and how much each stands for."""
+    """A weighted sample of nodes from the likely region of (T, q)."""
 
     nodes: Nodes
     weights: Array  # (nodes,), of sum 1
 
     def drawn(self, data: DecayData, draws: int, random: np.random.Generator) -> Array:
-        """Draws of floor, drop, T and q in proportion to the likelihood, shape (draws, 4)."""
+        """Draw floor, drop, T and q in proportion to the likelihood, shape (draws, 4)."""
         nodes = self.nodes
         which = random.choice(len(self.weights), size=draws, p=self.weights)
         # Given T, q and the variance of a point, floor and drop are normal with covariance variance * inverse(XᵀX),
@@ -111,11 +110,11 @@ class Candidates:
 
 
 def candidates(data: DecayData, slowest: float, random: np.random.Generator) -> Candidates:
-    """Decays in proportion to the likelihood, of bends from 0 to ``slowest``."""
+    """Sample decays in proportion to the likelihood, with bends from 0 to ``slowest``."""
     grid, steps = _narrowed(data, slowest)
     weights = np.exp(grid.likely)
     which = random.choice(len(weights), size=c.CANDIDATES, p=weights / weights.sum())
-    # A node stands for its cell; what is not equally likely within a cell is put right by weights.
+    # Each node represents its cell; the weights correct for a likelihood that varies within the cell.
     away = steps * random.uniform(-0.5, 0.5, (c.CANDIDATES, 2))
     nodes = data.solve(grid.scale[which] * np.exp(away[:, 0]), np.abs(grid.bend[which] + away[:, 1]))
     weights = np.exp(nodes.likely) / weights[which]
@@ -123,7 +122,7 @@ def candidates(data: DecayData, slowest: float, random: np.random.Generator) -> 
 
 
 def _narrowed(data: DecayData, slowest: float) -> tuple[Nodes, Array]:
-    """A grid over the likely (T, q), and its steps in log T and q."""
+    """Return a grid over the likely (T, q), and its steps in log T and q."""
     low, high = np.array([math.log(c.SHORTEST_DECAY), 0.0]), np.array([math.log(c.LONGEST_DECAY), slowest])
     for _ in range(c.GRID_ROUNDS):
         across, down = np.linspace(low[0], high[0], c.GRID_NODES), np.unique(np.linspace(low[1], high[1], c.GRID_NODES))
@@ -139,9 +138,10 @@ def _narrowed(data: DecayData, slowest: float) -> tuple[Nodes, Array]:
 
 
 def autocorrelation_time(residuals: Array) -> float:
-    """How many points are worth one independent one: by how much means of blocks scatter more than they should.
+    """Return the number of points that carry the information of one independent point.
 
-    Noise that goes on for a while does that, and so does a law that does not fit.
+    The estimate is the larger of two: from the correlation of neighbours, and from the excess scatter of block means.
+    Correlated noise increases it, and so does a law that does not fit.
     """
     total, points = float(residuals @ residuals), len(residuals)
     if total <= 0 or points < 8:

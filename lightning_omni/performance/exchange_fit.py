@@ -1,4 +1,4 @@
-"""What an exchange costs: its delay, and how long it keeps busy what all groups share."""
+"""The fit of an exchange's costs: its delay, and the time in which it occupies resources that all groups share."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class _Exchanges:
-    """What one segment says of the exchange; seconds of one exchange, and of a cycle from one to the next.
+    """The exchanges of one segment, in seconds; a cycle lasts from one exchange to the next.
 
     Attributes:
-        think: of a cycle without the exchange, by group, shape (draws, groups).
-        variance: of that, shape (draws, groups).
-        mean: of an exchange that crosses a link, shape (draws,).
-        least: the shortest of these. Most likely it did not wait; later, among many, all may.
-        nbytes: of an exchange.
-        crosses: of each group, whether its exchanges cross a link.
+        think: a cycle without its exchange, by group, shape (draws, groups).
+        variance: variance of ``think``, shape (draws, groups).
+        mean: mean exchange that crosses a link, shape (draws,).
+        least: shortest such exchange. It most likely did not wait; later ones, among many groups, may all have waited.
+        nbytes: bytes of an exchange.
+        crosses: for each group, whether its exchanges cross a link.
     """
 
     think: Array
@@ -43,7 +43,10 @@ class _Exchanges:
 
     @classmethod
     def of(cls, drawn: Resampled, handed: Array) -> _Exchanges:
-        """What is left without the seconds of an exchange in which leaders hand it on, shape (draws, groups)."""
+        """Return the exchanges of a segment, with ``handed``, shape (draws, groups), counted in ``think``.
+
+        ``handed`` are the seconds of an exchange in which leaders forward the answer.
+        """
         period, crossing = drawn.measured.period, over_links(drawn.measured)
         rest = [steps - exchanges for steps, exchanges in zip(drawn.steps, drawn.exchanges, strict=True)]
         exchanged, steady = (
@@ -68,10 +71,10 @@ class _Exchanges:
         )
 
     def misses(self, away: Array, serve: Array, link: Array) -> list[Array]:
-        """By what part of a cycle the mean is missed, and the shortest; both of shape (draws,).
+        """Return the errors of the mean and of the shortest exchange, as fractions of a cycle, each of shape (draws,).
 
         Args:
-            away: seconds of an exchange that no other group lengthens, shape (draws,).
+            away: seconds of an exchange that other groups do not prolong, shape (draws,).
             serve: seconds of the server, for which groups queue, shape (draws,).
             link: seconds on the server's link, each way, shape (draws,).
         """
@@ -86,13 +89,16 @@ class _Exchanges:
 def fit_exchange(
     drawn: Sequence[Resampled], ring: Array, hop: Array, placement: Placement
 ) -> tuple[Array, Array, Array, Array]:
-    """Delay, a byte on a group's own link, the server's time, and a byte on its link: seconds of each, shape (draws,).
+    """Fit the costs of an exchange, in seconds, each of shape (draws,).
 
     Args:
         drawn: segments of training.
-        ring: seconds for a gradient's bytes on the links of a group, over which answers are handed on, shape (draws,).
-        hop: of a message there, whatever its bytes, shape (draws,).
-        placement: knows what messages within a node take.
+        ring: seconds of a gradient's bytes on the links of a group, over which leaders forward answers, shape (draws,).
+        hop: seconds of a message there that do not depend on its bytes, shape (draws,).
+        placement: costs of messages within a node.
+
+    Returns:
+        The delay, a byte on a group's own link, the server's time for a push, and a byte on the server's link.
     """
     servers = servers_of([each.measured for each in drawn])
     several = [
@@ -113,7 +119,7 @@ def fit_exchange(
     serve, nbytes = sum(known) / max(len(known), 1), max(each.nbytes for each in segments)
     costs = _exchange_costs(segments, serve, nbytes)
     delay, beside, busy = costs[:, 0], costs[:, 1] / max(nbytes, 1), costs[:, 2]
-    if not known or not nbytes:  # the server and its link cannot be told apart
+    if not known or not nbytes:  # the data do not separate the server from its link
         is_noticed = not known or busy[0] > c.NOTICED * serve
         return delay, beside / 2, serve + is_noticed * busy, np.zeros_like(busy)
     link = busy / nbytes
@@ -123,12 +129,13 @@ def fit_exchange(
 
 
 def _exchange_costs(segments: Sequence[_Exchanges], serve: float, nbytes: int) -> Array:
-    """Delay, delay of so many bytes, and what is busy beside what is known to be: shape (draws, 3).
+    """Fit the delay, the delay of ``nbytes`` bytes, and the shared resource's time, shape (draws, 3).
 
-    That is the server's link each way, if the server's time ``serve`` is known, and otherwise the server.
+    The shared resource is the server's link (each way) if ``serve`` and ``nbytes`` are known, and otherwise the server,
+    with its time beyond ``serve``.
     """
     sizes = {each.nbytes for each in segments}
-    # Where all exchanges are of one size, all of their delay is ascribed to the bytes.
+    # If all exchanges are of one size, all of their delay is attributed to the bytes.
     free = [index for index, is_free in enumerate((len(sizes) > 1 or not nbytes, nbytes > 0, True)) if is_free]
     unit = max(float(each.think[0].mean() + each.mean[0]) for each in segments)
 
@@ -147,7 +154,7 @@ def _exchange_costs(segments: Sequence[_Exchanges], serve: float, nbytes: int) -
 
     first = [first_draw(each) for each in segments]
     found, slopes = _least_squares(lambda costs: misses(costs, first)[0], len(free), segments, unit)
-    # The other draws are near: one step of Gauss and Newton takes each to its own fit.
+    # The other draws are close to the first, so one Gauss-Newton step fits each of them.
     missed = misses(found, segments)
     costs = np.zeros((len(missed), 3))
     costs[:, free] = unit * np.maximum(found - (missed - missed[0]) @ np.linalg.pinv(slopes, rcond=1e-2).T, 0.0)
@@ -157,7 +164,7 @@ def _exchange_costs(segments: Sequence[_Exchanges], serve: float, nbytes: int) -
 def _least_squares(
     misses: Callable[[Array], Array], count: int, segments: Sequence[_Exchanges], unit: float
 ) -> tuple[Array, Array]:
-    """The costs, in units, of the last of which is the busiest station; and how the misses depend on them."""
+    """Fit the costs in units of ``unit``, the shared resource last, and return them with the Jacobian of the misses."""
 
     def slopes(costs: Array) -> Array:
         here = misses(costs)
@@ -167,14 +174,14 @@ def _least_squares(
     most = max(float(each.mean[0]) / each.think.shape[1] for each in segments) / unit
     starts = [
         np.append(np.full(count - 1, max(least - busy, 0.05 * least) / max(count - 1, 1)), busy)
-        for busy in (0.0, 0.5 * least, most)  # a server for which no group waits, and one that is always busy
+        for busy in (0.0, 0.5 * least, most)  # from a server for which no group waits to one that is always busy
     ]
     fit = partial(scipy("optimize").least_squares, misses, jac=slopes, bounds=(0, np.inf), x_scale=0.1)
     best: Array = starts[0]
     least_cost = math.inf
     for start in starts:
         found = fit(start + 1e-9)
-        # Of fits that are equally good (misses of a thousandth are) the first has the least that is always busy.
+        # Of equally good fits (errors of a thousandth are equal) the first one has the least busy shared resource.
         if (cost := round(float(found.cost), 6)) < least_cost:
             best, least_cost = found.x, cost
         if not least_cost:
@@ -183,5 +190,5 @@ def _least_squares(
 
 
 def scipy(part: str) -> Any:
-    """Import a part of SciPy, such as its optimizers, where it is first used: that takes a while."""
+    """Import a part of SciPy, such as its optimizers, at its first use, because the import is slow."""
     return importlib.import_module(f"scipy.{part}")

@@ -1,4 +1,4 @@
-"""How groups exchange, as far as time is concerned: how often, how many bytes, and who waits for what."""
+"""The pattern of exchanges as far as time depends on it: how often groups exchange, how many bytes, and who waits."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from lightning_omni.serialization import Serializable
 
 @dataclass(frozen=True)
 class ExchangePattern(Serializable):
-    """What `Profile.predict` has to know of a method, a wire format and an overlap.
+    """The properties of a method, a wire format and an overlap that `Profile.predict` needs.
 
     Args:
-        period: local steps of a group between two exchanges; None for what was measured.
-        push: bytes of an exchange on their way to the server; None for what was measured.
-        pull: bytes of its answer; None for what was measured.
+        period: local steps of a group between two exchanges; None for the measured number.
+        push: bytes of an exchange to the server; None for the measured number.
+        pull: bytes of its answer; None for the measured number.
         barrier: whether each exchange waits for those of all other groups.
-        delay: steps that a group makes while an exchange is under way, before it waits for the answer.
-        peers: whether groups exchange with one another, and not with a server.
-        dynamic: whether slow groups make fewer local steps, so that all come to a barrier at about the same time.
+        delay: steps that a group makes during an exchange before it waits for the answer.
+        peers: whether groups exchange with one another instead of with a server.
+        dynamic: whether slow groups make fewer local steps, so that all reach a barrier at about the same time.
 
     Raises:
         ConfigurationError: a number is out of range.
 
     Example:
-        Four fragments, one of them sent every twelve steps and waited for after two more:
+        A group sends one of four fragments every twelve steps, and waits for the answer after two more:
 
         >>> ExchangePattern.of("diloco:period=48,fragments=4,delay=2", nbytes=4_000_000)
         ExchangePattern(period=12, push=1000000, pull=1000000, barrier=True, delay=2, peers=False, dynamic=False)
@@ -66,16 +66,16 @@ class ExchangePattern(Serializable):
     def of(
         cls, method: str | Method, wire: Wire = "fp32", overlap: bool = False, nbytes: int | Layout = 0
     ) -> ExchangePattern:
-        """How a method exchanges.
+        """Return the pattern of a method.
 
         Args:
-            method: its name, or the method itself.
-            wire: how tensors become bytes, as ``OmniStrategy(wire=...)`` has it.
-            overlap: whether an exchange travels while the next gradient is computed.
-            nbytes: of the weights, as float32; or their layout. With 0, bytes are as measured, whatever the format.
+            method: the method or its name.
+            wire: encoding of tensors as bytes, as in ``OmniStrategy(wire=...)``.
+            overlap: whether an exchange travels while the group computes the next gradient.
+            nbytes: bytes of the weights as float32, or their layout. With 0, bytes are as measured, in any format.
 
         Raises:
-            ConfigurationError: there is no such method or wire format, or they do not go together.
+            ConfigurationError: the method or the wire format does not exist, or they do not work together.
 
         Example:
             >>> ExchangePattern.of("elastic_averaging:period=8", wire="bf16", nbytes=4_000_000)
@@ -91,7 +91,7 @@ class ExchangePattern(Serializable):
         delay = getattr(method, "delay", int(overlap))
         if method.talks_to_peers:
             return cls._between_peers(method, wire, nbytes)
-        # Where pushes and pulls do not come together, each exchange has its part of either.
+        # If pushes and pulls have different periods, each exchange carries its share of both.
         period = min(method.push_period, method.pull_period)
         push, pull = (
             round(_mean_bytes(each, nbytes, method.fragments) * period / every) if nbytes else None
@@ -102,14 +102,13 @@ class ExchangePattern(Serializable):
 
     @classmethod
     def _between_peers(cls, method: Method, wire: WireFormat, nbytes: int | Layout) -> ExchangePattern:
-        """What a group reads of another it waits for; what it puts into another's inbox it does not."""
+        """Return the pattern between peers: a group waits for its reads, but not for its writes to another's inbox."""
         read = round(_mean_bytes(wire.pushes, nbytes, 1)) if nbytes else None
         is_waited_for = getattr(method, "kind", "pull") == "pull"
         return cls(method.push_period, 0, read if is_waited_for else 0, delay=0 if is_waited_for else 1, peers=True)
 
 
 def _mean_bytes(wire_format: WireFormat, nbytes: int | Layout, fragments: int) -> float:
-    """Of an exchange of one fragment."""
     whole = Layout((TensorSpec("weights", (-(-nbytes // 4),), "float32"),)) if isinstance(nbytes, int) else nbytes
     parts = [whole.fragment(number, fragments) for number in range(fragments)] if fragments > 1 else [whole]
     return sum(wire_format.sizes(part)[1] for part in parts) / fragments

@@ -1,4 +1,4 @@
-"""Costs fitted to measured steps: of each rank, of the all-reduce and of the exchange."""
+"""The fit of costs to measured steps: those of each rank, of the all-reduce and of the exchange."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from lightning_omni.performance.resampled import Resampled
 Array = np.ndarray[Any, Any]
 
 _Rows = list[tuple[int, Array]]
-"""Sizes of groups, and seconds of each, of shape (draws,)."""
+"""Sizes of groups, and seconds of each group, shape (draws,)."""
 
 
 def fit_model(measured: Sequence[Measured], draws: int, seed: int) -> CostModel:
-    """The costs that explain what was measured best, and draws of them.
+    """Fit the costs to measurements, with draws for the intervals.
 
     Args:
         measured: segments of training by the same ranks.
         draws: number of resampled fits.
-        seed: of these.
+        seed: seed of the resampling.
 
     Raises:
         ConfigurationError: SciPy is missing.
@@ -49,7 +49,7 @@ def fit_model(measured: Sequence[Measured], draws: int, seed: int) -> CostModel:
     away = part_away(servers, per_node)
     delay, own_per_byte, serve, link_per_byte = fit_exchange(drawn, ring, hop, placement)
     heads = [each for each in several if each.head]
-    # A group has its batch of samples there.
+    # An access to the head covers the whole batch of a group.
     batches = [mean_samples([each]) * len(each.ranks) / len(each.groups) for each in heads]
     sizes = {number for each in measured for row in each.samples for number in row}
     model = CostModel(
@@ -83,22 +83,22 @@ def fit_model(measured: Sequence[Measured], draws: int, seed: int) -> CostModel:
 
 
 def _fit_rank(drawn: Sequence[Resampled], rank: int) -> tuple[Array, Array, Array]:
-    """Overhead and seconds per sample, both of shape (draws,), and jitter, shape (draws, steps)."""
+    """Fit a rank's overhead and seconds per sample, both of shape (draws,), and its jitter, shape (draws, steps)."""
     samples, own = (
         np.concatenate([getattr(each, name)[rank] for each in drawn], axis=1) for name in ("samples", "own")
     )
     overhead, per_sample = _costs_of_steps(samples[:1], own[:1])
     factors = own / (overhead + samples * per_sample)
-    # Jitter is drawn again, batches stay as they were: a draw without the few small ones would not know the overhead.
+    # Only jitter is resampled, not batches: a draw without the few small batches would not determine the overhead.
     overhead, per_sample = _costs_of_steps(samples[:1], factors * (overhead + samples[:1] * per_sample))
     return overhead[:, 0], per_sample[:, 0], factors
 
 
 def _costs_of_steps(samples: Array, own: Array) -> tuple[Array, Array]:
-    """Overhead and seconds per sample, both of shape (draws, 1), of samples of shape (1, steps)."""
+    """Fit overhead and seconds per sample, both of shape (draws, 1), to samples of shape (1, steps)."""
     if not np.ptp(samples):
         return np.zeros((len(own), 1)), own.sum(axis=1, keepdims=True) / samples.sum()
-    # Divided by the samples, for a long step scatters more.
+    # The rows are divided by the samples, because longer steps scatter more.
     matrix = np.stack([1 / samples[0], np.ones(samples.shape[1])], axis=1)
     nnls = scipy("optimize").nnls
     costs = np.array([nnls(matrix, row)[0] for row in own / samples])
@@ -106,10 +106,10 @@ def _costs_of_steps(samples: Array, own: Array) -> tuple[Array, Array]:
 
 
 def _of_each(drawn: Sequence[Resampled], factors: Mapping[int, Array]) -> list[Array]:
-    """Each rank's jitter, shape (draws, steps), without what makes a step longer for all members of a group at once.
+    """Return each rank's jitter, shape (draws, steps), without the part that prolongs a step of all members of a group.
 
-    That may be batches of sequences of like length, a disk that all read from, or a callback. They are late together
-    then: none waits for another, and more groups would not be faster for it.
+    Batches of sequences of similar length, a shared disk, or a callback may cause that part. The members are then late
+    together: none waits for another, and more groups would not be faster.
     """
     found = {rank: row.copy() for rank, row in factors.items()}
     began = dict.fromkeys(factors, 0)
@@ -125,13 +125,16 @@ def _of_each(drawn: Sequence[Resampled], factors: Mapping[int, Array]) -> list[A
 
 
 def _common(rows: Array) -> Array | None:
-    """By what factor each step is longer for all at once, shape (draws, steps); None if ranks seem independent.
+    """Return the factor by which each step is longer for all members, shape (draws, steps).
 
     Args:
         rows: jitter of a group's members, shape (members, draws, steps).
 
+    Returns:
+        The factors, or None if the ranks seem independent.
+
     References:
-        Fisher 1925 (analysis of variance); James and Stein 1961 (means of few are drawn to the mean of all).
+        Fisher 1925 (analysis of variance); James and Stein 1961 (shrinkage of a few means to the mean of all).
     """
     members, _, steps = rows.shape
     if members == 1 or steps < 2:
@@ -148,9 +151,9 @@ def _common(rows: Array) -> Array | None:
 
 
 def _jitter(factors: Sequence[Array]) -> Array:
-    """Each rank's jitter in as many equal parts as there are quantiles, the mean of each, shape (draws, ranks, parts).
+    """Return each rank's jitter as the means of equally likely parts, shape (draws, ranks, parts).
 
-    Of few steps those of all ranks count, too.
+    The pooled jitter of all ranks contributes with the weight of `constants.POOLED` steps.
     """
     pool = np.concatenate(factors, axis=1)
     found = []
@@ -166,7 +169,7 @@ def _jitter(factors: Sequence[Array]) -> Array:
 
 
 def _beyond_computation(drawn: Sequence[Resampled]) -> tuple[_Rows, _Rows]:
-    """What steps take beyond computation and exchanges: in groups over links, and in those that are on one node."""
+    """Return the seconds of steps beyond computation and exchanges, of groups over links and of groups on one node."""
     rows: _Rows = []
     within: _Rows = []
     for each in drawn:
@@ -181,12 +184,12 @@ def _beyond_computation(drawn: Sequence[Resampled]) -> tuple[_Rows, _Rows]:
 
 
 def _seconds_of_gradient(rows: _Rows) -> float:
-    """Seconds of all bytes of a gradient from one member to another, if hops take none."""
+    """Return the seconds of a gradient's bytes from one member to another, if hops take no time."""
     return float(np.mean([row[0] / (2 * (size - 1) / size) for size, row in rows]))
 
 
 def _fit_allreduce(drawn: Sequence[Resampled], rows: _Rows) -> tuple[Array, Array, Array]:
-    """Seconds of the bytes, of a hop, and of what a step takes beside all that, each of shape (draws,)."""
+    """Fit the seconds of the bytes, of a hop, and of a step's remaining time, each of shape (draws,)."""
     nothing = np.zeros(len(drawn[0].steps[0]))
     if not rows:
         return nothing, nothing, nothing
@@ -196,14 +199,14 @@ def _fit_allreduce(drawn: Sequence[Resampled], rows: _Rows) -> tuple[Array, Arra
         np.stack([row for _, row in rows], 1),
     )
     if len(set(sizes.tolist())) == 1:
-        # One size does not tell bytes from hops. But an exchange carries the same bytes twice, in half a ring's time
-        # at least: what is beyond that are hops. And a hop takes no longer than half a round trip.
+        # One group size does not separate bytes from hops. But an exchange carries the same bytes twice, so they take
+        # at most half of it; hops take the remaining time. And a hop takes at most half a round trip.
         whole = values.mean(axis=1)
         round_trip = _round_trip([each.measured for each in drawn])
         if round_trip and all(len(each.measured.groups) == 1 for each in drawn):
             hop = np.minimum(round_trip / 2, whole / matrix[0, 1])
             rest = whole - hop * matrix[0, 1]
-            # A loader that is not ahead, callbacks, a busy processor: more than the bytes take is not due to them.
+            # A slow loader, callbacks or a busy processor cause any time beyond that of the bytes.
             ring = np.minimum(rest, _most_of_bytes([each.measured for each in drawn])) / matrix[0, 0]
             return ring, hop, rest - ring * matrix[0, 0]
         ring = np.minimum(whole / matrix[0, 0], _seconds_of_bytes(drawn))
@@ -214,12 +217,12 @@ def _fit_allreduce(drawn: Sequence[Resampled], rows: _Rows) -> tuple[Array, Arra
 
 
 def _most_of_bytes(measured: Sequence[Measured]) -> float:
-    """Seconds of a gradient's bytes in an all-reduce that was timed by itself; infinite if none was."""
+    """Return the seconds of a gradient's bytes in an all-reduce timed by itself; infinity if none was."""
     return min((each.reduce_per_byte * each.nbytes for each in measured if each.reduce_per_byte), default=np.inf)
 
 
 def _seconds_of_bytes(drawn: Sequence[Resampled]) -> Array:
-    """What the bytes of a gradient can take at most on their way between two ranks, shape (draws,)."""
+    """Return an upper bound on the seconds of a gradient's bytes between two ranks, shape (draws,)."""
     shortest = [
         each.measured.period
         * np.min([each.exchanges[number].mean(axis=1) for number in over_links(each.measured)], axis=0)
@@ -231,20 +234,19 @@ def _seconds_of_bytes(drawn: Sequence[Resampled]) -> Array:
 
 
 def _round_trip(measured: Sequence[Measured]) -> float:
-    """Seconds, the least that was measured; 0 if none was."""
     return min((each.round_trip for each in measured if each.round_trip), default=0.0)
 
 
 def _forecast(model: CostModel, measured: Sequence[Measured], random: np.random.Generator) -> CostModel:
-    """With exchanges over the links that the all-reduce went over.
+    """Return the model with exchanges that are forecast over the links of the all-reduce.
 
-    A push and its answer cross the server's link once each, and their group's at the same time. What an all-reduce by
-    itself takes is what links take; in a step a part of it may hide behind the backward pass.
+    A push and its answer cross the server's link once each, and their group's link at the same time. An all-reduce
+    timed by itself gives the time on the links; within a step, the backward pass may hide a part of it.
     """
     ranks, timed = len(model.devices), _most_of_bytes(measured)
     ring = model.ring if np.isinf(timed) else timed / (2 * (ranks - 1) / ranks) + 0 * model.ring
     known = [each.serve for each in measured if each.serve]
-    # In the intervals is what a forecast is off by, for bytes and for the rest.
+    # The intervals include the forecast's error, one for the bytes and one for the other costs.
     draws = len(model.ring) - 1
     quantiles = [NormalDist().inv_cdf((place + 0.5) / draws) for place in range(draws)]
     factors = np.exp(c.FORECAST_ERROR * random.permuted([quantiles] * 2, axis=1))

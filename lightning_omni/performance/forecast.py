@@ -1,10 +1,10 @@
-"""Time to a target = hardware efficiency × statistical efficiency, for any setting, with an interval.
+"""The time to a target of any setting, hardware efficiency × statistical efficiency, with an interval.
 
-What settings cost in samples a prior says (`lightning_omni.search.experience`), or theory; a profile of the cluster
-(`lightning_omni.performance.profile`) adds the samples per second.
+A prior (`lightning_omni.search.experience`) or theory predicts the samples that a setting needs; a profile of the
+cluster (`lightning_omni.performance.profile`) predicts the samples per second.
 
-Rule 1: what is compared are samples, not updates: groups of different size make updates of different size.
-Rule 2: the sample efficiency of proportional batches is that of equal ones; the gradient is the same.
+Rule 1: Settings are compared by samples, not updates: groups of different size make updates of different size.
+Rule 2: Proportional batches have the sample efficiency of equal ones, because the gradient is the same.
 """
 
 from __future__ import annotations
@@ -31,23 +31,22 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, order=True)
 class Setting(Serializable):
-    """A point of the space that is searched.
+    """A point of the search space.
 
     Attributes:
         groups: number of compute groups.
-        momentum: explicit momentum (of Adam and its kin β1); 0.0 if the optimizer has none.
+        momentum: explicit momentum (β1 of Adam and its variants); 0.0 if the optimizer has none.
         lr: learning rate.
         rebalance: whether a group's batch is split in proportion to the speeds of its ranks.
         period: local steps between two exchanges.
-        further: names and values in dimensions of a user's own, by name.
-        method: how groups exchange, as ``OmniStrategy(method=...)`` takes it but for the period; empty for the run's
-            own.
-        wire: what pushes and answers are rounded to, as ``"int8"``, or ``"int8/bf16"`` for one each way; empty for the
+        further: names and values of user-defined dimensions, sorted by name.
+        method: method of the exchange without its period, as in ``OmniStrategy(method=...)``; empty for the run's own.
+        wire: wire format of pushes and answers, such as ``"int8"``, or ``"int8/bf16"`` for one each way; empty for the
             run's own.
-        overlap: whether exchanges travel while the next gradient is computed.
-        all_reduce: how the members of a group average their gradients, as ``OmniStrategy(all_reduce=...)`` takes it;
+        overlap: whether exchanges overlap computation.
+        all_reduce: format in which the members of a group average gradients, as in ``OmniStrategy(all_reduce=...)``;
             empty for the run's own.
-        merged: name of the submodule that stays at the server while there are several groups; empty for none.
+        merged: name of the submodule that stays at the server if there are several groups; empty for none.
 
     Example:
         >>> str(Setting(groups=4, momentum=0.3, lr=0.025))
@@ -70,22 +69,21 @@ class Setting(Serializable):
 
     @property
     def updates_per_batch(self) -> int:
-        """How often the weights step while all ranks train one batch: for each group, if the server steps, or once."""
+        """Return the updates of the weights per batch of all ranks: one per group if the server steps, or one."""
         if self.groups == 1:
             return 1
         return method_named(self.method).updates_per_batch(self.groups) if self.method else self.groups
 
     def further_value(self, name: str) -> Any:
-        """The value in a dimension of a user's own."""
         return dict(self.further)[name]
 
     def with_further(self, name: str, value: Any) -> Setting:
-        """The same with another value there."""
+        """Return the setting with another value of a user-defined dimension."""
         return replace(self, further=tuple(sorted({**dict(self.further), name: value}.items())))
 
     @property
     def exchange(self) -> str:
-        """How gradients and weights travel, in words; empty where that is plain, or nothing is known of it."""
+        """Describe how gradients and weights travel; empty for the plain or unspecified way."""
         return ", ".join([*self._named_method, *self._pace] if self.groups > 1 else self._averaged)
 
     @property
@@ -94,12 +92,10 @@ class Setting(Serializable):
 
     @property
     def _averaged(self) -> list[str]:
-        """How the members of a group average their gradients."""
         return [f"all-reduce {self.all_reduce}"] * (self.all_reduce not in ("", "fp32"))
 
     @property
     def _pace(self) -> list[str]:
-        """How often groups exchange, and how."""
         several = self.groups > 1
         parts = [f"period {self.period}"] * (self.period > 1)
         parts += self._averaged
@@ -116,12 +112,12 @@ class Setting(Serializable):
 
 @dataclass(frozen=True)
 class Scaling:
-    """Which learning rates do the same with other numbers of groups, and other momenta.
+    """A rule for learning rates that act alike at different numbers of groups and momenta.
 
-    A group of N / g ranks has a g-th of the batch, so each sample moves the weights by the same if the rate is a g-th,
-    too; and momentum m multiplies what a gradient does in the end by 1 / (1 - m). Their product is the *step* of a
-    setting: for small ones training follows one curve, whatever groups and momentum are. Adaptive optimizers divide by
-    the gradients' size, in which neither momentum nor sums count; for them the square root of the batch is usual.
+    A group of N / g ranks has a g-th of the batch, so each sample moves the weights equally if the rate is a g-th, too;
+    momentum m multiplies the total effect of a gradient by 1 / (1 - m). Their product is the *step* of a setting: for
+    small steps training follows one curve, whatever the groups and the momentum. Adaptive optimizers divide by the size
+    of gradients, which cancels both; for them the square root of the batch is usual.
 
     Args:
         is_adaptive: whether the optimizer divides by the size of gradients, as Adam does.
@@ -134,17 +130,17 @@ class Scaling:
     is_adaptive: bool = False
 
     def step(self, setting: Setting) -> float:
-        """The rate of one group without momentum that would do the same."""
+        """Return the learning rate at which one group without momentum would act alike."""
         return setting.lr / self.lr(setting.updates_per_batch, setting.momentum, 1.0)
 
     def lr(self, groups: int, momentum: float, step: float) -> float:
-        """The learning rate of a setting of that step.
+        """Return the learning rate for a step.
 
         Args:
-            groups: that step one after the other; of methods that average what groups do in the same time it is one,
-                see `Setting.updates_per_batch`.
+            groups: number of groups whose updates follow each other; 1 for methods that average simultaneous ones, see
+                `Setting.updates_per_batch`.
             momentum: explicit momentum.
-            step: as `step` says it.
+            step: step as returned by `step`.
         """
         return step / math.sqrt(groups) if self.is_adaptive else round(step * (1 - momentum) / groups, 12)
 
@@ -154,12 +150,12 @@ class Scaling:
 
 @dataclass(frozen=True)
 class TrainedBatches(Serializable):
-    """The losses of batches that a run has trained with one setting.
+    """The losses of batches that a run trained with one setting.
 
     Attributes:
-        setting: what they were trained with.
-        samples: samples that had been trained when each batch ended, ascending, shape (batches,).
-        losses: mean training loss of each batch, before it was learnt from, shape (batches,).
+        setting: setting of these batches.
+        samples: samples trained when each batch ended, ascending, shape (batches,).
+        losses: mean training loss of each batch, before the update with it, shape (batches,).
     """
 
     setting: Setting
@@ -168,45 +164,43 @@ class TrainedBatches(Serializable):
 
     @property
     def end(self) -> float:
-        """Samples that were trained."""
         return self.samples[-1] if self.samples else 0.0
 
     @property
     def first_loss(self) -> float:
-        """Mean loss of each group's first batch; NaN if there is none."""
+        """Return the mean loss of each group's first batch; NaN without any batch."""
         return float(np.mean(self.losses[: self.setting.groups])) if self.losses else math.nan
 
     @property
     def is_finite(self) -> bool:
-        """Whether there are losses, and all of them are numbers."""
+        """Return whether losses were recorded and all of them are finite."""
         return bool(self.samples) and all(map(math.isfinite, self.losses))
 
     @property
     def level(self) -> float:
-        """The loss at which they ended: of the last segments."""
+        """Return the mean loss of the last segments."""
         return float(self.blocks()[-c.TAIL :].mean())
 
     @property
     def scatter(self) -> float:
-        """Standard deviation of a batch's loss about what is learnt meanwhile: by differences of successive ones."""
+        """Return the standard deviation of a batch's loss about the trend, from differences of successive losses."""
         differences = np.diff(self.losses)
         return float(np.sqrt(np.mean(differences**2) / 2)) if len(differences) else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values; a loss that is not finite is None, which JSON knows."""
+        """Return the batches as plain values; None replaces a loss that is not finite, for JSON."""
         losses = [loss if math.isfinite(loss) else None for loss in self.losses]
         return {**super().to_dict(), "losses": losses}
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> TrainedBatches:
-        """What `to_dict` gave."""
         return super().from_dict({**plain, "losses": [math.nan if loss is None else loss for loss in plain["losses"]]})
 
     def blocks(self, count: int = c.BLOCKS) -> Array:
-        """Mean loss of each of ``count`` equal segments of the samples, shape (count,)."""
+        """Return the mean loss of each of ``count`` equal segments of the samples, shape (count,)."""
         edges = np.linspace(0, self.end, count + 1)
         ends = np.asarray(self.samples)
-        # The integral of a loss that is constant over its batch, read at the edges.
+        # The losses are integrated, as constant over each batch, and interpolated at the edges.
         total = np.concatenate([[0.0], np.cumsum(np.diff(ends, prepend=0.0) * np.asarray(self.losses))])
         return np.asarray(np.diff(np.interp(edges, np.concatenate([[0.0], ends]), total)) / np.diff(edges))
 
@@ -216,19 +210,18 @@ class TrainedBatches(Serializable):
 
 @dataclass(frozen=True)
 class Theory:
-    """What is expected of settings before they are tried: logarithms of samples, relative to where one starts.
+    """The expected log samples of settings that were not tried yet.
 
-    Staleness costs: much at once, like the momentum 1 - 1 / g that it acts as, and then little; about as much explicit
-    momentum is wanted as implicit momentum leaves room for; the step should be near the one that the user chose. How
-    strongly is a matter of experience.
+    Staleness costs much at first, like the momentum 1 - 1 / g that it acts as, and then little; the best explicit
+    momentum is about what implicit momentum leaves; the best step is near the user's. The coefficients are empirical.
 
     Args:
-        start: the setting that all others are measured by: the user's own, or what a run trains with by now.
-        scaling: of learning rates.
-        most: the largest explicit momentum; that of ``start`` if None.
-        staleness: the cost of the first staleness, which is what it would be of very many groups but for ``spread``.
-        spread: what every further group costs.
-        narrow: the cost of a step that is e times as large or small, as a fraction.
+        start: reference for all other settings: the user's own, or the one that a run trains with now.
+        scaling: rule for learning rates.
+        most: largest explicit momentum; that of ``start`` if None.
+        staleness: cost of the first staleness: that of very many groups, without ``spread``.
+        spread: cost of every further group.
+        narrow: cost of a step smaller by a factor of e, as a fraction; a larger step costs twice that.
 
     References:
         Mitliagkas et al. 2016, "Asynchrony begets Momentum", Theorem 6, for the momentum.
@@ -243,32 +236,31 @@ class Theory:
 
     @property
     def step(self) -> float:
-        """The user's step."""
         return self.scaling.step(self.start)
 
     @property
     def total_momentum(self) -> float:
-        """Explicit and implicit momentum of the user's setting together."""
+        """Return explicit and implicit momentum of the starting setting together."""
         return 1 - (1 - self.start.momentum) / self.start.groups
 
     def momentum(self, groups: int) -> float:
-        """The explicit momentum that is left for the optimizer; never more than ``most``."""
+        """Return the explicit momentum that keeps the total, at most ``most``; adaptive optimizers keep theirs."""
         if self.scaling.is_adaptive:
             return self.start.momentum
         most = self.start.momentum if self.most is None else self.most
         return min(most, max(0.0, round(1 - (1 - self.total_momentum) * groups, 6)))
 
     def setting(self, groups: int, rebalance: bool = False, period: int = 1, factor: float = 1.0) -> Setting:
-        """The setting that theory proposes for a number of groups; ``factor`` makes larger or smaller steps."""
+        """Return the setting that theory proposes for a number of groups; ``factor`` scales its step."""
         momentum = self.momentum(groups)
         return Setting(groups, momentum, self.scaling.lr(groups, momentum, self.step * factor), rebalance, period)
 
     def error(self, setting: Setting) -> float:
-        """The standard deviation of what this is off by, in logarithms."""
+        """Return the standard deviation of the error of the log samples."""
         return c.THEORY_ERROR
 
     def __call__(self, setting: Setting) -> float:
-        """The logarithm of the samples to a target."""
+        """Return the logarithm of the samples to a target, up to a constant."""
         away = math.log(max(self.scaling.step(setting), 1e-12) / self.step)
         steepness = self.narrow if away < 0 else 2 * self.narrow
         momentum = 0.5 * (setting.momentum - self.momentum(setting.groups)) ** 2
@@ -282,13 +274,12 @@ class Theory:
 
 @dataclass(frozen=True)
 class SettingEstimate:
-    """What is to be expected of a setting.
+    """The expected time and samples of a setting.
 
     Attributes:
-        setting: the setting.
-        seconds: time to the target; if no target is known only its ratios to those of other settings mean anything.
+        seconds: time to the target; without a known target, only ratios between settings are meaningful.
         samples_per_second: hardware efficiency.
-        samples: samples to the target, or relative to those of the setting that theory starts from.
+        samples: samples to the target, or relative to those of the theory's starting setting.
     """
 
     setting: Setting
@@ -298,13 +289,12 @@ class SettingEstimate:
 
 
 class Forecast:
-    """Time to the target of any setting.
+    """An estimator of the time to the target for any setting.
 
     Args:
-        theory: says what settings cost in samples, and what it may be off by.
-        throughput: samples per second of a setting.
-        samples: samples to the target with the setting that theory starts from, or None if that is not known: then
-            all times are relative to its.
+        theory: expected samples of settings, and the error of that expectation.
+        throughput: function that returns the samples per second of a setting.
+        samples: samples to the target with the theory's starting setting; None if unknown, all times are then relative.
         level: probability of the intervals.
     """
 
@@ -319,16 +309,15 @@ class Forecast:
         self._width = _deviations(level)
 
     def log_seconds(self, setting: Setting) -> float:
-        """The logarithm of the time to the target, but for a constant: what a search makes small."""
+        """Return the logarithm of the time to the target, up to a constant; a search minimizes it."""
         return self.theory(setting) - math.log(max(self.throughput(setting), 1e-12))
 
     def deviation(self, one: Setting, other: Setting) -> float:
-        """The standard deviation of the logarithm of the ratio of their samples: 0 if they are as good as the same."""
+        """Return the standard deviation of the log ratio of the samples; 0 if only ``rebalance`` differs."""
         alike = replace(one, rebalance=other.rebalance) == other
         return 0.0 if alike else math.hypot(self.theory.error(one), self.theory.error(other))
 
     def of(self, setting: Setting) -> SettingEstimate:
-        """The estimate of a setting."""
         mean, error = self.theory(setting), self.theory.error(setting)
         rate = max(self.throughput(setting), 1e-12)
         low, high = math.exp(mean - self._width * error), math.exp(mean + self._width * error)
@@ -336,15 +325,15 @@ class Forecast:
         return SettingEstimate(setting, _times(samples, 1 / rate, 1 / rate, 1 / rate), rate, samples)
 
     def of_systems(self, ranks: int, saturating: int, own: Setting | None = None) -> dict[str, SettingEstimate]:
-        """What well-known systems would have set, and what it would have cost.
+        """Estimate the settings that well-known systems would use.
 
-        Learning rates are the user's, as these systems leave them, but for Rudra's, which divides by the staleness,
-        and Omnivore's, which is tuned.
+        These systems keep the user's learning rate, except for Rudra, which divides it by the staleness, and Omnivore,
+        which tunes it.
 
         Args:
             ranks: number of ranks.
             saturating: groups at which a serial part saturates.
-            own: the user's setting; None for the theory's start.
+            own: user's setting; None for the theory's start.
         """
         start = own or self.theory.start
         alone = Setting(1, start.momentum, start.lr)
@@ -359,12 +348,7 @@ class Forecast:
 
 
 def samples_to(target: float, batches: TrainedBatches) -> Estimate | None:
-    """Samples to a training loss, extrapolated from the first batches of a run; None if they say nothing.
-
-    Args:
-        target: the loss.
-        batches: that were trained.
-    """
+    """Extrapolate the samples to a training loss from a run's first batches; None if these do not determine them."""
     if not batches.is_finite or len(batches.samples) < c.FEWEST_POINTS:
         return None
     fit = fit_decay(LossCurve(np.array(batches.samples), np.array(batches.losses)), lowest=-math.inf)
@@ -379,6 +363,6 @@ def _times(estimate: Estimate, value: float, low: float, high: float) -> Estimat
 
 
 def _deviations(level: float) -> float:
-    """How many standard deviations to either side hold a normal number with that probability."""
+    """Return the standard deviations to either side that enclose a normal number with probability ``level``."""
     check_level(level)
     return NormalDist().inv_cdf((1 + level) / 2)

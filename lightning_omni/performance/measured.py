@@ -1,4 +1,4 @@
-"""What ranks measured of their own steps: the material of a profile."""
+"""The measurements that ranks take of their own steps, to which a profile is fitted."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class HeadMeasured(Serializable):
-    """What merging a submodule would take, as it was measured.
+    """The measured cost of merging a submodule.
 
     Args:
-        nbytes: of its weights that are trained, as float32.
-        inputs: bytes per sample that go into it, as float32.
-        outputs: bytes per sample that come out of it, as float32.
-        seconds: per sample, of its forward and backward pass and its step, where the server would compute them.
+        nbytes: bytes of its trained weights, as float32.
+        inputs: bytes per sample of its inputs, as float32.
+        outputs: bytes per sample of its outputs, as float32.
+        seconds: seconds per sample of its forward and backward pass and its step, where the server would compute them.
 
     Raises:
         ConfigurationError: a number is out of range.
@@ -44,44 +44,40 @@ class HeadMeasured(Serializable):
 
 @dataclass(frozen=True)
 class Measured(Serializable):
-    """A segment of training with one grouping, as its ranks measured it, without the first steps that warm up.
+    """A segment of training with one grouping, as measured by its ranks, without the first steps that warm up.
 
     Args:
         groups: ranks of each group.
-        samples: of each rank, in ascending order of ranks: its samples of each of its steps.
-        own: of each rank in that order: its compute time in each of these steps, in seconds (load, forward, backward,
-            the optimizer's step): all of it but the exchange and waiting for others.
-        steps: of each group: seconds of each of its steps, from the end of one to the end of the next.
-        exchanges: of each group: seconds of each of these steps that went into the exchange with the server; zeros if
-            there is one group.
-        serve: seconds of a server's own time for one push, or its share of one; 0 if unknown. With one group, what it
-            would take one server.
-        head: seconds of exclusive access to a merged head; 0 if there is none.
+        samples: for each rank, in ascending order, its samples in each of its steps.
+        own: for each rank in that order, its compute time in each step, in seconds (load, forward, backward, the
+            optimizer's step), without the exchange and waiting for other ranks.
+        steps: for each group, seconds of each step, from the end of one to the end of the next.
+        exchanges: for each group, seconds of each step in the exchange with the server; zeros if there is one group.
+        serve: seconds that a server computes for one push, or for its share of one; 0 if unknown. With one group, the
+            seconds that a single server would need.
+        head: seconds of exclusive access to a merged head; 0 without one.
         period: local steps between two exchanges, H.
         nbytes: bytes of one exchange, one way; 0 if unknown.
-        servers: that held a share of the weights each; with one group, that would.
-        per_node: whether they were one on each node.
-        round_trip: seconds until a message of hardly any bytes is answered by the server, or by another rank; 0 if
-            unknown. It is asked for only where no exchange was measured.
-        reduce_per_byte: seconds that each byte adds to an all-reduce of all ranks, timed by itself; 0 if unknown. What
-            a step takes beyond computation and all-reduce is then no part of the all-reduce. It is asked for only where
-            no exchange was measured.
-        hands_on: whether a group's leader hands what it is answered on to the other members, over the links of their
-            all-reduce. With several groups it is in what was measured of exchanges.
-        nodes: of each rank, in ascending order: the node that it is on, or the site, where nodes are joined by links
-            much faster than those to others; none if each has links of its own, if all are on one, or if it is unknown.
-        server_node: the node that a single server is on, or would be; None if it is on none of these, or unknown.
-        node_round_trip: seconds until a message of hardly any bytes between two ranks on one node, or at one site, is
-            answered; 0 if unknown.
+        servers: number of servers, each with a share of the weights; with one group, the number that several would use.
+        per_node: whether each node ran one server.
+        round_trip: seconds until the server, or another rank, answers a nearly empty message; 0 if unknown. It is used
+            only if no exchange was measured.
+        reduce_per_byte: seconds that each byte adds to an all-reduce of all ranks, timed by itself; 0 if unknown.
+            It limits the part of a step that is attributed to the all-reduce, and only if no exchange was measured.
+        hands_on: whether a group's leader forwards its answers to the other members, over the links of their
+            all-reduce. With several groups the measured exchanges include that.
+        nodes: for each rank, in ascending order, its node; or its site, if links between some nodes are much faster
+            than to others. Empty if each rank has links of its own, if all are on one node, or if unknown.
+        server_node: node of a single server, existing or not; None if it is on none of these, or unknown.
+        node_round_trip: ``round_trip`` between two ranks on one node, or at one site; 0 if unknown.
         node_per_byte: seconds of each byte of such a message, one way; 0 if unknown.
-        shapes: of the parameters whose gradients a group averages; none if unknown.
-        averaging: seconds that a rank computes to average them in an all-reduce format, where that is known.
-        heads: by name, what merging a submodule would take, where that is known.
-        loading: of each rank: seconds of its compute time in which it waited for its data loader, on average over the
-            steps; none if unknown.
+        shapes: shapes of the parameters whose gradients a group averages; empty if unknown.
+        averaging: by all-reduce format, seconds that a rank computes to average gradients in it, where known.
+        heads: by name, the cost of merging a submodule, where known.
+        loading: for each rank, the mean seconds of ``own`` in which it waited for its data loader; empty if unknown.
 
     Raises:
-        ConfigurationError: something is missing or cannot be.
+        ConfigurationError: a field is missing, inconsistent or out of range.
 
     Example:
         >>> measured = Measured(
@@ -116,7 +112,7 @@ class Measured(Serializable):
     loading: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("groups", "samples", "own", "steps", "exchanges"):  # lists and arrays are as good
+        for name in ("groups", "samples", "own", "steps", "exchanges"):  # accepts lists
             kind = int if name == "groups" else float
             object.__setattr__(self, name, tuple(tuple(map(kind, row)) for row in getattr(self, name)))
         object.__setattr__(self, "nodes", tuple(map(int, self.nodes)))
@@ -127,22 +123,21 @@ class Measured(Serializable):
 
     @property
     def loading_share(self) -> float:
-        """The part of the slowest rank's compute time in which it waits for its data loader; 0 if unknown."""
+        """Return the fraction of the slowest rank's compute time spent waiting for its data loader; 0 if unknown."""
         means = [math.fsum(row) / len(row) for row in self.own]
         slowest = means.index(max(means))
         return self.loading[slowest] / means[slowest] if self.loading else 0.0
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """All ranks, ascending."""
         return tuple(sorted(rank for members in self.groups for rank in members))
 
     @classmethod
     def of(cls, trace: Trace) -> Measured:
-        """What a simulated run measured.
+        """Return the measurements of a simulated run.
 
         Args:
-            trace: of `lightning_omni.simulator.simulate`, long enough that each group made two steps.
+            trace: trace of `lightning_omni.simulator.simulate`, with at least two steps of each group.
 
         Raises:
             ConfigurationError: the trace has no step times, or too few.
@@ -170,18 +165,16 @@ class Measured(Serializable):
 
 
 def _of_one_group(trace: Trace, ranks: int) -> dict[str, Any]:
-    """What there is to be measured beside the steps of one group of so many ranks."""
     bandwidth = float(trace.meta["cluster"]["group_link"]["bandwidth"])
     return {"serve": _serve_time(trace), "reduce_per_byte": 2 * (ranks - 1) / ranks / bandwidth, "hands_on": True}
 
 
 def _serve_time(trace: Trace) -> float:
-    """What a push takes a server; where nothing was exchanged, what it would."""
+    """Return the seconds of a push at a server, or those it would take if nothing was exchanged."""
     return float(trace.meta["cluster"]["update_seconds"])
 
 
 def _of_exchanges(trace: Trace, members: float) -> dict[str, Any]:
-    """What there is to be measured where several groups, of so many ranks, exchange with servers."""
     cluster, steps = trace.meta["cluster"], trace.rows["steps"]
     per_node = cluster.get("servers") == "per-node"
     devices = sum(kind["count"] for kind in cluster["devices"])
@@ -198,16 +191,16 @@ def _of_exchanges(trace: Trace, members: float) -> dict[str, Any]:
 
 
 def servers_of(measured: Sequence[Measured]) -> tuple[int, bool]:
-    """How many servers the last segment with several groups had, and whether they were one on each node.
+    """Return the number of servers of the last segment with several groups, and whether each node ran one.
 
-    If there is no such segment, those that groups would have.
+    Without such a segment, return those of the last segment, which its ranks would use as several groups.
     """
     last = ([each for each in measured if len(each.groups) > 1] or measured)[-1]
     return last.servers, last.per_node
 
 
 def mean_samples(measured: Sequence[Measured]) -> float:
-    """Samples of a rank in a step."""
+    """Return the mean samples of a rank in a step."""
     counts = [number for each in measured for row in each.samples for number in row]
     return sum(counts) / len(counts)
 

@@ -1,4 +1,4 @@
-"""What asynchrony does to momentum, from measured staleness.
+"""The effect of asynchrony on momentum, computed from measured staleness.
 
 Asynchrony averages gradients of older weights into an update, and this acts like momentum (Mitliagkas et al. 2016). If
 staleness is geometric with mean E, P(l) = (1 - u) u^l with u = E / (1 + E) = 1 - 1/(1 + E), then the expected step is
@@ -6,14 +6,14 @@ staleness is geometric with mean E, P(l) = (1 - u) u^l with u = E / (1 + E) = 1 
     D' = u D - (1 - u) lr ∇f                                                       (Theorem 3; u = 1 - 1/g, Theorem 5)
     D' = (m + u) D - m u D₋ - (1 - u) lr ∇f         with explicit momentum m at the server                 (Theorem 6)
 
-The second line is two momenta one after the other, (1 - m B)(1 - u B) D' = -(1 - u) lr ∇f, B being one update back. For
-steps that change slowly (D₋ = D) they act as one momentum t of 1 - t = (1 - m)(1 - u). That is what "total momentum"
-means here; the sum m + u, to which it is equal for small m u, would soon exceed 1.
+The second line applies two momenta in sequence, (1 - m B)(1 - u B) D' = -(1 - u) lr ∇f, where B goes back one update.
+For steps that change slowly (D₋ = D) they act as one momentum t with 1 - t = (1 - m)(1 - u). Here, "total momentum"
+means this t; the sum m + u, which equals it for small m u, would soon exceed 1.
 
-Rule 1: all of this wants staleness to be random. Workers of nearly equal speed have a nearly constant delay, which
-is not momentum and helps nothing; `Implicit.holds` says so.
+Rule 1: The theorems require random staleness. Workers of nearly equal speed have a nearly constant delay, which is not
+momentum and does not help; `Implicit.holds` reports it.
 
-The server senses the total momentum while a run trains, see `lightning_omni.protocol.sensing`.
+The server estimates the total momentum while a run trains, see `lightning_omni.protocol.sensing`.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Implicit:
-    """The momentum that staleness adds, and whether the theorem behind that number holds.
+    """The momentum that staleness adds, and the validity of the theorem behind it.
 
     Attributes:
         momentum: u = 1 - 1 / (1 + mean), 0 or more and less than 1.
         mean: mean staleness, in updates.
-        deviation: its standard deviation, in updates.
-        spread: the deviation as a share of that of a geometric staleness of this mean, √(mean (mean + 1)): 1 if it is
-            geometric, near 0 if it is constant.
-        distance: share of the pushes that would have to change to make it geometric (total variation).
+        deviation: standard deviation of staleness, in updates.
+        spread: ``deviation`` relative to that of a geometric staleness of this mean, √(mean (mean + 1)): 1 if staleness
+            is geometric, near 0 if it is constant.
+        distance: fraction of the pushes that would have to change to make staleness geometric (total variation).
         pushes: number of pushes.
     """
 
@@ -55,12 +55,12 @@ class Implicit:
 
     @property
     def holds(self) -> bool:
-        """Whether staleness is random enough for the theorem: none at all, or of half to 1.5 times the spread."""
+        """Return whether staleness is random enough for the theorem: zero, or with a ``spread`` of 0.5 to 1.5."""
         return self.mean == 0 or c.LEAST_SPREAD <= self.spread <= c.MOST_SPREAD
 
     @property
     def statement(self) -> str:
-        """All this in a sentence."""
+        """Return these results in a sentence."""
         text = f"mean staleness {self.mean:.3g} with a spread of {self.spread:.2f} of a geometric one"
         if self.mean == 0:
             return "no staleness: no implicit momentum"
@@ -72,13 +72,13 @@ class Implicit:
 
 
 def implicit_momentum(histogram: Sequence[int] | Array) -> Implicit:
-    """Implicit momentum from measured staleness, as if that were geometric, and how geometric it is.
+    """Compute implicit momentum from measured staleness, as if that were geometric, and its distance from geometric.
 
     Args:
-        histogram: number of pushes of staleness 0, 1, 2, ...; what `Trace.staleness_histogram` gives.
+        histogram: number of pushes of staleness 0, 1, 2, ..., as returned by `Trace.staleness_histogram`.
 
     Raises:
-        ConfigurationError: there is no push, or a number is negative.
+        ConfigurationError: the histogram holds no push, or a negative number.
 
     Example:
         >>> implicit_momentum([800, 160, 32, 8]).statement
@@ -109,14 +109,14 @@ def implicit_momentum(histogram: Sequence[int] | Array) -> Implicit:
 
 
 def explicit_for(total: float, staleness: float) -> float:
-    """The explicit momentum that makes up a wanted total with what staleness adds, if that is geometric.
+    """Return the explicit momentum that reaches a total together with the momentum of geometric staleness.
 
-    From (1 - total) = (1 - m)(1 - u), see the head of this module, m = 1 - (1 - total)(1 + staleness): 0 where
-    asynchrony alone brings as much or more.
+    From (1 - total) = (1 - m)(1 - u), see the docstring of this module, follows m = 1 - (1 - total)(1 + staleness). The
+    result is 0 where asynchrony alone adds as much or more.
 
     Args:
-        total: the wanted momentum, 0 or more and less than 1.
-        staleness: its mean, in updates; with g groups that push one after the other it is g - 1.
+        total: wanted momentum, 0 or more and less than 1.
+        staleness: mean staleness, in updates; with g groups that push one after the other it is g - 1.
 
     Example:
         >>> [round(explicit_for(0.9, groups - 1), 2) for groups in (1, 2, 4, 16)]
@@ -127,13 +127,13 @@ def explicit_for(total: float, staleness: float) -> float:
 
 @dataclass(frozen=True)
 class Explicit:
-    """What to give the optimizer.
+    """The explicit momentum to set in the optimizer.
 
     Attributes:
-        momentum: the explicit momentum m, 0 or more and less than 1.
-        first_order: what the sum m + u would ask for, not clipped: negative where asynchrony alone exceeds the target.
-        exceeded: asynchrony alone brings more momentum than wanted; fewer groups would help.
-        implicit: what asynchrony brings.
+        momentum: explicit momentum m, 0 or more and less than 1.
+        first_order: m if momenta added up to the total, not clipped: negative where asynchrony alone exceeds the total.
+        exceeded: whether asynchrony alone adds more momentum than wanted; fewer groups would help.
+        implicit: momentum that asynchrony adds.
     """
 
     momentum: float
@@ -143,7 +143,7 @@ class Explicit:
 
     @property
     def statement(self) -> str:
-        """All this in a sentence."""
+        """Return these results in a sentence."""
         if self.exceeded and self.implicit.holds:
             return (
                 f"{self.implicit.statement}; it alone exceeds the wanted total: no explicit momentum, or fewer groups"
@@ -152,17 +152,17 @@ class Explicit:
 
 
 def explicit_momentum(total: float, histogram: Sequence[int] | Array) -> Explicit:
-    """The explicit momentum that makes up a wanted total with the implicit one.
+    """Compute the explicit momentum that reaches a wanted total together with the implicit one.
 
-    That of `explicit_for`, for the mean of what was measured. Where the theorem does not hold (``implicit.holds``) this
-    is a place to search from and no more.
+    The result is `explicit_for` of the measured mean staleness. Where the theorem does not hold (``implicit.holds``),
+    use it only as the start of a search.
 
     Args:
-        total: the wanted momentum, 0 or more and less than 1: what was best without asynchrony.
+        total: wanted momentum, 0 or more and less than 1: the best one without asynchrony.
         histogram: number of pushes of staleness 0, 1, 2, ...
 
     Raises:
-        ConfigurationError: the total is no momentum, or there is no push.
+        ConfigurationError: the total is no momentum, or the histogram holds no push.
 
     Example:
         >>> advice = explicit_momentum(0.9, [500, 250, 125, 63, 31, 16, 8, 4, 2, 1])  # two groups

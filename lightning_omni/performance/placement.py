@@ -1,4 +1,4 @@
-"""Which ranks are on one node, or at one site, and what messages between them take: they cross no slow link."""
+"""Placement of ranks on nodes or at sites, and the costs of messages within one, which cross no slow link."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Placement:
-    """Where ranks are. Empty if each is on a node of its own, and the server on none of these.
+    """The nodes of the ranks. It is empty if each rank is on a node of its own, and the server on none of these.
 
     Args:
-        of: the node of each rank, or its site: see `sites_of`.
-        server: the node that all servers are on; None if they are on none of them, or on each, or it is unknown.
+        of: node or site of each rank: see `sites_of`.
+        server: node of all servers; None if they are on none of these nodes, on each of them, or unknown.
         per_byte: seconds of each byte between two ranks on one node; None if unknown.
-        round_trip: seconds until a message of hardly any bytes is answered there.
+        round_trip: seconds until a nearly empty message is answered there.
 
     Example:
         >>> placement = Placement({0: 0, 1: 0, 2: 1, 3: 1}, server=0)
@@ -37,7 +37,7 @@ class Placement:
 
     @classmethod
     def measured(cls, measured: Sequence[Measured]) -> Placement:
-        """As the last segment says that knows them."""
+        """Return the placement in the last segment that has nodes, with the least measured costs within nodes."""
         known = [each for each in measured if each.nodes]
         if not known:
             return cls()
@@ -49,22 +49,21 @@ class Placement:
         return cls(of, server, per_byte, round_trip)
 
     def are_together(self, members: Sequence[int]) -> bool:
-        """Whether all of them are on one node."""
         return bool(self.of) and len({self.of[rank] for rank in members}) == 1
 
     def are_here(self, groups: Sequence[Sequence[int]]) -> list[bool]:
-        """Of each group, whether its leader, which speaks with the server, is on the server's node."""
+        """Return, for each group, whether its leader, which exchanges with the server, is on the server's node."""
         return [self.server is not None and self.of[members[0]] == self.server for members in groups]
 
     def handed_on(self, groups: Sequence[Sequence[int]], over: Array, nbytes: float) -> Array:
-        """Seconds in which each group's leader hands so many bytes on to its other members, shape (draws, groups).
+        """Return the seconds in which each group's leader forwards a message to its members, shape (draws, groups).
 
-        By a tree, whose depth is how many messages come one after the other.
+        The members form a tree, whose depth is the number of messages in sequence.
 
         Args:
-            groups: the members of each.
+            groups: members of each group.
             over: seconds of one message that crosses links, shape (draws,).
-            nbytes: of it.
+            nbytes: bytes of the message.
         """
         depths = np.array([(len(members) - 1).bit_length() for members in groups])
         message = over[:, None]
@@ -74,7 +73,7 @@ class Placement:
         return np.asarray(depths * message)
 
     def repeated(self, ranks: int) -> Placement:
-        """Of so many ranks: more nodes like these."""
+        """Return the placement of ``ranks`` ranks on repeated copies of these nodes."""
         if not self.of:
             return self
         known, more = list(self.of.values()), 1 + max(self.of.values())
@@ -82,16 +81,16 @@ class Placement:
 
 
 def sites_of(nodes: Sequence[int], seconds: Sequence[float], apart: float) -> tuple[tuple[int, ...], list[int]]:
-    """Nodes that follow each other are at one site where the links between them are much faster than those to others.
+    """Join consecutive nodes into sites, within which links are much faster than between sites.
 
     Args:
-        nodes: of each rank, in ascending order.
-        seconds: of one message from each node to the next; at least one.
-        apart: how many times as long as over the fastest of these links it takes to another site.
+        nodes: node of each rank, in ascending order of ranks.
+        seconds: seconds of one message from each node to the next; at least one.
+        apart: ratio to the time over the fastest link above which a link leads to another site.
 
     Returns:
-        The site of each rank, numbered from 0, and which of the links are inside one. If all links are alike, the nodes
-        themselves, and none.
+        The site of each rank, numbered from 0, and the indices of the links inside a site. If all links are alike, the
+        nodes themselves, and no link.
 
     Example:
         >>> sites_of((0, 0, 1, 2, 3), [0.001, 0.008, 0.001], apart=3.0)
@@ -109,6 +108,9 @@ def sites_of(nodes: Sequence[int], seconds: Sequence[float], apart: float) -> tu
 
 
 def over_links(measured: Measured) -> list[int]:
-    """Numbers of the groups whose exchanges cross links: all but those that are led on the server's node."""
+    """Return the numbers of the groups whose leader is not on the server's node, or of all groups if there is none.
+
+    Only exchanges of these groups cross links.
+    """
     here = Placement.measured([measured]).are_here(measured.groups)
     return [number for number, is_here in enumerate(here) if not is_here] or [*range(len(here))]

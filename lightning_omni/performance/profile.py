@@ -1,19 +1,19 @@
-"""Hardware efficiency, fitted: seconds per update for any grouping, from measured steps of one or two.
+"""Hardware efficiency: seconds per update of any grouping, from a model fitted to measured steps of one or two.
 
-Costs are read off what ranks and groups measured of their own steps; where they are known, `Costs` names them. The
-slowest of several members counts, groups wait for one another where they share a server, its link or a merged head,
-and every number has an interval.
+The costs are fitted to the measurements of ranks and groups, or are known `Costs`. The slowest member determines the
+time of its group, groups wait for one another where they share a server, its link or a merged head, and every number
+has an interval.
 
     step of a group = E[max over members of compute time] + all-reduce + exchange / H + access to a head
-    compute time of a rank = (overhead + samples × seconds per sample) × jitter, the jitter as it was measured
+    compute time of a rank = (overhead + samples × seconds per sample) × jitter, with the measured jitter
     all-reduce of k members = (k - 1) / k × 2 a + (k - 1) × 2 l
-    exchange = delay + service at what is shared, and the wait for it (`lightning_omni.performance.queueing`)
+    exchange = delay + service at shared resources, and the wait for it (`lightning_omni.performance.queueing`)
 
-Of S servers that hold a share of the weights each, every one takes 1 / S of the service, and all groups' shares queue
-at all of them alike; the delay, which bytes do not cause, comes twice, for the servers agree on what is applied; and if
-each node has one, 1 / S of an exchange crosses no link. What is fitted are the costs of one server.
+With S servers that each hold a share of the weights, each takes 1 / S of the service, and the shares of all groups
+queue at all servers alike. The delay that does not depend on bytes counts twice, because the servers agree on each
+update. If each node has a server, 1 / S of an exchange crosses no link. The fitted costs are those of one server.
 
-Groups do not wait for each other but there, so an update comes every 1 / Σ 1 / (step of each group) seconds.
+Groups do not wait for each other elsewhere, so an update follows every 1 / Σ 1 / (step of each group) seconds.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Prediction:
-    """How fast a grouping would be.
+    """The predicted speed of a grouping.
 
     Attributes:
-        seconds_per_update: one update is one push of any group; with H > 1, one local step of any group.
-        samples_per_second: of all groups together.
+        seconds_per_update: seconds per push of any group; with H > 1, per local step of any group.
+        samples_per_second: total over all groups.
         parts: seconds per update that ``"compute"``, ``"allreduce"``, ``"exchange"`` (its delay), ``"serve"``,
-            ``"link"`` and ``"head"`` take. The first three are spread over the groups; nothing can be faster than any.
-        bottleneck: what holds updates up: ``"server"``, ``"link"`` or ``"head"`` if it is busy all the time, or else
-            the largest part of a step, ``"compute"``, ``"allreduce"`` or ``"exchange"``.
-        topology: the groups.
+            ``"link"`` and ``"head"`` take. The first three are divided among the groups; no update is faster than any
+            part.
+        bottleneck: ``"server"``, ``"link"`` or ``"head"`` if it is busy all the time, or else the largest part of a
+            step, ``"compute"``, ``"allreduce"`` or ``"exchange"``.
         statement: a sentence for users.
     """
 
@@ -68,7 +68,7 @@ class Prediction:
     statement: str
 
     def faster(self, factor: float) -> Prediction:
-        """The same of groups that train so many times the samples per second; parts and statement are the model's."""
+        """Return the prediction for ``factor`` times the samples per second; parts and statement do not change."""
         seconds, samples = self.seconds_per_update.times(1 / factor), self.samples_per_second.times(factor)
         return replace(self, seconds_per_update=seconds, samples_per_second=samples)
 
@@ -93,16 +93,16 @@ _NOT_ALWAYS_BUSY = {
 
 @dataclass(frozen=True)
 class Profile(Serializable):
-    """Ranks and what is between them, as measured; answers how fast another grouping would be.
+    """A fitted cost model of ranks and the links between them, which predicts the speed of other groupings.
 
     Args:
-        measured: segments of training; see `fit`, which is the way to make a profile. What exchanges take is read off
-            those with as many servers as the last one had.
+        measured: segments of training; see `fit`, which creates a profile. Costs of exchanges are fitted to the
+            segments with as many servers as the last one.
         draws: number of resampled fits for the intervals.
-        seed: of these.
-        changes: what `scaled` was asked for, in that order.
-        costs: what is known instead of measured; see `of`.
-        equal_ranks: of these costs: number of ranks, and samples of each in a step.
+        seed: seed of the resampling.
+        changes: changes made by `scaled`, in order.
+        costs: known costs instead of measurements; see `of`.
+        equal_ranks: number of ranks with these costs, and samples of each in a step.
 
     Example:
         Two ranks, the second half as fast, measured as two groups that a server answers after 10 ms:
@@ -131,18 +131,13 @@ class Profile(Serializable):
 
     @classmethod
     def of(cls, costs: Costs, ranks: int, batch_size: float) -> Profile:
-        """The model of costs that are known, for equal ranks.
-
-        Args:
-            costs: seconds of each part.
-            ranks: number of ranks.
-            batch_size: samples per rank and step.
+        """Return the profile of known costs, for equal ranks with ``batch_size`` samples per step.
 
         Raises:
-            ConfigurationError: there is no rank or no sample.
+            ConfigurationError: ``ranks`` is below 1, or ``batch_size`` is not a positive number.
 
         Example:
-            A merged head that takes 1 ms a sample, a body of 10 ms a sample; groups with 16 samples each, of 16 ranks:
+            A merged head takes 1 ms per sample, the body 10 ms; of 16 ranks, groups have 16 samples each:
 
             >>> profile = Profile.of(Costs(per_sample=0.010, head_per_sample=0.001), ranks=16, batch_size=1)
             >>> found = [profile.predict(groups, batch_size=groups) for groups in (2, 4, 8)]
@@ -155,20 +150,20 @@ class Profile(Serializable):
 
     @classmethod
     def fit(cls, measured: Sequence[Measured], draws: int = 100, seed: int = 0) -> Profile:
-        """Fits the model to measured steps.
+        """Fit the model to measured steps.
 
-        One segment with one group shows what inside a group takes time, one with as many groups as ranks what the
-        server does; with both, the groups in between are predicted. Thirty steps of each rank are enough. With one
-        group alone and ``nbytes`` known, what is predicted with ``exchanging`` is forecast from the all-reduce, which
-        goes over the same links, and the intervals are wider for it; without ``exchanging`` exchanges count as nothing.
+        A segment with one group shows the costs inside a group, one with as many groups as ranks those of the server;
+        both together predict the groupings in between. Thirty steps of each rank are enough. With one group alone and a
+        known ``nbytes``, predictions with ``exchanging`` forecast the exchange from the all-reduce, which uses the same
+        links, and their intervals are wider; without ``exchanging``, exchanges count as nothing.
 
         Args:
             measured: segments of training by the same ranks, in any groupings.
             draws: number of resampled fits for the intervals, at least 2.
-            seed: of these.
+            seed: seed of the resampling.
 
         Raises:
-            ConfigurationError: nothing was measured, or of different ranks; SciPy is missing.
+            ConfigurationError: ``measured`` is empty or mixes different ranks, or SciPy is missing.
 
         References:
             Lawson and Hanson 1974 (least squares without negative costs); Künsch 1989 (resampling of blocks).
@@ -198,12 +193,12 @@ class Profile(Serializable):
 
     @property
     def ranks(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return len(self._model.devices)
 
     @cached_property
     def batch_size(self) -> float:
-        """Mean samples per rank and step: those that were measured, unless `scaled` was asked for others."""
+        """Return the mean samples per rank and step: the measured ones, or those last passed to `scaled`."""
         for change in reversed(self.changes):
             if change.batch_size is not None:
                 return float(change.batch_size)
@@ -211,27 +206,30 @@ class Profile(Serializable):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one exchange, one way, as float32; 0 if they are not known."""
+        """Return the bytes of one exchange, one way, as float32; 0 if unknown."""
         return self._model.nbytes
 
     @property
     def servers(self) -> int:
-        """Parameter servers that hold a share of the weights each."""
+        """Return the number of parameter servers, each with a share of the weights."""
         return self._model.servers
 
     @property
     def per_node(self) -> bool:
-        """Whether they are one on each node."""
+        """Return whether each node runs one parameter server."""
         return self._model.per_node
 
     @property
     def speeds(self) -> tuple[float, ...]:
-        """Samples per second of each rank alone, in batches of the measured size, in ascending order of ranks."""
+        """Return the samples per second of each rank alone, in batches of `batch_size`, in ascending order of ranks."""
         return tuple(self._model.speeds(self.batch_size).values())
 
     @property
     def knows_overhead(self) -> bool:
-        """False if all batches were of one size: then all time counts as time per sample, and others are a guess."""
+        """Return whether batches of several sizes were measured.
+
+        If not, all time counts as time per sample, and predictions for other sizes are a guess.
+        """
         return self._model.knows_overhead
 
     def predict(
@@ -247,22 +245,21 @@ class Profile(Serializable):
         head: HeadCost | None = None,
         level: float = 0.8,
     ) -> Prediction:
-        """How fast training would be.
+        """Predict the speed of a grouping.
 
         Args:
-            groups: the groups; or how many, of sizes that differ by at most one. If ranks differ in speed they are
-                sorted by it where that is faster; the prediction's ``topology`` says so.
-            batch_size: mean samples per rank and step; None for what was measured.
-            rebalance: the members of a group share its batch in proportion to their speeds.
-            period: local steps between two exchanges, H; None for what was measured.
-            nbytes: bytes of one exchange, one way; None for what was measured.
-            exchanging: how groups exchange, in place of ``period`` and ``nbytes``; None for groups that wait for their
-                own answers only, as many bytes each way. With it the bottleneck is what would help most if it were
-                twice as fast.
-            all_reduce: how the members of a group average their gradients, as ``OmniStrategy(all_reduce=...)`` takes
-            it. What was measured is taken for ``"fp32"``.
-            head: the submodule that several groups have merged; None for none, or the one that was measured.
-            level: probability of the intervals. They are about noise in what was measured, not about the model.
+            groups: the groups; or their number, with sizes that differ by at most one. Ranks that differ in speed are
+                sorted by it if that is faster; see the prediction's ``topology``.
+            batch_size: mean samples per rank and step; None for the profile's.
+            rebalance: whether the members of a group share its batch in proportion to their speeds.
+            period: local steps between two exchanges, H; None for the measured number.
+            nbytes: bytes of one exchange, one way; None for the measured number.
+            exchanging: pattern of exchanges, in place of ``period`` and ``nbytes``; None for groups that wait for their
+                own answers only, with equal bytes each way. With a pattern, the bottleneck is the part that would help
+                most if it were twice as fast.
+            all_reduce: format of gradients in a group, as in ``OmniStrategy(all_reduce=...)``; ``"fp32"`` as measured.
+            head: merged submodule of several groups; None for none, or for the measured one.
+            level: probability of the intervals, which cover noise in the measurements, not errors of the model.
 
         Raises:
             ConfigurationError: an argument is out of range, or SciPy is missing.
@@ -316,14 +313,9 @@ class Profile(Serializable):
         all_reduce: str = "fp32",
         head: HeadCost | None = None,
     ) -> float:
-        """How fast training would be, most likely: `predict` without intervals, in a fiftieth of the time.
+        """Return the most likely speed, as `predict` does, but without intervals and in a fiftieth of the time.
 
-        Args:
-            groups: as in `predict`.
-            rebalance: as there.
-            exchanging: as there.
-            all_reduce: as there.
-            head: as there.
+        An exchange that was not measured is forecast where possible, also without ``exchanging``.
 
         Raises:
             ConfigurationError: an argument is out of range.
@@ -336,15 +328,15 @@ class Profile(Serializable):
 
     @property
     def largest_gain_of_split(self) -> float:
-        """By what factor proportional batches may make any group faster, at most: its slowest member counts no more."""
+        """Return a bound on the speed-up of any group by proportional batches: its slowest member counts no more."""
         slowest, *others = sorted(self.speeds)
         sums = np.cumsum([slowest, *reversed(others)])  # of the slowest and the fastest few
         return float((sums / np.arange(1, len(sums) + 1)).max() / slowest)
 
     def largest_gain(self, all_reduce: str) -> float:
-        """By what factor such an average of gradients may make any group faster than the exact one, at most.
+        """Return a bound on the speed-up of any group by an all-reduce format, compared to the exact one.
 
-        No step is shorter than the quickest rank computes, and no group of any size saves more by the format.
+        No step is shorter than the compute time of the fastest rank, and no group of any size saves more by the format.
         """
         exact, other = self._likely, self._averaging(self._likely, all_reduce)
         computed = float((other.overhead - exact.overhead).max())
@@ -354,8 +346,7 @@ class Profile(Serializable):
         return 1 + max(0.0, saved - computed) * max(self.speeds) / self.batch_size
 
     def _averaging(self, model: CostModel, all_reduce: str) -> CostModel:
-        """The same with gradients that the members of a group average so."""
-        if all_reduce not in self._averages:  # hundreds of settings ask for the same few
+        if all_reduce not in self._averages:  # settings share few formats
             self._averages[all_reduce] = self._average(all_reduce)
         share, messages, computed = self._averages[all_reduce]
         if (share, messages, computed) == (1.0, 1, 0.0):
@@ -367,7 +358,7 @@ class Profile(Serializable):
         return {}
 
     def _average(self, all_reduce: str) -> tuple[float, int, float]:
-        """The part of a gradient's bytes that travel, in how many all-reduces, and the seconds that a rank computes."""
+        """Return the fraction of a gradient's bytes that travels, the number of all-reduces, and compute seconds."""
         format_ = all_reduce_of(all_reduce)
         if format_ == EXACT:
             return 1.0, 1, 0.0
@@ -381,12 +372,12 @@ class Profile(Serializable):
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of the parameters whose gradients a group averages; none if they are not known."""
+        """Return the shapes of the parameters whose gradients a group averages; empty if unknown."""
         return next((each.shapes for each in reversed(self.measured) if each.shapes), ())
 
     @property
     def heads(self) -> Mapping[str, HeadMeasured]:
-        """By name, what merging a submodule would take, where that was measured."""
+        """Return by name the measured costs of merging a submodule."""
         return next((each.heads for each in reversed(self.measured) if each.heads), {})
 
     @cached_property
@@ -394,7 +385,7 @@ class Profile(Serializable):
         return first_draw(self._model.forecast or self._model)
 
     def _fastest_topology(self, groups: int, plan: TrainingPlan) -> tuple[Topology, float | None]:
-        """Groups of like speed where these are faster, and how fast most likely; None if nothing was compared."""
+        """Return the faster of even groups and groups of similar speed, and its rate; None if nothing was compared."""
         check_whole("groups", groups, f"1 to {self.ranks}, the number of ranks, or a topology", 1, self.ranks)
         speeds = plan.speeds
         even = Topology.of(speeds, groups)
@@ -430,18 +421,17 @@ class Profile(Serializable):
         per_node: bool = False,
         batch_size: float | None = None,
     ) -> Profile:
-        """A cluster that was not measured, or other batches.
+        """Return the profile of a changed cluster, or of other batches.
 
         Args:
-            ranks: how many, drawn cyclically from those that were measured; numbered from 0.
-            bandwidth: bytes per second of the server's link, and between the members of a group. An exchange crosses
-                the link twice, once waiting for it to be free.
+            ranks: number of ranks, copied cyclically from the measured ones and numbered from 0.
+            bandwidth: bytes per second of the server's link, and between the members of a group.
             latency: seconds of one message, on both.
-            slowest: by what factor the last rank's compute time takes longer than it did.
-            servers: parameter servers that hold a share of the weights each. The message each way by which they agree
-                takes the delay of an exchange that its bytes do not cause. If exchanges of one size were measured, none
-                is known to be that: pass ``latency``, too.
-            per_node: whether they are one on each node, so that a share of each exchange crosses no link.
+            slowest: factor that multiplies the last rank's compute time.
+            servers: number of parameter servers, each with a share of the weights. They agree by one more message each
+                way, which takes the delay that does not depend on bytes. If all measured exchanges were of one size,
+                that delay is unknown: pass ``latency``, too.
+            per_node: whether each node runs one server, so that a share of each exchange crosses no link.
             batch_size: mean samples per rank and step.
 
         Raises:
@@ -465,18 +455,18 @@ class Profile(Serializable):
         if bandwidth is not None:
             self._model.check_nbytes(f"bandwidth={bandwidth}: bytes of an exchange were")
         scaled = replace(self, changes=(*self.changes, change))
-        vars(scaled)["_model"] = self._model.changed(change)  # which is fitted once
+        vars(scaled)["_model"] = self._model.changed(change)  # avoids another fit
         return scaled
 
     def saturating_groups(self) -> int:
-        """The fewest groups, at least 2, of which a serial part is always busy; the number of ranks if it never is.
+        """Return the least number of groups, 2 or more, that saturates a serial part; the number of ranks if none does.
 
-        More of them are no faster and staler, so this is where a search begins (Hadjis et al. 2016, Algorithm 1).
+        More groups are no faster and staler, so a search begins here (Hadjis et al. 2016, Algorithm 1).
         """
         model = first_draw(self._model)
         plan = TrainingPlan(model, self.batch_size, False, model.known(ExchangePattern()))
         low, high = 2, max(self.ranks, 2)
-        while low < high:  # more groups only bring more to do
+        while low < high:  # the load grows with the number of groups
             middle = (low + high) // 2
             if plan.outcome(self._fastest_topology(middle, plan)[0]).is_saturated:
                 high = middle
@@ -486,10 +476,10 @@ class Profile(Serializable):
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Profile:
-        """What `to_dict` made; it is fitted again.
+        """Rebuild a profile from `to_dict` and fit it again.
 
         Raises:
-            ConfigurationError: it did not make that, or SciPy is missing.
+            ConfigurationError: the values are not from `to_dict`, or SciPy is missing.
         """
         profile = super().from_dict(plain)
         profile._model  # noqa: B018 - errors belong here
@@ -497,15 +487,15 @@ class Profile(Serializable):
 
 
 def _interval(draws: Array, level: float, least: float = 0.0, most: float = math.inf) -> Estimate:
-    """By what factor the resampled fits are off the first, that is off the true value (the basic bootstrap).
+    """Return the basic bootstrap interval: resampled fits are off the first by as much as it is off the true value.
 
-    They are off on average, too: of few steps the slowest is not seen, and one over a mean is not the mean of one over.
+    The fits are biased, too: few steps miss the slowest one, and the inverse of a mean is not the mean of inverses.
 
     Args:
-        draws: the fit, and resampled ones.
+        draws: the fit, and the resampled fits.
         level: probability of the interval.
-        least: the smallest value that is possible.
-        most: the largest.
+        least: smallest possible value.
+        most: largest possible value.
     """
     first, factors = float(draws[0]), draws[0] / draws[1:]
     low, value, high = first * np.quantile(factors, [(1 - level) / 2, 0.5, (1 + level) / 2])

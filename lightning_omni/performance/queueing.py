@@ -1,6 +1,6 @@
-"""What decides how fast groups are: the slowest of several members, the wait for what all share, and for each other.
+"""Models of waiting times: for the slowest of several members, at shared resources, and of groups for each other.
 
-Everything has a first axis of draws, so that an interval costs little more than a number.
+Every array has a first axis of draws, so an interval costs little more than a number.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Array = np.ndarray[Any, Any]
 
 
 def slowest(values: Array, counts: Array) -> tuple[Array, Array]:
-    r"""Mean and variance of the largest of several independent times, exact for empirical distributions.
+    r"""Compute mean and variance of the largest of several independent times, exact for empirical distributions.
 
     .. math::
 
@@ -29,10 +29,10 @@ def slowest(values: Array, counts: Array) -> tuple[Array, Array]:
 
     Args:
         values: equally likely times of each of m kinds of member, in seconds, ascending: shape (draws, m, quantiles).
-        counts: how many members of each kind there are, shape (m,).
+        counts: number of members of each kind, shape (m,).
 
     Returns:
-        Both of shape (draws,), in seconds and seconds squared.
+        The mean in seconds and the variance in seconds squared, both of shape (draws,).
 
     Example:
         >>> mean, variance = slowest(np.array([[[1.0, 2.0], [0.0, 3.0]]]), np.array([1, 1]))
@@ -47,7 +47,10 @@ def slowest(values: Array, counts: Array) -> tuple[Array, Array]:
 
 
 def quantiles_of_slowest(values: Array, counts: Array) -> Array:
-    """Equally likely times of the largest of several, as `slowest` has them: shape (draws, quantiles), ascending.
+    """Compute equally likely times of the largest of several, with the arguments of `slowest`.
+
+    Returns:
+        Ascending times, shape (draws, quantiles).
 
     Example:
         >>> quantiles_of_slowest(np.array([[[1.0, 2.0], [0.0, 3.0]]]), np.array([1, 1])).tolist()
@@ -60,30 +63,30 @@ def quantiles_of_slowest(values: Array, counts: Array) -> Array:
 
 
 def means_of_parts(values: Array, probabilities: Array, parts: int) -> Array:
-    """A distribution in so many equally likely parts, the mean of each: shape (draws, parts).
+    """Split a distribution into equally likely parts, and return the mean of each, shape (draws, parts).
 
     Args:
         values: ascending, shape (draws, n).
-        probabilities: of each, shape (draws, n).
-        parts: how many.
+        probabilities: shape (draws, n).
+        parts: number of parts.
     """
     edges = np.arange(parts + 1) / parts
-    # The mean up to each point is a broken line; its rises from edge to edge are the means in between.
+    # The partial mean is piecewise linear in the probability; its rises from edge to edge are the means in between.
     up_to = np.cumsum(probabilities, axis=1), np.cumsum(probabilities * values, axis=1)
     lines = [np.interp(edges, np.append(0.0, x), np.append(0.0, y)) for x, y in zip(*up_to, strict=True)]
     return np.diff(lines, axis=1) * parts
 
 
 def quantiles_of_sum(mean: Array, variance: Array, count: int) -> Array:
-    """Equally likely values of a positive sum of which mean and variance are known, as of a gamma distribution.
+    """Compute equally likely values of a positive sum with known mean and variance, as of a gamma distribution.
 
     Args:
-        mean: of the sum, shape (draws, groups).
-        variance: of the sum, shape (draws, groups).
-        count: how many values.
+        mean: mean of the sum, shape (draws, groups).
+        variance: variance of the sum, shape (draws, groups).
+        count: number of values.
 
     Returns:
-        Ascending, shape (draws, groups, count); their mean is exact.
+        Ascending values, shape (draws, groups, count); their mean is exact.
 
     Example:
         >>> quantiles_of_sum(np.array([[4.0]]), np.array([[4.0]]), 4).round(1).tolist()  # of four exponential times
@@ -101,20 +104,20 @@ def quantiles_of_sum(mean: Array, variance: Array, count: int) -> Array:
 
 @cache
 def _normal_quantiles(count: int) -> Array:
-    """Eight for each of so many parts."""
+    """Return eight quantiles of the standard normal distribution for each of ``count`` parts."""
     fine = 8 * count
     return np.array([NormalDist().inv_cdf((place + 0.5) / fine) for place in range(fine)])
 
 
 def _distribution_of_slowest(values: Array, counts: Array) -> tuple[Array, Array]:
-    """Times, ascending, and the probability of each, both of shape (draws, m × quantiles)."""
+    """Return the ascending times and the probability of each, both of shape (draws, m × quantiles)."""
     draws, _, quantiles = values.shape
     flat = values.reshape(draws, -1)
     order = np.argsort(flat, axis=1)
     times = np.take_along_axis(flat, order, axis=1)
-    # At its i-th time a distribution function rises from (i - 1) / n to i / n; in logarithms their product is a sum.
+    # At its i-th time a distribution function rises from (i - 1) / n to i / n; the logarithm of a product is a sum.
     logs = np.log(np.arange(1, quantiles + 1) / quantiles)
-    rises = (counts[:, None] * np.diff(logs, prepend=0.0)).reshape(-1)  # and 0 until all have begun, see below
+    rises = (counts[:, None] * np.diff(logs, prepend=0.0)).reshape(-1)  # and 0 until all begin, see below
     product = np.exp(np.cumsum(rises[order], axis=1))
     product[times < values[:, :, 0].max(axis=1)[:, None]] = 0.0
     return times, np.diff(product, axis=1, prepend=0.0)
@@ -123,20 +126,10 @@ def _distribution_of_slowest(values: Array, counts: Array) -> tuple[Array, Array
 def time_shared(
     think: Array, variance: Array, links: Array, counted: Array | None, service: Array, visits: Array
 ) -> Array:
-    """Seconds of a group's cycle at what it shares with the others: links, and queues.
+    """Compute the seconds of a group's cycle at shared links and in shared queues, shape (draws, groups).
 
-    To those who queue, time on links is time elsewhere, and the other way round.
-
-    Args:
-        think: seconds of a cycle elsewhere, by group, shape (draws, groups).
-        variance: of these, in seconds squared, shape (draws, groups).
-        links: see `residence_on_links`.
-        counted: see there.
-        service: see `residence`.
-        visits: see there.
-
-    Returns:
-        Shape (draws, groups).
+    For the queues, time on links is time elsewhere, and vice versa. The arguments are those of `residence` and of
+    `residence_on_links`, with ``links`` for ``demand``.
     """
     nothing = np.zeros_like(think)
     if not links.any():
@@ -146,7 +139,7 @@ def time_shared(
     alone = crossing = (links if counted is None else links * counted).sum(axis=2)
     queued = nothing
     for _ in range(c.QUEUE_ROUNDS):
-        # What is waited for on links scatters as much as it is long.
+        # The waiting time on links has a standard deviation as large as its mean.
         scatter, before = variance + (crossing - alone) ** 2, crossing
         queued = residence(think + crossing, scatter, service, visits)[:, None] + nothing
         crossing = residence_on_links(think + queued, links, counted)
@@ -156,23 +149,22 @@ def time_shared(
 
 
 def residence(think: Array, variance: Array, service: Array, visits: Array) -> Array:
-    """Seconds of a group's cycle in the queues that it shares with the others: service, and waiting for it.
+    """Compute the seconds of a group's cycle in shared queues: service, and waiting for it.
 
-    A closed network of queues. To a station the groups seem as many equal ones that come as often together; for
-    those there is mean value analysis: a group that arrives finds the queue of a network with one group less, and of
-    the service under way a half is left, as services all take the same time. Were there no scatter at all, groups would
-    fall into a rhythm in which no group waits below saturation. Real groups are in between: of two, each of spread σ,
-    that seldom meet, a queue is σ²/s² of what it is with arrivals at random (they are walkers who bump into each
-    other), and all of it near saturation.
+    The model is a closed network of queues, in which a station sees equally many equal groups with the same total rate.
+    By mean value analysis an arriving group finds the queue of a network with one group fewer, and half of the current
+    service remains, because all services take the same time. Without any scatter, groups would fall into a rhythm in
+    which no group waits below saturation. Real groups are in between: for two groups of spread σ that seldom collide, a
+    queue is σ²/s² of the queue with random arrivals (as of random walkers); near saturation it is all of it.
 
     Args:
         think: seconds of a cycle elsewhere, by group, shape (draws, groups).
-        variance: of these, in seconds squared, shape (draws, groups).
+        variance: variance of ``think``, in seconds squared, shape (draws, groups).
         service: seconds of a visit to each station, shape (draws, stations).
-        visits: to each station in a cycle, shape (stations,).
+        visits: visits to each station in a cycle, shape (stations,).
 
     Returns:
-        Shape (draws,).
+        Seconds, shape (draws,).
 
     Example:
         >>> none, groups = np.zeros((1, 4)), np.full((1, 4), 2.0)
@@ -190,7 +182,7 @@ def residence(think: Array, variance: Array, service: Array, visits: Array) -> A
     spent = service @ visits
     for number in range(c.QUEUE_ROUNDS):
         cycle = groups / (1 / (think + spent[:, None])).sum(axis=1)
-        if service.size == 1:  # as in every step of a fit
+        if service.size == 1:  # the case in every step of a fit
             one = _residence_at_one_station(
                 groups, (cycle - spent).item(), scatter.item(), service.item(), float(visits[0])
             )
@@ -198,7 +190,7 @@ def residence(think: Array, variance: Array, service: Array, visits: Array) -> A
         else:
             found = _residence_of_equals(groups, cycle - spent, scatter, service, visits)
         change = np.abs(found - spent).max(initial=0.0)
-        # Equal groups are done after the first round; of very different ones the estimates would swing.
+        # Equal groups converge in the first round; undamped estimates of very different ones would oscillate.
         spent = found if number == 0 else (spent + found) / 2
         if change <= c.QUEUE_TOLERANCE * cycle.max():
             break
@@ -225,21 +217,20 @@ def _residence_of_equals(groups: int, think: Array, scatter: Array, service: Arr
 
 
 def residence_on_links(think: Array, demand: Array, counted: Array | None = None) -> Array:
-    """Seconds of a group's cycle on links, which carry all that is there at once, each message as fast as the others.
+    """Compute the seconds of a group's cycle on links, each shared evenly by all messages on it.
 
-    Exact for groups that come at random: a group that arrives finds on a link what a network without it would have
-    there (mean value analysis), whatever the distribution of their times. And groups do come at random: messages that
-    share a link evenly keep the distance in time that they had, so no rhythm forms, and the least scatter of step times
-    spreads groups out that started together.
+    The result is exact for random arrivals: an arriving group finds on a link the load of a network without it (mean
+    value analysis), whatever the distribution of times. Messages that share a link evenly keep their distance in time,
+    so no rhythm forms, and the least scatter of step times spreads out groups that started together.
 
     Args:
         think: seconds of a cycle elsewhere, by group, shape (draws, groups).
-        demand: seconds of a cycle on each link, if no other group is there, shape (draws, groups, links).
-        counted: of what a group spends on each link, the part in which it is at no other, shape of ``demand``; None
-            for all of it.
+        demand: seconds of a cycle on each link without other groups, shape (draws, groups, links).
+        counted: fraction of the time on each link that counts, shape of ``demand``, so that time on two links at once
+            counts once; None for all of it.
 
     Returns:
-        Shape (draws, groups).
+        Seconds, shape (draws, groups).
 
     Example:
         >>> demand = np.full((1, 2, 1), 1.0)  # two groups, which now and then share a link
@@ -266,9 +257,12 @@ def residence_on_links(think: Array, demand: Array, counted: Array | None = None
 
 
 def _kinds(demand: Array) -> tuple[Array, Array, Array]:
-    """The first group of each kind, the kind of each group, and how many there are; shape (groups, links)."""
+    """Return the first group of each kind, the kind of each group, and the groups per kind.
+
+    Groups of one kind have equal rows of ``demand``, shape (groups, links).
+    """
     groups = len(demand)
-    if (demand == demand[:1]).all():  # as in nearly every step of a fit
+    if (demand == demand[:1]).all():  # the case in nearly every step of a fit
         return np.zeros(1, int), np.zeros(groups, int), np.array([groups])
     _, firsts, kinds, counts = np.unique(
         demand.round(9), axis=0, return_index=True, return_inverse=True, return_counts=True
@@ -277,7 +271,7 @@ def _kinds(demand: Array) -> tuple[Array, Array, Array]:
 
 
 def _residence_of_kinds(counts: Sequence[int], think: Array, demand: Array, parts: Array) -> Array:
-    """The same for so many groups of each kind, which are equal: shape (draws, kinds)."""
+    """Compute `residence_on_links` for ``counts`` equal groups of each kind, shape (draws, kinds)."""
     if math.prod(count + 1 for count in counts) > c.QUEUE_STATES:
         return _residence_of_many(np.array(counts), think, demand, parts)
     if len(counts) == 1:
@@ -297,7 +291,7 @@ def _residence_of_kinds(counts: Sequence[int], think: Array, demand: Array, part
 
 
 def _residence_of_one_kind(count: int, think: Array, demand: Array, parts: Array) -> Array:
-    """The same, bitwise, of equal groups."""
+    """Compute `_residence_of_kinds` for one kind, with bitwise equal results."""
     queue, spent = np.zeros_like(demand), np.zeros_like(think)
     for number in range(1, count + 1):
         found = demand * (1 + queue)
@@ -307,7 +301,7 @@ def _residence_of_one_kind(count: int, think: Array, demand: Array, parts: Array
 
 
 def _residence_of_many(counts: Array, think: Array, demand: Array, parts: Array) -> Array:
-    """The same, nearly: a group that arrives finds its part of the queue of its own kind missing (Schweitzer 1979)."""
+    """Approximate `_residence_of_kinds`: an arriving group is missing from its kind's queue (Schweitzer 1979)."""
     queues = np.zeros_like(demand)
     found = demand
     for _ in range(c.QUEUE_ROUNDS):
@@ -319,7 +313,7 @@ def _residence_of_many(counts: Array, think: Array, demand: Array, parts: Array)
 
 
 def _residence_at_one_station(groups: int, think: float, scatter: float, service: float, visits: float) -> float:
-    """`_residence_of_equals`, bitwise, in numbers: with arrays of one it takes nineteen times longer."""
+    """Compute `_residence_of_equals` bitwise with floats, because arrays of one element take nineteen times longer."""
     demand = service * visits
     cycle = rhythm = max(think + demand, groups * demand)
     queue = busy = 0.0
@@ -337,7 +331,10 @@ def _residence_at_one_station(groups: int, think: float, scatter: float, service
 
 @cache
 def _picked(groups: int, quantiles: int, chains: int) -> Array:
-    """Which of its times each group takes, hidden and others: shape (2, cycles, chains, groups); each equally often."""
+    """Return the index of the time that each group takes, all equally often, shape (2, cycles, chains, groups).
+
+    The first axis is hidden steps, then other steps.
+    """
     count = -(-c.BARRIER_CYCLES * chains // quantiles)
     picked = np.random.default_rng(0).permuted(np.tile(np.arange(quantiles), (2, groups, count, 1)), axis=3)
     picked = picked.reshape(2, groups, -1)[:, :, : c.BARRIER_CYCLES * chains].reshape(2, groups, -1, chains)
@@ -346,12 +343,12 @@ def _picked(groups: int, quantiles: int, chains: int) -> Array:
 
 @dataclass(frozen=True)
 class BarrierExchange:
-    """What an exchange costs groups that wait for each other in it; seconds of each, of shape (draws, groups).
+    """The cost of an exchange in which groups wait for each other, in seconds, each of shape (draws, groups).
 
     Args:
-        way: to the server, and with the answer back, each half of it.
-        serve: of a push where pushes queue.
-        send: of an answer on the link that answers share: all are there when the last one is.
+        way: a push to the server and its answer, half each way.
+        serve: a push where pushes queue.
+        send: an answer on the link that answers share: all arrive when the last one does.
     """
 
     way: Array
@@ -359,20 +356,20 @@ class BarrierExchange:
     send: Array
 
     def cycle(self, hidden: Array, rest: Array, is_rough: bool = False) -> Array:
-        """Seconds from one exchange of all groups to the next, in the mean.
+        """Compute the mean seconds from one exchange of all groups to the next.
 
-        Cycle after cycle is played with step times as likely as they are: a group computes, pushes, and waits until all
-        pushes have been served, which takes as long as one after the other; the answers go out together. What is hidden
-        is computed before the answer is waited for.
+        The method simulates cycles with random step times: a group computes, pushes, and waits until all pushes have
+        been served, one after the other; the answers leave together. A group computes its hidden steps before it waits
+        for the answer.
 
         Args:
-            hidden: equally likely seconds of the steps that a group makes while its exchange is under way, ascending,
-                shape (draws, groups, quantiles).
-            rest: of those that it makes once it has the answer, likewise.
+            hidden: equally likely seconds of the steps that a group makes during its exchange, ascending, shape (draws,
+                groups, quantiles).
+            rest: equally likely seconds of the steps that it makes after the answer, likewise.
             is_rough: whether a few cycles are enough.
 
         Example:
-            Four groups of one second; 0.1 s of each push and 0.2 s of each answer are on one link:
+            Four groups compute for one second; 0.1 s of each push and 0.2 s of each answer are on one link:
 
             >>> steps, none = np.ones((1, 4, 1)), np.zeros((1, 4, 1))
             >>> link = BarrierExchange(way=np.zeros((1, 4)), serve=np.full((1, 4), 0.1), send=np.full((1, 4), 0.2))
@@ -389,7 +386,7 @@ class BarrierExchange:
         many = first._mean_cycle(hidden[:1], rest[:1], max(c.BARRIER_CHAINS, c.BARRIER_SAMPLES // rest.shape[1]))
         if len(rest) == 1:
             return many
-        # Noise of few cycles is the same in all draws, and many of the first one say what it is.
+        # All draws share the noise of few cycles; many cycles of the first draw show its size.
         few = self._mean_cycle(hidden, rest, c.BARRIER_CHAINS)
         return np.asarray(few * (many / few[:1]))
 
@@ -408,12 +405,10 @@ class BarrierExchange:
         for number, (first, then) in enumerate(zip(firsts, thens, strict=True)):
             sent = np.maximum(sent + first, answered) + then
             come = sent + half
-            order = come.argsort(axis=2) + begins  # places in all of them: quicker than along an axis
-            behind = np.cumsum(serve.take(order)[:, :, ::-1], axis=2)[
-                :, :, ::-1
-            ]  # its own service, and all that follow
+            order = come.argsort(axis=2) + begins  # flat indices: quicker than along an axis
+            behind = np.cumsum(serve.take(order)[:, :, ::-1], axis=2)[:, :, ::-1]  # its own service and all later ones
             served = (come.take(order) + behind).max(axis=2, keepdims=True)
-            sent = sent - served  # from now on the barrier's end is 0
+            sent = sent - served  # times are now relative to the barrier's end
             answered = np.empty_like(sent)
             answers = send.take(order)
             behind = answers.sum(axis=2, keepdims=True) * (answers > 0)
@@ -425,5 +420,5 @@ class BarrierExchange:
         if hidden.any():
             return np.asarray(spent / counted)
         longest = np.cumsum(thens[skipped:].max(axis=3).mean(axis=2), axis=0)[-1]
-        exact, _ = slowest(rest, np.ones(groups, int))  # which is known, and not only of these samples
+        exact, _ = slowest(rest, np.ones(groups, int))  # the exact mean, not that of these samples
         return np.asarray((spent - longest) / counted + exact)

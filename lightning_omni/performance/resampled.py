@@ -1,4 +1,4 @@
-"""Measured steps, resampled: a fit to each of many draws says how certain the first one is.
+"""Resampled measurements of steps: fits to many draws show the uncertainty of the first fit.
 
 References:
     Künsch 1989 (resampling of blocks).
@@ -19,14 +19,16 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Resampled:
-    """One segment of training, resampled; the first draw is what was measured.
+    """A resampled segment of training; the first draw is the measurement itself.
+
+    All arrays have shape (draws, steps); times are in seconds.
 
     Attributes:
-        samples: of each rank, each of shape (draws, steps).
-        own: of each rank, in seconds, each of shape (draws, steps).
-        steps: of each group, in seconds, each of shape (draws, steps).
-        exchanges: of each group, in seconds, each of shape (draws, steps).
-        steady: of each group, whether a step is none of its first, when all groups come to the server at once.
+        samples: samples of each rank.
+        own: compute time of each rank.
+        steps: steps of each group.
+        exchanges: exchanges of each group.
+        steady: for each group, whether a step is after the first ones, in which all groups reach the server at once.
     """
 
     measured: Measured
@@ -40,7 +42,7 @@ class Resampled:
     def of(cls, measured: Measured, draws: int, random: np.random.Generator) -> Resampled:
         samples, own, steps, exchanges, steady = {}, {}, [], [], []
         for number, members in enumerate(measured.groups):
-            # The members' steps and the group's stay together: what slowed one down delayed the others.
+            # The steps of a group and its members are drawn together, because a slow member delays the others.
             which = _blocks(len(measured.steps[number]), measured.period, draws, random)
             steady.append(which >= (measured.period if which.shape[1] > 8 * measured.period else 0))
             steps.append(np.array(measured.steps[number])[which])
@@ -53,9 +55,9 @@ class Resampled:
 
 
 def _blocks(count: int, period: int, draws: int, random: np.random.Generator) -> Array:
-    """Numbers of steps, those measured and then blocks of neighbours at random: shape (draws + 1, about count).
+    """Return indices of steps: all measured ones, then random blocks of neighbours; shape (draws + 1, about count).
 
-    Blocks are of whole cycles, from one exchange to the next; one that was cut short at the end is left out.
+    Blocks consist of whole cycles, from one exchange to the next; a cycle that is cut short at the end is left out.
     """
     period = min(period, count)
     cycles = count // period

@@ -1,15 +1,15 @@
-"""Statistical efficiency: the updates to a target, read off loss curves.
+"""Statistical efficiency: the number of updates to a target, from loss curves.
 
 A curve is fitted by a decay that may level off anywhere and bend in any way between an exponential and a slow power,
 
     L(t) = floor + drop (1 + t / τ)^(-p),        L(t) = floor + drop exp(-t / τ) as p → ∞ with τ / p fixed,
 
-so that a forecast is as uncertain as the end of the curve leaves it. What staleness does to momentum is in
-`lightning_omni.performance.momentum`; seconds per update are in `lightning_omni.performance.profile`.
+so a forecast is as uncertain as the end of the curve leaves it. `lightning_omni.performance.momentum` covers the effect
+of staleness on momentum, and `lightning_omni.performance.profile` the seconds per update.
 
-Rule 1: the fit needs no start and cannot fail: a search over q = 1 / p and T = τ / p, with least squares in the rest.
-Rule 2: forecasts are quantiles over draws from the likelihood. A covariance would not do: of a curve that has not
-levelled off yet, updates to a target are anything but normally distributed, and may be infinite.
+Rule 1: The fit needs no start and cannot fail: it searches q = 1 / p and T = τ / p, with least squares in the rest.
+Rule 2: Forecasts are quantiles over draws from the likelihood. A covariance would not suffice: for a curve that has not
+levelled off yet, updates to a target are far from normally distributed, and may be infinite.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from lightning_omni.trace import Trace
 Array = np.ndarray[Any, Any]
 
 
-# --- What is said ----------------------------------------------------------------------------------------------------
+# --- Estimates -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value and the interval that holds it with a stated probability; infinite where something never happens.
+    """A value and the interval that holds it with a stated probability; infinite if an event never happens.
 
     Attributes:
-        value: the median.
+        value: median.
         low: lower end of the interval.
         high: upper end.
-        probability: probability that the value is finite at all.
+        probability: probability that the value is finite.
 
     Example:
         >>> some, none = Estimate(120.0, 100.0, math.inf, probability=0.7), Estimate(math.inf, math.inf, math.inf, 0.0)
@@ -60,12 +60,12 @@ class Estimate:
         return f"{self.value:.4g} ({self.low:.4g} to {self.high:.4g})"
 
     def times(self, factor: float) -> Estimate:
-        """Of so many times as much, with the same probability."""
+        """Return the estimate multiplied by ``factor``, with the same probability."""
         return Estimate(self.value * factor, self.low * factor, self.high * factor, self.probability)
 
 
 def check_level(level: float) -> None:
-    """Refuses what is no probability of an interval."""
+    """Raise a `ConfigurationError` unless ``level`` is a probability of an interval."""
     check_number("level", level, "a probability between 0 and 1", above=0, below=1)
 
 
@@ -74,14 +74,14 @@ def check_level(level: float) -> None:
 
 @dataclass(frozen=True, eq=False)
 class LossCurve:
-    """Losses over updates, or over samples.
+    """The losses of a run over its updates or samples.
 
     Args:
-        moments: updates or samples at each point, shape (n,), counted from the start of the run; rising.
-        losses: loss at each point, shape (n,), the lower the better; NaN and infinity are allowed and mean trouble.
+        moments: updates or samples at each point, counted from the start of the run, rising, shape (n,).
+        losses: loss at each point, the lower the better, shape (n,); may be NaN or infinite.
 
     Raises:
-        ConfigurationError: the two do not belong together, or the moments do not rise.
+        ConfigurationError: the shapes differ, or the moments do not rise.
 
     Example:
         >>> curve = LossCurve([1, 2, 3, 4], [4.0, 2.0, 3.0, 1.0])
@@ -104,14 +104,14 @@ class LossCurve:
 
     @classmethod
     def of(cls, trace: Trace, metric: str | None = None) -> LossCurve:
-        """The training loss of a run over its updates, or a metric of its evaluations.
+        """Return the training loss of a run over its updates, or a metric of its evaluations.
 
         Args:
-            trace: the run.
+            trace: trace of the run.
             metric: name of an evaluated loss; None for the mean training loss of each update.
 
         Raises:
-            ConfigurationError: the run was not evaluated for that.
+            ConfigurationError: the run did not evaluate the metric.
         """
         if metric is not None:
             if metric not in trace.evaluated:
@@ -124,11 +124,11 @@ class LossCurve:
         return len(self.moments)
 
     def smoothed(self, window: int) -> LossCurve:
-        """The curve of running means, each at the mean moment of its window (a trailing mean would lag).
+        """Return the running means, each at the mean moment of its window (a trailing mean would lag).
 
-        The losses are those of torchmetrics' ``RunningMean(window)``, so that they agree with what a user logs; they
-        are computed here for the whole curve at once, as the metric takes half a millisecond a point. `fit_decay` wants
-        the raw curve: smoothing ties neighbours together, and errors would come out too small.
+        The losses equal torchmetrics' ``RunningMean(window)`` and thus a user's log; the metric itself takes half a
+        millisecond per point. `fit_decay` needs the raw curve: smoothing correlates neighbours, and the errors would be
+        too small.
 
         Args:
             window: number of points in a mean, at least 1.
@@ -145,14 +145,14 @@ class LossCurve:
 
 
 def level(moments: Array, losses: Array) -> tuple[float, float]:
-    """Mean of some points of a curve, and its standard error; points that follow each other closely count as fewer.
+    """Compute the mean of some points of a curve and its standard error; correlated points count as fewer.
 
-    The scatter is taken about their own straight line, so that a curve which still falls steeply is not taken for a
-    noisy one.
+    The scatter is measured about the points' own straight line, so a curve that still falls steeply does not count as
+    noisy.
 
     Args:
-        moments: of at least three points, shape (n,).
-        losses: at these, finite, shape (n,).
+        moments: moments of at least three points, shape (n,).
+        losses: finite losses at these moments, shape (n,).
     """
     points = len(losses)
     design = np.stack([np.ones(points), moments - moments.mean()], axis=1)
@@ -166,36 +166,36 @@ def level(moments: Array, losses: Array) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Diverged:
-    """The verdict on a curve that went up or out of bounds; it never reaches anything.
+    """The verdict on a curve that rose or became infinite; such a curve reaches no target.
 
     Attributes:
-        at: the moment from which this shows.
-        reason: why, for a person.
+        at: moment from which the divergence shows.
+        reason: explanation for users.
     """
 
     at: float
     reason: str
 
     def updates_to(self, target: float, level: float = 0.8) -> Estimate:
-        """Never, whatever the target and the level."""
+        """Return an infinite estimate, whatever the target and the level."""
         return Estimate(math.inf, math.inf, math.inf, probability=0.0)
 
 
 @dataclass(frozen=True, eq=False)
 class DecayFit:
-    """A fitted decay and draws of what else it might be.
+    """A fitted decay, with draws of other decays that are likely.
 
     Attributes:
-        floor: what the loss tends to.
+        floor: limit of the loss.
         drop: loss at moment 0, less the floor.
-        tau: the time constant τ, in the curve's unit.
-        power: the power p; infinite for an exponential.
+        tau: time constant τ, in the curve's unit.
+        power: power p; infinite for an exponential.
         noise: standard deviation of a fitted point about the curve.
-        points: number of points that were fitted: means of neighbours, if the curve has more than 256.
-        autocorrelation_time: how many points tell as much as one independent one; large if noise goes on for a while,
-            or if the curve is not of this family.
-        end: the last moment that was fitted; what lies beyond is a forecast.
-        skipped: the start of the curve, if the family fits the rest only.
+        points: number of fitted points: means of neighbours, if the curve has more than 256.
+        autocorrelation_time: number of points with the information of one independent point; large if the noise is
+            correlated, or if the curve is not of this family.
+        end: last fitted moment; later losses are forecast.
+        skipped: start of the curve, if the family fits only the rest.
         draws: floor, drop, T and q of each draw, shape (draws, 4), with T in the curve's unit.
     """
 
@@ -212,37 +212,33 @@ class DecayFit:
 
     @property
     def family(self) -> str:
-        """``"exponential"`` or ``"power"``."""
+        """Return ``"exponential"`` or ``"power"``."""
         return "exponential" if math.isinf(self.power) else "power"
 
     def updates_to(self, target: float, level: float = 0.8) -> Estimate:
-        """Updates (or samples, if the curve is over them) until the curve, without noise, is at a target.
+        """Return the updates (or samples, if the curve is over samples) until the curve, without noise, is at a target.
 
-        It is 0 if the curve starts there, and infinite in as much as the floor may lie above: ``high`` is infinite
-        if that has a probability of more than (1 - level) / 2, ``value`` if it is more likely than not.
-
-        Args:
-            target: a loss.
-            level: probability of the interval.
+        The result is 0 if the curve starts there, and infinite in so far as the floor may be above: ``high`` is
+        infinite if that has a probability of more than (1 - level) / 2, ``value`` if it is more likely than not.
         """
         return _estimate(self.draws_to(target), level)
 
     def draws_to(self, target: float) -> Array:
-        """`updates_to` for each draw, shape (draws,)."""
+        """Return `updates_to` for each draw, shape (draws,)."""
         floor, drop, scale, bend = self.draws.T
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             left = (target - floor) / drop
             speed = np.where(bend > 0, np.expm1(-bend * np.log(left)) / np.where(bend > 0, bend, 1), -np.log(left))
             updates = np.where(floor + drop <= target, 0.0, np.where(left > 0, scale * speed, np.inf))
-        # What lies before the fit is not extrapolated but read off.
+        # Moments before the fit are read off the skipped start, not extrapolated.
         if not len(self.skipped):
             return updates
         return np.where(updates < self.skipped.moments[-1], self._seen(target), updates)
 
     def _seen(self, target: float) -> Array:
-        """When the skipped start of the curve was at a target, give or take the noise, shape (draws,).
+        """Return the moment at which the skipped start was at a target, within the noise, shape (draws,).
 
-        That is how long it was above: its first point below would come too early, by noise.
+        The method counts the points above the target, because noise makes the first point below it come too early.
         """
         window = max(3, len(self.skipped) // 10)
         smooth = self.skipped.smoothed(window)
@@ -258,37 +254,37 @@ Verdict: TypeAlias = DecayFit | Diverged
 
 def _estimate(draws: Array, level: float) -> Estimate:
     check_level(level)
-    # No interpolation between draws: half-way to infinity is not a number.
+    # Quantiles are not interpolated between draws, because half-way to infinity is not a number.
     low, value, high = np.quantile(draws, [(1 - level) / 2, 0.5, (1 + level) / 2], method="inverted_cdf")
     return Estimate(float(value), float(low), float(high), probability=float(np.isfinite(draws).mean()))
 
 
 def fit_decay(curve: LossCurve, lowest: float = 0.0, draws: int = 1000, seed: int = 0) -> Verdict:
-    r"""Fits a decay to a curve, or says that the curve diverged.
+    r"""Fit a decay to a curve, or report that the curve diverged.
 
     .. math::
 
         L(t) = \mathrm{floor} + \mathrm{drop}\,(1 + q t / T)^{-1/q}, \quad q \ge 0
 
-    with q = 0 the exponential. The family is chosen by Akaike's criterion, the draws have q free in either case: a
-    curve that an exponential fits may still have a tail. Single points far off (ten standard deviations from their
-    neighbours' median) are pulled in, and a few that are not finite left out, if the curve recovers from them. Points
-    weigh by the noise about them. If no decay fits the whole curve, as where training starts slowly, the first quarter
-    or half is left out, as long as the rest fits much better; a decay that starts later is of the same family. What a
-    law that fits but nearly is off by (a few per cent of the updates) is not in the intervals.
+    with q = 0 the exponential. Akaike's criterion selects the family; the draws have q free in either case, because a
+    curve that an exponential fits may still have a tail. Single outliers (ten standard deviations from their
+    neighbours' median) are replaced by that median, and a few non-finite losses are left out, if the curve recovers.
+    The noise about a point determines its weight. If no decay fits the whole curve, for example after a slow start, the
+    first quarter or half is left out, provided that the rest fits much better; a decay that starts later is of the same
+    family. The intervals do not include the error of a law that fits only nearly (a few per cent of the updates).
 
     Args:
-        curve: the curve, not smoothed.
-        lowest: what no loss can be below, 0 for most; -infinity if there is no such bound.
+        curve: raw curve, not smoothed.
+        lowest: lower bound of all losses, mostly 0; -infinity for none.
         draws: number of draws.
-        seed: of the draws.
+        seed: seed of the draws.
 
     Returns:
         The fit, or a `Diverged` if losses at the end or more than a tenth of all are not finite, or if the last fifth
-        lies clearly above the first and more than twice as high over ``lowest`` (over 0 if that is -infinity).
+        is clearly above the first and more than twice as high over ``lowest`` (over 0 if that is -infinity).
 
     Raises:
-        ConfigurationError: there are fewer than eight finite losses, or some lie below ``lowest``.
+        ConfigurationError: the curve has fewer than eight points, or some losses are below ``lowest``.
 
     Example:
         >>> moments = np.arange(1, 201)
@@ -319,18 +315,18 @@ def fit_decay(curve: LossCurve, lowest: float = 0.0, draws: int = 1000, seed: in
 
 
 def _fit(curve: LossCurve, skipped: int, lowest: float, draws: int, seed: int) -> DecayFit:
-    """Fits what comes after the skipped points."""
+    """Fit the curve after its skipped points."""
     random = np.random.default_rng(seed)
     moments, losses = _thin(curve.moments[skipped:], curve.losses[skipped:])
     # In units of the data the bounds on T mean the same for every curve.
     start, end, unit = float(losses.min()), float(moments[-1]), float(np.ptp(losses)) or 1.0
     data = DecayData(moments / end, (losses - start) / unit, _precision(losses), (lowest - start) / unit)
     exponential, general = (candidates(data, slowest, random) for slowest in (0.0, c.LARGEST_BEND))
-    # Akaike's criterion: one parameter more has to gain two in -2 log likelihood.
+    # Akaike's criterion: one more parameter must gain two in -2 log likelihood.
     ratio = exponential.nodes.squares.min() / general.nodes.squares.min()
     gain = general.nodes.freedom * math.log(ratio) - 2
     nodes = general.nodes if gain > 0 else exponential.nodes
-    # An exponential is the edge q = 0 of the rest: without a share of its own it would not be drawn.
+    # An exponential is the edge q = 0 of the general family: without a share of its own it would not be drawn.
     few = round(draws / (1 + math.exp(min(gain / 2, 700.0))))
     drawn = np.concatenate([exponential.drawn(data, few, random), general.drawn(data, draws - few, random)])
     (floor, drop), scale, bend = nodes.linear[nodes.best], nodes.scale[nodes.best], float(nodes.bend[nodes.best])
@@ -350,7 +346,7 @@ def _fit(curve: LossCurve, skipped: int, lowest: float, draws: int, seed: int) -
 
 def _check(curve: LossCurve, lowest: float) -> None:
     finite = curve.losses[np.isfinite(curve.losses)]
-    # Trouble in most of the points is a verdict, not a lack of points.
+    # Non-finite points count here: many of them are a divergence, not a lack of points.
     if len(curve) < c.FEWEST_POINTS:
         raise ConfigurationError(
             f"{len(curve)} points: a decay needs at least {c.FEWEST_POINTS}; log more often, or train for longer"
@@ -377,7 +373,7 @@ def _divergence(curve: LossCurve, lowest: float) -> Diverged | None:
 
 
 def _without_spikes(losses: Array, width: int = c.SPIKE_WINDOW) -> Array:
-    """Pulls in points far from the median of their neighbours, which on a monotone curve is the curve itself."""
+    """Replace outliers by the median of their neighbours, which on a monotone curve is the curve itself."""
     padded = np.pad(losses, width // 2, mode="reflect", reflect_type="odd")
     middle = np.median(np.lib.stride_tricks.sliding_window_view(padded, width), axis=1)
     away = np.abs(losses - middle)
@@ -386,9 +382,9 @@ def _without_spikes(losses: Array, width: int = c.SPIKE_WINDOW) -> Array:
 
 
 def _precision(losses: Array) -> Array:
-    """One over the standard deviation of the noise, up to a factor: a loss that falls gets less noisy.
+    """Return 1 / (standard deviation of the noise), up to a factor, because a falling loss becomes less noisy.
 
-    Read off second differences, in which a straight line leaves nothing, averaged over a fifth of the points.
+    The estimate averages second differences, which vanish on a straight line, over a fifth of the points.
     """
     variance = np.pad(np.diff(losses, 2) ** 2, 1, mode="edge")
     width = min(max(len(losses) // 5, c.FEWEST_POINTS), len(losses)) // 2
@@ -399,7 +395,7 @@ def _precision(losses: Array) -> Array:
 
 
 def _thin(moments: Array, losses: Array) -> tuple[Array, Array]:
-    """Means of blocks of neighbours, so that there are at most `constants.MOST_POINTS` points."""
+    """Average blocks of neighbours, so that at most `constants.MOST_POINTS` points remain."""
     size = max(1, -(-len(moments) // c.MOST_POINTS))
     starts = np.arange(0, len(moments), size)
     counts = np.diff(np.append(starts, len(moments)))

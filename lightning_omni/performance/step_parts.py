@@ -1,4 +1,4 @@
-"""Where the time of a step goes, as ranks tell it: what can be said of one step, and of the slowest rank of a group."""
+"""The parts of a step's time, as ranks report them, and the slowest rank of a group."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from lightning_omni.protocol.messages import Status
 
 
 def parts_of_step(step: float, forward: float, exchange: float) -> dict[str, float]:
-    """The parts of a step, in seconds; empty before one was timed.
+    """Return the parts of a step in seconds; empty before a step was timed.
 
     Args:
         step: seconds of a whole step.
-        forward: of these, to the end of the forward pass.
-        exchange: of these, in the exchange with the server.
+        forward: seconds of it to the end of the forward pass.
+        exchange: seconds of it in the exchange with the server.
 
     Returns:
         ``"forward"``, ``"exchange"`` and ``"rest"``: the backward pass, the all-reduce and waiting for the group.
@@ -27,10 +27,10 @@ def parts_of_step(step: float, forward: float, exchange: float) -> dict[str, flo
 
 
 def straggler_sentence(status: Status, can_rebalance: bool = False) -> str:
-    """Names the rank that holds its group up most, if one does.
+    """Return a sentence that names the worst straggler; empty if no rank slows its group down.
 
     Args:
-        status: what the server says of all groups.
+        status: the server's report on all groups.
         can_rebalance: whether the batch could be split by speed, and is not.
     """
     worst, sentence = c.STRAGGLER, ""

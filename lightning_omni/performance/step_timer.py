@@ -1,4 +1,4 @@
-"""`StepTimer`: how long steps take, on the host's clock. What a rank computes of a step is measured by `OwnTime`."""
+"""A timer of steps on the host's clock. `OwnTime` measures a rank's compute time."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 
 class StepTimer:
-    """Seconds from the end of one step to the end of the next.
+    """A timer of the seconds from the end of one step to the end of the next.
 
     Args:
-        clock: gives the time in seconds; None for that of `time.perf_counter`.
+        clock: function that returns the time in seconds; None for `time.perf_counter`.
 
     Example:
         >>> moments = iter([0.0, 2.0, 4.5])
@@ -24,22 +24,22 @@ class StepTimer:
         self._since: float | None = None
 
     def start(self) -> None:
-        """A step begins, unless it began when the last one ended."""
+        """Record the beginning of a step, unless the end of the last one did."""
         if self._since is None:
             self._since = self._clock()
 
     def interrupt(self) -> None:
-        """Something else comes before the next step: that one is not timed, unless it is started."""
+        """Discard the recorded beginning: the next step is timed only after `start`."""
         self._since = None
 
     def done(self, elsewhere: float = 0.0) -> float | None:
-        """A step has ended.
+        """Record the end of a step.
 
         Args:
-            elsewhere: seconds of it that do not count.
+            elsewhere: seconds of the step that do not count.
 
         Returns:
-            Its seconds, or None if its beginning is not known.
+            Seconds of the step, or None if its beginning was not recorded.
         """
         since, self._since = self._since, self._clock()
         return None if since is None else max(0.0, self._since - since - elsewhere)

@@ -1,4 +1,4 @@
-"""How groups would train, and how fast: from fitted costs to seconds of each part of a step."""
+"""Plans of training, and their speed: from fitted costs to seconds of each part of a step."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _TWICE_AS_FAST = {
     "link": ("link_per_byte", "own_per_byte"),
     "head": ("head_per_sample",),
 }
-"""What of a model is halved to find out what it helps."""
+"""Fields of the model that are halved to find the effect of each part."""
 
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """How the groups would train. All that `ExchangePattern` can leave open is known."""
+    """A way to train, whose speed the cost model determines. No field of its `ExchangePattern` is None."""
 
     model: CostModel
     batch: float
@@ -51,7 +51,6 @@ class TrainingPlan:
 
     @property
     def period(self) -> int:
-        """Local steps between two exchanges."""
         return self.exchanging.period or 1
 
     @cached_property
@@ -59,7 +58,7 @@ class TrainingPlan:
         return self.model.speeds(self.batch)
 
     def bottleneck(self, topology: Topology) -> str:
-        """What would speed training up most if it took half as long."""
+        """Return the part that would speed training up most if it took half as long."""
         model, rough = first_draw(self.model), replace(self, is_rough=True)
 
         def rate(halved: Sequence[str]) -> float:
@@ -71,7 +70,7 @@ class TrainingPlan:
         return max(rates, key=rates.__getitem__)
 
     def outcome(self, topology: Topology) -> Outcome:
-        """How fast that would be."""
+        """Compute the seconds of each part of a step for a topology."""
         model, groups = self.model, [topology.members(group) for group in topology.alive]
         sizes = np.array([len(members) for members in groups])
         work = self._work(groups, slowest)
@@ -85,7 +84,7 @@ class TrainingPlan:
         here = np.array(model.placement.are_here(groups))
         handed = self._handed_on(groups)
         seconds = self._seconds(here, np.where(here & ~together, self.period * handed, 0.0))
-        # Of a group on the server's node with members elsewhere all messages cross the server's link.
+        # If only the leader of a group is on the server's node, all messages of the group cross the server's link.
         ring = np.where(here & ~together, self.period * allreduce, 0.0)
         allreduce = allreduce + np.where(here & ~together, 0.0, handed)
         head = model.head_per_sample * self.batch * float(sizes.mean())
@@ -94,7 +93,7 @@ class TrainingPlan:
         shared = SharedStations(seconds, ring, self.period * head)
         if self.exchanging.barrier or self.exchanging.delay:
             alone = allreduce + head + between
-            few = np.minimum(self.exchanging.delay, steps)  # that are made while an exchange is under way
+            few = np.minimum(self.exchanging.delay, steps)  # steps made during an exchange
             hidden, then = (self._steps(groups, count, compute, variance, alone) for count in (few, steps - few))
             if self.exchanging.barrier:
                 cycle, waiting = self._at_a_barrier(hidden, then, seconds)
@@ -110,33 +109,33 @@ class TrainingPlan:
         spent = shared.spent(think, self.period * variance, self.period) / self.period
         return Outcome(sizes * self.batch, compute, allreduce, *per_step, head, spent)
 
-    # --- What is sent ------------------------------------------------------------------------------------------------
+    # --- Exchanges ---------------------------------------------------------------------------------------------------
 
     def _handed_on(self, groups: Groups) -> Array:
-        """Seconds of a step in which members get what their leader was answered, shape (draws, groups)."""
+        """Return the seconds of a step in which leaders forward answers to their members, shape (draws, groups)."""
         model = self.model
         if not model.hands_on:
             return np.zeros((len(model.delay), len(groups)))
         part = (self.exchanging.pull or 0) / model.nbytes if model.nbytes else 1.0
-        if self.exchanging.peers:  # now and then the peer that is drawn is the group itself
+        if self.exchanging.peers:  # sometimes a group draws itself as its peer
             part *= 1 - 1 / len(groups)
         over = model.hand_hop + model.hand_ring * part
         return model.placement.handed_on(groups, over, part * model.nbytes) / self.period
 
     def _seconds(self, here: Array, handed: Array) -> ExchangeSeconds:
-        """What an exchange takes each group.
+        """Return the seconds of an exchange for each group.
 
         Args:
-            here: of each group, whether its leader is on the server's node, shape (groups,).
-            handed: seconds on the server's link in which answers are handed on, shape (draws, groups).
+            here: whether the leader of each group is on the server's node, shape (groups,).
+            handed: seconds on the server's link in which leaders forward answers, shape (draws, groups).
         """
         model, pattern = self.model, self.exchanging
-        # Of the weights a part may be on the group's own node.
+        # A part of the weights may be on the group's own node.
         push, pull = (model.away * (nbytes or 0) for nbytes in (pattern.push, pattern.pull))
         per_byte, delay, own = (
             each[:, None] + 0 * handed for each in (model.link_per_byte, model.delay, model.own_per_byte)
         )
-        if pattern.peers:  # now and then the peer that is drawn is the group itself
+        if pattern.peers:  # sometimes a group draws itself as its peer
             seconds = (1 - 1 / len(here)) * (delay + own * pull)
             return ExchangeSeconds(seconds * (not pattern.delay), 0 * model.serve, 0 * handed, 0 * handed)
         if here.any():
@@ -146,19 +145,19 @@ class TrainingPlan:
         # Servers on one node share its link.
         links = model.servers if model.placement.server is None else 1
         serve, per_byte, both = model.serve / model.servers, per_byte / links, push + pull
-        # Messages cross a group's link and the server's at the same time, at a barrier while those of all groups do.
+        # A message crosses its group's link and the server's at once; at a barrier, all groups' messages do.
         beyond = np.maximum(own * both - per_byte * both * (len(here) if pattern.barrier else 1), 0.0)
         delay = delay * messages_of(model.servers) + beyond
         return ExchangeSeconds(delay, serve, per_byte * push, per_byte * pull + handed)
 
     def _local_steps(self, seconds: Array) -> Array:
-        """Of each group, between two exchanges, if a step takes so long, shape (draws, groups); shape (groups,)."""
+        """Return each group's steps between two exchanges, shape (groups,), from its seconds per step."""
         if not self.exchanging.dynamic:
             return np.full(seconds.shape[1], self.period)
         return np.asarray(np.maximum(1, np.rint(self.period * seconds[0].min() / seconds[0])), int)
 
     def _at_a_barrier(self, hidden: Array, rest: Array, seconds: ExchangeSeconds) -> tuple[Array, Array]:
-        """Seconds from exchange to exchange, and what they would be if exchanges took no time; (draws, groups)."""
+        """Return the seconds between exchanges, and those if exchanges took no time, each of shape (draws, groups)."""
         serve = seconds.serve[:, None]
         way = seconds.delay + np.minimum(serve, seconds.push)
         costs = BarrierExchange(way, np.maximum(serve, seconds.push), seconds.pull)
@@ -168,7 +167,7 @@ class TrainingPlan:
         return cycle, alone + 0 * cycle
 
     def _beside(self, hidden: Array, rest: Array, variance: Array, shared: SharedStations) -> tuple[Array, Array]:
-        """The same where no group waits for another."""
+        """Return the results of `_at_a_barrier` for groups that do not wait for each other."""
         then, delay = rest.mean(axis=2), shared.seconds.delay
         spent = np.maximum(shared.seconds.serve[:, None], shared.seconds.link)
         for _ in range(c.OVERLAP_ROUNDS):
@@ -179,14 +178,14 @@ class TrainingPlan:
     # --- The steps ---------------------------------------------------------------------------------------------------
 
     def _steps(self, groups: Groups, counts: Array, compute: Array, variance: Array, alone: Array) -> Array:
-        """Equally likely seconds of so many steps of each group, shape (draws, groups, quantiles)."""
+        """Return equally likely seconds of ``counts`` steps of each group, shape (draws, groups, quantiles)."""
         if (counts == 1).all():
             return np.asarray(np.stack(self._work(groups, quantiles_of_slowest), axis=1) + alone[:, :, None])
         sums = quantiles_of_sum(counts * compute, counts * variance, self.model.jitter.shape[2])
         return np.asarray(sums + (counts * alone)[:, :, None])
 
     def _work(self, groups: Groups, of: Callable[[Array, Array], _T]) -> list[_T]:
-        """What is asked of the compute times of each group's members: see `lightning_omni.performance.queueing`."""
+        """Apply a function of `lightning_omni.performance.queueing` to the compute times of each group's members."""
         known: dict[Any, _T] = {}
         found = []
         for members in groups:
@@ -206,7 +205,7 @@ class TrainingPlan:
         return apportion(round(len(members) * self.batch), [self.speeds[rank] for rank in members])
 
     def _times(self, kinds: Mapping[tuple[tuple[int, float], float], int]) -> tuple[Array, Array]:
-        """Equally likely seconds of a step of each kind of member, and how many there are."""
+        """Return equally likely seconds of a step of each kind of member, and the number of members of each kind."""
         which = np.array([device for (device, _), _ in kinds])
         slower = np.array([factor for (_, factor), _ in kinds])
         samples = np.array([share for _, share in kinds])
@@ -216,13 +215,13 @@ class TrainingPlan:
 
 @dataclass(frozen=True)
 class ExchangeSeconds:
-    """What an exchange takes each group, in seconds.
+    """The seconds of an exchange for each group.
 
     Attributes:
-        delay: for which no group waits for another, shape (draws, groups).
-        serve: of the server, shape (draws,).
-        push: on the server's link, shape (draws, groups); nothing for a group on the server's node.
-        pull: of the answer, likewise.
+        delay: time outside shared resources, shape (draws, groups).
+        serve: time of the server, shape (draws,).
+        push: time of the push on the server's link, shape (draws, groups); 0 for a group on the server's node.
+        pull: time of the answer on that link, and of forwarding it from the server's node, shape (draws, groups).
     """
 
     delay: Array
@@ -232,18 +231,17 @@ class ExchangeSeconds:
 
     @property
     def link(self) -> Array:
-        """Of the server's link in the direction that is busier, shape (draws, groups)."""
+        """Return the seconds on the server's link in its busier direction, shape (draws, groups)."""
         return np.maximum(self.push, self.pull)
 
 
 @dataclass(frozen=True)
 class SharedStations:
-    """What groups share: the server, its link, and a merged head.
+    """The resources that groups share: the server, its link, and a merged head.
 
     Attributes:
-        seconds: what an exchange takes each group.
-        ring: of the seconds of a cycle that a group needs elsewhere, those of an all-reduce on the server's link, shape
-            (draws, groups).
+        seconds: seconds of an exchange for each group.
+        ring: seconds of an all-reduce on the server's link; ``think`` includes them, shape (draws, groups).
         head: seconds of a cycle at a merged head.
     """
 
@@ -252,14 +250,12 @@ class SharedStations:
     head: float
 
     def spent(self, think: Array, variance: Array, period: int) -> Array:
-        """Seconds of a cycle there, with waiting, shape (draws, groups).
+        """Compute the seconds of a cycle at shared resources, with waiting, shape (draws, groups).
 
-        Args:
-            think: seconds of a cycle elsewhere, shape (draws, groups).
-            variance: of these, in seconds squared, shape (draws, groups).
-            period: visits to a merged head in a cycle.
+        ``think`` and ``variance`` are as in `residence`; ``period`` is the number of visits to a merged head in a
+        cycle.
         """
-        ring = self.ring[:, :, None]  # is in both directions at once
+        ring = self.ring[:, :, None]  # in both directions at once
         links = np.stack([self.seconds.push, self.seconds.pull], axis=2) + ring
         counted = np.divide(links - ring / 2, links, out=np.ones_like(links), where=links > 0)
         service = np.stack([self.seconds.serve, np.full_like(self.seconds.serve, self.head / period)], axis=1)
@@ -268,9 +264,9 @@ class SharedStations:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a plan; seconds of one step, of shape (draws, groups).
+    """The predicted speed of a plan: seconds of one step, by part, shape (draws, groups).
 
-    ``whole`` is all of a step, where that is no sum of its parts.
+    ``whole`` is the whole step, if that is not the sum of its parts.
     """
 
     samples: Array
@@ -285,14 +281,13 @@ class Outcome:
 
     @cached_property
     def _rates(self) -> Array:
-        """Steps per second of each group."""
         parts = self.compute + self.allreduce + self.exchange + self.shared
         rates = 1 / (parts if self.whole is None else self.whole)
         busy = np.maximum(self._busy(rates), 1.0)  # by a rounding error, at most
         return np.asarray(rates / busy[:, None])
 
     def _busy(self, rates: Array) -> Array:
-        """Part of the time in which the busiest serial part is, at so many steps per second; shape (draws,)."""
+        """Return the fraction of time in which the busiest serial part works at these rates, shape (draws,)."""
         return np.asarray(np.max([(each * rates).sum(axis=1) for each in (self.serve, self.head, self.link)], axis=0))
 
     @property
@@ -318,19 +313,19 @@ class Outcome:
 
     @property
     def serial(self) -> float:
-        """Seconds of an update at the busiest of what all groups share: no update takes less."""
+        """Return the seconds per update at the busiest shared resource, a lower bound."""
         parts = self.parts
         return max(parts[name] for name in ("serve", "link", "head"))
 
     @property
     def is_saturated(self) -> bool:
-        """Whether groups that did not wait would bring more than a serial part can take."""
+        """Return whether groups that did not wait would exceed the capacity of a serial part."""
         alone = self.exchange + self.serve + 2 * self.link + self.head
         return bool(self._busy(1 / (self.compute + self.allreduce + alone))[0] >= 1 - 1e-9)
 
     @property
     def is_busy(self) -> bool:
-        """Whether something that all groups share is busy nearly all the time."""
+        """Return whether a shared resource is busy nearly all the time."""
         return bool(self._busy(self._rates)[0] > 1 - c.IDLE)
 
     @property

@@ -1,17 +1,17 @@
-"""OmniStrategy, for whichever of Lightning's two namespaces the Trainer comes from.
+"""`OmniStrategy` for both of Lightning's namespaces, ``lightning.pytorch`` and ``pytorch_lightning``.
 
-`lightning_omni.OmniStrategy` is one class, in whatever order things are imported (see ``either.py``). It has no base
-class of Lightning's until a namespace is imported; it gets that namespace's then, and so do its subclasses. If none is
-imported when an object is made, the one that is installed is imported, or ``lightning.pytorch`` if both are.
+`lightning_omni.OmniStrategy` is one class (see ``either.py``), whatever the order of imports. It has no base class of
+Lightning's until a namespace is imported; then it and its subclasses get that namespace's base class. If no namespace
+is imported when an object is made, the installed one is imported, or ``lightning.pytorch`` if both are installed.
 
-If both are imported, an object is made for the one that was imported first, and belongs to the other from the moment
-on at which a Trainer of the other gives it its accelerator: it gets a class with the other base class then (see
-``namespaces.py``). Callbacks have no state of Lightning's, and their class gets the base classes of both.
-``pytorch_lightning.py`` and ``lightning.py`` have the same classes, each for one namespace.
+If both namespaces are imported, an object is made for the one that was imported first. When a Trainer of the other
+namespace gives it an accelerator, the object switches to a class with the other base class (see ``namespaces.py``).
+Callbacks hold no state of Lightning's, so their class gets the base classes of both namespaces.
+``pytorch_lightning.py`` and ``lightning.py`` define the same classes, each for one namespace.
 
-Lightning loads no strategies by itself, so the name "omni" is registered when both this package and a namespace are
-imported, in whatever order. Lightning is never imported from here before an object is made: it takes seconds, and the
-parameter server's process and loops without Lightning have no use for it.
+Lightning does not discover strategies by itself. Therefore this package registers the name "omni" when both it and a
+namespace are imported, in any order. This package never imports Lightning before an object is made: the import takes
+seconds, and neither the parameter server's process nor loops without Lightning need it.
 """
 
 from __future__ import annotations
@@ -28,18 +28,20 @@ from typing import Any
 from typing_extensions import override
 
 NAMESPACES = ("pytorch_lightning", "lightning.pytorch")
-"""Lightning's namespaces. Their Trainers refuse each other's strategies."""
+"""Lightning's namespaces. The Trainer of one rejects the strategies of the other."""
 
 
 _rooms: list[str] = []
-"""In which there are modules for each namespace."""
+"""Subpackages of `lightning_omni` that have a module for each namespace."""
 
 
 def follow(room: str) -> None:
-    """Import our module for each namespace that is imported, now or later: it names its classes to both sides.
+    """Import a subpackage's module for each namespace that is imported, now or later.
+
+    The modules register the package's classes with Lightning.
 
     Args:
-        room: where the modules are, as in ``"strategy"``.
+        room: name of the subpackage, such as ``"strategy"``.
     """
     if room not in _rooms:
         _rooms.append(room)
@@ -56,10 +58,10 @@ def module_in(room: str, namespace: str) -> Any:
 
 
 def import_installed(name: str) -> None:
-    """Import a namespace, as none is imported yet.
+    """Import an installed namespace; the caller has found that none is imported.
 
     Args:
-        name: of the class that needs one.
+        name: name of the class that needs one, for the error message.
 
     Raises:
         ImportError: Lightning is not installed.
@@ -74,11 +76,10 @@ def import_installed(name: str) -> None:
 
 
 class _FollowImports(importlib.abc.MetaPathFinder):
-    """Lets others find Lightning, and follows when it has been loaded."""
+    """An import hook that finds Lightning through the other finders and imports our modules after it."""
 
     @override
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Finds the two namespaces only, through the other finders."""
         if name not in NAMESPACES:
             return None
         for finder in sys.meta_path:

@@ -1,6 +1,6 @@
-"""What touches underscore names of Lightning, which it does not promise to keep. Checked on Lightning 2.6.6.
+"""All access to private names of Lightning, which may change in any release. Checked on Lightning 2.6.6.
 
-One small place, so that a new release of Lightning can be checked against one small file; a test notices when one of
+Everything is in this one file so that it can be checked against a new release of Lightning. A test notices when one of
 these names is gone or behaves otherwise.
 """
 
@@ -49,16 +49,16 @@ else:
     _EvaluationLoop = _FitLoop = _TrainingEpochLoop = _Trainer = object
 
 FIRST_BARRIER = "run-stage"
-"""Name of the barrier at which all ranks are once Lightning has registered its signal handlers."""
+"""Name of the first barrier after Lightning has registered its signal handlers."""
 
 
 def set_ddp_options(strategy: Any, options: dict[str, Any]) -> None:
-    """The keyword arguments with which DDPStrategy wraps the module."""
+    """Set the keyword arguments with which DDPStrategy wraps the module."""
     strategy._ddp_kwargs = options
 
 
 def told_model_parallel(strategy: Any) -> dict[str, Any] | None:
-    """What Lightning's ModelParallelStrategy was given, by its arguments' names; None if this is none of its own."""
+    """Return the arguments of Lightning's ModelParallelStrategy by name; None if ``strategy`` is of another class."""
     kind = type(strategy)
     if kind.__name__ != "ModelParallelStrategy" or kind.__module__ not in _OF_MODEL_PARALLEL:
         return None
@@ -70,20 +70,21 @@ _OF_MODEL_PARALLEL = tuple(f"{name}.strategies.model_parallel" for name in NAMES
 
 
 def set_device_mesh(module: Any, mesh: Any) -> None:
-    """What the user's ``configure_model`` has as ``self.device_mesh``."""
+    """Set the ``self.device_mesh`` that the user's ``configure_model`` reads."""
     module._device_mesh = mesh
 
 
 def keep_unsynchronized(module: Any, names: list[str]) -> None:
-    """Parameters that DDPStrategy must not broadcast before it evaluates, for each rank has other rows of them."""
+    """Exclude parameters from DDPStrategy's broadcast before an evaluation: each rank has other rows of them."""
     module._ddp_params_and_buffers_to_ignore = names
 
 
 @contextmanager
 def staying_in_place(strategy: Any) -> Iterator[None]:
-    """A context in which a strategy's ``teardown`` leaves the module on its device, as ModelParallelStrategy's does.
+    """Return a context in which a strategy's ``teardown`` leaves the module on its device.
 
-    FSDP2 cannot move a module whose forward or backward pass an error has ended: it holds it gathered.
+    ModelParallelStrategy does the same. FSDP2 cannot move a module after an error in its forward or backward pass,
+    because its parameters are still gathered.
     """
     module = strategy.lightning_module
     if module is not None:
@@ -96,55 +97,55 @@ def staying_in_place(strategy: Any) -> Iterator[None]:
 
 
 def set_launcher(strategy: Any, launcher: Any) -> None:
-    """The launcher that the Trainer calls."""
+    """Set the launcher that the Trainer calls."""
     strategy._launcher = launcher
 
 
 def start_method(strategy: Any) -> str:
-    """How DDPStrategy starts its processes."""
+    """Return how DDPStrategy starts its processes."""
     return str(strategy._start_method)
 
 
 def set_start_method(strategy: Any, name: str) -> None:
-    """Has the strategy start its ranks in another way."""
+    """Set how the strategy starts its processes."""
     strategy._start_method = name
 
 
 def collective_timeout(strategy: Any) -> Any:
-    """DDPStrategy's time-out for collectives."""
+    """Return DDPStrategy's timeout for collectives."""
     return strategy._timeout
 
 
 def averages_models(strategy: Any) -> bool:
-    """Whether DDPStrategy was asked for post-local SGD."""
+    """Return whether DDPStrategy was configured for post-local SGD."""
     return strategy._model_averaging_period is not None
 
 
 def has_hook_for_gradients(strategy: Any) -> bool:
-    """Whether DDPStrategy was given a communication hook, of which a module may have one."""
+    """Return whether DDPStrategy has a communication hook; a DDP module can have only one."""
     return strategy._ddp_comm_hook is not None
 
 
 def be_open_ended(trainer: Trainer) -> None:
-    """The epoch ends when the leases do, not when a number of batches is reached."""
+    """Make the epoch end with the leases, and not after a number of batches."""
     fetcher: Any = trainer.fit_loop._data_fetcher
     fetcher.length = float("inf")
     fetcher.done = False
 
 
 def set_last_batch(trainer: Trainer, is_last: bool) -> None:
-    """Whether the loop takes the current batch for the epoch's last."""
+    """Set whether the loop treats the current batch as the epoch's last."""
     trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = is_last
 
 
 def step_schedules_by_epoch(trainer: Trainer) -> None:
-    """What the loop does after an epoch's last batch; schedules that wait for a metric come later."""
+    """Step the schedulers as the loop does after an epoch's last batch, without those that monitor a metric."""
     trainer.fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
 
 
 @contextmanager
 def scheduled(trainer: Trainer, configs: list[Any]) -> Iterator[None]:
-    """A context in which the loop has these schedulers and no others."""
+    """Return a context in which the loop has these schedulers and no others."""
     strategy = trainer.strategy
     before, strategy.lr_scheduler_configs = strategy.lr_scheduler_configs, configs
     try:
@@ -154,72 +155,72 @@ def scheduled(trainer: Trainer, configs: list[Any]) -> Iterator[None]:
 
 
 def step_plateaus(trainer: Trainer, configs: list[Any]) -> None:
-    """Steps schedulers that wait for a metric and are due, whatever the number of this rank's batch."""
+    """Step schedulers that monitor a metric and are due, whatever the number of this rank's batch."""
     with scheduled(trainer, [replace(config, frequency=1) for config in configs]):
         trainer.fit_loop.epoch_loop._update_learning_rates("step", update_plateau_schedulers=True)
 
 
 def metrics_by_now(trainer: Trainer) -> dict[str, Any]:
-    """What callbacks have been given; another tensor where a metric was computed again. Computes nothing."""
+    """Return the callback metrics without computing any; a metric that was computed again is another tensor."""
     return dict(trainer._logger_connector._callback_metrics)
 
 
 def will_step(trainer: Trainer) -> bool:
-    """Whether the current batch ends an accumulation window."""
+    """Return whether the current batch ends an accumulation window."""
     return not trainer.fit_loop._should_accumulate()
 
 
 def is_inside_a_hook(trainer: Trainer) -> bool:
-    """Whether Lightning is calling a hook of the module, a callback or the strategy at the moment."""
+    """Return whether Lightning is calling a hook of the module, a callback or the strategy at the moment."""
     return trainer.lightning_module._current_fx_name is not None
 
 
 def hook_of(trainer: Trainer) -> str:
-    """The hook that Lightning is calling at the moment; empty if there is none."""
+    """Return the name of the hook that Lightning is calling; an empty string if there is none."""
     return trainer.lightning_module._current_fx_name or ""
 
 
 def forget_hook(trainer: Trainer) -> None:
-    """No hook is being called. An earlier fit that failed or was interrupted in one has left its name in the module."""
+    """Clear the name of the current hook, which an earlier fit left behind if it was interrupted in a hook."""
     trainer.lightning_module._current_fx_name = None
 
 
 def validates_this_epoch(trainer: Trainer) -> bool:
-    """Whether validation is due in this epoch at all."""
+    """Return whether validation is enabled and due in this epoch."""
     return bool(trainer.enable_validation and trainer.fit_loop.epoch_loop._should_check_val_epoch())
 
 
 def validates_by_time(trainer: Trainer) -> bool:
-    """Whether ``val_check_interval`` is a duration."""
+    """Return whether ``val_check_interval`` is a duration."""
     return getattr(trainer, "_val_check_time_interval", None) is not None
 
 
 def stops_now(trainer: Trainer) -> bool:
-    """Whether ``should_stop`` is set, and not put off by min_epochs."""
+    """Return whether ``should_stop`` is set and min_epochs and min_steps allow to stop."""
     return bool(trainer.should_stop and trainer.fit_loop._can_stop_early)
 
 
 def progress_counters(trainer: Trainer) -> list[int]:
-    """How far this rank's loops are, in numbers that ranks of one group must agree on."""
+    """Return this rank's counts of batches and steps, on which the ranks of a group must agree."""
     batch = trainer.fit_loop.epoch_loop.batch_progress
     return [batch.current.ready, batch.total.ready, *step_counters(trainer)]
 
 
 def batches_begun(trainer: Trainer) -> int:
-    """Batches that this rank has begun to train, in all epochs."""
+    """Return how many batches this rank has begun to train, in all epochs."""
     return int(trainer.fit_loop.epoch_loop.batch_progress.total.ready)
 
 
 def batches_trained(trainer: Trainer) -> int:
-    """Batches of the epoch under way that this rank has trained."""
+    """Return how many batches of the current epoch this rank has trained."""
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress
     return int(progress.current.processed)
 
 
 def batches_resumed(trainer: Trainer) -> int:
-    """Batches of its epoch that each rank had trained when the checkpoint was saved from which a fit goes on.
+    """Return how many batches of its epoch each rank had trained when the checkpoint of a resumed fit was saved.
 
-    0 if the fit goes on from none, or from one that is not of the middle of an epoch.
+    Return 0 if the fit resumes from no checkpoint, or from one that was not saved inside an epoch.
     """
     if not trainer.fit_loop.restarted_mid_epoch:
         return 0
@@ -229,7 +230,7 @@ def batches_resumed(trainer: Trainer) -> int:
 
 
 def accumulation_windows(trainer: Trainer, epochs: int) -> list[int]:
-    """``accumulate_grad_batches`` of each of the first epochs, if a callback has a schedule for it; empty otherwise."""
+    """Return ``accumulate_grad_batches`` of the first epochs if a callback has a schedule for it; otherwise nothing."""
     for callback in callbacks_of(trainer):
         if hasattr(callback, "get_accumulate_grad_batches"):
             return [int(callback.get_accumulate_grad_batches(epoch)) for epoch in range(epochs)]
@@ -237,12 +238,12 @@ def accumulation_windows(trainer: Trainer, epochs: int) -> list[int]:
 
 
 def steps_by_hand(trainer: Trainer) -> int:
-    """Steps that the user has taken in manual optimization, of all optimizers."""
+    """Return how many steps of all optimizers the user has taken in manual optimization."""
     return int(trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total.completed)
 
 
 def set_progress_counters(trainer: Trainer, counters: list[int]) -> None:
-    """Sets what `progress_counters` reads."""
+    """Set the counts that `progress_counters` returns."""
     current, total, *steps = counters
     batch: Any = trainer.fit_loop.epoch_loop.batch_progress
     for progress, ready in ((batch.current, current), (batch.total, total)):
@@ -254,7 +255,7 @@ def set_progress_counters(trainer: Trainer, counters: list[int]) -> None:
 
 
 def step_counters(trainer: Trainer) -> list[int]:
-    """The steps that this rank has counted, of which ``global_step`` and the steps of logs are made."""
+    """Return this rank's counts of steps, from which Lightning computes ``global_step`` and the steps of logs."""
     loop = trainer.fit_loop.epoch_loop
     return [
         loop.automatic_optimization.optim_progress.optimizer.step.total.completed,
@@ -264,7 +265,7 @@ def step_counters(trainer: Trainer) -> list[int]:
 
 
 def set_step_counters(trainer: Trainer, counters: list[int]) -> None:
-    """Sets what `step_counters` reads."""
+    """Set the counts that `step_counters` returns."""
     loop = trainer.fit_loop.epoch_loop
     automatic, manual, loop._batches_that_stepped = counters
     for steps, wanted in (
@@ -276,17 +277,17 @@ def set_step_counters(trainer: Trainer, counters: list[int]) -> None:
 
 
 def ignore_missing_step(optimizer: Any) -> None:
-    """Schedulers warn if the optimizer that they edit was never stepped; its twin at the server was."""
+    """Suppress the warning of schedulers that their optimizer was never stepped: the server steps its copy."""
     optimizer._opt_called = True
 
 
 def logs_now(trainer: Trainer) -> bool:
-    """Whether Lightning sends what is logged in this batch to the loggers."""
+    """Return whether Lightning sends the metrics of this batch to the loggers."""
     return bool(trainer._logger_connector.should_update_logs)
 
 
 def set_batch_agreement(trainer: Trainer, agree: Callable[[], None] | None) -> None:
-    """What all ranks do together before every training batch, in place of Lightning's own broadcast of SIGTERM."""
+    """Set the collective before every training batch, in place of Lightning's broadcast of SIGTERM; None undoes it."""
     loop: Any = trainer.fit_loop.epoch_loop
     if agree is None:
         vars(loop).pop("_broadcast_sigterm_tensor", None)
@@ -295,41 +296,41 @@ def set_batch_agreement(trainer: Trainer, agree: Callable[[], None] | None) -> N
 
 
 def mark_terminated(trainer: Trainer) -> None:
-    """What ``trainer.received_sigterm`` reads."""
+    """Set ``trainer.received_sigterm``."""
     trainer._signal_connector.received_sigterm = True
 
 
 def averaged_models(trainer: Trainer) -> list[Any]:
-    """The models in which WeightAveraging callbacks keep their averages."""
+    """Return the models in which WeightAveraging callbacks hold their averages."""
     return [average for _, average in _averaging(trainer) if isinstance(average, AveragedModel)]
 
 
 def deciding_callbacks(trainer: Trainer) -> list[str]:
-    """Callbacks that save, stop or tune, by what Lightning calls their states: it has what they go by in it."""
+    """Return the state keys of callbacks that save, stop or tune; state keys include the callbacks' settings."""
     names = {"ModelCheckpoint", "EarlyStopping", "OmniTuner"}
     kinds = ((each, {kind.__name__ for kind in type(each).__mro__}) for each in callbacks_of(trainer))
     return [each.state_key for each, its in kinds if names & its]
 
 
 def _averaging(trainer: Trainer) -> Iterator[tuple[Any, Module]]:
-    """Callbacks of Lightning that average weights, each with the module in which it does, if that is made by now."""
+    """Yield Lightning's callbacks that average weights, each with the module of its averages, where that exists."""
     for callback in callbacks_of(trainer):
         if isinstance(average := getattr(callback, "_average_model", None), Module):
             yield callback, average
 
 
 def averages_in(trainer: Trainer) -> Iterator[Tensor]:
-    """The averages of weights that callbacks of Lightning keep, with how many each is of."""
+    """Yield the averages of weights that Lightning's callbacks hold, and how many updates each contains."""
     for callback, average in _averaging(trainer):
         yield from (*average.parameters(), *average.buffers())
-        if hasattr(callback, "n_averaged"):  # of StochasticWeightAveraging, which makes it with its first update
+        if hasattr(callback, "n_averaged"):  # StochasticWeightAveraging creates it with its first update
             if callback.n_averaged is None:
                 callback.n_averaged = torch.tensor(callback._init_n_averaged, device=trainer.strategy.root_device)
             yield callback.n_averaged
 
 
 def put_averages(trainer: Trainer) -> None:
-    """Training has ended, and callbacks have put their averages in the place of weights, or will: they do so now."""
+    """Copy the averages of callbacks into the module, at the end of training, as the callbacks themselves do."""
     for callback, average in _averaging(trainer):
         if isinstance(average, AveragedModel):
             callback._copy_average_to_current(trainer.lightning_module)
@@ -339,10 +340,10 @@ def put_averages(trainer: Trainer) -> None:
 
 @torch.no_grad()
 def average_from_here(trainer: Trainer) -> None:
-    """Weights were set back, perhaps to before any average of them: then averages are these weights, and of none yet.
+    """Set averages that contain no weights yet to the current weights, after weights were set back.
 
-    Until its first update a callback has what it copied before training. If it makes no other after it was set back, it
-    would put that in the place of the weights at the end.
+    Until its first update a callback holds a copy of the weights from before training. If no update follows, the
+    callback would copy these old weights into the module at the end.
     """
     for callback, average in _averaging(trainer):
         counted, kept = (average, average.module) if isinstance(average, AveragedModel) else (callback, average)
@@ -353,19 +354,19 @@ def average_from_here(trainer: Trainer) -> None:
 
 
 def averages_weights(trainer: Trainer) -> bool:
-    """Whether a callback keeps a copy of the module in which it averages weights; known before it is set up."""
+    """Return whether a callback averages weights in a copy of the module, even before the callback is set up."""
     return any(hasattr(callback, "_average_model") for callback in callbacks_of(trainer))
 
 
 def average_no_later(trainer: Trainer) -> None:
-    """Steps were set back, perhaps: WeightAveraging goes on with the next, and does not wait for as many once more."""
+    """Lower WeightAveraging's last update step to the current step, so that it continues after steps were set back."""
     averaging: list[Any] = [each for each in callbacks_of(trainer) if hasattr(each, "_latest_update_step")]
     for each in averaging:
         each._latest_update_step = min(each._latest_update_step, trainer.global_step)
 
 
 def replaces_scheduler(trainer: Trainer) -> bool:
-    """Whether a callback puts another learning-rate scheduler in the place of the user's, in mid-run."""
+    """Return whether a callback replaces the user's learning-rate scheduler during the run."""
     return any(hasattr(callback, "_swa_scheduler") for callback in callbacks_of(trainer))
 
 
@@ -373,24 +374,24 @@ def replaces_scheduler(trainer: Trainer) -> bool:
 
 
 def set_rank(rank: int) -> None:
-    """The number by which code decides what only rank 0 does."""
+    """Set the rank by which `rank_zero_only` decides."""
     rank_zero_only.rank = rank  # type: ignore[attr-defined]
 
 
 def undecorated(function: Callable[[str], None]) -> Callable[[str], None]:
-    """What `rank_zero_only` decorates, for a rank that is not 0 and has something to say."""
+    """Return the function that `rank_zero_only` decorates, for messages of other ranks."""
     plain: Callable[[str], None] = inspect.unwrap(function)
     return plain
 
 
 _BEFORE_TRAINING = ("setup", "on_fit_start", "on_train_start", "on_train_epoch_start")
-_FOR_RANK_ZERO = rank_zero_only(lambda: None).__code__  # of every function that it decorates
+_FOR_RANK_ZERO = rank_zero_only(lambda: None).__code__  # every function that it decorates has this code
 
 
 def call_hooks_of_rank_zero(trainer: Trainer) -> None:
-    """This rank becomes rank 0 in mid-run: hooks that come before training and only rank 0 runs are run now.
+    """Call the hooks before training that only rank 0 runs, on a rank that becomes rank 0 during the run.
 
-    Those that come later may need what they prepare, as in ThroughputMonitor.
+    Later hooks may need their results, as in ThroughputMonitor.
     """
     module = trainer.lightning_module
     for name in _BEFORE_TRAINING:
@@ -403,18 +404,13 @@ def call_hooks_of_rank_zero(trainer: Trainer) -> None:
 
 
 def show_progress_bar(trainer: Trainer, is_in_epoch: bool) -> None:
-    """This rank becomes rank 0 in mid-run: its progress bar, which was disabled as on every other rank, is shown.
-
-    Args:
-        trainer: whose bar it is.
-        is_in_epoch: whether its batches count already.
-    """
+    """Enable and start the progress bar on a rank that becomes rank 0 during the run, perhaps inside an epoch."""
     bar = trainer.progress_bar_callback
     if bar is None:
         return
     try:
         bar.enable()
-    except NotImplementedError:  # one of the user's own, which was never disabled
+    except NotImplementedError:  # the user's own bar was never disabled
         return
     bar.on_train_start(trainer, trainer.lightning_module)
     if is_in_epoch:
@@ -422,14 +418,14 @@ def show_progress_bar(trainer: Trainer, is_in_epoch: bool) -> None:
 
 
 def _is_for_rank_zero(function: Any) -> bool:
-    """Whether `rank_zero_only` decorates it, perhaps under other decorators."""
+    """Return whether `rank_zero_only` decorates a function, perhaps under other decorators."""
     while function is not None and getattr(function, "__code__", None) is not _FOR_RANK_ZERO:
         function = getattr(function, "__wrapped__", None)
     return function is not None
 
 
 def checkpoint_of(trainer: Trainer) -> dict[str, Any]:
-    """What Lightning would save now."""
+    """Return the checkpoint that Lightning would save now, without hyperparameters."""
     checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     for name in ("NAME", "KEY", "TYPE"):
         checkpoint.pop(getattr(trainer.lightning_module, f"CHECKPOINT_HYPER_PARAMS_{name}"), None)
@@ -440,7 +436,7 @@ def checkpoint_of(trainer: Trainer) -> dict[str, Any]:
 
 
 def load_callbacks(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-    """What `checkpoint_of` said goes to module, data module, callbacks and precision plugin, by their own hooks."""
+    """Load a result of `checkpoint_of` into module, data module, callbacks and precision plugin, by their hooks."""
     calls, connector = _calls_of(trainer), trainer._checkpoint_connector
     connector._loaded_checkpoint = checkpoint
     try:
@@ -453,14 +449,14 @@ def load_callbacks(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
 
 
 def load_states_of_callbacks(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-    """What callbacks load of their own; `load_callbacks` has called the hooks that go with it."""
+    """Load the callbacks' own states; `load_callbacks` has called the hooks before."""
     _calls_of(trainer)._call_callbacks_load_state_dict(trainer, checkpoint)
 
 
 def seed_workers(trainer: Trainer, loader: object, rank: int) -> None:
-    """Seeds a loader's workers by this rank, where `seed_everything` asks for that.
+    """Seed a loader's workers by this rank, where `seed_everything` requests that.
 
-    Lightning does so later, for loaders without a function for it, by the rank that the Trainer has in its group.
+    Lightning does so later, by the rank inside the Trainer's group, for loaders without a seed function.
     """
     if hasattr(loader, "worker_init_fn"):
         package = _calls_of(trainer).__name__.removesuffix(".call")
@@ -468,24 +464,21 @@ def seed_workers(trainer: Trainer, loader: object, rank: int) -> None:
 
 
 def reload_epochs(trainer: Trainer) -> list[float]:
-    """Epochs in which the loaders of training and of validation were made, from which those of the next are counted."""
+    """Return the epochs in which the training and validation loaders were made last, from which reloads are counted."""
     loop: Any = trainer.fit_loop
     return [loop._last_train_dl_reload_epoch, loop.epoch_loop.val_loop._last_val_dl_reload_epoch]
 
 
 def set_reload_epochs(trainer: Trainer, epochs: list[float]) -> None:
-    """Sets what `reload_epochs` reads."""
+    """Set the epochs that `reload_epochs` returns."""
     loop: Any = trainer.fit_loop
     loop._last_train_dl_reload_epoch, loop.epoch_loop.val_loop._last_val_dl_reload_epoch = epochs
 
 
 def begin_at(trainer: Trainer, epoch: int, counters: list[int]) -> None:
-    """The fit loop begins with this epoch, and has counted so much; there is no sanity check.
+    """Let the fit loop begin with an epoch, without a sanity check.
 
-    Args:
-        trainer: whose loops have not run yet.
-        epoch: its number.
-        counters: as in `progress_counters`, without the batches of this epoch.
+    ``counters`` are those of `progress_counters`, without the batches of this epoch.
     """
     progress: Any = trainer.fit_loop.epoch_progress
     for each in (progress.total, progress.current):
@@ -495,27 +488,27 @@ def begin_at(trainer: Trainer, epoch: int, counters: list[int]) -> None:
 
 
 def known_metrics(trainer: Trainer) -> dict[str, float]:
-    """What callbacks have found last. To ask for ``callback_metrics`` would compute those of the epoch that begins."""
+    """Return the last callback metrics; ``callback_metrics`` would compute those of the new epoch."""
     return {name: float(value) for name, value in trainer._logger_connector._callback_metrics.items()}
 
 
 def finds_rate(trainer: Trainer) -> bool:
-    """Whether a callback runs the loop inside a hook, to find a learning rate."""
+    """Return whether a callback runs the loop inside a hook, to find a learning rate."""
     return any(hasattr(callback, "lr_find") for callback in callbacks_of(trainer))
 
 
 def set_metrics(trainer: Trainer, metrics: Mapping[str, float]) -> None:
-    """What callbacks and schedulers that watch a metric find until there is a newer one."""
+    """Set the metrics that callbacks and schedulers read until there are newer ones."""
     known = {name: torch.tensor(value, device=trainer.strategy.root_device) for name, value in metrics.items()}
     trainer._logger_connector._callback_metrics.update(known)
 
 
 _OF_CHECKPOINTS = ("dirpath", "_last_global_step_saved", "_last_checkpoint_saved")
-"""What ModelCheckpoint decides by, and does not save with its state."""
+"""Attributes that ModelCheckpoint uses and does not save in its state."""
 
 
 def folders(trainer: Trainer) -> dict[str, Any]:
-    """Where checkpoints and logs go, which every launcher would choose for itself, and the last checkpoint."""
+    """Return checkpoint folders and logger versions, which each launcher would choose for itself, and the last save."""
     loggers = [getattr(each, "version", None) for each in trainer.loggers]
     return {
         "checkpoints": {
@@ -531,12 +524,12 @@ def _plain(value: Any) -> Any:
 
 
 def set_folders(trainer: Trainer, theirs: Mapping[str, Any]) -> None:
-    """Checkpoints and TensorBoard's logs go where those of the run go."""
+    """Use the folders of another group for checkpoints and for TensorBoard's logs."""
     for callback in _folder_callbacks(trainer):
         for name, value in theirs["checkpoints"].get(callback.state_key, {}).items():
             setattr(callback, name, value)
     for logger, version in zip(trainer.loggers, theirs["loggers"], strict=False):
-        # A CSVLogger would delete what it finds there.
+        # A CSVLogger would delete the files there.
         if version is not None and type(logger).__name__ == "TensorBoardLogger":
             vars(logger)["_version"] = version
 
@@ -553,17 +546,14 @@ _OF_SAVES = (
     "_last_checkpoint_saved",
     "_defer_save_until_validation",
 )
-"""What ModelCheckpoint knows of the files that rank 0 has written, and decides by."""
+"""Attributes of ModelCheckpoint about the files that rank 0 has written."""
 
 
 def share_saves(trainer: Trainer, broadcast_from_recorder: Callable[[Any], Any]) -> None:
-    """What rank 0 has saved and is to save, all ranks know: they save and load together. On all of them.
+    """Copy the recorder's record of saved checkpoints to all ranks, which save and load in common.
 
-    Inside an epoch a ModelCheckpoint of each group follows that group's own steps and metrics.
-
-    Args:
-        trainer: whose callbacks.
-        broadcast_from_recorder: returns what the recorder passes; plain values and tensors.
+    All ranks call it. Inside an epoch a ModelCheckpoint of each group follows that group's own steps and metrics.
+    ``broadcast_from_recorder`` returns the recorder's argument on every rank; plain values and tensors.
     """
     callbacks = [each for each in callbacks_of(trainer) if hasattr(each, "best_k_models")]
     if not callbacks:
@@ -581,11 +571,11 @@ def _folder_callbacks(trainer: Trainer) -> list[Any]:
     return [each for each in callbacks_of(trainer) if hasattr(each, "dirpath")]
 
 
-# --- What only callbacks are told ------------------------------------------------------------------------------------
+# --- Hooks of callbacks ----------------------------------------------------------------------------------------------
 
 
 class _Relay:
-    """Stands in the place of the function by which Lightning calls callbacks: a listener is told before they are."""
+    """A replacement for the function by which Lightning calls callbacks; it calls a listener first."""
 
     def __init__(self, call_callbacks: Callable[..., None]) -> None:
         self.call_callbacks = call_callbacks
@@ -596,7 +586,7 @@ class _Relay:
         self, trainer: Trainer, hook_name: str, *args: Any, monitoring_callbacks: bool | None = None, **kwargs: Any
     ) -> None:
         hook = getattr(self.listeners.get(trainer), hook_name, None)
-        if hook is not None and monitoring_callbacks is not True:  # those are called in a second round
+        if hook is not None and monitoring_callbacks is not True:  # Lightning calls those in a second round
             with _inside_hook(trainer.lightning_module, hook_name):
                 hook(trainer, trainer.lightning_module, *args, **kwargs)
         if hook_name in self.held_back.get(trainer, ()):
@@ -606,7 +596,7 @@ class _Relay:
 
 @contextmanager
 def _inside_hook(module: LightningModule, name: str) -> Iterator[None]:
-    """``module.log`` asks in which hook it is called."""
+    """Return a context in which ``module.log`` is called in the hook of this name."""
     before, module._current_fx_name = module._current_fx_name, name
     try:
         yield
@@ -615,15 +605,15 @@ def _inside_hook(module: LightningModule, name: str) -> Iterator[None]:
 
 
 def _calls_of(trainer: Trainer) -> Any:
-    """The module of the Trainer's own namespace through which its loops call hooks."""
+    """Return the module of the Trainer's own namespace through which its loops call hooks."""
     own = next(kind for kind in type(trainer).__mro__ if kind.__module__.endswith("trainer.trainer"))
     return sys.modules[own.__module__.removesuffix("trainer") + "call"]
 
 
 def listen(trainer: Trainer, listener: Any) -> None:
-    """From now on the listener is told of the Trainer's hooks that it has methods for, before any callback is.
+    """Call the listener's methods of the same name before any callback's hooks, from now on.
 
-    It does not matter what is in ``trainer.callbacks`` at the time.
+    The listener needs no place in ``trainer.callbacks``.
     """
     calls = _calls_of(trainer)
     if not isinstance(calls._call_callback_hooks, _Relay):
@@ -632,7 +622,7 @@ def listen(trainer: Trainer, listener: Any) -> None:
 
 
 def stop_listening(trainer: Trainer) -> None:
-    """Undoes `listen`."""
+    """Undo `listen`."""
     calls = _calls_of(trainer)
     relay = calls._call_callback_hooks
     if isinstance(relay, _Relay):
@@ -641,57 +631,57 @@ def stop_listening(trainer: Trainer) -> None:
             calls._call_callback_hooks = relay.call_callbacks
 
 
-# --- What the loops decide -------------------------------------------------------------------------------------------
+# --- Control of the loops --------------------------------------------------------------------------------------------
 
 
 class LoopControl(Protocol):
-    """Decides in the place of the loops when an epoch begins and ends, and when to validate."""
+    """A controller that decides for the loops when an epoch begins and ends, and when to validate."""
 
     @property
     def step_limit(self) -> int | None:
-        """What the loops take for max_steps; None for their own."""
+        """Return the number of steps that the loops use as max_steps; None for their own."""
 
     @property
     def is_open_ended(self) -> bool:
-        """Whether an epoch ends when `set_last_batch` says so, whatever the number of batches."""
+        """Return whether an epoch ends when `set_last_batch` sets it, whatever the number of batches."""
 
     @property
     def is_cut_short(self) -> bool:
-        """Whether max_steps end the epoch before its samples do, so that schedules by epoch do not count it."""
+        """Return whether max_steps end the epoch before its samples do, so that schedules by epoch do not count it."""
 
     def run(self, run: Callable[[], None]) -> None:
-        """The fit loop runs."""
+        """Run the fit loop."""
 
     def begin_setup(self) -> None:
-        """The loop makes its loaders, or made them before and may make others in their place."""
+        """Prepare for the loop to make its loaders, for the first time or again."""
 
     def begin_epoch(self, iterate: Callable[[], None]) -> None:
-        """The loop of an epoch begins; ``iterate`` starts the loader, where that is due."""
+        """Begin an epoch; ``iterate`` starts the loader."""
 
     def epoch_has_ended(self) -> None:
-        """All hooks of an epoch's end are over; next, the loop asks whether training ends."""
+        """End an epoch after all its hooks, before the loop checks whether training ends."""
 
     def begin_fetch(self) -> None:
-        """The loader is about to be asked for a batch."""
+        """Prepare for the loop to fetch a batch from the loader."""
 
     def end_fetch(self) -> None:
-        """The loader has answered, or failed."""
+        """Note that the loader has returned or failed."""
 
     def validates(self, is_due: Callable[[], bool]) -> bool:
-        """Whether to validate after this batch; ``is_due`` is what the loop itself would say."""
+        """Return whether to validate after this batch; ``is_due`` returns the loop's own decision."""
 
     def validate(self, run: Callable[[], Any]) -> Any:
-        """The validation loop runs."""
+        """Run the validation loop."""
 
     def stepped_by_batches(self, configs: list[Any]) -> list[Any]:
-        """Of schedulers, those that the loop steps by the number of this rank's batch."""
+        """Return the schedulers that the loop steps by the number of this rank's batch."""
 
     def own_batches(self, batches: float) -> float:
-        """What user code has as ``num_training_batches``; ``batches`` is what Lightning would give it."""
+        """Return the ``num_training_batches`` that user code reads; ``batches`` is Lightning's value."""
 
 
 class _ControlledTrainer(_Trainer):
-    """Mixed into the Trainer's own class."""
+    """A mixin for the Trainer's own class."""
 
     _control: LoopControl
 
@@ -704,7 +694,7 @@ class _ControlledTrainer(_Trainer):
     @property
     @override
     def estimated_stepping_batches(self) -> float:
-        vars(self)["_estimates"] = True  # of all epochs, by the number of batches under DDP
+        vars(self)["_estimates"] = True  # the estimate for all epochs uses the number of batches under DDP
         try:
             return super().estimated_stepping_batches
         finally:
@@ -712,7 +702,7 @@ class _ControlledTrainer(_Trainer):
 
 
 class _ControlledFitLoop(_FitLoop):
-    """Mixed into the fit loop's own class."""
+    """A mixin for the fit loop's own class."""
 
     _control: LoopControl
 
@@ -739,7 +729,7 @@ class _ControlledFitLoop(_FitLoop):
 
 
 class _ControlledEpochLoop(_TrainingEpochLoop):
-    """Mixed into the epoch loop's own class."""
+    """A mixin for the epoch loop's own class."""
 
     _control: LoopControl
 
@@ -783,7 +773,7 @@ class _ControlledEpochLoop(_TrainingEpochLoop):
 
 
 class _ControlledValidationLoop(_EvaluationLoop):
-    """Mixed into the validation loop's own class."""
+    """A mixin for the validation loop's own class."""
 
     _control: LoopControl
 
@@ -794,7 +784,7 @@ class _ControlledValidationLoop(_EvaluationLoop):
 
 @contextmanager
 def _iterating(fit_loop: Any) -> Iterator[None]:
-    """While the loops themselves begin to iterate the training data, as `loops_iterate` says."""
+    """Return a context in which `loops_iterate` returns True."""
     fit_loop._iterates = True
     try:
         yield
@@ -803,13 +793,13 @@ def _iterating(fit_loop: Any) -> Iterator[None]:
 
 
 def loops_iterate(trainer: Trainer) -> bool:
-    """Whether the loops begin to iterate the training data; learning-rate finders have them do so inside a hook."""
+    """Return whether the loops begin to iterate the training data; learning-rate finders do this inside a hook."""
     return hasattr(trainer.fit_loop, "_iterates")
 
 
 @contextmanager
 def _limited(epoch_loop: Any, max_steps: int | None) -> Iterator[None]:
-    """While the loop decides whether it is done. All other code reads the user's max_steps."""
+    """Return a context in which the loop has this max_steps; all other code reads the user's."""
     before = epoch_loop.max_steps
     if max_steps is not None:
         epoch_loop.max_steps = max_steps
@@ -820,7 +810,7 @@ def _limited(epoch_loop: Any, max_steps: int | None) -> Iterator[None]:
 
 
 def control_loops(trainer: Trainer, control: LoopControl) -> None:
-    """From now on the Trainer's loops ask `control`. What they show of themselves remains Lightning's."""
+    """Let ``control`` decide for the Trainer's loops, from now on. The loops' public interface stays Lightning's."""
     epoch_loop = trainer.fit_loop.epoch_loop
     for loop, mixin in (
         (trainer, _ControlledTrainer),
@@ -835,22 +825,22 @@ def control_loops(trainer: Trainer, control: LoopControl) -> None:
 
 
 def release_loops(trainer: Trainer) -> None:
-    """Undoes `control_loops`."""
+    """Undo `control_loops`."""
     for loop in (trainer, trainer.fit_loop, trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.val_loop):
         _give_back_class(loop)
 
 
 def _give_back_class(loop: Any) -> None:
     if isinstance(loop, (_ControlledTrainer, _ControlledFitLoop, _ControlledEpochLoop, _ControlledValidationLoop)):
-        del type(loop)._control  # a class is freed late, and must keep nothing of the run alive
+        del type(loop)._control  # the class is freed late and must not keep the run alive
         loop.__class__ = type(loop).__mro__[2]
 
 
-# --- Metrics of torchmetrics, and how many of something each rank has -------------------------------------------------
+# --- Metrics of torchmetrics with lists of different lengths ----------------------------------------------------------
 
 
 class _Joined:
-    """Stands in the place of the function by which a metric gets what all ranks have: see `join_lists`."""
+    """A replacement for the method by which a metric gathers the states of all ranks: see `join_lists`."""
 
     def __init__(self, sync: Callable[..., None], is_needed: Callable[[], bool]) -> None:
         self.sync, self.is_needed = sync, is_needed
@@ -876,7 +866,7 @@ class _Joined:
         sync()
         for name, sizes in of_each.items():
             if metric._reductions[name] is None and min(sizes)[0] >= 0:
-                lengths = [length for length, *_ in sizes]  # joined: rank by rank for each place
+                lengths = [length for length, *_ in sizes]  # gathered entries are in the order of places, then ranks
                 joined = enumerate(getattr(metric, name))
                 ours = [each for place, each in joined if place // len(lengths) < lengths[place % len(lengths)]]
                 setattr(metric, name, ours)
@@ -889,7 +879,7 @@ _DTYPES = (
 
 
 def _sizes(lists: Iterable[list[Any]], group: Any, device: torch.device) -> list[list[tuple[int, int, int]]]:
-    """Of each rank, the length of each list, -1 if it has no tensors, and the dimensions and the type of these."""
+    """Return for each rank and each list its length (-1 if it has no tensors), and its tensors' dimensions and type."""
     mine = torch.tensor([_size(each) for each in lists], device=device)
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, mine, group=group)
@@ -903,26 +893,23 @@ def _size(entries: list[Any]) -> tuple[int, int, int]:
 
 
 def join_lists(is_needed: Callable[[], bool]) -> None:
-    """From now on metrics that keep a list (one tensor for each batch, or each image) may have lists of any lengths.
+    """Let metrics that store a list (of one tensor per batch or image) gather lists of different lengths, from now on.
 
-    torchmetrics gathers the first tensor of all ranks, then the second, and so on, as long as a rank has further ones:
-    ranks with fewer are at another collective by then.
-
-    Args:
-        is_needed: tells, where a metric is computed, whether ranks may have trained different numbers of batches.
+    torchmetrics gathers the first tensor of all ranks, then the second, and so on; ranks with fewer tensors are in
+    another collective by then. ``is_needed`` returns whether ranks may have trained different numbers of batches.
     """
     separate_lists()
     Metric._sync_dist = _Joined(Metric._sync_dist, is_needed)  # type: ignore[method-assign,assignment]
 
 
 def separate_lists() -> None:
-    """Undoes `join_lists`."""
+    """Undo `join_lists`."""
     joined = vars(Metric)["_sync_dist"]
     if isinstance(joined, _Joined):
         Metric._sync_dist = joined.sync  # type: ignore[method-assign]
 
 
-# --- What is logged over an epoch, which all ranks compute together ---------------------------------------------------
+# --- Metrics of an epoch that all ranks reduce together ---------------------------------------------------------------
 
 _TOLD = (
     "fx",
@@ -935,15 +922,13 @@ _TOLD = (
     "add_dataloader_idx",
     "metric_attribute",
 )
-"""What the ranks tell each other of the metadata of a result."""
+"""The metadata of a result that ranks exchange."""
 
 
 def logged_together(trainer: Trainer, group: Any) -> list[Any]:
-    """Return what this rank has logged in the epoch that ranks compute by collectives: keys and plain values.
+    """Return the metrics of the last epoch that ranks reduce by collectives, as keys and plain values.
 
-    Args:
-        trainer: whose epoch is over.
-        group: the process group that was ``dist.group.WORLD`` in the epoch.
+    ``group`` is the process group that was ``dist.group.WORLD`` in the epoch.
     """
     results: Any = trainer.fit_loop.epoch_loop._results
     found = []
@@ -969,18 +954,18 @@ def _is_common(result: Any, group: Any) -> bool:
 
 
 def log_together(trainer: Trainer, group: Any, of_all: Sequence[list[Any]]) -> None:
-    """Have all ranks compute what any of them has logged in the epoch, in one order.
+    """Make all ranks reduce every metric that any rank has logged in the epoch, in the same order.
 
-    A group that trains few batches may not come to one in which a program logs something. Lightning computes on each
-    rank what this rank has logged: one rank would reduce a metric with the next metric of another.
+    A group that trains few batches may not reach the batch in which a program logs a metric. Lightning reduces on each
+    rank the metrics that this rank has logged, so that different metrics of two ranks would be combined.
 
     Args:
-        trainer: whose epoch is over.
-        group: the process group that was ``dist.group.WORLD`` in the epoch.
-        of_all: what `logged_together` has returned on each rank, in the order of ranks.
+        trainer: the Trainer, after its epoch.
+        group: as in `logged_together`.
+        of_all: results of `logged_together` of all ranks, in the order of ranks.
 
     Raises:
-        UnsupportedError: another rank has logged a metric that the module does not have here.
+        UnsupportedError: another rank has logged a metric object that the module does not have here.
     """
     results: Any = trainer.fit_loop.epoch_loop._results
     doubles = {key for logged in of_all for key, dtype, *_ in logged if dtype == "float64"}
@@ -988,15 +973,15 @@ def log_together(trainer: Trainer, group: Any, of_all: Sequence[list[Any]]) -> N
         result = results.pop(key, None)
         if result is None:
             result = _not_logged(trainer, group if reduced[-1] else None, bool(dtype), reduced, told)
-        if result.has_reset or not result.update_called:  # not logged in this epoch here: it adds nothing
+        if result.has_reset or not result.update_called:  # this rank has not logged it in this epoch and adds nothing
             result.has_reset, result._computed, result._update_count = False, None, 1
-        if dtype:  # of one type on all ranks, or they could not be added up
+        if dtype:  # a reduction needs one type on all ranks
             result.value = result.value.to(torch.float64 if key in doubles else torch.float32)
         results[key] = result
 
 
 def _not_logged(trainer: Trainer, group: Any, is_tensor: bool, reduced: Any, told: Mapping[str, Any]) -> Any:
-    """Return a result as another rank has it, to which this rank adds nothing."""
+    """Return a result with the metadata of another rank, to which this rank adds nothing."""
     results: Any = trainer.fit_loop.epoch_loop._results
     made: Any = sys.modules[type(results).__module__]
     name, is_torchs, should, _ = reduced
@@ -1014,14 +999,14 @@ def _not_logged(trainer: Trainer, group: Any, is_tensor: bool, reduced: Any, tol
     return result
 
 
-# --- A validation by one group, whose end all groups hear of ----------------------------------------------------------
+# --- A validation by one group, whose metrics all groups receive ------------------------------------------------------
 
 _ENDS = ("on_validation_epoch_end", "on_validation_end")
 _STARTS = ("on_validation_start", "on_validation_epoch_start")
 
 
 def validation_loaders(trainer: Trainer) -> list[Any]:
-    """The loaders of a fit's validation, which are made if they have not been yet. On all ranks."""
+    """Return the loaders of a fit's validation, and make them first if there are none. All ranks call it."""
     loop: Any = trainer.fit_loop.epoch_loop.val_loop
     loop.setup_data()
     return [] if loop._combined_loader is None else list(loop._combined_loader.flattened)
@@ -1029,12 +1014,9 @@ def validation_loaders(trainer: Trainer) -> list[Any]:
 
 @contextmanager
 def dealt_out(trainer: Trainer, place: int, members: int) -> Iterator[None]:
-    """A context in which the validation data is dealt out to so many ranks, of which this is one.
+    """Return a context in which ``members`` ranks divide the validation data; this rank is number ``place`` of them.
 
-    Args:
-        trainer: whose `validation_loaders` have DistributedSamplers.
-        place: of this rank among them.
-        members: how many they are.
+    The trainer's `validation_loaders` have DistributedSamplers.
     """
     loop: Any = trainer.fit_loop.epoch_loop.val_loop
     loaders, limits = validation_loaders(trainer), loop._max_batches
@@ -1063,10 +1045,10 @@ def _deal_out(loader: DataLoader[Any], place: int, members: int) -> None:
 
 @contextmanager
 def metrics_held_back(trainer: Trainer) -> Iterator[dict[str, dict[str, Any]]]:
-    """A context in which a validation's metrics go nowhere, and callbacks do not hear that it ends.
+    """Return a context in which a validation's metrics are captured and callbacks do not get the hooks of its end.
 
     Yields:
-        Names and values as callbacks, progress bars and loggers would have had them, once the validation is over.
+        Dicts that hold, after the validation, the metrics meant for callbacks, progress bars and loggers.
     """
     connector, relay = trainer._logger_connector, _calls_of(trainer)._call_callback_hooks
     names = {"callback": "_callback_metrics", "progress_bar": "_progress_bar_metrics"}
@@ -1089,12 +1071,9 @@ def metrics_held_back(trainer: Trainer) -> Iterator[dict[str, dict[str, Any]]]:
 
 @torch.no_grad()
 def end_validation(trainer: Trainer, found: Mapping[str, Mapping[str, Any]], has_started: bool) -> None:
-    """Callbacks, progress bars and loggers get the metrics of a validation that has ended.
+    """Pass the metrics of a validation, from `metrics_held_back`, to callbacks, progress bars and loggers.
 
-    Args:
-        trainer: whose.
-        found: what `metrics_held_back` has yielded, on the ranks that evaluated.
-        has_started: whether callbacks here have heard that it began.
+    The hooks of its end are called, and those of its start if ``has_started`` is False.
     """
     connector: Any = trainer._logger_connector
     call = partial(_calls_of(trainer)._call_callback_hooks, trainer)

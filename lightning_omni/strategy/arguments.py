@@ -1,8 +1,7 @@
-"""What is asked for: by arguments of a constructor, by environment variables, and by names of Lightning's registry.
+"""The options of OmniStrategy: constructor arguments, environment variables and names in Lightning's registry.
 
-Arguments that are unknown or of the wrong kind are refused; each message names them as the user wrote them, and says
-what to pass instead. The environment and the registry are for where only a strategy's name can be passed; what is
-passed to OmniStrategy itself wins over the environment.
+Messages about unknown arguments and wrong kinds name them as the user wrote them, and the remedy. The environment and
+the registry serve users who can pass only a strategy's name; arguments of OmniStrategy override the environment.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from lightning_omni.strategy import _private
 
 _Init = TypeVar("_Init", bound=Callable[..., None])
 _OF_LIGHTNING = ("module", "device_ids")
-"""What Lightning passes to DistributedDataParallel by itself."""
+"""Arguments that Lightning itself passes to DistributedDataParallel."""
 
 _NONE: Mapping[str, Any] = {}
 
@@ -50,16 +49,12 @@ _NAMES: dict[str, tuple[str, dict[str, Any]]] = {
 def refuse_unknown(
     owner: str, given: Mapping[str, Any], known: Iterable[str], others: Mapping[str, Any] = _NONE
 ) -> None:
-    """Refuses keyword arguments that there are none of.
+    """Reject unknown keyword arguments of a class.
 
-    Args:
-        owner: the class that was given them.
-        given: the keyword arguments.
-        known: names of its own.
-        others: names of what it passes on, by whose they are.
+    ``known`` are names of its own arguments, ``others`` those that it passes on, by the class that takes them.
 
     Raises:
-        UnknownArgument: one is not among them; the message has the name that it is nearest to.
+        UnknownArgument: an argument is unknown; the message has the most similar name.
     """
     own = list(known)
     names = [*own, *chain.from_iterable(others.values())]
@@ -72,7 +67,7 @@ def refuse_unknown(
 
 
 def refuses_unknown(init: _Init) -> _Init:
-    """For a constructor: a keyword argument that it does not take is refused with the one that was meant."""
+    """Decorate a constructor so that it rejects unknown keyword arguments and suggests the most similar name."""
     known = [name for name in inspect.signature(init).parameters if name != "self"]
 
     @functools.wraps(init)
@@ -84,18 +79,14 @@ def refuses_unknown(init: _Init) -> _Init:
 
 
 def refuse_unknown_of_ddp(strategy: Any, own: type, given: Mapping[str, Any]) -> None:
-    """Refuses what neither a strategy, nor the DDPStrategy that it is, nor DistributedDataParallel takes.
+    """Reject arguments that neither the strategy nor DDPStrategy nor DistributedDataParallel takes.
 
-    DDPStrategy passes what it does not know to DistributedDataParallel, which is made much later, on every rank.
-
-    Args:
-        strategy: whose constructor is running.
-        own: the class whose constructor took ``given`` as the rest.
-        given: the rest.
+    DDPStrategy passes unknown arguments on to DistributedDataParallel, which is constructed much later, on every rank.
+    ``own`` is the class whose constructor has collected ``given``.
 
     Raises:
-        UnknownArgument: an argument is not known; the message has the one that was meant.
-        ConfigurationError: an argument is Lightning's to pass.
+        UnknownArgument: an argument is unknown; the message has the most similar name.
+        ConfigurationError: Lightning itself passes this argument.
     """
     order = type(strategy).__mro__
     base = next(each for each in order[order.index(own) + 1 :] if "__init__" in vars(each))
@@ -110,10 +101,10 @@ def refuse_unknown_of_ddp(strategy: Any, own: type, given: Mapping[str, Any]) ->
 
 
 def inside_of(given: object) -> tuple[Inside, dict[str, Any]]:
-    """How the members of a group hold the model, and what else a ModelParallelStrategy was told, by its names.
+    """Return how the members of a group hold the model, and the other arguments of a ModelParallelStrategy, by name.
 
     Raises:
-        ConfigurationError: it is none of what ``inside=`` takes.
+        ConfigurationError: ``given`` is no valid value of ``inside=``.
     """
     theirs = _private.told_model_parallel(given)
     if theirs is not None:
@@ -128,10 +119,10 @@ def inside_of(given: object) -> tuple[Inside, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class FitOptions:
-    """What OmniStrategy takes beside `WorldOptions`: the arguments of that name.
+    """The arguments of OmniStrategy that are not in `WorldOptions`, under the same names.
 
     Raises:
-        ConfigurationError: one is of another kind; the message names it.
+        ConfigurationError: an argument is of the wrong kind; the message names it.
     """
 
     merged: str | None = None
@@ -159,11 +150,7 @@ class FitOptions:
             )
 
     def check(self, world: WorldOptions, ddp: Mapping[str, Any]) -> None:
-        """Refuses what does not go with what else was passed.
-
-        Args:
-            world: of the same strategy.
-            ddp: DDPStrategy's own arguments.
+        """Reject arguments that exclude each other, or arguments of the same strategy's world and of DDPStrategy.
 
         Raises:
             ConfigurationError: two arguments exclude each other; the message names both.
@@ -184,7 +171,7 @@ class FitOptions:
             self._check_inside(world.inside, ddp)
 
     def _check_join(self) -> None:
-        """What groups that join on their own cannot do."""
+        """Reject options that do not work with groups that join on their own."""
         if self.data == "static":
             raise ConfigurationError(
                 'data="static" and join=True: samples that are dealt out beforehand leave none for a group that joins;'
@@ -197,7 +184,7 @@ class FitOptions:
             )
 
     def _check_inside(self, inside: Inside, ddp: Mapping[str, Any]) -> None:
-        """What groups cannot do whose members hold the model together."""
+        """Reject options that do not work where the members of a group hold the model together."""
         if self.merged is not None:
             raise ConfigurationError(
                 f"merged={self.merged!r} and {shown(inside)}: a merged head is handed to one server whole, and each"
@@ -215,7 +202,7 @@ class FitOptions:
             )
         own = {"timeout", "process_group_backend", "start_method", "accelerator", "parallel_devices"}
         own |= {"cluster_environment", "checkpoint_io", "precision_plugin"}
-        defaults = inspect.signature(DistributedDataParallel).parameters  # which LightningCLI passes, too
+        defaults = inspect.signature(DistributedDataParallel).parameters  # LightningCLI passes all of them
         for name, value in ddp.items():
             is_default = value is None or (name in defaults and value == defaults[name].default)
             if name not in own and not is_default:
@@ -226,7 +213,7 @@ class FitOptions:
 
 
 def _parameters(kind: type) -> list[str]:
-    """Names of all that a constructor takes by name."""
+    """Return the names of all arguments that a constructor takes by name."""
     collected = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     parameters = inspect.signature(kind.__init__).parameters.values()  # type: ignore[misc]
     return [each.name for each in parameters if each.kind not in collected and each.name != "self"]
@@ -236,30 +223,30 @@ def _parameters(kind: type) -> list[str]:
 
 
 def register_names(registry: Any, strategy: type) -> None:
-    """Registers the names of a namespace's strategy."""
+    """Register a namespace's strategy under all names."""
     for name, (description, options) in _NAMES.items():
         registry.register(name, strategy, description=description, override=True, **options)
 
 
 class Asked:
-    """What is asked for, by an argument or else by the environment.
+    """The options that the user requested, by arguments or else by environment variables.
 
     Args:
         groups: as passed to OmniStrategy.
-        method: likewise.
-        data: likewise.
-        server: likewise.
-        join: likewise; None joins the run of a server that the environment names.
+        method: as passed.
+        data: as passed.
+        server: as passed.
+        join: as passed; None joins the run of a server that the environment names.
 
     Attributes:
         groups: number of groups, or None.
         method: a method or its name.
         data: ``"dynamic"`` or ``"static"``.
-        server: the address of a server, or None.
-        join: whether to join its run on its own.
+        server: address of a server, or None.
+        join: whether to join that server's run as a group of its own.
 
     Raises:
-        ConfigurationError: a variable is no number of groups, or ``data`` is something else.
+        ConfigurationError: LIGHTNING_OMNI_GROUPS is no number, or ``data`` has another value.
     """
 
     data: Literal["dynamic", "static"]
@@ -303,7 +290,7 @@ class Asked:
 
     @contextmanager
     def naming_variables(self) -> Iterator[None]:
-        """Errors about what is asked for say so where it comes from the environment."""
+        """Return a context in which a ConfigurationError also names the environment variables that were used."""
         try:
             yield
         except ConfigurationError as error:

@@ -1,4 +1,4 @@
-"""The user's groups, while a tuner chooses others: a later fit begins with the user's again."""
+"""The groups that the user chose, stored while a tuner chooses others, so that a later fit can begin with them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_omni.topology import Topology
 
 
 class Arranged(NamedTuple):
-    """Groups, and how they exchange, as the user has chosen them."""
+    """The groups, and how they exchange, as the user chose them."""
 
     topology: Topology
     communication: Communication
@@ -21,10 +21,10 @@ class Arranged(NamedTuple):
 
 
 class Arrangement:
-    """Keeps what the user has chosen.
+    """The stored groups of the user for one strategy.
 
     Args:
-        strategy: whose groups.
+        strategy: the strategy whose groups are stored.
     """
 
     def __init__(self, strategy: GroupedStrategy) -> None:
@@ -33,22 +33,22 @@ class Arrangement:
 
     @property
     def is_stashed(self) -> bool:
-        """Whether a tuner chooses."""
+        """Return whether a tuner chooses the groups, so that those of the user are stored."""
         return self._users is not None
 
     def stash(self) -> None:
-        """Groups and how they exchange are about to be chosen: those of the user are kept, for a later fit."""
+        """Store the user's groups and communication settings before a tuner replaces them, for a later fit."""
         if self._users is None:
             strategy, world = self._strategy, self._strategy.world
             self._users = Arranged(world.topology, world.communication, strategy.balance, strategy.merged)
 
     def begin_in_one_group(self) -> None:
-        """A fit is set up whose groups are chosen while it trains: until then all ranks are one."""
+        """Put all ranks into one group, for a fit whose groups are chosen while it trains."""
         self.stash()
         self._strategy.world.topology = Topology.even(self._strategy.world.size, 1)
 
     def form(self) -> None:
-        """Nothing is chosen after all: the groups are formed that the user has asked for."""
+        """Form the groups that the user chose, because the tuner chooses none."""
         if self._users is None:
             return
         groups = len(self._users.topology.alive)
@@ -57,7 +57,7 @@ class Arrangement:
             self._strategy.say_hello()
 
     def restore(self) -> None:
-        """A fit is set up: it begins with what the user has chosen, unless ranks were lost since."""
+        """Restore the user's choice at the setup of a fit; if ranks were lost, only the merged head is restored."""
         strategy, world = self._strategy, self._strategy.world
         users, self._users = self._users, None
         if users is None:

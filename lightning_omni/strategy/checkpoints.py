@@ -1,7 +1,7 @@
-"""What a checkpoint holds while several groups train, what a resumed run takes from one, and its file.
+"""The contents of a checkpoint while several groups train, the state that a resumed run takes from one, and its file.
 
-Lightning's own entries stay those of plain DDP, with the weights and the optimizer state that the server has; what is
-known beyond is one more entry, ``"omni"``: see `lightning_omni.optimizer.saved`.
+Lightning's own entries are those of plain DDP, with the server's weights and optimizer state. All further state is in
+one more entry, ``"omni"``: see `lightning_omni.optimizer.saved`.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ else:
 
 
 class Checkpoints:
-    """The checkpoints of one strategy. A checkpoint is made of several calls, and all of it is of one moment.
+    """The checkpoints of one strategy. Several calls make one checkpoint, and all of it is of one moment.
 
     Args:
         info: logs a message for the user, on rank 0.
 
     Attributes:
-        resumed: what the checkpoint that was loaded last says of its run.
-        folder: that checkpoint, if it is one.
+        resumed: the run's entry in the checkpoint that was loaded last.
+        folder: that checkpoint, if it is a folder.
     """
 
     def __init__(self, info: Callable[[str], None]) -> None:
@@ -55,7 +55,6 @@ class Checkpoints:
         self.resumed = Saved()
 
     def forget(self) -> None:
-        """The run is torn down."""
         self._snapshot, self.resumed, self.folder = None, Saved(), None
 
     # --- Saving ------------------------------------------------------------------------------------------------------
@@ -69,21 +68,21 @@ class Checkpoints:
         is_folder: bool = False,
         is_alone: bool = False,
     ) -> dict[str, Any]:
-        """Return the module's state, with the weights that the method evaluates in the place of this group's own.
+        """Return the module's state, with the weights that the method evaluates instead of this group's own.
 
-        At a synchronization point of all groups every rank takes part, and what the groups know each for itself is
-        collected. In between the recorder speaks for itself and the server: the module holds the server's weights while
-        it says what its state is, whatever its ``state_dict`` makes of them.
+        At a synchronization point every rank participates, and the states that only groups hold are collected. At other
+        times the recorder saves its own state and the server's: the module holds the server's weights while its
+        ``state_dict`` is called.
 
         Args:
-            world: this rank's place in the run.
-            module: what is trained.
+            world: this rank's world.
+            module: the module.
             read: returns the module's state.
-            version: what was validated, if that is what is to be saved; None for the weights as they are.
-            is_folder: whether each member of the recorder's group saves its share of what members hold together.
-            is_alone: whether others are elsewhere, wherever this rank is: it has failed.
+            version: the validation whose weights are saved; None for the present ones.
+            is_folder: whether each member of the recorder's group saves its own shards.
+            is_alone: whether this rank has failed, so that the others do not call this.
         """
-        # A group that enters finds the others computing.
+        # The others compute already when a group enters the run.
         is_together = not (is_alone or world.is_computing or world.is_entering)
         if is_together:
             world.states.gather_group_state()
@@ -97,12 +96,12 @@ class Checkpoints:
         if not world.hands_over:
             return read()
         snapshot = world.channel.store.snapshot(version=version.number if version is not None else 0)
-        if is_together and world.enlistment is None:  # a group that has joined does not know of all others
+        if is_together and world.enlistment is None:  # a group that has joined does not have a list of the others
             snapshot = self._complete_groups(snapshot, world.live_groups)
         if world.share is not None:
             snapshot = world.states.sharded(snapshot)
         values: dict[Tensor, Tensor] = {}
-        if world.is_computing:  # otherwise the module has them, or what a callback has put in their place
+        if world.is_computing:  # otherwise the module holds them, or the weights that a callback has put there
             values = _evaluated(world, module, snapshot)
             own, buffers = dict(module.named_buffers()), version.buffers if version is not None else {}
             values |= {own[name]: buffers[name] for name in own.keys() & buffers.keys()}
@@ -112,12 +111,7 @@ class Checkpoints:
         return state
 
     def _complete_groups(self, snapshot: ServerSnapshot, groups: Collection[int]) -> ServerSnapshot:
-        """The snapshot; without what groups alone know unless all of it is there, for it is given to groups in order.
-
-        Args:
-            snapshot: of a synchronization point.
-            groups: those that have handed in what they know.
-        """
+        """Return the snapshot, without all groups' states if one group's is missing: they are restored in order."""
         missing = [str(group) for group in groups if group not in snapshot.groups]
         if not missing:
             return snapshot
@@ -129,14 +123,10 @@ class Checkpoints:
         return snapshot._replace(groups={})
 
     def state_of(self, world: World, optimizer: Optimizer, own: dict[str, Any]) -> dict[str, Any]:
-        """The optimizer state of the same moment: the server's, with this rank's hyperparameters, if it steps there.
+        """Return the optimizer state of the same moment, from the server if the optimizer steps there.
 
-        (The server's own are those of the last push, one scheduler step behind.)
-
-        Args:
-            world: this rank's place in the run.
-            optimizer: one that was attached.
-            own: its own state.
+        The hyperparameters are those of this rank. (The server's are those of the last push, one scheduler step
+        behind.)
         """
         if all(world.steps_here(part) for part in world.parts if part.optimizer is optimizer):
             return own
@@ -151,13 +141,9 @@ class Checkpoints:
         epochs: EpochDriver,
         tensors: dict[str, Any] | None = None,
     ) -> None:
-        """Adds what server and groups know beyond Lightning.
+        """Add the state of server and groups that Lightning does not have to a checkpoint, in place.
 
-        Args:
-            world: this rank's place in the run.
-            checkpoint: Lightning's; changed in place.
-            epochs: know how far the run is.
-            tensors: to which those of what is added go, if each member saves its share; changed in place.
+        If each member saves its shards, the added tensors go to ``tensors``.
         """
         snapshot, self._snapshot = self._snapshot, None
         groups, more = len(world.topology.alive), dict[str, Any]()
@@ -171,7 +157,7 @@ class Checkpoints:
             return
         progress = None if epochs.progress is None else snapshot.cut.progress(epochs.progress)
         _count_as_ddp(checkpoint, progress)
-        if "optimizer_states" in checkpoint:  # save_weights_only means it
+        if "optimizer_states" in checkpoint:  # with save_weights_only there are none
             server, states = [part["method"] for part in snapshot.parts], snapshot.groups
             if tensors is not None:
                 server = _without_tensors(world, server, tensors)
@@ -194,15 +180,9 @@ class Checkpoints:
         path: Path,
         epochs: EpochDriver,
     ) -> None:
-        """Saves a checkpoint of which each member of the recorder's group writes its share; they all call it.
+        """Save a checkpoint of which each member of the recorder's group writes its shards; they all call it.
 
-        Args:
-            world: this rank's place in the run.
-            module: what is trained.
-            optimizers: of the Trainer.
-            checkpoint: Lightning's; changed in place.
-            path: of the folder.
-            epochs: know how far the run is.
+        The checkpoint is changed in place.
         """
         tensors: dict[str, Any] = {}
         self.complete(world, checkpoint, epochs, tensors)
@@ -217,33 +197,24 @@ class Checkpoints:
     # --- Resuming ----------------------------------------------------------------------------------------------------
 
     def read(self, checkpoint: Mapping[str, Any]) -> None:
-        """A checkpoint was loaded, of this strategy or of any other."""
+        """Read the run's entry of a loaded checkpoint, of this strategy or of any other."""
         self.resumed = replace(Saved.from_plain(checkpoint.get(ENTRY, {})) or Saved(), folder=self.folder)
 
     def open_folder(self, path: Path, module: Module, **options: Any) -> dict[str, Any]:
-        """Reads a checkpoint that is a folder, but for what optimizers are to load. All ranks call it.
+        """Read a checkpoint that is a folder, without the states of optimizers. All ranks call it.
 
-        Args:
-            path: of the folder.
-            module: whose weights are read, in its own memory.
-            options: of ``torch.load``, for what is neither weights nor optimizer state.
+        The weights are read into the module's own memory; ``options`` are for ``torch.load`` of everything else.
         """
         self.folder = Folder(path)
         checkpoint = {**self.folder.metadata(**options), "state_dict": self.folder.weights(module.state_dict())}
         if self.folder.optimizers:
-            checkpoint["optimizer_states"] = [{}] * self.folder.optimizers  # until there are optimizers to load them
+            checkpoint["optimizer_states"] = [{}] * self.folder.optimizers  # placeholders until the optimizers exist
         return checkpoint
 
     def optimizer_states(
         self, checkpoint: Mapping[str, Any], optimizers: Sequence[Optimizer], module: Module
     ) -> list[dict[str, Any]]:
-        """What optimizers are to load. All ranks call it.
-
-        Args:
-            checkpoint: that was loaded.
-            optimizers: of the Trainer.
-            module: what is trained.
-        """
+        """Return the states for the Trainer's optimizers to load. All ranks call it."""
         if self.folder is None:
             return list(checkpoint["optimizer_states"])
         names = names_of(module)
@@ -252,16 +223,14 @@ class Checkpoints:
 
 
 def _count_as_ddp(checkpoint: dict[str, Any], progress: Progress | None) -> None:
-    """DDP is to train as many batches more of the epoch under way as all groups have left of it.
+    """Set the loops of a checkpoint, in place, so that DDP trains as many more batches as all groups have left.
 
-    Args:
-        checkpoint: Lightning's, whose loops count those of one group; changed in place.
-        progress: of the run; None if it does not tell.
+    The loops have counted the batches of one group.
     """
     if progress is None or "loops" not in checkpoint:
         return
     batches = max(1, progress.samples // progress.reference.samples) * progress.reference.window
-    # Where nothing is exchanged yet the loops have counted what is in no weights; or nothing, where the epoch begins.
+    # Before the first exchange the loops have counted batches that are in no weights, and at the epoch's begin none.
     has_begun = progress.samples > 0 or batches_in(checkpoint["loops"]) > batches
     if has_begun and batches < progress.batches:
         go_on_after(checkpoint["loops"], batches)
@@ -273,7 +242,7 @@ def _without_tensors(world: World, trees: Sequence[Any], tensors: dict[str, Any]
 
 
 def _evaluated(world: World, module: Module, snapshot: ServerSnapshot) -> dict[Tensor, Tensor]:
-    """Return the module's parameters that the server has, with the server's weights of them."""
+    """Return the server's weights by the parameter of the module."""
     mine = {name: parameter for parameter, name in names_of(module).items()}
     return {
         own: value
@@ -285,15 +254,11 @@ def _evaluated(world: World, module: Module, snapshot: ServerSnapshot) -> dict[T
 
 
 def _read_holding(values: Mapping[Tensor, Tensor], read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return a module's state while tensors of it have other values; afterwards they have their own again.
+    """Return a module's state while its tensors hold other values temporarily; values of another shape are left out.
 
-    What is read is copied to the CPU, but for shards, where it is in the memory of these tensors.
-
-    Args:
-        values: of tensors of the module; those of another shape are left out.
-        read: returns the module's state.
+    Parts of the state in the memory of these tensors are copied: shards on their device, others to the CPU.
     """
-    # What goes through ``.data`` is no edit of the user's: torch does not count it.
+    # torch does not count writes to ``.data``, so that they are not taken for edits by the user.
     pairs = [(local_of(own).data, local_of(value)) for own, value in values.items() if own.shape == value.shape]
     kept = [(own, own.to("cpu", copy=True)) for own, _ in pairs]
     written = {_address_of(own) for own, _ in pairs} - {0}
@@ -316,26 +281,26 @@ def _read_holding(values: Mapping[Tensor, Tensor], read: Callable[[], dict[str, 
 
 
 def _address_of(tensor: Tensor) -> int:
-    """Return where the memory of a tensor begins; 0 if it has none."""
+    """Return the address of a tensor's memory; 0 if it has none."""
     try:
         return local_of(tensor).untyped_storage().data_ptr()
-    except RuntimeError:  # of a class that has no memory itself
+    except RuntimeError:  # its class has no memory of its own
         return 0
 
 
 class WholeFileHooks(_Base):
-    """Lightning's way to save checkpoints, but for local files: written beside the old one, and then renamed.
+    """A Lightning checkpoint plugin that writes a local file next to the old one, and then renames it.
 
-    Lightning's own writes to a temporary file elsewhere and moves it. Between two file systems moving is copying, and
-    where the disk is full a truncated file is left, in the place of what was there before.
+    Lightning's own plugin moves a temporary file from elsewhere. A move between two file systems is a copy, and if the
+    disk is full, a truncated file replaces the old one.
     """
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Saves a checkpoint.
+        """Save a checkpoint.
 
         Raises:
-            OSError: it could not be written; what was there before is as it was.
+            OSError: the file could not be written; an older file of that name is unchanged.
         """
         if storage_options is not None or "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)

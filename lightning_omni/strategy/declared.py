@@ -1,4 +1,4 @@
-"""What a Trainer has and its class does not declare, so that type checkers do not find it: public names, with types."""
+"""Typed access to public attributes of the Trainer that its class does not declare, so that type checkers miss them."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ if TYPE_CHECKING:
 
 
 def callbacks_of(trainer: Trainer) -> list[Callback]:
-    """The Trainer's callbacks, in the order in which they are called."""
+    """Return the Trainer's callbacks, in the order in which they are called."""
     callbacks: list[Callback] = cast(Any, trainer).callbacks
     return callbacks
 
 
 def is_fast_dev_run(trainer: Trainer) -> bool:
-    """Whether the Trainer runs a few batches only, to see whether they run."""
+    """Return whether the Trainer runs only a few batches, as a smoke test."""
     return bool(cast(Any, trainer).fast_dev_run)
 
 
 def reloads(trainer: Trainer) -> bool:
-    """Return whether loaders are made again every so many epochs, perhaps of another length."""
+    """Return whether loaders are made again every few epochs, perhaps with another length."""
     return bool(cast(Any, trainer).reload_dataloaders_every_n_epochs)
 
 
 def loader_of(trainer: Trainer) -> DataLoader[Any]:
-    """What the Trainer trains on, where that is one DataLoader."""
+    """Return the Trainer's training data, where that is one DataLoader."""
     return cast("DataLoader[Any]", trainer.train_dataloader)

@@ -1,4 +1,4 @@
-"""OmniStrategy for both of Lightning's namespaces: the one that `lightning_omni` names. See ``__init__.py``."""
+"""The `OmniStrategy` that `lightning_omni` exports, for both of Lightning's namespaces. See ``__init__.py``."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ class OmniStrategy(OmniStrategyHooks, metaclass=ABCMeta):  # noqa: D101
 
 
 def take_base(base: type, twin: type) -> None:
-    """Derive the class and its subclasses from a namespace that was imported, if it is the first.
+    """Derive the class and its subclasses from the base class of an imported namespace, if that is the first one.
 
-    Args:
-        base: our base class of that namespace.
-        twin: OmniStrategy of that namespace alone, which counts as this one.
+    ``twin``, OmniStrategy of that namespace alone, becomes a virtual subclass.
     """
     if namespace_of(OmniStrategy) is None:
         OmniStrategy.__bases__ = (*OmniStrategy.__bases__, base)

@@ -1,7 +1,7 @@
-"""What ranks have at an epoch's end that all of them have alike under DDP, and what the user is told if they have not.
+"""A check at the end of an epoch that ranks agree where they would agree under DDP, and the warning if they do not.
 
-Groups train different numbers of batches. So what a hook does at a batch number that it has counted or kept, it does on
-some ranks only, or at different moments.
+Groups train different numbers of batches. A hook that acts at a batch number which it counts or stores itself therefore
+acts on some ranks only, or at different moments.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 class OwnEnd(NamedTuple):
-    """How an epoch has ended on this rank.
+    """The state of this rank at the end of an epoch.
 
     Attributes:
-        epoch: its number.
-        batches: that this rank has trained of it.
+        epoch: number of the epoch.
+        batches: batches of the epoch that this rank has trained.
         unstepped: batches since the user's last step, in manual optimization.
         rates: learning rates of all parameter groups.
     """
@@ -35,19 +35,19 @@ class OwnEnd(NamedTuple):
 
     @classmethod
     def of(cls, trainer: Trainer, unstepped: int) -> OwnEnd:
-        """Return the end of the epoch that this Trainer has trained last; ``unstepped`` is as above."""
+        """Return the end of the epoch that the Trainer has trained last."""
         groups: list[Any] = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
         rates = [float(group["lr"]) for group in groups if "lr" in group]
         return cls(trainer.current_epoch - 1, _private.batches_trained(trainer), unstepped, rates)
 
     @property
     def marks(self) -> list[int]:
-        """Numbers whose largest over all ranks tell `differ` whether ranks differ."""
+        """Return the numbers from whose maxima over all ranks `differ` decides."""
         rates, groups = zlib.crc32(struct.pack(f"{len(self.rates)}d", *self.rates)), len(self.rates)
         return [groups, -groups, rates, -rates, int(self.unstepped > 0), int(not self.unstepped)]
 
     def sentence(self, world: World) -> str:
-        """Return what the user is told where ranks differ. All live ranks call it."""
+        """Return the warning for the user that ranks differ. All live ranks call it."""
         ends = self._of_all(world)
         first = next(iter(ends.values()))
         place = next(
@@ -85,16 +85,16 @@ class OwnEnd(NamedTuple):
 
 
 def differ(marks: Sequence[int]) -> bool:
-    """Return whether ranks differ, of which these are the largest `OwnEnd.marks`.
+    """Return whether ranks differ, given the maxima of `OwnEnd.marks` over all ranks.
 
-    Where some have more parameter groups, others may add theirs later, and rates are not compared.
+    Rates are not compared where ranks have different numbers of parameter groups: some may add theirs later.
     """
     groups, minus_groups, rates, minus_rates, some, others = marks
     return groups == -minus_groups and (rates != -minus_rates or (some > 0 and others > 0))
 
 
 def _bits(rate: float) -> int:
-    """Return a number that is as large as a rate is, among those of others; of a negative one, that of 0."""
+    """Return the bits of a rate as an integer, which keeps the order of rates; negative rates become 0."""
     [bits] = struct.unpack("q", struct.pack("d", max(0.0, rate)))
     return int(bits)
 

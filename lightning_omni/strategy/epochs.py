@@ -1,9 +1,8 @@
-"""Takes Lightning's training loop through epochs whose samples are dealt out while they are trained.
+"""The driver that leads Lightning's training loop through epochs whose samples are leased while they are trained.
 
-Lightning counts batches; here an epoch ends when its samples do, for all groups together. `EpochDriver` holds all that
-follows from this: when a group has its last batch, and when all groups validate. What the samples are is
-`LeasedData`'s, how far the run is with them, and has steps left, is `RunProgress`', and that schedules keep pace is
-`RunSchedulers`'. With one group, and with static data, the loop is left alone.
+Lightning counts batches; here an epoch ends when all groups together have trained its samples. `EpochDriver` decides
+when a group has its last batch, and when all groups validate. `LeasedData` holds the samples, `RunProgress` the
+progress, and `RunSchedulers` the schedulers. With one group, and with static data, the loop is unchanged.
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ if TYPE_CHECKING:
 
 
 class Entered(NamedTuple):
-    """Where a group enters a run that goes on.
+    """The moment of a run at which a group joins it.
 
     Attributes:
-        plan: the epoch that is under way.
-        samples: of this epoch, those that were trained when the groups parted.
-        progress: how far the run was by then; earlier epochs may have had other lengths.
-        validations: what callbacks have heard of: `PublishedValidation.state`.
-        split: which part of a dataset is trained: `lightning_omni.strategy.leased.split_of`.
+        plan: plan of the current epoch.
+        samples: samples of this epoch trained when the groups last began to compute.
+        progress: progress of the run then; earlier epochs may have had other lengths.
+        validations: validations that callbacks have received: `PublishedValidation.state`.
+        split: mark of the trained part of a dataset: `lightning_omni.strategy.leased.split_of`.
     """
 
     plan: EpochPlan
@@ -57,12 +56,7 @@ class Entered(NamedTuple):
     split: int
 
     def check(self, plan: EpochPlan, split: int) -> None:
-        """Raises `ConfigurationError` unless a group that joins here has the data of the run.
-
-        Args:
-            plan: of this epoch, as the group would have it.
-            split: which part of a dataset it trains.
-        """
+        """Raise `ConfigurationError` unless the data of a group that joins here has the same plan and split."""
         if plan != self.plan:
             raise ConfigurationError(
                 f"this group's data is not that of the run that it joins, {plan} against {self.plan}: give all the"
@@ -78,15 +72,15 @@ class Entered(NamedTuple):
 
 @dataclass
 class _Epoch:
-    """What is known of the epoch under way; nothing of it outlives the epoch.
+    """The state of the current epoch, which is dropped at its end.
 
     Attributes:
-        plan: of its data, if they are leased.
-        validates: whether all validate after this batch; None leaves it to Lightning.
-        is_due: whether the other groups, too, come to the validation after this batch, without being called to it.
-        is_over: whether this group has its last batch behind it.
-        is_skipped: whether another group has ended the epoch before its time.
-        is_check: whether all synchronize after this batch without a validation.
+        plan: plan of its data, if they are leased.
+        validates: whether all groups validate after this batch; None leaves it to Lightning.
+        is_due: whether the other groups, too, validate after this batch without being notified.
+        is_over: whether this group has trained its last batch.
+        is_skipped: whether another group has ended the epoch early.
+        is_check: whether all groups synchronize after this batch without a validation.
         is_counted: whether this group's last batch has counted the epoch for schedules.
     """
 
@@ -100,7 +94,7 @@ class _Epoch:
 
 
 class EpochDriver:
-    """The epochs of one strategy.
+    """The driver of one strategy's epochs.
 
     Args:
         data: ``"dynamic"`` or ``"static"``.
@@ -109,19 +103,19 @@ class EpochDriver:
         validation: ``"wait"`` or ``"published"``.
 
     Attributes:
-        published: validations for which no group waits.
+        published: the validations for which no group waits.
         data: the training data, as leased.
         is_open: whether a training epoch is under way.
-        run: how far it is, and how far it goes.
-        schedulers: that follow the run's common progress.
+        run: the progress and the step limit of the run.
+        schedulers: the schedulers, which follow the progress of all groups.
         is_open_ended: whether the epoch ends when the samples do, and not after a number of batches.
-        is_cut_short: whether the epoch has come to its end because max_steps are taken, with samples left: then it does
-            not count for schedules by epoch, as under DDP.
-        batches_cut_short: of such an epoch, that each rank of DDP would have trained.
-        on_parted: called on every rank when the groups have parted, and train.
-        check_every: samples between two synchronization points inside an epoch of several groups that has no
-            validation for which all of them wait; 0 for none.
-        on_check: called on every rank at these.
+        is_cut_short: whether max_steps have ended the epoch before its samples did; as under DDP, schedules by epoch do
+            not count such an epoch.
+        batches_cut_short: batches of such an epoch that each rank of DDP would have trained.
+        on_parted: function called on every rank each time the groups begin to compute.
+        check_every: samples between two synchronization points inside an epoch of several groups that has no validation
+            for which all of them wait; 0 for none.
+        on_check: function called on every rank at these points.
     """
 
     def __init__(
@@ -133,7 +127,7 @@ class EpochDriver:
     ) -> None:
         self._info, self._warn = info, warn
         self.published = PublishedValidation(validation == "published", info)
-        # A loader that was made in the epoch's first hook says another epoch.
+        # The epoch of a loader that was made in the epoch's first hook may be another one.
         self.data = LeasedData(
             data,
             info,
@@ -161,7 +155,6 @@ class EpochDriver:
     # --- The run -----------------------------------------------------------------------------------------------------
 
     def connect(self, trainer: Trainer, world: World) -> None:
-        """A run is being set up."""
         self._trainer, self._world = trainer, world
         self.data.connect(world)
         self.published.connect(trainer, world)
@@ -171,16 +164,11 @@ class EpochDriver:
         self._plateaus = Plateaus()
 
     def resume(self, saved: Saved) -> None:
-        """A fit goes on from a checkpoint.
-
-        Args:
-            saved: what it says of its run.
-        """
         self.run.resume(saved)
         self.schedulers.resume(saved.schedules)
 
     def start(self) -> None:
-        """The groups stand; the first epoch is about to begin."""
+        """Start the run, after the groups were formed and before the first epoch."""
         self._started, self._stopping = True, False
         self.data.adopt()
         self.run.start(self.world.tensor_parallel, self._entered.samples if self._entered is not None else None)
@@ -190,22 +178,16 @@ class EpochDriver:
         self._pace()
 
     def enter(self, entered: Entered, schedule: Schedule) -> None:
-        """This group joins a run that goes on, before its own loops begin.
-
-        Args:
-            entered: where.
-            schedule: where the run's schedulers count from.
-        """
+        """Join a run that is under way, before this group's loops begin; schedulers continue from ``schedule``."""
         self._entered, self.schedule, self.run.past = entered, schedule, entered.progress
 
     def finish(self) -> None:
-        """The run has ended, well or badly: the loops decide for themselves, and the schedulers are given back."""
+        """Return the loops and the schedulers to Lightning, at the end of the run or after a failure."""
         self.run.step_limit, self._epoch.validates, self.is_open_ended = None, None, False
         self.schedulers.finish()
         self.is_open = self._started = False
 
     def forget(self) -> None:
-        """The run is torn down."""
         self.finish()
         self.data.forget()
         self.published.forget()
@@ -216,25 +198,23 @@ class EpochDriver:
 
     @property
     def trainer(self) -> Trainer:
-        """The fit's."""
         assert self._trainer is not None
         return self._trainer
 
     @property
     def _is_for_user(self) -> bool:
-        """Whether a training loader begins to be iterated in a hook, or after the fit: not by the loops."""
+        """Return whether user code, and not the loops, iterates a training loader: in a hook, or after the fit."""
         trainer = self._trainer
         return trainer is None or (_private.is_inside_a_hook(trainer) and not _private.loops_iterate(trainer))
 
     @property
     def world(self) -> World:
-        """This rank's place in the run."""
         assert self._world is not None
         return self._world
 
     @property
     def leases(self) -> Leases | None:
-        """This rank's view of the data, if it is leased: what its group's core tells the server of."""
+        """Return this rank's leases, on which its group's core reports to the server; None if data is not leased."""
         return self.data.leases
 
     @leases.setter
@@ -244,7 +224,6 @@ class EpochDriver:
 
     @property
     def progress(self) -> Progress | None:
-        """How far the run is; None if its data are not leased."""
         return self.run.progress
 
     @progress.setter
@@ -253,7 +232,6 @@ class EpochDriver:
 
     @property
     def schedule(self) -> Schedule:
-        """Where schedulers that keep pace count from."""
         return self.schedulers.bases
 
     @schedule.setter
@@ -262,13 +240,12 @@ class EpochDriver:
 
     @property
     def max_steps(self) -> int:
-        """Steps of DDP after which the user wants the run to end, or -1."""
         return self.run.max_steps
 
     # --- An epoch ----------------------------------------------------------------------------------------------------
 
     def begin(self, epoch: int) -> None:
-        """An epoch begins: the groups part, and its samples are laid out to be drawn. Called again, does nothing."""
+        """Begin an epoch: the groups start to compute, and the server opens its samples. Further calls do nothing."""
         if epoch == self._begun or not self._started:
             return
         self._begun = epoch
@@ -280,7 +257,7 @@ class EpochDriver:
         if self.leases is not None:
             self._begin_leased(self.leases, self.run.begin(epoch))
         else:
-            self.progress = None  # the last epoch's, if a reload has brought several loaders, info
+            self.progress = None  # drops the last epoch's, which was leased if a reload has brought several loaders
             self.published.begin(None)
         self._have_parted()
 
@@ -300,24 +277,24 @@ class EpochDriver:
         self.schedulers.note_synchronized()
         if self.data.is_dynamic:
             if entered is not None:
-                leases.restart(plan.epoch)  # with the book that the server keeps
+                leases.restart(plan.epoch)  # draws from the book at the server
             else:
                 leases.begin(self._dealt(plan))
         elif self.is_open_ended:
             leases.begin_local(plan, goes_on=True)
-            if not self.schedulers.are_paced:  # what is left may be in more pieces than DDP would have batches of
+            if not self.schedulers.are_paced:  # the remaining samples may form more batches than under DDP
                 self._pace()
         self.run.limit_steps(self.is_open_ended)
 
     def _dealt(self, plan: EpochPlan) -> EpochPlan:
-        """The plan by which samples are leased: where all groups wait for each other is in it."""
+        """Return the plan for leases: an interval ends at each point where all groups wait for each other."""
         dealt = self.published.dealt(plan)
         if not self._is_checked(plan):
             return dealt
         return msgspec.structs.replace(dealt, validate_every=self.check_every, validate_offset=0)
 
     def _is_checked(self, plan: EpochPlan) -> bool:
-        """Whether groups wait for each other inside the epoch to be checked, and not to validate."""
+        """Return whether groups synchronize inside the epoch for checks, and not for validations."""
         dealt = self.published.dealt(plan)
         every = dealt.validate_every
         validates_inside = every > 0 and every - dealt.validate_offset % every < dealt.budget
@@ -329,38 +306,37 @@ class EpochDriver:
 
     @property
     def samples(self) -> int:
-        """Samples of the epoch under way that are trained, as far as this rank knows."""
+        """Return the samples of the current epoch that are trained, as far as this rank knows."""
         return self.run.now().samples if self.progress is not None else 0
 
     @property
     def _is_shrunk(self) -> bool:
-        """Whether one group is left with fewer ranks than the run began with: it needs more batches for an epoch."""
+        """Return whether one group has fewer ranks than the run began with, so that its epoch has more batches."""
         return self.leases is not None and self.leases.is_local and self.world.data_place[1] < self.leases.world_size
 
     @property
     def _goes_on_alone(self) -> bool:
-        """Whether one group goes on inside an epoch of several: its own batches do not tell what they have trained."""
+        """Return whether one group resumes inside an epoch of several: its batch count does not tell their progress."""
         return self.data.kind == "dynamic" and not self.data.is_dynamic and self.run.is_resumed_inside
 
     def go_on(self) -> None:
-        """A resumed epoch goes on, which has no first hook; its loader has begun to iterate."""
+        """Begin a resumed epoch, for which Lightning calls no first hook, after its loader has begun to iterate."""
         if self._goes_on_alone:
-            self.data.assign()  # what the loader has taken is void
+            self.data.assign()  # drops the batches that the loader has taken
             self.begin(self.trainer.current_epoch)
 
     def begin_batch(self) -> None:
-        """A batch begins."""
         self.begin(self.trainer.current_epoch)  # a resumed epoch starts without its first hook
         if self.run.by_hand is not None:
             self.run.by_hand.begin_batch()
         if self.leases is not None:
             self.leases.begin_batch()
             if self.is_open_ended:
-                # Perhaps the last: then an accumulation window ends here. `end_batch` knows for certain.
+                # An accumulation window ends at the last batch. `end_batch` decides finally whether this is the last.
                 self._set_last_batch(self.leases.peek() is None)
 
     def end_batch(self) -> None:
-        """A batch has ended: finds out, together with the other groups, whether to go on, validate or stop."""
+        """End a batch, and decide with the other groups whether to continue, validate or stop."""
         if self.run.by_hand is not None:
             self.run.by_hand.end_batch()
         self.schedulers.keep_up()
@@ -375,7 +351,7 @@ class EpochDriver:
             is_checked = epoch.plan is not None and self._is_checked(epoch.plan)
             epoch.is_check = verdict == "validate" and is_checked
             is_due = verdict == "stop:validate" or (verdict.endswith("validate") and not is_checked)
-            if epoch.is_over:  # those that are published are counted apart
+            if epoch.is_over:  # published validations are counted separately
                 is_due = self._ends_in_validation() or (is_due and not self.published.is_on)
             epoch.validates = is_due
         if verdict == "stop:skip":
@@ -390,16 +366,15 @@ class EpochDriver:
                 epoch.validates = False
                 self.run.stop_here()
         elif self.is_open_ended and not epoch.is_over and self._is_limit_reached_by_hand:
-            self.run.stop_here()  # `end` tells the other groups
+            self.run.stop_here()  # `end` reports it to the other groups
 
     @property
     def _is_limit_reached_by_hand(self) -> bool:
-        """Whether max_steps are taken, in manual optimization."""
         self.run.keep_up()
         return self.run.limits.is_reached_by_hand(self.run.now())
 
     def end(self, module: Module) -> None:
-        """An epoch has ended, in good order or before its time: the groups synchronize."""
+        """End an epoch, completed or not, and synchronize the groups."""
         trainer = self.trainer
         complete = self._epoch.is_over if self.is_open_ended else trainer.is_last_batch
         is_cut_short = int(not complete or self._epoch.is_skipped)
@@ -412,10 +387,10 @@ class EpochDriver:
         if self.world.executor.exchanges:
             mine = int(stops or self._stopping), int(_private.stops_now(trainer)), is_cut_short, trained
             ends, was_asked, is_cut_short, trained = self.world.all_reduce_max(mine)
-            # Whichever rank said so, and however late. A group that was told to stop has a limit, but was not asked to.
+            # Any rank may request the stop, even now. A group that received a stop has a limit, but has requested none.
             trainer.should_stop |= bool(ends) and (bool(was_asked) or not is_limit_reached)
         self.is_open = False
-        if self._epoch.is_skipped and not self._epoch.is_counted:  # as the group that skips has, with its last batch
+        if self._epoch.is_skipped and not self._epoch.is_counted:  # the group that skips has done so in its last batch
             _private.step_schedules_by_epoch(trainer)
         self.run.end(trainer.current_epoch, trained if is_cut_short else None)
         self._follow_schedulers()
@@ -423,9 +398,9 @@ class EpochDriver:
         self.is_open_ended, self._epoch.validates = False, None
 
     def after_hooks_of_end(self) -> None:
-        """All hooks of the epoch's end are over: if one of them has said stop on any rank, all ranks do.
+        """Stop all ranks if a hook of the epoch's end has requested a stop on any of them.
 
-        What only some ranks have done at a batch number of theirs, the user is told, once.
+        Warn the user, once, if ranks differ because hooks act at batch numbers that only some ranks reach.
         """
         if not self.world.executor.exchanges:
             return
@@ -439,7 +414,7 @@ class EpochDriver:
 
     @property
     def _trained(self) -> int:
-        """Samples of the epoch under way that are trained, where Lightning may have counted its batches."""
+        """Return the samples of the current epoch that are trained; Lightning may have counted its batches."""
         if self.progress is None:
             return 0
         if self.is_open_ended or self.data.is_dynamic:
@@ -448,9 +423,9 @@ class EpochDriver:
         return _private.batches_trained(self.trainer) * self.progress.reference.batch
 
     def moment(self) -> tuple[Progress | None, Cut]:
-        """How far the run is and what of its epoch is trained, for a checkpoint of one group or of after the fit.
+        """Return the run's progress and its epoch's trained samples, for a checkpoint of one group or after the fit.
 
-        Nothing where Lightning's own counts say it, because no several groups have trained the run.
+        Return no progress where Lightning's own counts suffice, because several groups have never trained the run.
         """
         if not self.run.is_counted_together:
             return None, Cut()
@@ -465,11 +440,7 @@ class EpochDriver:
         return self.progress, cut
 
     def expected_batches(self, done: int) -> int | None:
-        """How many batches this rank trains in this epoch, if all groups go on as so far; None if Lightning knows.
-
-        Args:
-            done: batches of this rank that are trained.
-        """
+        """Estimate this rank's batches in this epoch, of which ``done`` are trained; None if Lightning knows it."""
         plan = self._epoch.plan
         if plan is None or self.leases is None or not self.is_open_ended:
             return None
@@ -479,13 +450,15 @@ class EpochDriver:
         return max(done + 1, -(-done * plan.budget // seen) if seen else self.run.now().batches)
 
     def stepped_by_batches(self, configs: list[Any]) -> list[Any]:
-        """Return the schedulers that the loop steps by the number of this rank's batch."""
         if not (self.is_open and self.is_open_ended and self._epoch.plan is not None):
             return configs
         return self._plateaus.stepped_by_batches(self.trainer, configs)
 
     def _step_plateaus(self, before: dict[str, Any], is_at_end: bool = False) -> None:
-        """This rank has heard of a validation, inside the epoch or at its end; ``before`` are the metrics of before."""
+        """Step plateau schedulers after a validation that this rank's callbacks have received.
+
+        ``before`` are the metrics before the validation.
+        """
         plan = self._epoch.plan
         if plan is not None and self.is_open_ended:
             now = self.run.now()
@@ -493,12 +466,10 @@ class EpochDriver:
             self._plateaus.validated(self.trainer, before, plan, batches, now.reference.batch)
 
     def own_batches(self, batches: float) -> float:
-        """Return how many batches this rank trains in the epoch under way, as far as is known.
+        """Return how many batches this rank trains in the current epoch, as far as is known.
 
-        So a hook that compares it with the number of the batch finds the rank's own last batch.
-
-        Args:
-            batches: of a rank under DDP.
+        ``batches`` is the number under DDP. A hook that compares the result with the batch number thus finds the rank's
+        own last batch.
         """
         trainer = self._trainer
         if trainer is None or not (self.is_open and self.is_open_ended) or _private.loops_iterate(trainer):
@@ -507,24 +478,24 @@ class EpochDriver:
         return trained if trained and trainer.is_last_batch else max(batches, trained + 1)
 
     def interrupt(self, module: Module) -> None:
-        """The run ends here, in mid-epoch: the groups synchronize for the last time, with what each has trained.
+        """End the run inside an epoch: the groups synchronize for the last time, after different numbers of batches.
 
-        A group that has joined on its own leaves the others to go on: what it holds and has not trained goes back.
+        A group that has joined on its own returns its untrained samples; the other groups continue.
         """
         if self.world.enlistment is not None:
             self.leave("")
             return
         if self.world.is_computing:
             self.leave("skip")
-            self.published.end_all()  # as the others do, which hear of it by what this group has just said
+            self.published.end_all()  # the others do the same when they receive this group's message
         self.world.enter_world(module)
 
     def leave(self, stop: str) -> None:
-        """This group ends the epoch early; ``stop`` says how the others end it, or the run."""
+        """End the epoch early in this group; ``stop`` is how the other groups end it: see `messages.Leave`."""
         control = self.world.control
         if control is None:
             return
-        self.world.channel.finish_exchanges()  # what comes to the server after this is said would be refused
+        self.world.channel.finish_exchanges()  # the server would reject pushes that arrive after the message
         if self.leases is not None and self.data.is_dynamic:
             self.leases.leave(stop)
         elif stop:
@@ -532,20 +503,20 @@ class EpochDriver:
         self._stopping = self._stopping or stop in ("validate", "end")
 
     def before_validation(self, module: Module) -> None:
-        """Validation is for all groups together. One that comes on its own (a callback said stop) brings the others."""
+        """Synchronize the groups for a validation; a group whose callback requests a stop notifies the others first."""
         if self._world is None or not self.is_open:
             return  # no training is under way: validation after the fit, or without one
         if self.published.evaluates or self.published.version is not None:
             return
         stops = _private.stops_now(self.trainer) and not self._stopping
-        if self.world.is_computing and stops and not self._epoch.is_due:  # else the others hear of it when they go on
+        if self.world.is_computing and stops and not self._epoch.is_due:  # otherwise the others learn of it later
             self.leave("validate")
         self._synchronize(module)
 
     def _synchronize(self, module: Module) -> None:
-        """All groups synchronize, and count steps alike from here on: as the recorder, which logs and saves.
+        """Synchronize all groups, and set their step counts to those of the recorder, which logs and saves.
 
-        Names of checkpoints, which have the step in them, are then the same on all ranks.
+        Names of checkpoints contain the step, and are then the same on all ranks.
         """
         if not self.world.is_computing:
             return
@@ -561,7 +532,6 @@ class EpochDriver:
             self.run.stop_here()
 
     def after_validation(self) -> None:
-        """Back into the epoch, if it goes on."""
         if self.is_open and not self.trainer.is_last_batch and not self.published.evaluates:
             self.world.enter_compute()
             self._have_parted()
@@ -575,7 +545,7 @@ class EpochDriver:
         coming = leases.peek()
         if coming is not None and coming.interval <= leases.interval:
             return ""
-        self.world.channel.finish_exchanges()  # while it waits for the others there is nothing to compute
+        self.world.channel.finish_exchanges()  # there is nothing to compute while this group waits for the others
         return leases.ask()
 
     def _set_last_batch(self, is_last: bool) -> None:
@@ -587,7 +557,7 @@ class EpochDriver:
             self.batches_cut_short = plan.budget // self.run.now().reference.batch
 
     def _ends_in_validation(self) -> bool:
-        """All samples of the epoch are trained: whether that is where to validate, and perhaps the end of the run."""
+        """Return whether to validate at the end of the epoch, whose samples are all trained; stop at max_steps."""
         plan = self._epoch.plan
         assert plan is not None
         progress, trainer = self.run.now(), self.trainer
@@ -602,18 +572,14 @@ class EpochDriver:
     # --- Validation and steps ----------------------------------------------------------------------------------------
 
     def validates(self, is_due: Callable[[], bool]) -> bool:
-        """Whether all validate after this batch.
-
-        Args:
-            is_due: what the loop would say by itself.
-        """
+        """Return whether all groups validate after this batch; ``is_due`` returns the loop's own decision."""
         trainer, epoch = self.trainer, self._epoch
         epoch.is_due = False
         if epoch.is_check:
             self._check()
             return False
         if _private.validates_by_time(trainer):
-            return any(self.world.all_reduce_max([int(is_due())]))  # no two clocks are alike
+            return any(self.world.all_reduce_max([int(is_due())]))  # the clocks of ranks differ
         if self.published.is_on and not self._stopping and not _private.stops_now(trainer):
             if not epoch.is_over:
                 self.published.end_known()
@@ -626,7 +592,7 @@ class EpochDriver:
         return _private.validates_this_epoch(trainer) and (epoch.validates or _private.stops_now(trainer))
 
     def _is_due_without_stop(self, is_due: Callable[[], bool]) -> bool:
-        """Whether all would validate after this batch if no callback of this rank had said stop."""
+        """Return whether all groups would validate after this batch without the stop that this rank has requested."""
         if self._epoch.validates is not None:
             return self._epoch.validates and _private.validates_this_epoch(self.trainer)
         self.trainer.should_stop = False
@@ -636,14 +602,13 @@ class EpochDriver:
             self.trainer.should_stop = True
 
     def _check(self) -> None:
-        """All groups synchronize inside the epoch, and go on."""
         self._epoch.is_check = False
         self._synchronize(self.trainer.lightning_module)
         self.on_check()
         self.after_validation()
 
     def validate(self, run: Callable[[], Any]) -> Any:
-        """The validation loop runs: of all ranks that are alive, or of this group alone."""
+        """Run the validation loop on all live ranks, or on this group alone."""
         if self.published.evaluates:
             return self.published.run(run, self.run.now())
         if self._world is None or not self.is_open or self._world.executor.control is None:
@@ -657,11 +622,11 @@ class EpochDriver:
         return returned
 
     def _validate_together(self, run: Callable[[], Any]) -> Any:
-        live = self.world.process_groups.live  # as all ranks have just agreed
+        live = self.world.process_groups.live  # all ranks have just agreed on it
         is_whole = live.size() == self.world.size and self.world.enlistment is None
         if is_whole or not all(map(is_given, _private.validation_loaders(self.trainer))):
             return run()
-        alike = self.world.tensor_parallel  # neighbours that get the same samples
+        alike = self.world.tensor_parallel  # number of neighbours that get the same samples
         with _private.dealt_out(self.trainer, live.rank() // alike, live.size() // alike):
             return run()
 
@@ -670,18 +635,17 @@ class EpochDriver:
         return self.leases.peek() if self.leases is not None else None
 
     def _steps(self) -> int:
-        """The run's progress in optimizer steps as DDP would count them."""
         if self.is_open:
             self.run.keep_up()
         return self.run.steps_at(self.run.now())
 
     def _pace(self) -> None:
-        """Schedulers follow the run's common progress, where groups differ in speed."""
+        """Let schedulers follow the progress of all groups, if groups may differ in speed."""
         if self.leases is not None and self.data.kind == "dynamic":
             self.schedulers.keep_pace(self.data.is_dynamic or self.is_open_ended)
 
     def _follow_schedulers(self) -> None:
-        """Callbacks and hooks may have put others in their place."""
+        """Pace the current schedulers if callbacks or hooks have replaced them."""
         if self.schedulers.are_others:
             self.schedulers.release()
             self._pace()
@@ -689,11 +653,7 @@ class EpochDriver:
     # --- Regrouping --------------------------------------------------------------------------------------------------
 
     def before_regroup(self) -> Spans:
-        """The groups are about to change: what is drawn and not trained goes back.
-
-        Returns:
-            The ranges that are trained, as far as this rank knows.
-        """
+        """Give untrained samples back to the server before a change of groups; return the known trained ranges."""
         self.published.end_all()
         spans = self._spans_here()
         if self.data.is_dynamic and self.is_open:
@@ -701,18 +661,17 @@ class EpochDriver:
         return spans
 
     def _spans_here(self) -> Spans:
-        """The ranges of the epoch under way that this rank knows to be trained."""
         leases = self.leases
         if leases is None:
             return ()
         before = size_of(self.run.trained_spans(self.trainer.current_epoch)) if leases.is_as_ddp else 0
         if not before:
             return leases.trained_spans
-        # A resumed epoch of one group, whose loader has started again, as under DDP: this many are trained, not which.
+        # The loader of a resumed epoch of one group starts again, as under DDP: only the number of samples is known.
         return ((0, min(before + size_of(leases.trained_spans), leases.total)),)
 
     def after_regroup(self, spans: Spans, before: Executor) -> None:
-        """The groups have changed: the epoch goes on with the samples that are left."""
+        """Continue the epoch with its remaining samples, after a change of groups."""
         self.data.assign()
         plan = self._epoch.plan
         if self.is_open and self.leases is not None and plan is not None and self.data.kind == "dynamic":
@@ -726,7 +685,7 @@ class EpochDriver:
             elif before.control is None:
                 self.leases.begin(self._dealt(rest))
             else:
-                self.leases.restart(rest.epoch)  # with the book that the server kept
+                self.leases.restart(rest.epoch)  # draws from the book at the server
         self.run.align(self.world.all_reduce_max)
         self.schedulers.align(self.world.all_reduce_max)
         self._pace()

@@ -1,9 +1,9 @@
-"""The state that a server has saved, as a checkpoint: of Lightning, and for a further run.
+"""The conversion of a server's saved state to a checkpoint of Lightning, from which another run can resume.
 
-Weights, the states of optimizers that step at the server, and how much is trained are the server's, as of its last
-save. All else (loops, schedulers, callbacks, buffers) is what the recorder has given to the server for groups that
-join, as of when the groups parted last; loops and schedulers are taken on from there to where the weights are. Runs
-whose ranks were started together have given the server nothing of the kind: their checkpoint has weights alone.
+The weights, the states of optimizers that step at the server, and the trained samples are those of the server's last
+save. All other state (loops, schedulers, callbacks, buffers) is from the recorder, which sent it for joining groups
+when the groups last began to compute; loops and schedulers are advanced to the moment of the weights. If all ranks were
+started together, the server has no such state, and the checkpoint has only weights.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from lightning_omni.strategy.schedulers import count_at
 from lightning_omni.strategy.whole_files import write_whole
 
 _OLDEST = "2.6.0"
-"""The version that a checkpoint says where no Lightning is installed that could."""
+"""The version in the checkpoint if no Lightning is installed."""
 
 
 @dataclass(frozen=True)
 class Exported:
-    """A checkpoint that was made of a server's state.
+    """A checkpoint made from a server's state.
 
     Attributes:
-        checkpoint: what ``torch.load`` gives.
-        is_whole: whether ``Trainer.fit(ckpt_path=...)`` goes on from it; if not, it has weights alone.
-        updates: of the weights, over all optimizers.
-        notes: what is not in it, and what to do about that; a sentence each.
+        checkpoint: the contents, as ``torch.load`` returns them.
+        is_whole: whether ``Trainer.fit(ckpt_path=...)`` can resume from it; if not, it has only weights.
+        updates: number of updates in the weights, over all optimizers.
+        notes: missing parts of the state and their remedies; a sentence each.
     """
 
     checkpoint: dict[str, Any]
@@ -51,15 +51,15 @@ class Exported:
 
 
 def export_checkpoint(directory: str | Path, out: str | Path, overwrite: bool = False) -> Exported:
-    """Writes the state that a server has saved as a checkpoint, which ``torch.load(weights_only=True)`` reads.
+    """Write the state that a server has saved as a checkpoint, which ``torch.load(weights_only=True)`` reads.
 
     Args:
         directory: the server's ``--state``. A server may be using it.
         out: file of the checkpoint.
-        overwrite: whether it may replace a file.
+        overwrite: whether an existing file may be replaced.
 
     Raises:
-        ConfigurationError: there is nothing that could be exported, or the file cannot be written.
+        ConfigurationError: there is no state to export, or the file cannot be written.
     """
     if Path(out).is_dir():
         raise ConfigurationError(f"{out} is a directory; pass the name of a file")
@@ -74,13 +74,13 @@ def export_checkpoint(directory: str | Path, out: str | Path, overwrite: bool = 
 
 
 def checkpoint_of(directory: str | Path) -> Exported:
-    """The state that a server has saved, as a checkpoint.
+    """Return the state that a server has saved as a checkpoint.
 
     Args:
         directory: the server's ``--state``. A server may be using it.
 
     Raises:
-        ConfigurationError: there is nothing that could be exported.
+        ConfigurationError: there is no state to export.
     """
     try:
         run = SavedRun.of(saved_states(directory))
@@ -88,7 +88,7 @@ def checkpoint_of(directory: str | Path) -> Exported:
     except (ConfigurationError, MalformedMessage) as error:
         text = str(error)
         raise ConfigurationError(text if text.startswith(str(directory)) else f"{directory}: {text}") from error
-    # Each with memory of its own: what was read lies in one, and torch would write all of that for each.
+    # The tensors that were read share one memory, and torch would write all of it for each of them.
     own = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, exported.checkpoint)
     return replace(exported, checkpoint=own)
 
@@ -160,18 +160,16 @@ def _of_joined(run: SavedRun, tree: Mapping[str, Any] | None) -> Exported:
         checkpoint["loops"] = loops
     else:
         notes.append("the loops' progress could not be sent to the server: a fit begins with epoch 0")
-    for average in tree["averages"]:  # as the callback has it: the average where weights are, and these beside it
+    for average in tree["averages"]:  # WeightAveraging saves the average as the weights, and the weights separately
         whole = {name[7:]: value for name, value in average.items() if name.startswith("module.")}
         checkpoint |= {"state_dict": whole, "current_model_state": state_dict}
     return Exported(checkpoint, is_whole="loops" in tree, updates=sum(run.cut.clocks), notes=tuple(notes))
 
 
 def _progress_of(run: SavedRun, known: Progress) -> Progress:
-    """How far the run is; an epoch of which all is trained is over.
+    """Return the progress of a saved run; an epoch whose samples are all trained counts as over.
 
-    Args:
-        run: as it was saved.
-        known: how far it was when the groups parted last.
+    ``known`` is the progress when the groups last began to compute.
     """
     cut = run.cut
     if cut.epoch > known.epochs:
@@ -183,7 +181,7 @@ def _progress_of(run: SavedRun, known: Progress) -> Progress:
 
 
 def _steps_by_hand(counters: Sequence[int]) -> int:
-    """Steps of a batch where the module steps by itself, as far as the recorder knew."""
+    """Return the steps per batch in manual optimization, from the recorder's counts."""
     batches, _, by_hand, _ = counters
     return max(1, -(-by_hand // batches)) if batches else 1
 
@@ -204,7 +202,7 @@ def _state_dict(run: SavedRun, tree: Mapping[str, Any], notes: list[str]) -> dic
     own: Mapping[str, Tensor] = tree["module"]
     keys: Mapping[str, str] = tree["keys"]
     state = {key: weights[name] if name in weights else own[key] for key, name in keys.items() if name or key in own}
-    state.update((name, weight) for name, weight in weights.items() if name not in keys.values())  # that were added
+    state.update((name, weight) for name, weight in weights.items() if name not in keys.values())  # added since then
     if missing := [key for key in keys if key not in state]:
         notes.append(
             f"the server was not given {', '.join(missing)} of the module's state, which stays as the module makes it;"
@@ -214,7 +212,7 @@ def _state_dict(run: SavedRun, tree: Mapping[str, Any], notes: list[str]) -> dic
 
 
 def _optimizer_states(run: SavedRun, tree: Mapping[str, Any], notes: list[str]) -> list[dict[str, Any]]:
-    """States as in a ``state_dict`` of each of the Trainer's optimizers: those that the server has."""
+    """Return the states of the Trainer's optimizers in the format of ``state_dict``, as far as the server has them."""
     states = [{"state": dict[int, Any](), "param_groups": each["param_groups"]} for each in tree["hyperparameters"]]
     on_ranks = set[int]()
     for part, described in zip(run.parts, tree["parts"], strict=True):
@@ -246,7 +244,7 @@ def _optimizer_states(run: SavedRun, tree: Mapping[str, Any], notes: list[str]) 
 def _schedulers(
     run: SavedRun, tree: Mapping[str, Any], progress: Progress, states: list[dict[str, Any]], notes: list[str]
 ) -> list[dict[str, Any]]:
-    """Their states where the run is; what they set in the optimizers' parameter groups goes there."""
+    """Return the schedulers' states advanced to the run's progress; update the parameter groups of the optimizers."""
     found = []
     for kind, state, base in zip(tree["kinds"], tree["schedulers"], tree["schedule"], strict=True):
         target = _target(kind, base, progress) if tree["automatic"] else -1
@@ -260,7 +258,7 @@ def _schedulers(
 
 
 def _target(kind: Mapping[str, Any], base: Sequence[int], progress: Progress) -> int:
-    """What a scheduler counts by now; -1 for one that keeps no pace, as one that follows a metric."""
+    """Return the count of a scheduler at the run's progress; -1 if it is not paced (with a metric, for example)."""
     if not base:
         return -1
     count, began = base
@@ -305,7 +303,7 @@ def _last_rates(
     optimizer: int,
     groups: Sequence[Mapping[str, Any]],
 ) -> list[dict[str, Any]]:
-    """The learning rate of each parameter group as of the last push, where the server knows it."""
+    """Return the learning rate of each parameter group at the last push, where the server has it."""
     number_of = {place: number for number, group in enumerate(groups) for place in group["params"]}
     rates: list[dict[str, Any]] = [{} for _ in groups]
     for part, known in zip(parts, described, strict=True):

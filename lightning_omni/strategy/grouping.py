@@ -1,7 +1,7 @@
-"""An OmniStrategy in its groups: what it is made of in a fit, and what differs between one group and several.
+"""An OmniStrategy in its groups: its parts during a fit, and the behaviour that differs between one group and several.
 
-One group is DistributedDataParallel as Lightning has it: `Grouping` itself leaves the hooks alone, `SeveralGroups` does
-not. The strategy asks its `grouping` for what differs; the same seam runs through the world, as its executor.
+One group is Lightning's DistributedDataParallel: `Grouping` leaves the hooks unchanged, `SeveralGroups` does not.
+`World.executor` makes the same distinction in the world.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ _log = logging.getLogger(__name__)
 
 
 class GroupedStrategy(_Base):
-    """A DDPStrategy whose ranks form groups; Lightning's hooks are added to it in `hooks`.
+    """A DDPStrategy whose ranks form groups; `lightning_omni.strategy.hooks` adds Lightning's hooks.
 
     Attributes:
-        epochs: takes the training loop through the epochs.
-        balance: measures ranks and splits their groups' batches.
-        step_times: times batches.
-        trainable: what was trainable when the module was wrapped.
+        epochs: the driver that leads the training loop through the epochs.
+        balance: the measurement of ranks and the split of their groups' batches.
+        step_times: the timing of batches.
+        trainable: the parameters that were trainable when the module was wrapped.
         merged: the submodule that stays at the server.
-        proxies: what steps in the place of the user's optimizers.
-        reporting: the run in numbers.
+        proxies: the optimizers that step in place of the user's.
+        reporting: the source of the run's report.
         has_had_groups: whether this process has trained in one of several groups, in this fit or an earlier one.
-        ddp_options: DDPStrategy's own arguments, as the user gave them.
+        ddp_options: DDPStrategy's own arguments, as the user passed them.
     """
 
     rank_zero_info: Callable[[str], None]
@@ -82,16 +82,16 @@ class GroupedStrategy(_Base):
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Within it this rank waits for others, which is no compute time of its own."""
+        """Return a context in which this rank waits for others, so that the time does not count as compute time."""
         with self.balance.waiting(), self.step_times.waiting():
             yield
 
     @property
     def world(self) -> World:
-        """This rank's place among all ranks.
+        """Return this rank's view of the run.
 
         Raises:
-            ConfigurationError: it has none yet.
+            ConfigurationError: there is none yet.
         """
         if self._world is None:
             raise ConfigurationError("OmniStrategy has no world yet: use it in a hook, when the Trainer runs")
@@ -99,12 +99,10 @@ class GroupedStrategy(_Base):
 
     @property
     def joins(self) -> bool:
-        """Whether its group joins a run on its own."""
         return self._world_options.join
 
     @property
     def pl_module(self) -> LightningModule:
-        """The LightningModule, which knows its Trainer."""
         assert self.lightning_module is not None
         return self.lightning_module
 
@@ -114,20 +112,15 @@ class GroupedStrategy(_Base):
 
     @property
     def grouping(self) -> Grouping:
-        """What differs between one group and several, for the groups that there are."""
+        """Return the `Grouping` for the current number of groups."""
         return self._several if self.world.executor.exchanges else self._one
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the members of a group hold the model together."""
         return self._world_options.is_sharded
 
     def check_whole(self, what: str) -> None:
-        """Raises `UnsupportedError` if members of a group hold the model together, and something needs all of it.
-
-        Args:
-            what: needs it.
-        """
+        """Raise `UnsupportedError` for a feature, named by ``what``, if each rank holds only a part of the model."""
         if self.is_sharded:
             raise UnsupportedError(
                 f"{what}, and with {shown(self._world_options.inside)} each rank has a part of the model that belongs"
@@ -135,40 +128,37 @@ class GroupedStrategy(_Base):
             )
 
     def check_several(self, trainer: Trainer) -> None:
-        """Raises `UnsupportedError` for what several groups cannot do in this fit."""
         self._several.check(trainer)
 
     # --- Model and optimizers -----------------------------------------------------------------------------------------
 
     @property
     def real_optimizers(self) -> list[Optimizer]:
-        """The optimizers without the one that Lightning puts in place of none, which holds nothing."""
+        """Return the optimizers that hold parameters, without Lightning's placeholder for no optimizer."""
         return [optimizer for optimizer in self.optimizers if optimizer.param_groups]
 
     @property
     def loss_scaler(self) -> torch.amp.GradScaler | None:
-        """The loss scaler of precision="16-mixed"; None with any other precision."""
+        """Return the loss scaler of precision="16-mixed"; None with any other precision."""
         scaler: torch.amp.GradScaler | None = getattr(self.precision_plugin, "scaler", None)
         return scaler if scaler is not None and scaler.is_enabled() else None
 
     def attach_optimizers(self) -> None:
-        """The world takes the optimizers in, as they are now."""
         self.proxies.attach(self.world, self.pl_module, self.real_optimizers, self.merged, self._trainer)
 
     def merge(self, name: str) -> None:
-        """From the next several groups on, that submodule stays at the server. On all ranks, while they are one group.
+        """Keep a submodule at the server once several groups are formed, or none if ``name`` is empty.
 
-        Args:
-            name: of the submodule, which can be merged; empty for none.
+        All ranks call it while they are one group.
         """
         world, clocks = self.world, [part.replica.clock for part in self.world.parts]
         self.merged = Merged(name or None)
         self.attach_optimizers()
-        for part, clock in zip(world.parts, clocks, strict=False):  # heads come last
+        for part, clock in zip(world.parts, clocks, strict=False):  # heads are last in both lists
             part.replica.clock = clock if part.head is None else 0
 
     def wrap_for_group(self) -> None:
-        """Wraps the module into a new DDP over the compute group; a group of one needs none, nor what is sharded."""
+        """Wrap the module into a new DDP over the compute group. A group of one rank or a sharded module needs none."""
         self.model = self.pl_module
         self.trainable.remember(self.pl_module)
         exchanges = self.world.executor.exchanges
@@ -176,24 +166,24 @@ class GroupedStrategy(_Base):
             return
         if exchanges and len(self.world.members) == 1:
             self.world.reduction.install(self.model, self.world.compute_group)
-            return  # a single rank in one group is wrapped, as under DDPStrategy
+            return  # without exchanges even a single rank is wrapped, as under DDPStrategy
         options = self.world.reduction.ddp_options(self.pl_module, self.ddp_options)
         options |= {"process_group": self.world.compute_group, "init_sync": False}
         _private.set_ddp_options(self, options)
         with frozen(self.merged.parameters(self.pl_module) if exchanges else ()):
             if not self.merged or any(parameter.requires_grad for parameter in self.pl_module.parameters()):
-                super().configure_ddp()  # which refuses a module without, as one with a frozen body may be
+                super().configure_ddp()  # rejects a module without trainable parameters, such as one with a frozen body
         self.world.reduction.install(self.model, self.world.compute_group)
 
     def follow_edits(self) -> None:
-        """Training begins: the world watches what users change in mid-fit, in this Trainer."""
+        """Let the world watch this Trainer's buffers, parameters and optimizers for changes by the user's code."""
         edits = self.world.edits
         edits.buffers, edits.others = lambda: buffers_of(self.pl_module), self._others
         edits.switched = lambda: not self.proxies.are_of(self.real_optimizers)
         edits.reattach = self._reattach
 
     def _others(self) -> Iterator[Untrained]:
-        """All parameters, and the averages that WeightAveraging keeps."""
+        """Yield all parameters, and the averages that WeightAveraging holds."""
         reshard(self.world.held.sharded)
         for name, parameter in self.pl_module.named_parameters():
             yield Untrained(name, parameter, Merge.FIRST)
@@ -201,7 +191,7 @@ class GroupedStrategy(_Base):
             yield from average_of(model)
 
     def _reattach(self) -> None:
-        """Takes in the optimizers as they are now, in groups as they are.
+        """Attach the current optimizers and form the same number of groups again.
 
         Raises:
             UnsupportedError: an epoch is under way, or the server cannot run one of them.
@@ -220,7 +210,7 @@ class GroupedStrategy(_Base):
     # --- Groups -------------------------------------------------------------------------------------------------------
 
     def follow_recorder(self) -> None:
-        """Who logs and saves for groups that have joined on their own may be gone: then it is this rank, perhaps."""
+        """Let this rank log and save if it has become the recorder, because the group of the former one is gone."""
         world = self.world
         if world.enlistment is not None and world.follow_recorder() and not self._is_told_to_record:
             self._is_told_to_record = self._took_over = True
@@ -230,7 +220,7 @@ class GroupedStrategy(_Base):
             _private.show_progress_bar(self._trainer, self.epochs.is_open)
 
     def explain_take_over(self, exception: BaseException) -> None:
-        """An error of the user's code on the rank that logs and saves since others have left: it may come of that."""
+        """Log a hint if the user's code fails on a rank that became the recorder, which may be the cause."""
         if self._took_over and isinstance(exception, Exception) and not isinstance(exception, OmniError):
             _log.error(
                 "OmniStrategy: this rank logs and saves since the group is gone that did: what a callback prepares only"
@@ -238,16 +228,13 @@ class GroupedStrategy(_Base):
             )
 
     def form_one(self) -> None:
-        """One group of all live ranks, which has everything that the server knew."""
         if self.world.executor.exchanges:
             self.form(1)
 
     def form(self, groups: int, speeds: Mapping[int, float] | None = None) -> None:
-        """What `regroup` does when it has found nothing wrong; for callers that know what they do.
+        """Form groups without the checks of `regroup`.
 
-        Args:
-            groups: the new number of groups.
-            speeds: of all live ranks, to put like with like; None forms the groups in the order of ranks.
+        ``speeds`` of all live ranks put ranks of similar speed into one group; None uses the order of ranks.
         """
         world = self.world
         before, spans = world.executor, self.epochs.before_regroup()
@@ -261,12 +248,12 @@ class GroupedStrategy(_Base):
         self.step_times.interrupt()
 
     def share_loss_scale(self) -> None:
-        """Give the members of this rank's group one loss scale, the smallest that any of them has.
+        """Give the members of this rank's group one loss scale, the smallest that any of them has. All members call it.
 
         Different groups have infinite gradients at different steps, so their scales differ. In one group
         DistributedDataParallel averages gradients that are scaled alike, and each rank divides the mean by its own
         scale: members with different scales would train different models. The steps since the last change of the scale
-        are counted from zero, so that it also grows on all members at once. All members call it.
+        restart at zero, so that it also grows on all members at once.
         """
         scaler = self.loss_scaler
         if scaler is None:
@@ -277,28 +264,25 @@ class GroupedStrategy(_Base):
         scaler.load_state_dict({**scaler.state_dict(), "scale": float(scale), "_growth_tracker": 0})
 
     def share_out(self, speeds: Sequence[float]) -> None:
-        """The members of this rank's group get parts of its batches in proportion to their speeds, from here on.
+        """Split the batches of this rank's group in proportion to its members' speeds, from here on.
 
-        All members call it. Batches that a loader has taken already are split as before.
-
-        Args:
-            speeds: of the members, in the order of ranks.
+        All members call it. Batches that a loader has already taken keep their split.
         """
         world, leases = self.world, self.epochs.leases
         assert leases is not None
         handed = max(int(number) for [number] in gather(world, [leases.handed]))
         leases.share_out(apportion(leases.batch_size * len(world.members), speeds), from_number=handed)
 
-    # --- What a user sees ---------------------------------------------------------------------------------------------
+    # --- Messages and reports -----------------------------------------------------------------------------------------
 
     def say_hello(self) -> None:
-        """The groups stand, and the user is told which they are."""
-        # By a tuner, which is what prepares for the launch.
+        """Log which groups were formed."""
+        # Only a tuner has this method.
         is_chosen = any(hasattr(callback, "on_omni_launch") for callback in callbacks_of(self._trainer))
         text = f"OmniStrategy: {self.grouping.sentence}{'' if is_chosen else self.grouping.advice}"
         world = self.world
         if world.enlistment is not None and world.is_leader and not self.is_global_zero:
-            # Nothing else is said where it was started: no progress, and no word of `rank_zero_info`.
+            # The terminal of this group shows nothing else: no progress, and no message of `rank_zero_info`.
             info = _private.undecorated(self.rank_zero_info)
             info(f"{text} | joined the run as group {world.group}; another group logs and saves")
         else:
@@ -306,59 +290,59 @@ class GroupedStrategy(_Base):
 
     @property
     def last_report(self) -> RunReport | None:
-        """What `report` says, or None if there was no run yet."""
+        """Return the result of `report`, or None if there was no run yet."""
         return self._last_report if self._world is None else self.report()
 
     def remember_report(self, report: RunReport) -> None:
-        """The run was in other processes, which this one started: what they say of it."""
+        """Store the report of a run in other processes, which this process started."""
         self._last_report = report
 
     def report(self) -> RunReport:
-        """The run in numbers, while it runs or after it."""
+        """Return a report of the current or last run."""
         if self._world is None and self._last_report is not None:
             return self._last_report
         return self.reporting.report(self.world, self.step_times.bytes_per_step)
 
 
 class Grouping:
-    """What Lightning's hooks do in a way of training together; as it stands here, in one group.
+    """The behaviour of Lightning's hooks for one way of grouping; this class is the one for one group.
 
     Args:
-        strategy: whose hooks.
+        strategy: the strategy whose hooks call it.
     """
 
     def __init__(self, strategy: GroupedStrategy) -> None:
         self._strategy = strategy
 
     def check(self, trainer: Trainer) -> None:
-        """Raises `UnsupportedError` for what cannot be done so in this fit."""
+        """Raise `UnsupportedError` for features of this fit that do not work with this grouping."""
 
     def stepped(self, optimizer: Optimizer) -> Optimizer:
-        """What the precision plugin is to step in the place of an optimizer of the user's."""
+        """Return the optimizer that the precision plugin steps in place of one of the user's."""
         self._strategy.world.steps += 1
         return optimizer
 
     def guard(self) -> None:
-        """The groups stand."""
+        """Guard the user's optimizers after the groups were formed; one group needs no guard."""
 
     def batch_starts(self) -> None:
-        """After the last callback, and before the forward pass."""
+        """Prepare for a batch after the last callback and before the forward pass."""
         if self._strategy.world.size > 1:
             self._strategy.trainable.warn_of_late(self._strategy.optimizers)
 
     def begin_epoch(self) -> None:
-        """All hooks of the epoch's start are over, and its batches come next."""
+        """Begin an epoch after all hooks of its start and before its first batch."""
 
     def begin_batch(self) -> None:
-        """A batch begins."""
+        """Begin a batch before all callbacks."""
 
     def reduce_boolean_decision(self, decision: bool, every: bool) -> bool | None:
-        """Whether all ranks of the default process group decide so, or any; None leaves it to Lightning."""
+        """Return the decision of all (or any) ranks of the default process group; None leaves it to Lightning."""
         return None
 
     @property
     def sentence(self) -> str:
-        """What people are told when the groups stand."""
+        """Return the message for the user after the groups were formed."""
         options = self._strategy.world.options
         given = [f"wire={options.wire!r}"] if options.wire != "fp32" else []
         given += ["overlap=True"] if options.overlap else []
@@ -372,12 +356,12 @@ class Grouping:
 
     @property
     def advice(self) -> str:
-        """What people are told beside that where no tuner chooses the groups."""
+        """Return an addition to that message for runs in which no tuner chooses the groups."""
         return ". Pass groups= for asynchronous groups"
 
 
 class SeveralGroups(Grouping):
-    """Several groups train and exchange."""
+    """The behaviour of the hooks where several groups train and exchange."""
 
     @override
     def check(self, trainer: Trainer) -> None:
@@ -428,8 +412,8 @@ class SeveralGroups(Grouping):
     @override
     def begin_batch(self) -> None:
         merged = self._strategy.merged
-        merged.check(self._strategy.pl_module.trainer)  # once more: accumulation, for one, may have a schedule
-        merged.step_done()  # what callbacks did with it since the last step
+        merged.check(self._strategy.pl_module.trainer)  # again, since accumulation may have a schedule
+        merged.step_done()  # ends any use of it by callbacks since the last step
 
     @override
     def reduce_boolean_decision(self, decision: bool, every: bool) -> bool | None:
@@ -458,7 +442,7 @@ class SeveralGroups(Grouping):
 
 
 def _held_by(world: World) -> str:
-    """What a group is inside."""
+    """Return in words how the members of a group hold the model."""
     if world.held.sharded is None:
         return "DistributedDataParallel"
     shards = f" with {world.shards} shards" if world.has_replicas else ""

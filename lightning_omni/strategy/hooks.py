@@ -1,7 +1,7 @@
-"""`OmniStrategy`: Lightning's hooks, translated into calls on the world. No arithmetic, no sockets.
+"""`OmniStrategy`: Lightning's hooks, translated into calls on the world. It has no arithmetic and no sockets.
 
-Written once for both of Lightning's namespaces: the class here is mixed into each namespace's own DDPStrategy (see
-``pytorch_lightning.py`` and ``lightning.py`` beside this file).
+The class here serves both of Lightning's namespaces: it is mixed into each namespace's own DDPStrategy (see
+``pytorch_lightning.py`` and ``lightning.py`` in this package).
 """
 
 from __future__ import annotations
@@ -55,17 +55,17 @@ if TYPE_CHECKING:
     from pytorch_lightning.strategies import ModelParallelStrategy
 else:
     OfLightning = Any
-if TYPE_CHECKING is True:  # LightningCLI runs what type checkers read, but not this: it would import both namespaces
+if TYPE_CHECKING is True:  # hides this import from LightningCLI, which executes other TYPE_CHECKING blocks
     from lightning.pytorch.strategies import ModelParallelStrategy as OfLightning
 
 
 class OmniStrategyHooks(SavingStrategy):
-    """Trains synchronously inside compute groups and asynchronously across them.
+    """A strategy that trains synchronously inside compute groups and asynchronously across them.
 
     Use it where synchronization is the bottleneck: step times that vary, a slow network, or workers that may die. See
     docs/quickstart.md. Only ``groups`` and ``method`` matter at first; the defaults of the others suit most runs. They
-    say how data is dealt out and validated (``data`` to ``merged``), what is sent (``wire`` to ``all_reduce``), where
-    the server is and what it keeps (``server`` to ``record``), how groups come, go and fail (``join`` to
+    configure how data is divided and validated (``data`` to ``merged``), the encoding of messages (``wire`` to
+    ``all_reduce``), the server and its files (``server`` to ``record``), how groups join, leave and fail (``join`` to
     ``max_nonfinite_pushes``), and how a large model is divided (``inside`` and the last two).
 
     Args:
@@ -74,21 +74,21 @@ class OmniStrategyHooks(SavingStrategy):
             if it is set, and otherwise one group per node.
         method: how groups exchange: a name (``"hardsync"``), a name with settings (``"diloco:period=50"``) or a value
             (``DiLoCo(period=50)``): see `lightning_omni.methods`. None uses LIGHTNING_OMNI_METHOD, or ``"async_sgd"``.
-        data: ``"dynamic"`` deals out the samples of an epoch to the groups as they become free, so that a slow group
-            does not delay the others; ``"static"`` gives every rank its share in advance, as DistributedSampler does.
-            None uses LIGHTNING_OMNI_DATA, or ``"dynamic"``.
+        data: ``"dynamic"`` assigns the samples of an epoch to the groups as they become free, so that a slow group does
+            not delay the others; ``"static"`` gives every rank its share in advance, as DistributedSampler does. None
+            uses LIGHTNING_OMNI_DATA, or ``"dynamic"``.
         rebalance: for ranks of different speed: ``"auto"`` measures their speeds and splits each group's batch in
             proportion, where that makes the group more than 5 % faster; ``"off"`` gives all ranks equal parts. The loss
             must be a mean over the batch.
-        validation: ``"wait"``: all groups synchronize and validate together. ``"published"``: a validation inside an
-            epoch is done by one group, with the weights of that moment, while the others train on; see
+        validation: ``"wait"``: all groups synchronize and validate together. ``"published"``: one group does a
+            validation inside an epoch, with the weights of that moment, while the others train on; see
             docs/validation.md.
         merged: name of a submodule that stays at the server, such as the last layers of a classifier. Each group's
-            batch passes through it there, one group at a time, so that its weights are never stale and never sent; only
+            batch passes through it there, one group at a time: its weights are never stale and never sent, only
             activations and their gradients are. See docs/merged-head.md. With one group this has no effect.
         wire: encoding of pushes, for slow networks: ``"fp32"``, uncompressed; ``"bf16"`` or ``"fp16"``, half the bytes;
             ``"int8"``, about a quarter; ``"topk:0.01"``, the largest hundredth of the numbers with their positions; or
-            a value, see docs/wire-formats.md. What a lossy format leaves out is added to the group's next push.
+            a value, see docs/wire-formats.md. The residual of a lossy format is added to the group's next push.
             ``{"push": "int8", "pull": "bf16"}`` sets the encoding of answers, too. With one group this has no effect.
         overlap: whether a group computes its next gradient during an exchange, which makes that gradient one step
             staler; for methods whose optimizer steps at the server. Use it where exchanges take long: see
@@ -100,28 +100,27 @@ class OmniStrategyHooks(SavingStrategy):
         server: ``"tcp://host:port"`` of a running parameter server (``lightning-omni serve``). None uses
             LIGHTNING_OMNI_SERVER, and joins the run there (see ``join``); if that is not set either, rank 0 starts a
             server for this run in a separate process.
-        servers: number of parameter servers, each of which holds a share of the weights, so that no single link carries
-            the pushes of all groups: a number, all on rank 0's node; or ``"per-node"``, one on each node. Then an
-            exchange of all groups sends no more bytes over any link than a ring all-reduce. See docs/servers.md.
+        servers: number of parameter servers, each of which holds a part of the weights, so that no single link carries
+            all pushes: a number, all on rank 0's node; or ``"per-node"``, one on each node. Then an exchange of all
+            groups sends no more bytes over any link than a ring all-reduce. See docs/servers.md.
         host: address that the embedded server binds, which is the one that rank 0 starts. None uses no port at all on
             one node, and MASTER_ADDR on several.
-        encryption: of connections over the network: ``"curve"``, or ``"off"`` on a network whose every user you trust.
+        encryption: of network connections: ``"curve"``, or ``"off"`` on a network whose every user you trust.
         save_every: seconds between two saves of the embedded server's state. If the server dies, rank 0 starts another
             one, which continues from the last save: see docs/resilience.md. With None nothing is saved, and the run
             ends if the server dies.
         record: file for a record of everything that changes the weights, written by the embedded server; the simulator
             can replay it, see `lightning_omni.simulator.replay`. None records nothing.
-        join: whether the ranks of this launcher are one group of a run in which groups come and go, each with its own
-            launcher. The group joins the run at ``server``, or begins it if it is the first, and may leave at any time;
-            see docs/joining.md. None means True if LIGHTNING_OMNI_SERVER is set and no ``server`` is passed.
+        join: whether the ranks of this launcher are one group of a run in which groups join and leave, each with its
+            own launcher. The group joins the run at ``server``, or begins it if it is the first, and may leave at any
+            time; see docs/joining.md. None means True if LIGHTNING_OMNI_SERVER is set and no ``server`` is passed.
         max_rejoins: with ``join``, how often in a row a group that was evicted by mistake (because its machine was
-            suspended or its link failed) rejoins automatically, as a new group: if the script ends with that error, its
-            process runs its own command again, after 1, 2, 4, ... seconds. See docs/joining.md. 0 disables this.
+            suspended or its link failed) rejoins as a new group: if the script ends with that error, its process runs
+            its command again, after 1, 2, 4, ... seconds. See docs/joining.md. 0 disables this.
         heartbeat_timeout: seconds of silence after which a rank counts as dead, at least 2.
         progress_timeout: seconds, at least 2, after which a group that answers heartbeats but makes no progress (no
-            batch and no validation batch) is evicted: it hangs in a collective or a loader, and others would wait for
-            it. Counted by the embedded server, from the first trained batch on; ``lightning-omni serve`` has its own
-            option. None disables this.
+            batch and no validation batch) is evicted, because others would wait for it. The embedded server counts from
+            the first trained batch on; ``lightning-omni serve`` has its own option. None disables this.
         max_nonfinite_pushes: number of pushes in a row with NaN or infinite gradients that a group may make before the
             run ends.
         inside: how the members of a group hold the model: ``"ddp"``, each the whole model; ``"fsdp"``, each a shard
@@ -221,7 +220,7 @@ class OmniStrategyHooks(SavingStrategy):
         self._make_run()
 
     def _make_run(self) -> None:
-        """What lives as long as this process and the runs in it: nothing of this goes to another process."""
+        """Make the parts that exist once per process and are never sent to another one."""
         self._make_parts(self._fit_options)
         self.nested = NestedRuns(self)
         self._listener: Listener | None = None
@@ -236,12 +235,12 @@ class OmniStrategyHooks(SavingStrategy):
         self._failed_at = ""
         self.arrangement = Arrangement(self)
         self.on_ready: list[Callable[[], None]] = []
-        """Called on every rank when the groups stand and the first batch has not begun: a tuner's moment."""
+        """Functions called on every rank after the groups are formed and before the first batch, such as a tuner's."""
         self._server_process: ServerProcess | None = None
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        """The strategy as it was constructed, and the report of its last fit."""
+        """Return the constructor's settings and the report of the last fit."""
         state: dict[str, Any] = super().__getstate__()
         fresh = object.__new__(type(self))
         fresh._fit_options = self._fit_options
@@ -251,23 +250,22 @@ class OmniStrategyHooks(SavingStrategy):
 
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Takes what `__getstate__` gave."""
         super().__setstate__(state)
         self._make_run()
 
     @override
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """For pickle and copy: another process may have imported namespaces in another order."""
+        """Return a reduction that names the namespace: another process may import namespaces in another order."""
         parts: Any = super().__reduce_ex__(max(2, protocol))
         kind = type(self)
         return new_in, (vars(kind).get("_original", kind), namespace_of(kind)), *parts[2:]
 
     # --- Namespaces ---------------------------------------------------------------------------------------------------
 
-    @property  # type: ignore[explicit-override, unused-ignore]  # which mypy does not see at a setter
+    @property  # type: ignore[explicit-override, unused-ignore]  # mypy does not see the override of a setter
     @override
     def accelerator(self) -> Any:
-        """The first that a Trainer gives to its strategy, and it is of the Trainer's namespace."""
+        """Return the accelerator; setting it switches this strategy to the namespace of the Trainer."""
         return super().accelerator
 
     @accelerator.setter
@@ -319,7 +317,7 @@ class OmniStrategyHooks(SavingStrategy):
             _private.set_launcher(self, launcher)
 
     def _choose_start_method(self) -> None:
-        """Where there is no script to start, ranks are copies of this process, as Lightning chooses for its own."""
+        """Fork the ranks in interactive sessions, which have no script to start; Lightning does the same."""
         environment = self.cluster_environment
         is_ours = environment is not None and not environment.creates_processes_externally
         if not is_ours or not is_interactive() or _private.start_method(self) != "popen":
@@ -332,7 +330,7 @@ class OmniStrategyHooks(SavingStrategy):
         _private.set_start_method(self, "fork")
 
     def _on_launch(self, trainer: Trainer | None) -> None:
-        """The other ranks import what they need, for seconds: time for others to do the same. On rank 0."""
+        """Prepare callbacks and the server on rank 0 in the seconds that the other ranks need for their imports."""
         if trainer is None or not self._is_fitting(trainer):
             return
         for callback in callbacks_of(trainer):
@@ -342,12 +340,15 @@ class OmniStrategyHooks(SavingStrategy):
             self.prepare_server()
 
     def prepare_server(self) -> None:
-        """Rank 0 starts the embedded server's process, which waits to be told what to do. Returns at once."""
+        """Start the embedded server's process on rank 0, without waiting for it; the process gets its options later."""
         if self._world_options.server is None and self._world is None and self._server_process is None:
             self._server_process = ServerProcess()
 
     def _on_child_death(self, local_rank: int, code: int) -> bool:
-        """A process that this rank started has ended badly. Called from the launcher's thread."""
+        """Report that a process which this rank started has failed; return whether the run continues.
+
+        The launcher's thread calls it.
+        """
         world, rank = self._world, self.node_rank * self.num_processes + local_rank
         enlistment = world.enlistment if world is not None else None
         rank += enlistment.first if enlistment is not None else 0
@@ -357,26 +358,25 @@ class OmniStrategyHooks(SavingStrategy):
         if world is not None and (rank in world.lost or rank in world.ever_lost):
             return True
         if world is not None and world.is_finished:
-            if code > 0:  # it was trained to the end, and then its script failed
+            if code > 0:  # its script failed after the end of training
                 end_with(1, f"the process of rank {rank} ended with {say_exit(code)}")
             return True
         if world is None or control is None:
             return False
         control.post(m.Lost(rank=rank, reason=f"the process of rank {rank} ended with {say_exit(code)}"))
-        # A group that has joined on its own hears that it is evicted, and perhaps joins again.
+        # The server evicts a group that has joined on its own; the group may then rejoin.
         return enlistment is not None or 0 not in world.topology.members(world.topology.group_of(rank))
 
     def _failures(self) -> Sequence[str]:
-        """What the launcher asks when a run is over; of groups that join on their own each has a status of its own."""
+        """Return the failures of other ranks, for this process's exit status; groups that join have their own."""
         return () if self._world is None or self.world.enlistment is not None else self.world.failures
 
     def _writes(self) -> bool:
-        """Likewise: whether this rank is writing a checkpoint."""
         return self.is_writing
 
     @override
     def setup_environment(self) -> None:
-        """Joins the other ranks; the world is laid out, and nothing of the server is needed yet."""
+        """Join the other ranks and make the world; nothing needs the server yet."""
         if self.is_sharded and self._is_fitting(self._trainer):
             self._check_averages()
         super().setup_environment()
@@ -407,7 +407,7 @@ class OmniStrategyHooks(SavingStrategy):
     @property
     @override
     def is_global_zero(self) -> bool:
-        """Whether this rank logs and saves for the run: of groups that join on their own, one rank does."""
+        """Return whether this rank logs and saves for the run; among groups that join on their own, one rank does."""
         if self._world is None or self.world.enlistment is None:
             return super().is_global_zero
         return self.world.is_recorder
@@ -416,7 +416,7 @@ class OmniStrategyHooks(SavingStrategy):
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        """Wraps the module over the compute group, and starts the server while the data is prepared."""
+        """Wrap the module over the compute group, and start the server while the data is prepared."""
         if self.is_sharded:
             self._check_precision()
         if self._is_fitting(trainer):
@@ -439,7 +439,7 @@ class OmniStrategyHooks(SavingStrategy):
                 self.run_states.take_over(trainer)
 
     def _check_averages(self) -> None:
-        """Raises `UnsupportedError` for callbacks that average weights, before they copy a module that is sharded."""
+        """Raise `UnsupportedError` for callbacks that average weights, before they copy a module that is sharded."""
         if _private.averages_weights(self._trainer):
             raise UnsupportedError(
                 f"{shown(self._world_options.inside)} and WeightAveraging or StochasticWeightAveraging: what they keep"
@@ -447,7 +447,7 @@ class OmniStrategyHooks(SavingStrategy):
             )
 
     def _check_precision(self) -> None:
-        """Raises `UnsupportedError` for a precision that ModelParallelStrategy refuses, too."""
+        """Raise `UnsupportedError` for a precision that ModelParallelStrategy refuses, too."""
         if self.loss_scaler is not None:
             raise UnsupportedError(
                 f"{shown(self._world_options.inside)} and precision='16-mixed': the loss scaler of one rank would not"
@@ -456,7 +456,7 @@ class OmniStrategyHooks(SavingStrategy):
 
     @override
     def model_to_device(self) -> None:
-        """Where the members of a group hold the model together, block by block: no device ever has all of it."""
+        """Move the module to the device; shard it first, block by block, if the members of a group hold it together."""
         if self.is_sharded:
             self.world.held.shard(self.pl_module)
         super().model_to_device()
@@ -466,7 +466,7 @@ class OmniStrategyHooks(SavingStrategy):
 
     @override
     def configure_ddp(self) -> None:
-        """Wraps the module into DDP over the compute group. A group of one needs no wrapping."""
+        """Wrap the module into DDP over the compute group. A group of one rank needs no wrapping."""
         if self.is_sharded:
             self.wrap_for_group()
             return
@@ -481,7 +481,6 @@ class OmniStrategyHooks(SavingStrategy):
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Makes the optimizers and refuses those that no server can run."""
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             self.world.executor.check_optimizer(optimizer)
@@ -490,7 +489,7 @@ class OmniStrategyHooks(SavingStrategy):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Hands the precision plugin an optimizer whose step is an exchange."""
+        """Pass the precision plugin an optimizer whose step is an exchange."""
         return super().optimizer_step(self.grouping.stepped(optimizer), closure, model, **kwargs)
 
     # --- Training ----------------------------------------------------------------------------------------------------
@@ -500,14 +499,13 @@ class OmniStrategyHooks(SavingStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        """The first call after Lightning has registered its signal handlers is a barrier."""
+        """Wait for all ranks; install the signal handlers at the first barrier after Lightning's own are registered."""
         if name == _private.FIRST_BARRIER and self._is_fitting(self._trainer) and not self.nested.is_running:
             self._install_signals()
         super().barrier(name)
 
     @override
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """A batch of whatever loop: a sign of life."""
         self.signals.progress()
         if self._world is not None and self.world.control is not None:
             self.world.control.got_on()
@@ -515,7 +513,7 @@ class OmniStrategyHooks(SavingStrategy):
 
     @override
     def on_train_start(self) -> None:
-        """The last hook before the first batch: the server gets the weights, and groups go their own ways."""
+        """Send the weights to the server and form the groups, after all callbacks and before the first batch."""
         super().on_train_start()
         if self.nested.is_running:
             return
@@ -541,32 +539,30 @@ class OmniStrategyHooks(SavingStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """After the last callback, and before the forward pass: follows what was frozen, unfrozen and added."""
+        """Follow parameters that were frozen, unfrozen or added, after all callbacks and before the forward pass."""
         super().on_train_batch_start(batch, batch_idx)
         self.grouping.batch_starts()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped module is called, which may share buffers first."""
         self.balance.begin_forward()
         return super().training_step(*args, **kwargs)
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """The forward pass is done: the last moment at which a rank's time is its own and not its group's."""
+        """Note the end of the forward pass, after which this rank may have to wait for its group."""
         self.step_times.forward_done(self.world.channel.traffic.seconds)
         super().pre_backward(closure_loss)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Back-propagates the loss, weighted by this rank's part of the group's batch."""
         loss: Tensor = super().backward(self.epochs.data.weigh(closure_loss), optimizer, *args, **kwargs)
-        self.balance.backward_done()  # the listener may have said so
+        self.balance.backward_done()  # the listener may have called it already
         return loss
 
     @override
     def on_validation_end(self) -> None:
-        """After the last callback: back into the epoch, if it goes on."""
+        """Return to the epoch after the last callback, if the epoch continues."""
         super().on_validation_end()
         if self._world is not None:
             reshard(self.world.held.sharded)  # hooks of the next epoch may add parameters to the optimizer
@@ -576,7 +572,7 @@ class OmniStrategyHooks(SavingStrategy):
 
     @override
     def on_train_end(self) -> None:
-        """After the last callback: what the server knows is restored."""
+        """Restore the server's weights and optimizer states, after the last callback."""
         super().on_train_end()
         if self.nested.is_running:
             return
@@ -599,14 +595,17 @@ class OmniStrategyHooks(SavingStrategy):
 
     @override
     def fails(self, exception: BaseException) -> None:
-        """Callbacks hear of it next. If they raise another error, as they save, say, `on_exception` is not called."""
+        """Note that the fit has failed, before callbacks are called.
+
+        If a callback raises another error (when it saves, for example), Lightning does not call `on_exception`.
+        """
         super().fails(exception)
         if self.has_failed:
             self._rejoin_if_cut_off(exception)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Tells the others why this rank does not come back."""
+        """Report to the other ranks why this rank has failed."""
         explain_unused(exception)
         super().on_exception(exception)
         if self._ends_with_all(exception):
@@ -626,33 +625,33 @@ class OmniStrategyHooks(SavingStrategy):
             self._server_process = None
 
     def _rejoin_if_cut_off(self, error: BaseException) -> None:
-        """If this group has joined on its own; called when it is known why it is out of the run."""
+        """Prepare to rejoin if this group has joined on its own, once the reason for its exclusion is known."""
         world = self.world
         if world.enlistment is not None:
             self._rejoin(error, (world.control.cause if world.control is not None else None) or error)
 
     def _rejoin(self, error: BaseException, reason: BaseException) -> bool:
-        """If it was by mistake that this group is out of the run, it joins again when the script ends with this."""
+        """Prepare this group to rejoin when its script ends with this error, if it was excluded by mistake."""
         by_mistake = isinstance(reason, (Evicted, ConnectionLost)) and isinstance(error, Exception)
         if not by_mistake or self.signals.is_told_to_end or self.local_rank:
             return False
         return self.rejoining.arm(error, reason, self._fit_options.max_rejoins, self.world_size)
 
     def _start_again(self, error: OmniError) -> None:
-        """This rank is out of the run, and blocked: no error comes out of its fit."""
+        """Restart this process, which is out of the run, and whose fit is blocked and raises no error."""
         if self._rejoin(error, error):
             self.rejoining.start_again()
 
     @override
     def teardown(self) -> None:
-        """Leaves the run; the embedded server stops."""
+        """Leave the run and stop the embedded server."""
         if self.is_sharded:
             with _private.staying_in_place(self):
                 super().teardown()
             reshard(self._world.held.sharded if self._world is not None else None)
         else:
             super().teardown()
-        _private.set_ddp_options(self, self.ddp_options)  # not with the process group of a compute group that was
+        _private.set_ddp_options(self, self.ddp_options)  # drops the process group of the former compute group
         self.has_failed = False
         if self._listener is not None:
             self._listener.close()
@@ -671,10 +670,10 @@ class OmniStrategyHooks(SavingStrategy):
     # --- Regrouping --------------------------------------------------------------------------------------------------
 
     def regroup(self, groups: int, by_speed: bool = False) -> None:
-        """Changes the number of compute groups during a fit. Weights, optimizer state and data position are kept.
+        """Change the number of compute groups during a fit. Weights, optimizer state and data position are kept.
 
         Call it on every rank from a training hook at a batch boundary (``on_train_batch_end``, for example), after the
-        same number of batches on each rank. Batches that were drawn but not trained are dealt out again.
+        same number of batches on each rank. Batches that were drawn but not trained return to the pool.
 
         Args:
             groups: the new number of groups, 1 to the number of live ranks, or of replicas of a sharded model.
@@ -709,7 +708,7 @@ class OmniStrategyHooks(SavingStrategy):
         self.say_hello()
 
     def _form_wanted_groups(self) -> None:
-        """Forms as many groups as a person who watches the run has asked for. On all ranks, between two epochs."""
+        """Form as many groups as an operator of the run has requested. All ranks call it between two epochs."""
         world = self.world
         if world.control is None or world.enlistment is not None or not self.proxies:
             return
@@ -730,20 +729,20 @@ class OmniStrategyHooks(SavingStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """For DistributedSampler. The rank is marked, so that a sampler of Lightning's is told from a user's own."""
+        """Return the arguments of DistributedSampler; the type of the rank marks samplers that Lightning makes."""
         given, world = super().distributed_sampler_kwargs, self._world
         if world is not None and not self._is_fitting(self._trainer):
-            if world.ever_lost:  # those that are left evaluate all of the data
+            if world.ever_lost:  # the remaining ranks evaluate all of the data
                 given = {"num_replicas": dist.get_world_size(), "rank": dist.get_rank()}
         elif world is not None and (enlistment := world.enlistment) is not None:
-            # Lengths are those of the run as it was begun; samples are leased.
+            # The group that began the run determines lengths; samples are leased.
             given = {"num_replicas": enlistment.announced, "rank": given["rank"] if enlistment.begins else 0}
         same = world.tensor_parallel if world is not None else 1  # ranks that get the same samples
         return {**given, "num_replicas": given["num_replicas"] // same, "rank": GivenRank(given["rank"] // same)}
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        """Makes the training DataLoader one with leased batches, if it is one whose samples we may deal out."""
+        """Replace the training DataLoader by one with leased batches, if the strategy may assign its samples."""
         loader = super().process_dataloader(dataloader)
         if self._world is not None and self.world.enlistment is not None:
             _private.seed_workers(self._trainer, loader, self.world.rank)
@@ -757,7 +756,7 @@ class OmniStrategyHooks(SavingStrategy):
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gathers over the default process group; while several groups train, this is the compute group."""
+        """Gather over the default process group; while several groups train, this is the compute group."""
         world = self._world
         trains = world is not None and world.is_computing and not self.epochs.published.evaluates
         if trains and group in (None, dist.group.WORLD) and not self._has_gathered:
@@ -768,11 +767,11 @@ class OmniStrategyHooks(SavingStrategy):
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over the default process group. What waits for others is no work of this rank's.
+        """Reduce over the default process group, without counting the wait as compute time.
 
         Groups train different numbers of batches. Lightning divides a metric of an epoch by the mean of these numbers,
-        which torch rounds down to a whole one. If ``sync_dist_group=dist.group.WORLD`` was given in the training step,
-        it was the compute group by then.
+        which torch would round to an integer; this reduces it as a float. A ``sync_dist_group=dist.group.WORLD`` of the
+        training step was the compute group; it is replaced by the group of all ranks.
         """
         if self.has_had_groups and self._world is not None and self._world.is_begun and not self._world.is_computing:
             if group is not None and group is self._world.compute_group:
@@ -785,15 +784,16 @@ class OmniStrategyHooks(SavingStrategy):
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Broadcasts over the default process group, and waits likewise."""
+        """Broadcast over the default process group, without counting the wait as compute time."""
         with self.waiting():
             return super().broadcast(obj, src)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """All or any over the default process group, which may be smaller than the world; of one that failed, its own.
+        """Reduce a decision with "all" or "any" over the default process group, which may be smaller than the world.
 
-        Callbacks that save because of the error ask for it, and others may not come to it.
+        A rank that has failed returns its own decision: callbacks that save because of the error call this, and the
+        other ranks may never call it.
         """
         if self.has_failed:
             return decision
@@ -809,10 +809,10 @@ class OmniStrategyHooks(SavingStrategy):
 
 
 def strategy_of(trainer: Trainer) -> OmniStrategyHooks:
-    """The strategy of a Trainer that has an OmniStrategy."""
+    """Return the strategy of a Trainer that has an OmniStrategy."""
     return cast(OmniStrategyHooks, trainer.strategy)
 
 
 def _requeue_signal(environment: Any) -> int | None:
-    """The signal on which Lightning has SLURM put a job into the queue again, if it does."""
+    """Return the signal on which Lightning requeues the SLURM job; None if it does not."""
     return getattr(environment, "requeue_signal", None) if getattr(environment, "auto_requeue", False) else None

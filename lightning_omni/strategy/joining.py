@@ -1,8 +1,8 @@
-"""What a group that joins a run on its own is given beside the weights, so that it stands where the run stands.
+"""The state of a run, apart from the weights, that a joining group receives to continue where the run is.
 
-It is made by the recorder's group whenever the groups have parted, and kept by the server: a checkpoint without weights
-and without optimizer state, and what it says of progress is that of the run. A group that joins takes it over before
-its loops begin, and trains on from the epoch that is under way.
+The recorder's group makes the state each time the groups begin to compute, and the server stores it. It is a checkpoint
+without weights and optimizer state, whose progress is that of the run. A group that joins loads it before its loops
+begin, and continues in the current epoch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pytorch_lightning import Trainer
 
 _APART = ("state_dict", "loops", "epoch", "global_step")
-"""What of Lightning's checkpoint is not taken: weights are the server's, and progress is counted in samples."""
+"""Omitted entries of Lightning's checkpoint: the server has the weights, and progress is counted in samples."""
 _ALIKE = (
     "max_epochs",
     "max_steps",
@@ -41,17 +41,17 @@ _ALIKE = (
     "gradient_clip_val",
     "reload_dataloaders_every_n_epochs",
 )
-"""What the Trainers of all groups must be given alike."""
+"""Arguments of the Trainer that must be equal in all groups."""
 
 
 class RunStates:
-    """Makes and takes over the state of a run that groups join.
+    """The state of a run for joining groups: the recorder's group makes it, and a joining group loads it.
 
     Args:
-        strategy: whose run.
+        strategy: the strategy of this rank.
 
     Attributes:
-        is_described: whether Lightning is asked for a checkpoint that has no weights in it.
+        is_described: whether the checkpoint that Lightning makes now has no weights in it.
     """
 
     def __init__(self, strategy: GroupedStrategy) -> None:
@@ -62,7 +62,7 @@ class RunStates:
         self.is_described = False
 
     def check(self, trainer: Trainer) -> None:
-        """Raises `UnsupportedError` for what groups that join cannot do in this fit."""
+        """Raise `UnsupportedError` for features of this fit that do not work with groups that join."""
         if self._strategy.world.enlistment is None:
             return
         if _private.finds_rate(trainer):
@@ -86,21 +86,24 @@ class RunStates:
     # --- The recorder's group ----------------------------------------------------------------------------------------
 
     def store(self) -> None:
-        """The groups have parted: the server gets what a further one is given. On all ranks."""
+        """Store the state at the server from the recorder's group, after the groups have begun to compute.
+
+        All ranks call it.
+        """
         world = self._strategy.world
         if world.enlistment is None or world.process_groups.live.ranks[0] not in world.members:
             return
         self.renew()
 
     def renew(self) -> None:
-        """A further group is given how the run stands now. On all of the recorder's group, while groups compute."""
+        """Replace the state at the server by the current one, while groups compute. The recorder's group calls it."""
         world = self._strategy.world
         reshard(world.held.sharded)
-        tree = self._describe()  # on all of the group: what users save may need collectives
+        tree = self._describe()  # all members make it, since hooks of users that save may need collectives
         if tree["shared"]:
             if world.speaks and not world.is_leader:
                 world.channel.store.store_run_state(*pack({"shared": tree["shared"]}))
-            world.wait_for_members()  # what the leader stores lets others in
+            world.wait_for_members()  # other groups may join as soon as the leader has stored its part
         if world.is_leader:
             try:
                 packed, buffer = pack(tree)
@@ -147,7 +150,7 @@ class RunStates:
             "averages": [average.state_dict() for average in averages],
             "callbacks": self._sendable("the state of the callback", checkpoint.pop("callbacks")),
             "more": self._sendable("the checkpoint's entry", {k: v for k, v in checkpoint.items() if k not in _APART}),
-            # What follows is for `lightning_omni.strategy.exported`; groups that join have a module of their own.
+            # The entries from here on are for `lightning_omni.strategy.exported`; joining groups have their own module.
             **loops,
             "progress": None if progress is None else msgspec.to_builtins(progress),
             "automatic": strategy.pl_module.automatic_optimization,
@@ -165,9 +168,10 @@ class RunStates:
         }
 
     def _configured(self) -> dict[str, str]:
-        """What all groups must have alike, or they train otherwise or wait for others in different places; in words.
+        """Return in words the settings that must be equal in all groups.
 
-        What optimizers and schedulers are set to is not in it: that is the run's.
+        Otherwise groups would train differently or wait for each other in different places. The hyperparameters of
+        optimizers and schedulers are not among them: a joining group gets those of the run.
         """
         strategy, trainer = self._strategy, self._strategy.pl_module.trainer
         schedulers = [_in_words(config) for config in trainer.lr_scheduler_configs]
@@ -179,13 +183,13 @@ class RunStates:
         }
 
     def _keys(self) -> dict[str, str]:
-        """For every tensor of the module's state, the name by which the server has it; empty if it has it not."""
+        """Return the server's name of each tensor of the module's state; an empty name if it does not have it."""
         strategy = self._strategy
         served = {id(each): name for part in strategy.world.parts for name, each in part.replica.parameters.items()}
         return {name: served.get(id(each), "") for name, each in tensors_of(strategy.pl_module).items()}
 
     def _described(self, part: Part) -> dict[str, Any]:
-        """What belongs to which parameter, of what the server holds of an optimizer."""
+        """Return which of an optimizer's parameters the server has, with their indices and shapes."""
         places = {id(each): place for place, each in enumerate(held_by(part.optimizer))}
         parameters, world = part.replica.parameters, self._strategy.world
         return {
@@ -197,13 +201,12 @@ class RunStates:
         }
 
     def _number(self, optimizer: Any) -> int:
-        """Which of the Trainer's optimizers this is; -1 for none of them."""
         own = [id(getattr(each, "optimizer", each)) for each in self._strategy.optimizers]
         mine = id(getattr(optimizer, "optimizer", optimizer))
         return own.index(mine) if mine in own else -1
 
     def _sendable(self, what: str, entries: Mapping[str, Any]) -> dict[str, Any]:
-        """Those entries that can be sent; of others it is said once that groups that join do without."""
+        """Return the entries that can be sent; warn once about each other one, which joining groups do not get."""
         problems = {name: problem for name, value in entries.items() if (problem := _problem(value))}
         for name in problems.keys() - self._told:
             self._told.add(name)
@@ -215,19 +218,19 @@ class RunStates:
     # --- A group that has joined -------------------------------------------------------------------------------------
 
     def take_over(self, trainer: Trainer) -> None:
-        """This group joins the run, and stands where it stands. On all of it, before its loops begin.
+        """Join the run, and load its state. All ranks of the group call it before its loops begin.
 
         Raises:
-            UnsupportedError: what the run is at cannot be sent.
-            ConfigurationError: this group was given other limits or callbacks, or has other optimizers or schedulers.
+            UnsupportedError: the state of the run cannot be sent.
+            ConfigurationError: this group has other limits, callbacks, optimizers or schedulers.
         """
         strategy = self._strategy
         joined = strategy.world.take_part()
         tree = strategy.world.channel.store.read_run_state()
         self._check_given(trainer, tree)
-        assert joined.plan is not None  # or the server would not have let it in
+        assert joined.plan is not None  # the server admits groups only during an epoch
         checkpoint = {**tree["more"], "callbacks": tree["callbacks"], "state_dict": tree["module"]}
-        if tree["averages"]:  # the callback loads both, of which the module's own weights are read when training begins
+        if tree["averages"]:  # the callback loads both; the module's own weights are read when training begins
             [average] = tree["averages"]
             whole = {name[7:]: each for name, each in average.items() if name.startswith("module.")}
             checkpoint |= {"state_dict": whole, "current_model_state": strategy.pl_module.state_dict()}
@@ -255,11 +258,10 @@ class RunStates:
         _private.begin_at(trainer, tree["epoch"], tree["counters"])
 
     def _check_given(self, trainer: Trainer, tree: Mapping[str, Any]) -> None:
-        """Raises if the run's state cannot be taken over with what this group was given."""
         if "refused" in tree:
             raise UnsupportedError(f"no group can join this run: {tree['refused']}")
         for name, limit in tree["limits"].items():
-            if self._limits[name] != limit:  # it would end while others train on, or train on alone
+            if self._limits[name] != limit:  # this group would end while others train, or train alone
                 raise ConfigurationError(
                     f"{name}={self._limits[name]}: the run that this group joins has {name}={limit}; give all groups"
                     " the same"
@@ -276,9 +278,10 @@ class RunStates:
             )
 
     def hooks_are_over(self) -> None:
-        """The hooks of the epoch's start are over, which those of the run had called before this group was told of it.
+        """Load the run's state again after the hooks of the epoch's start.
 
-        What they have done here once more, to learning rates, weights and counts of callbacks, say, is as it was told.
+        The run had called these hooks before this group joined. Loading undoes their second effect here, on learning
+        rates, weights and counts of callbacks, for example.
         """
         if (tree := self._again) is None:
             return
@@ -290,10 +293,10 @@ class RunStates:
         self._strategy.world.read_again()
 
     def _take_over_module(self, tree: Mapping[str, Any]) -> None:
-        """Buffers, and parameters that are not trained. Of what the members of a group hold together, each its share.
+        """Load buffers and untrained parameters; of a sharded tensor, each member loads its own shard.
 
         Raises:
-            ConfigurationError: the module of the run has more in it.
+            ConfigurationError: the module of the run has more tensors.
         """
         module = self._strategy.pl_module
         unexpected = Module.load_state_dict(module, tree["module"], strict=False).unexpected_keys
@@ -307,19 +310,20 @@ class RunStates:
             fill(tensors_of(module), tree["shared"])
 
     def training_begins(self) -> None:
-        """Hooks before training are over, and weights are about to be read."""
+        """Load the optimizers' parameters and settings after the hooks before training, and before weights are read."""
         if self._again is not None:
             self.take_over_optimizers()
             self._strategy.world.parameter_groups.begin_with(self._again["layouts"])
 
     def take_over_optimizers(self) -> None:
-        """This group trains what the run trains, with its settings. When ``on_fit_start`` is over, on all of it.
+        """Train the parameters that the run trains, with its settings.
 
-        Before that, a callback may have frozen what the run has unfrozen since. Weights of parameters that come to
-        an optimizer so are read before the first batch, as if this group had added them itself.
+        All ranks of the group call it after ``on_fit_start``. Before that, a callback may have frozen parameters that
+        the run has unfrozen since. This may add parameters to an optimizer; their weights are read before the first
+        batch, as if this group had added them itself.
 
         Raises:
-            ConfigurationError: the optimizers of the run hold what those of this group cannot.
+            ConfigurationError: the optimizers of the run hold a parameter that this group does not have.
         """
         if (run := self._again) is None:
             return
@@ -339,7 +343,7 @@ class RunStates:
 
 
 def _in_words(config: Any) -> str:
-    """A scheduler that Lightning was given, and when it is stepped."""
+    """Return in words a scheduler of Lightning's configuration and when it is stepped."""
     name, inside = described(config.scheduler)
     within = f"({', '.join(one or 'of its own' for one, _ in inside)})" if inside else ""
     when = config.interval if config.frequency == 1 else f"{config.frequency} {config.interval}s"
@@ -347,13 +351,13 @@ def _in_words(config: Any) -> str:
 
 
 def _names_in(optimizer: Optimizer, module: Module) -> list[list[str]]:
-    """The parameters in each parameter group, by name; one that the module does not have is an empty string."""
+    """Return the names of the parameters in each parameter group; an empty string for one outside the module."""
     names = names_of(module)
     return [[names.get(parameter, "") for parameter in group["params"]] for group in optimizer.param_groups]
 
 
 def _hold(optimizer: Optimizer, held: Sequence[Sequence[str]], module: Module) -> None:
-    """The optimizer's parameter groups become those of the run, which a callback has changed since it began."""
+    """Give an optimizer the parameter groups of the run, which a callback has changed since the run began."""
     known, before = dict(module.named_parameters()), optimizer.param_groups
     if missing := [name for group in held for name in group if name not in known]:
         raise ConfigurationError(
@@ -368,13 +372,13 @@ def _hold(optimizer: Optimizer, held: Sequence[Sequence[str]], module: Module) -
 
 
 def _tracking(module: Module) -> dict[str, bool]:
-    """Whether normalization layers follow the statistics of what they see, as BaseFinetuning has them do or not."""
+    """Return whether each normalization layer updates its running statistics, which BaseFinetuning switches."""
     flags = ((name, getattr(each, "track_running_stats", None)) for name, each in module.named_modules())
     return {name: flag for name, flag in flags if isinstance(flag, bool)}
 
 
 def _problem(tree: Any) -> str:
-    """Why this cannot be sent, or an empty string."""
+    """Return why a tree cannot be sent, or an empty string."""
     if any(isinstance(leaf, Tensor) and is_part(leaf) for leaf in tree_leaves(tree)):
         return "it holds a part of the model"
     try:
@@ -385,10 +389,10 @@ def _problem(tree: Any) -> str:
 
 
 def _as_here(own: Any, value: Any) -> Any:
-    """Return a hyperparameter of the run; a tensor, which was sent from the CPU, on the device of this group's own."""
+    """Return a hyperparameter of the run; a tensor is moved from the CPU to the device of this group's own value."""
     return value.to(own.device) if isinstance(value, Tensor) and isinstance(own, Tensor) else value
 
 
 def _like(own: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
-    """A scheduler's state as it was before it was sent: a Counter travels as a dict."""
+    """Return a scheduler's state as it was before it was sent: a Counter is sent as a dict."""
     return {name: Counter(value) if isinstance(own.get(name), Counter) else value for name, value in state.items()}

@@ -1,4 +1,4 @@
-"""The launcher: starts ranks as Lightning does, and lets a run outlive the death of some of them."""
+"""The launchers: they start ranks as Lightning does, and keep a run alive when some ranks die."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ _log = logging.getLogger(__name__)
 POLL_SECONDS = 0.2
 """Seconds between two polls of the children."""
 _LAUNCHER = "OMNI_LAUNCHER_PID"
-"""Where children find the process that started them, in the environment."""
+"""Environment variable with the id of the process that started a rank."""
 GRACE = 5.0
-"""Seconds that the others are given to find out by themselves when the run cannot go on."""
+"""Seconds that the other ranks get to end by themselves when the run cannot continue."""
 
 
 _STATUS = "_lightning_omni_exit_status"
@@ -49,10 +49,10 @@ _STATUS = "_lightning_omni_exit_status"
 
 
 class ExitStatus:
-    """The status with which this process ends, although its script ends without an error.
+    """An object that ends this process with a status although its script ends without an error.
 
-    Python has no call for that, and `atexit` none for what comes last: `os._exit` in a handler would skip those of
-    others. The module `sys` is taken apart after all of them, and after the streams were flushed.
+    Python has no call for that, and `os._exit` in an `atexit` handler would skip other handlers. The module `sys` is
+    cleared after all handlers have run and the streams are flushed; this object is stored there.
 
     Args:
         code: the status.
@@ -67,26 +67,26 @@ class ExitStatus:
 
 
 def end_with(code: int, reason: str) -> None:
-    """End this process with a status when its script has come to its end. A second call changes nothing."""
+    """Let this process end with a status when its script ends. A second call has no effect."""
     if not hasattr(sys, _STATUS):
         _log.error("%s; when the script has come to its end, this process ends with status %d", reason, code)
         setattr(sys, _STATUS, ExitStatus(code))
 
 
 _observer: ChildObserver | None = None
-"""Watches this process's children; the first fit of a script starts them, later ones find them running."""
+"""The observer of this process's children; the first fit of a script starts them, and later fits use them."""
 _environment: dict[str, str] = {}
-"""The environment before Lightning writes into it."""
+"""A copy of the environment before Lightning changes it."""
 
 
 class OmniLauncherHooks(_Base):
-    """Lightning's subprocess launcher with another observer.
+    """Lightning's subprocess launcher with another observer of the children.
 
     Attributes:
-        on_death: called with (local rank, exit code) when a child ends badly; says whether the run goes on.
-        is_writing: says whether this process is writing a checkpoint, which the end of a child does not cut short.
-        failures: says what was told of ranks that have failed by themselves in a run that has gone on without them.
-        on_launch: called with the Trainer on rank 0, while the others start; it must return at once.
+        on_death: called with (local rank, exit code) when a child fails; returns whether the run continues.
+        is_writing: returns whether this process is writing a checkpoint, which the end of a child must not interrupt.
+        failures: returns the errors of ranks that have failed by themselves in a run that continued without them.
+        on_launch: called with the Trainer on rank 0 while the others start; it must return at once.
     """
 
     on_death: Callable[[int, int], bool]
@@ -96,7 +96,7 @@ class OmniLauncherHooks(_Base):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        """Starts the other ranks of this node, then calls the function."""
+        """Start the other ranks of this node, then call the function."""
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         global _observer
         _environment.update({} if _environment else os.environ)
@@ -107,7 +107,7 @@ class OmniLauncherHooks(_Base):
             _observer.start()
             atexit.register(_observer.finish)
         elif _observer is not None:
-            _observer.ask(self.on_death, self.is_writing)  # the script's next fit, with a strategy of its own
+            _observer.ask(self.on_death, self.is_writing)  # a later fit of the script, with another strategy
         _share_threads(self.num_processes)
         if self.cluster_environment.node_rank() == self.cluster_environment.local_rank() == 0:
             self.on_launch(trainer)
@@ -119,19 +119,19 @@ class OmniLauncherHooks(_Base):
 
     @override
     def kill(self, signum: Any) -> None:
-        """After Ctrl-C, Lightning ends the other ranks like this: their end is no failure of theirs."""
+        """Kill the other ranks, as Lightning does after Ctrl-C, without counting their end as a failure."""
         if signum == signal.SIGKILL:
             end_children()
         super().kill(signum)
 
     def __getstate__(self) -> dict[str, Any]:  # type: ignore[explicit-override, unused-ignore]  # from Python 3.11
-        """Processes stay with the process that started them."""
+        """Return the state without the child processes, which belong to this process."""
         return {**vars(self), "procs": []}
 
 
 @contextmanager
 def _named_to_children() -> Iterator[None]:
-    """Name this process in the environment of those that start within the context, and of no later ones."""
+    """Return a context whose child processes find the id of this process in their environment."""
     before = os.environ.get(_LAUNCHER)
     os.environ[_LAUNCHER] = str(os.getpid())
     try:
@@ -143,7 +143,7 @@ def _named_to_children() -> Iterator[None]:
 
 @contextmanager
 def _not_orphaned() -> Iterator[None]:
-    """A rank that this launcher has started does not outlive the one that started it, wherever it is blocked."""
+    """Return a context in which a rank that this launcher started ends if its parent ends, even if it is blocked."""
     parent, is_over = os.getppid(), threading.Event()
 
     def watch() -> None:
@@ -163,28 +163,27 @@ def _not_orphaned() -> Iterator[None]:
 
 
 class OmniProcessesHooks(_ProcessesBase):
-    """Lightning's launcher for ``start_method="spawn"`` and ``"fork"``: what is known of the run comes back, too."""
+    """Lightning's launcher for ``start_method="spawn"`` and ``"fork"``, which also returns the report of the run."""
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        """Starts all ranks of this node, and waits for them."""
         if trainer is not None and cast("GroupedStrategy", trainer.strategy).root_device.type == "cuda":
             _refuse_initialized_cuda(_private.start_method(trainer.strategy))
         return super().launch(function, *args, trainer=trainer, **kwargs)
 
     @override
     def get_extra_results(self, trainer: Trainer) -> dict[str, Any]:
-        """In rank 0's process: what the script's process is to know of the run."""
+        """Return the report and the results of callbacks, in rank 0's process, for the script's process."""
         extra: dict[str, Any] = super().get_extra_results(trainer)
         report = cast("GroupedStrategy", trainer.strategy).last_report
-        extra["omni_report"] = None if report is None else asdict(report)  # Lightning goes through it
+        extra["omni_report"] = None if report is None else asdict(report)  # Lightning traverses it
         if trainer.state.fn == "fit":
             extra["omni_results"] = [each.omni_results() for each in _with_results(trainer)]
         return extra
 
     @override
     def update_main_process_results(self, trainer: Trainer, extra: dict[str, Any]) -> None:
-        """In the script's process."""
+        """Store the report and the results of callbacks in the script's process."""
         report = extra.pop("omni_report", None)
         if report is not None and trainer.state.fn == "fit":
             cast("GroupedStrategy", trainer.strategy).remember_report(RunReport(**report))
@@ -194,12 +193,12 @@ class OmniProcessesHooks(_ProcessesBase):
 
 
 def _with_results(trainer: Trainer) -> list[Any]:
-    """Return callbacks that find something in rank 0's process that users look for in the script's."""
+    """Return the callbacks whose results in rank 0's process are copied to the script's process."""
     return [each for each in callbacks_of(trainer) if hasattr(each, "take_omni_results")]
 
 
 def _refuse_initialized_cuda(start_method: str) -> None:
-    """Raise `ConfigurationError` if ranks would be copies of a process that has used CUDA."""
+    """Raise `ConfigurationError` if ranks would be forked from a process that has used CUDA."""
     if start_method != "spawn" and torch.cuda.is_initialized():
         remedy = "restart the kernel" if is_interactive() else 'pass start_method="spawn"'
         raise ConfigurationError(
@@ -209,14 +208,15 @@ def _refuse_initialized_cuda(start_method: str) -> None:
 
 
 class ChildObserver(threading.Thread):
-    """Watches the children of a launcher.
+    """A thread that watches the children of a launcher.
 
-    Lightning's own observer ends everything when one child fails. This one asks first whether the run can go on.
+    Lightning's own observer ends everything when one child fails. This one first asks the strategy whether the run can
+    continue.
 
     Args:
         children: the processes of local ranks 1, 2, ...
         on_death: as in `OmniLauncherHooks`.
-        is_writing: likewise.
+        is_writing: as in `OmniLauncherHooks`.
     """
 
     def __init__(
@@ -228,22 +228,22 @@ class ChildObserver(threading.Thread):
         self.ask(on_death, is_writing)
 
     def ask(self, on_death: Callable[[int, int], bool], is_writing: Callable[[], bool]) -> None:
-        """From now on these are asked; they are not kept alive, for with a strategy its process groups would be."""
+        """Call these methods from now on. Weak references avoid keeping a strategy's process groups alive."""
         self._on_death, self._is_writing = WeakMethod(on_death), WeakMethod(is_writing)
 
     @property
     def count(self) -> int:
-        """How many children there were at the beginning."""
+        """Return how many children the launcher has started."""
         return len(self._children)
 
     def finish(self) -> None:
-        """Wait a while for the children's scripts, as this one's has come to its end: they may end with an error."""
+        """Wait at the end of this process's script for those of the children, which may end with an error."""
         self._is_finishing = True
-        if not hasattr(sys, "last_value"):  # or this script ends with one, and children may wait for what it did not do
+        if not hasattr(sys, "last_value"):  # if this script has failed, children may wait for it in vain
             self.join(GRACE)
 
     def dismiss(self) -> None:
-        """The children end at once, and no death of theirs means anything any more."""
+        """Kill the children, whose deaths are ignored from now on."""
         self._is_dismissed = True
         for child in self._children:
             child.kill()
@@ -251,7 +251,6 @@ class ChildObserver(threading.Thread):
 
     @override
     def run(self) -> None:
-        """Polls until every child has ended."""
         watched = dict(enumerate(self._children, start=1))
         while watched and not self._is_dismissed:
             time.sleep(POLL_SECONDS)
@@ -270,7 +269,7 @@ class ChildObserver(threading.Thread):
                     end_with(1, f"the process of local rank {rank} ended with {say_exit(code)}")
 
     def _end_everything(self, rank: int, code: int) -> None:
-        # By Ctrl-C, as all are; but this one hears no signal while it waits for the others to start.
+        # Ctrl-C interrupts all ranks, but this one gets no signal while it waits for the others to start.
         is_interrupted = code == -signal.SIGINT
         if not is_interrupted:
             text = say_exit(code)
@@ -289,7 +288,7 @@ class ChildObserver(threading.Thread):
         os.kill(os.getpid(), signal.SIGKILL)
 
     def _give_grace(self) -> None:
-        # A rank that writes a checkpoint waits for none that is gone, and it may be all that is left of the run.
+        # A rank that writes a checkpoint waits for no dead rank, and its file may be all that remains of the run.
         left = GRACE
         while left > 0 and not self._is_dismissed and not self._is_finishing:
             time.sleep(POLL_SECONDS)
@@ -298,28 +297,28 @@ class ChildObserver(threading.Thread):
 
 
 def is_interactive() -> bool:
-    """Return whether this is a notebook or a Python shell, where no script can be started once more for other ranks."""
+    """Return whether this is a notebook or a Python shell, where no script can be started again for other ranks."""
     return hasattr(sys, "ps1") or hasattr(builtins, "__IPYTHON__") or bool(sys.flags.interactive)
 
 
 def environment() -> dict[str, str]:
-    """The environment that a command like this process's is to be started with."""
+    """Return the environment for a restart of this process's command."""
     return dict(_environment or os.environ)
 
 
 def children() -> int:
-    """How many ranks this process has started."""
+    """Return how many ranks this process has started."""
     return _observer.count if _observer is not None else 0
 
 
 def end_children() -> None:
-    """The ranks that this process has started end at once."""
+    """Kill the ranks that this process has started."""
     if _observer is not None:
         _observer.dismiss()
 
 
 def say_exit(code: int) -> str:
-    """An exit code in words."""
+    """Return an exit code in words."""
     if code < 0:
         try:
             return f"signal {signal.Signals(-code).name}"
@@ -329,7 +328,7 @@ def say_exit(code: int) -> str:
 
 
 def _share_threads(processes: int) -> None:
-    # As Lightning does: without this every rank starts as many threads as the node has cores.
+    # Lightning does this, too: otherwise every rank starts as many threads as the node has cores.
     if "OMP_NUM_THREADS" not in os.environ and processes > 1:
         import torch
 

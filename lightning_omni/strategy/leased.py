@@ -1,4 +1,4 @@
-"""The training data of a fit: which of Lightning's loaders are leased, and what its limits mean for leased data."""
+"""The training data of a fit: the loaders that are leased, and the meaning of Lightning's limits for leased data."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 
 
 class LeasedData:
-    """Makes training loaders leased ones, and keeps their leases.
+    """The training loaders of a fit, converted to leased ones, and their leases.
 
     Args:
         data: ``"dynamic"`` or ``"static"``.
         info: logs a message for the user, on rank 0.
-        before_epoch: called with an epoch's number before samples of it are drawn from the server.
-        is_for_user: tells, where a training loader begins to be iterated, whether that is for code of the user.
-        own_batches: gives how many batches this rank trains, from how many it would train under DDP.
+        before_epoch: called with an epoch's number before its samples are drawn from the server.
+        is_for_user: returns, when a training loader is iterated, whether user code does so.
+        own_batches: returns how many batches this rank trains, given the number under DDP.
 
     Attributes:
-        leases: this rank's view of the data, if it is leased.
-        split: of its training data: see `split_of`.
+        leases: this rank's leases, if the data is leased.
+        split: mark of the training data: see `split_of`.
     """
 
     def __init__(
@@ -52,14 +52,14 @@ class LeasedData:
         self._world: World | None = None
         self.leases: Leases | None = None
         self.split = 0
-        self._new: list[Leases | None] = []  # of each loader; None if its samples cannot be leased
+        self._new: list[Leases | None] = []  # one per new loader; None if its samples cannot be leased
         self._may_be_made_again = False
         self._sampler: DistributedSampler[Any] | None = None
         self._order: int | None = None
 
     @property
     def order(self) -> int | None:
-        """The seed of an epoch's order, which is Lightning's unless the run that this group has joined has another."""
+        """Return the seed of the epochs' order: Lightning's, or that of the run that this group has joined."""
         return self._order if self._order is not None or self._sampler is None else self._sampler.seed
 
     @order.setter
@@ -69,56 +69,49 @@ class LeasedData:
             self._sampler.seed = seed
 
     def connect(self, world: World) -> None:
-        """A run is being set up."""
         self._world = world
 
     def start(self) -> None:
-        """The groups stand: their core tells the server of what this rank holds."""
+        """Let the group's core report this rank's leases to the server."""
         if self._world is not None:
             self._world.core.data = self.leases
 
     def forget(self) -> None:
-        """The run is torn down."""
         self.leases, self._new, self._sampler, self._order = None, [], None, None
         self.start()
         self._world = None
 
     @property
     def is_dealt_out(self) -> bool:
-        """Whether the samples are dealt out beforehand, to all ranks."""
+        """Return whether the samples are divided in advance among all ranks."""
         return self._coming is None
 
     @property
     def _coming(self) -> Leases | None:
-        """What is leased from the next epoch on."""
         if self._new:
             return self._new[0] if len(self._new) == 1 else None
         return self.leases
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether samples are drawn from the server's book."""
+        """Return whether samples are drawn from the server's book."""
         return self.leases is not None and not self.leases.is_local
 
     def begin_fetch(self) -> None:
-        """A batch is about to be fetched. Data that is dealt out may ask at any time which rank of how many this is."""
+        """Make all live ranks the default process group if the data is divided in advance: it may query its rank."""
         world = self._world
         if self.is_dealt_out and world is not None and world.is_computing:
             world.process_groups.use(world.process_groups.live)
 
     def end_fetch(self) -> None:
-        """The batch is there: the default process group is the compute group's again."""
         world = self._world
         if self.is_dealt_out and world is not None and world.is_computing:
             world.process_groups.use(world.compute_group)
 
     def process(self, loader: object, rank: int, is_ours: Callable[[DataLoader[Any]], bool]) -> object:
-        """Makes a training DataLoader one with leased batches, if it is one whose samples may be dealt out.
+        """Return a training DataLoader with leased batches, if its samples may be leased; otherwise the loader itself.
 
-        Args:
-            loader: what Lightning is about to iterate in training.
-            rank: this rank.
-            is_ours: tells a loader whose samples may be dealt out, by Lightning's sampler, from a user's own.
+        ``is_ours`` returns whether a loader has a sampler of Lightning's.
         """
         world = self._world
         if self.kind == "static" or world is None:
@@ -140,7 +133,7 @@ class LeasedData:
             rank=rank // world.tensor_parallel,
             before_epoch=self._before_epoch,
             is_local=not world.executor.exchanges,
-            shares=self.leases.shares if self.leases is not None else (),  # of the loader that this one replaces
+            shares=self.leases.shares if self.leases is not None else (),  # those of the replaced loader
         )
         self._take_in(leased.leases)  # type: ignore[attr-defined]
         self._sampler = loader.sampler  # type: ignore[assignment]
@@ -150,7 +143,7 @@ class LeasedData:
         return leased
 
     def expect_others(self) -> None:
-        """Loaders that are made from now on take the place of those there are, which no epoch has trained yet."""
+        """Let the loaders that are made from now on replace the new ones that no epoch has trained yet."""
         self._may_be_made_again = True
 
     def _take_in(self, leases: Leases | None) -> None:
@@ -159,13 +152,13 @@ class LeasedData:
         self._new.append(leases)
         if len(self._new) > 1:
             self._refuse_to_join()
-            # Several loaders advance together; each deals its samples out as DistributedSampler does.
+            # Several loaders advance together; each divides its samples as DistributedSampler does.
             for each in self._new:
                 if each is not None:
                     each.is_local = True
 
     def _refuse_to_join(self) -> None:
-        """Raises `UnsupportedError` if groups may join: of data that cannot be leased, nothing is left for them."""
+        """Raise `UnsupportedError` if groups may join: data that cannot be leased has no samples for them."""
         if self._world is not None and self._world.enlistment is not None:
             raise UnsupportedError(
                 "join=True deals the samples of an epoch out to the groups that there are, and this training data is"
@@ -175,10 +168,10 @@ class LeasedData:
             )
 
     def adopt(self) -> None:
-        """New loaders were made: at the start, or because they are reloaded every few epochs.
+        """Use the loaders that were made at the start or by a reload every few epochs.
 
         Raises:
-            UnsupportedError: several groups have trained on leased data, and these cannot be leased.
+            UnsupportedError: several groups have trained on leased data, and the new data cannot be leased.
         """
         assert self._world is not None
         self._may_be_made_again = False
@@ -198,30 +191,30 @@ class LeasedData:
         self.start()
 
     def assign(self, shares: Sequence[int] = ()) -> None:
-        """Tells the leases of this rank's place in its group, and of the group's ``shares``, if they are unequal."""
+        """Set the leases' index of this rank in its group, and the group's ``shares``, if they are unequal."""
         world = self._world
         if self.leases is not None and world is not None:
             self.leases.assign(*world.data_place, world.executor.control, world.generation, shares)
 
     def weigh(self, loss: Tensor) -> Tensor:
-        """The loss whose gradient this rank contributes: more, if it has more of the group's batch than others."""
+        """Return the loss times this rank's weight: more, if it has more of the group's batch than others."""
         weight = self.leases.weight if self.leases is not None else 1.0
         return loss if weight == 1.0 else loss * weight
 
 
 class FitLimits:
-    """What Lightning's limits (max_steps, limit_train_batches, val_check_interval) mean for all ranks together.
+    """Lightning's limits (max_steps, limit_train_batches, val_check_interval) for all ranks together.
 
-    Lightning counts the batches and steps of one rank, as under DDP, where all ranks count alike. Groups do not. So
-    limits are taken for those of DDP and counted in samples: see `lightning_omni.protocol.progress`.
+    Lightning counts the batches and steps of one rank, which are equal on all ranks of DDP, but not among groups.
+    Limits are therefore those of DDP, in samples: see `lightning_omni.protocol.progress`.
 
     Args:
-        trainer: whose they are.
-        ranks_per_batch: as `EpochPlan` has it.
+        trainer: the Trainer that has the limits.
+        ranks_per_batch: as in `EpochPlan`.
 
     Attributes:
         max_steps: steps of DDP after which the user wants the run to end, or -1.
-        by_hand: how many steps the user takes, in manual optimization.
+        by_hand: count of the user's steps in manual optimization; None with automatic optimization.
     """
 
     def __init__(self, trainer: Trainer, ranks_per_batch: int = 1) -> None:
@@ -231,21 +224,17 @@ class FitLimits:
         self.by_hand = None if automatic else StepsByHand(trainer)
 
     def reference(self, leases: Leases) -> ReferenceBatch:
-        """What one step of DDP trains, at the moment: accumulation may have a schedule."""
+        """Return the batch of one step of DDP at the moment; accumulation may have a schedule."""
         return ReferenceBatch(leases.world_size, leases.batch_size, int(self._trainer.accumulate_grad_batches))
 
     def progress(self, leases: Leases, epoch: int, trained: Spans, before: Progress | None = None) -> Progress:
-        """The run's progress where an epoch begins, or is resumed with some of its samples trained.
+        """Return the run's progress when an epoch begins, or is resumed with some of its samples trained.
 
-        Args:
-            leases: the epoch's data.
-            epoch: its number.
-            trained: ranges of it that are trained.
-            before: what was known of the run when the last epoch was over.
+        ``before`` is the progress at the end of the last epoch.
         """
         reference = self.reference(leases)
         there = -(-leases.total // reference.batch)
-        limit = self._trainer.fit_loop.max_batches  # a callback may have put it beyond what is there
+        limit = self._trainer.fit_loop.max_batches  # a callback may have set it larger than the data
         batches = min(int(limit), there) if limit != float("inf") else there
         is_next = before is not None and epoch - before.epochs in (0, 1)
         past = before.steps_before(epoch) if before is not None and is_next else None
@@ -254,9 +243,8 @@ class FitLimits:
         return Progress(reference, batches, epochs=epoch, samples=size_of(trained), past=past)
 
     def plan(self, leases: Leases, progress: Progress, trained: Spans) -> EpochPlan:
-        """The epoch's data, for the server."""
         trainer, epoch = self._trainer, progress.epochs
-        interval = trainer.val_check_batch  # None if it is a duration
+        interval = trainer.val_check_batch  # None if val_check_interval is a duration
         every, offset = 0, 0
         if _private.validates_this_epoch(trainer) and interval not in (None, float("inf")):
             # Without check_val_every_n_epoch, the batches of earlier epochs count, too.
@@ -267,7 +255,7 @@ class FitLimits:
             epoch=epoch,
             total=leases.total,
             batch_size=leases.batch_size,
-            # In manual optimization it is not known beforehand how many batches make max_steps.
+            # In manual optimization the number of batches that make max_steps is not known in advance.
             budget=progress.budget(leases.total, epoch, self.max_steps if self.by_hand is None else -1),
             validate_every=every,
             validate_offset=offset,
@@ -277,11 +265,11 @@ class FitLimits:
 
     @staticmethod
     def cut_short(plan: EpochPlan, progress: Progress) -> bool:
-        """Whether max_steps end the epoch before its samples do."""
+        """Return whether max_steps end the epoch before its samples do."""
         return plan.budget < progress.budget(plan.total, plan.epoch)
 
     def validates_at_end(self, plan: EpochPlan, progress: Progress) -> bool:
-        """Whether the end of the epoch is one of the points at which val_check_interval asks for a validation."""
+        """Return whether val_check_interval requires a validation at the end of the epoch."""
         is_cut_short = self.cut_short(plan, progress)
         if self._trainer.val_check_batch == float("inf"):
             return not is_cut_short
@@ -291,39 +279,35 @@ class FitLimits:
         return (end + plan.validate_offset) % plan.validate_every == 0
 
     def counted(self, progress: Progress) -> Progress:
-        """The progress where a fit begins, by what Lightning has counted; in manual optimization steps are batches.
-
-        Args:
-            progress: which takes all epochs to be like the one under way.
-        """
+        """Return the progress at the start of a fit by Lightning's counts; in manual optimization steps are batches."""
         trainer, loop = self._trainer, self._trainer.fit_loop
         is_inside = loop.restarted_mid_epoch or loop.restarted_on_epoch_end
         batches = _private.batches_trained(trainer) if is_inside else 0
         steps = int(trainer.global_step) if self.by_hand is None else _private.batches_begun(trainer)
-        if batches >= trainer.num_training_batches:  # saved when they were all trained, and hooks were left
+        if batches >= trainer.num_training_batches:  # saved after the last batch, before the hooks of the epoch's end
             return replace(progress, epochs=progress.epochs + 1, samples=0, past=steps)
         return replace(progress, past=steps - batches // progress.reference.window)
 
     def steps_left(self, taken: int) -> int | None:
-        """Steps of DDP that are left when so many are taken; None if there is no limit."""
+        """Return the steps of DDP that are left after ``taken`` steps; None if there is no limit."""
         if self.max_steps == -1:
             return None
         return max(0, self.max_steps - (taken if self.by_hand is None else self.by_hand.steps_of(taken)))
 
     def is_reached_by_hand(self, progress: Progress) -> bool:
-        """Whether DDP would have taken ``max_steps`` by now, in manual optimization."""
+        """Return whether DDP would have taken ``max_steps`` by now, in manual optimization."""
         if self.by_hand is None or self.max_steps == -1:
             return False
-        return self.by_hand.steps_of(progress.steps) >= self.max_steps  # a window of one batch: steps are batches
+        return self.by_hand.steps_of(progress.steps) >= self.max_steps  # without accumulation, steps are batches
 
 
 class StepsByHand:
-    """How many steps the user takes in manual optimization: several optimizers' for each batch, one in four batches.
+    """The count of the user's steps in manual optimization, of which a batch may have several, or a fraction.
 
-    Each rank counts those of its own batches, of which there may be more or fewer than of another group.
+    Each rank counts the steps in its own batches; another group may have more or fewer batches.
 
     Args:
-        trainer: whose loops count steps and batches, perhaps from a checkpoint on.
+        trainer: the Trainer whose loops count steps and batches.
 
     Attributes:
         counts: batches, and the steps that were taken in them; the same on all members of a group.
@@ -337,41 +321,39 @@ class StepsByHand:
         self._before = self.unstepped = 0
 
     def begin_batch(self) -> None:
-        """A batch begins."""
         self._before = _private.steps_by_hand(self._trainer)
 
     def end_batch(self) -> None:
-        """A batch has ended."""
         batches, steps = self.counts
         taken = _private.steps_by_hand(self._trainer) - self._before
         self.counts = batches + 1, steps + taken
         self.unstepped = 0 if taken else self.unstepped + 1
 
     def steps_of(self, batches: int) -> int:
-        """Steps that so many batches make, as far as is known."""
+        """Return the steps in a number of batches, by this rank's ratio of steps to batches."""
         counted, steps = self.counts
         return batches * steps // max(1, counted)
 
 
 class GivenRank(int):
-    """A rank that OmniStrategy gave to a sampler."""
+    """A rank that OmniStrategy has passed to a sampler."""
 
 
 def is_given(loader: object) -> bool:
-    """Whether a loader's sampler is Lightning's, which has its rank of OmniStrategy, and not a user's own.
+    """Return whether a loader's sampler is Lightning's, with a rank from OmniStrategy, and not a user's own.
 
-    What is no DataLoader, and an empty list of them, has none.
+    Return False for an object that is not a DataLoader, such as an empty list.
     """
     return isinstance(getattr(getattr(loader, "sampler", None), "rank", None), GivenRank)
 
 
 def draws_batches(training_step: Callable[..., Any]) -> bool:
-    """Whether it draws its batches itself, when it likes; those of leased data are told apart by their hooks."""
+    """Return whether a training step draws its batches itself; leased batches need the hooks around each of them."""
     return "dataloader_iter" in inspect.signature(training_step).parameters
 
 
 def split_of(dataset: object) -> int:
-    """Tells parts of a dataset from each other, as `torch.utils.data.random_split` makes them; 0 for a whole one."""
+    """Return a mark of the part of a dataset, as `torch.utils.data.random_split` makes it; 0 for a whole dataset."""
     mark = 0
     while isinstance(dataset, Subset):
         indices = torch.as_tensor(dataset.indices, dtype=torch.int64)
@@ -381,5 +363,5 @@ def split_of(dataset: object) -> int:
 
 
 def size_of(spans: Spans) -> int:
-    """Samples in ranges of an epoch."""
+    """Return the number of samples in ranges of an epoch."""
     return sum(stop - start for start, stop in spans)

@@ -1,4 +1,4 @@
-"""What the strategy hears of Lightning's loops before any callback does, and runs of a loop inside its own hooks."""
+"""The strategy's listener to Lightning's hooks, which runs before any callback, and runs of a loop inside a hook."""
 
 from __future__ import annotations
 
@@ -29,16 +29,17 @@ if TYPE_CHECKING:
 
 
 class Listener:
-    """Follows one fit, in no list of callbacks: is told of its hooks by `_private.listen`, and asked by its loops.
+    """A listener to one fit, outside the list of callbacks.
 
-    What they ask stands in `_private.LoopControl`.
+    `_private.listen` registers its hooks, and `_private.control_loops` its decisions for the loops.
+    `_private.LoopControl` describes the methods that the loops call.
 
     Args:
-        strategy: what is told of them.
-        nested: runs the loop where it is run inside one of its hooks.
-        trainer: the fit's.
-        signals: of this process.
-        form_wanted_groups: forms other groups, if a person has asked for them; called between two epochs.
+        strategy: the strategy that it notifies.
+        nested: runs of the loop inside one of its hooks.
+        trainer: the Trainer of the fit.
+        signals: the signals of this process.
+        form_wanted_groups: forms other groups if an operator has requested it; called between two epochs.
     """
 
     def __init__(
@@ -62,47 +63,39 @@ class Listener:
         world.where = partial(whereabouts, trainer)
 
     def close(self) -> None:
-        """The fit is over, however it ended: the Trainer is as it was."""
         _private.stop_listening(self._trainer)
         _private.release_loops(self._trainer)
         _private.separate_lists()
         self._display.release()
 
-    # --- What the loops ask ------------------------------------------------------------------------------------------
+    # --- Control of the loops ----------------------------------------------------------------------------------------
 
     @property
     def step_limit(self) -> int | None:
-        """What the loops take for max_steps, if not their own."""
         return self._strategy.epochs.run.step_limit
 
     @property
     def is_open_ended(self) -> bool:
-        """Whether the epoch ends with the samples, whatever the number of batches."""
         return self._strategy.epochs.is_open_ended
 
     @property
     def is_cut_short(self) -> bool:
-        """Whether max_steps end the epoch before its samples do."""
         return self._strategy.epochs.is_cut_short
 
     def validates(self, is_due: Callable[[], bool]) -> bool:
-        """Whether to validate after this batch."""
         return self._strategy.epochs.validates(is_due)
 
     def validate(self, run: Callable[[], Any]) -> Any:
-        """The validation loop runs."""
         return self._strategy.epochs.validate(run)
 
     def stepped_by_batches(self, configs: list[Any]) -> list[Any]:
-        """Which schedulers the loop steps by the number of this rank's batch."""
         return self._strategy.epochs.stepped_by_batches(configs)
 
     def own_batches(self, batches: float) -> float:
-        """What user code has as ``num_training_batches``."""
         return self._strategy.epochs.own_batches(batches)
 
     def run(self, run: Callable[[], None]) -> None:
-        """The fit loop runs: as the Trainer wants, or inside a hook, as for a learning-rate finder."""
+        """Run the fit loop for the Trainer, or nested inside a hook, as a learning-rate finder does."""
         if _private.is_inside_a_hook(self._trainer):
             self._nested.run(run)
         else:
@@ -110,11 +103,11 @@ class Listener:
             run()
 
     def begin_setup(self) -> None:
-        """The loop makes its loaders; code of the user's may ask for others several times in an epoch."""
+        """Expect new loaders; user code may also have them made again several times in an epoch."""
         self._strategy.epochs.data.expect_others()
 
     def begin_epoch(self, iterate: Callable[[], None]) -> None:
-        """After the hooks of the epoch's start, which are for all ranks together: the groups part."""
+        """Let the groups compute by themselves after the hooks of the epoch's start, which are for all ranks."""
         strategy, loop = self._strategy, self._trainer.fit_loop
         if self._nested.is_running or loop.restarted_mid_epoch or loop.restarted_on_epoch_end:
             iterate()
@@ -125,7 +118,7 @@ class Listener:
         self._nested.form_groups_again()
         self._form_wanted_groups()
         if strategy.epochs.data.is_dealt_out:
-            iterate()  # an iterable data set may ask how many ranks there are
+            iterate()  # an iterable dataset may query the number of ranks
         self._staleness.reset()
         strategy.grouping.begin_epoch()
         strategy.epochs.begin(self._trainer.current_epoch)
@@ -135,29 +128,26 @@ class Listener:
             iterate()
 
     def epoch_has_ended(self) -> None:
-        """After all hooks of the epoch's end."""
         if not self._nested.is_running:
             self._strategy.epochs.after_hooks_of_end()
 
     def begin_fetch(self) -> None:
-        """A batch is about to be fetched."""
         self._strategy.epochs.data.begin_fetch()
         self._strategy.balance.begin_fetch()
 
     def end_fetch(self) -> None:
-        """It is there, or was the last."""
         self._strategy.balance.end_fetch()
         self._strategy.epochs.data.end_fetch()
 
-    # --- What callbacks hear -----------------------------------------------------------------------------------------
+    # --- Hooks of callbacks ------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Where Lightning has restored what a checkpoint says of optimizers, if a fit goes on from one."""
+        """Load the run's optimizers into a group that joins, after Lightning has restored those of a checkpoint."""
         if not self._nested.is_running:
             self._strategy.run_states.training_begins()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """A batch is there."""
+        """Begin a batch before any callback does."""
         if self._nested.is_running:
             return
         strategy, traffic = self._strategy, self._strategy.world.channel.traffic
@@ -170,13 +160,12 @@ class Listener:
         strategy.epochs.begin_batch()
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """A backward pass is done; what callbacks do after it takes this rank's time."""
         self._strategy.balance.backward_done()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """A batch is done."""
+        """End a batch before any callback does, and log the live metrics."""
         if self._nested.is_running:
             return
         strategy, world = self._strategy, self._strategy.world
@@ -195,25 +184,23 @@ class Listener:
                 values |= live_metrics(world.control.status, self._staleness, strategy.step_times)
                 self._display.update(values)
             for name, value in values.items():
-                pl_module.log(name, value, batch_size=1)  # as Lightning asks where training_step draws its batches
+                pl_module.log(name, value, batch_size=1)  # Lightning needs it where training_step draws its batches
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """The fit ends."""
         self._strategy.fails(exception)
 
     def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        """A group that has joined on its own and is told to leave does so also while it validates for all."""
+        """Let a group that has joined on its own obey a signal to leave while it validates for all groups."""
         if self._strategy.epochs.published.evaluates and self._strategy.world.enlistment is not None:
             self._signals.agree()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The groups synchronize."""
         if not trainer.sanity_checking:
             self._strategy.epochs.before_validation(pl_module)
             self._strategy.follow_recorder()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The groups synchronize."""
+        """Synchronize the groups, and log the metrics of the epoch."""
         if self._nested.is_running:
             return
         self._strategy.epochs.end(pl_module)
@@ -224,21 +211,21 @@ class Listener:
         self._watch_staleness()
         self._log_together()
         if self._strategy.world.executor.exchanges:
-            # Ranks compute it together, and NCCL takes no tensors on the CPU.
+            # A collective computes it, and NCCL accepts no CPU tensors.
             for name, value in self._staleness.to(self._strategy.world.device).compute().items():
                 if name in ("mean", "max"):
                     pl_module.log(f"omni/staleness_{name}", value.float(), sync_dist=True, batch_size=1)
             self._staleness.to("cpu")
-        is_parallel = isinstance(self._strategy.world.options.inside, ModelParallel)  # which computes a batch together
+        is_parallel = isinstance(self._strategy.world.options.inside, ModelParallel)  # its ranks share each batch
         can_rebalance = self._strategy.epochs.leases is not None and not (self._strategy.balance.is_on or is_parallel)
         if control.status is not None and (sentence := straggler_sentence(control.status, can_rebalance)):
             self._strategy.rank_zero_info(f"OmniStrategy: {sentence}")
 
     def _log_together(self) -> None:
-        """Agree on the metrics of the epoch, in which there were several groups, or may have been."""
+        """Agree on the metrics of an epoch in which there were several groups, or may have been."""
         world = self._strategy.world
         mine = _private.logged_together(self._trainer, world.compute_group)
-        # NumPy's booleans are not Python's.
+        # `enc_hook` converts NumPy's booleans.
         of_all = world.process_groups.live.contribute(
             "the metrics of an epoch", msgspec.json.encode(mine, enc_hook=bool)
         )
@@ -247,24 +234,25 @@ class Listener:
     def _watch_staleness(self) -> None:
         world = self._strategy.world
         for part in world.parts:
-            if world.is_leader:  # its peers hear the same numbers
+            if world.is_leader:  # its peers receive the same numbers
                 self._staleness.update(torch.tensor(list(part.staleness.elements())))
             part.staleness.clear()
 
 
 class NestedRuns:
-    """Runs of the loop inside one of its hooks, as learning-rate finders make them: all ranks are one group.
+    """Runs of the loop inside one of its hooks, by learning-rate finders, for which all ranks form one group.
 
-    What such a run measures holds for all ranks together, so it is plain DDP; then the groups train on.
+    The measurements of such a run apply to all ranks together, so it is plain DDP; then the groups train on.
 
-    Before several groups first train there is no server yet, and nothing to be undone. Between two epochs the groups
-    become one, and are formed again when the next epoch begins: until then the finder may restore what it has saved.
+    Before several groups first train there is no server yet, and the original topology is simply restored. Between two
+    epochs the groups are merged, and are formed again when the next epoch begins: until then the finder may restore the
+    state that it has saved.
 
     Args:
-        strategy: whose groups.
+        strategy: the strategy whose groups are merged.
 
     Attributes:
-        is_running: whether one is under way.
+        is_running: whether a nested run is under way.
     """
 
     def __init__(self, strategy: GroupedStrategy) -> None:
@@ -273,10 +261,10 @@ class NestedRuns:
         self._groups = 1
 
     def run(self, run: Callable[[], None]) -> None:
-        """Runs the loop.
+        """Run the loop.
 
         Raises:
-            UnsupportedError: groups are training, each for itself.
+            UnsupportedError: the groups are inside an epoch, each at a batch of its own.
         """
         world = self._strategy.world
         if world.is_computing:
@@ -290,7 +278,7 @@ class NestedRuns:
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
-        """Nothing of what follows the fit's own progress hears of the run."""
+        """Return a context in which the run does not count in the fit's own progress."""
         strategy = self._strategy
         world = strategy.world
         kept, steps = (strategy.epochs, strategy.balance), world.steps
@@ -324,7 +312,7 @@ class NestedRuns:
             strategy.wrap_for_group()
 
     def form_groups_again(self) -> None:
-        """An epoch begins: groups that a nested run has made one are what they were."""
+        """Form the earlier groups again at the beginning of an epoch, if a nested run has merged them."""
         groups, self._groups = self._groups, 1
         if groups > 1:
             self._strategy.form(min(groups, len(self._strategy.world.live_ranks)))

@@ -1,4 +1,4 @@
-"""What a user sees of a run: metrics, an entry in the progress bar and slow ranks while it runs, and a report of it."""
+"""The numbers of a run that a user sees: metrics, an entry in the progress bar, warnings, and a report at the end."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ class _TimedBatch:
     """A batch whose times are read when the device has reached its end."""
 
     since: Any
-    """The moment at which the rank began to work on it: when the batch before it had ended."""
+    """The moment when the rank began to work on it, which is the end of the batch before it."""
     waits: list[tuple[Any, Any]] = field(default_factory=list)
-    """Moments between which the rank waited for others, up to the end of its forward pass."""
+    """Start and end of each wait for other ranks, up to the end of the forward pass."""
     forward: Any = None
-    """The moment at which its forward pass was done."""
+    """The moment when the forward pass was done."""
     until: Any = None
     in_forward: float = 0.0
-    """Seconds of exchanges in the forward pass: of exclusive access to a merged head."""
+    """Seconds of exchanges in the forward pass, for exclusive access to a merged head."""
     exchange: float = 0.0
     """Seconds of exchanges since the end of the batch before it."""
 
 
 class StepTimes:
-    """Running means of this rank's times, in seconds, and the bytes that it moved.
+    """The running means of this rank's times, in seconds, and the bytes that it exchanged.
 
-    Moments are those of the device, which the host may run ahead of: the means are of the batches that the device has
-    done. `begin` and `end` stand around each batch; what comes between two batches is part of the second.
+    Moments are those of the device; the host may run ahead of it. The means are over batches that the device has
+    completed. `begin` and `end` enclose each batch; time between two batches belongs to the second one.
 
     Attributes:
-        clock: gives the moments.
+        clock: the source of the moments.
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
@@ -63,7 +63,7 @@ class StepTimes:
         self._means: tuple[float, float, float] | None = None
 
     def begin(self, exchanged: float, moved: int) -> None:
-        """A batch begins.
+        """Begin a batch.
 
         Args:
             exchanged: seconds spent in exchanges so far, in the whole run.
@@ -74,12 +74,11 @@ class StepTimes:
         self._exchanged_before, self._moved_before = exchanged, moved
 
     def interrupt(self) -> None:
-        """Something else comes before the next batch, which begins with `begin`."""
+        """Exclude the time until the next call of `begin`."""
         self._batch = None
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """A context in which this rank waits for others."""
         batch = self._batch
         if batch is None or batch.forward is not None:
             yield
@@ -89,17 +88,13 @@ class StepTimes:
         batch.waits.append((began, self.clock.mark()))
 
     def forward_done(self, exchanged: float) -> None:
-        """The rank's forward pass is done; from here on it may have to wait for its group.
-
-        Args:
-            exchanged: as in `begin`.
-        """
+        """Note the end of the forward pass, after which this rank may have to wait for its group."""
         batch = self._batch
         if batch is not None and batch.forward is None:
             batch.forward, batch.in_forward = self.clock.mark(), exchanged - self._exchanged_before
 
     def end(self, exchanged: float, moved: int) -> None:
-        """A batch has ended; the arguments are those of `begin`."""
+        """End a batch; the arguments are those of `begin`."""
         self._moved += moved - self._moved_before
         self._batches += 1
         now, batch = self.clock.mark(), self._batch
@@ -110,7 +105,7 @@ class StepTimes:
         self._read()
 
     def _read(self) -> None:
-        """Take the batches that the device has done into the means, in order."""
+        """Add the batches that the device has completed to the means, in order."""
         while self._unread:
             batch, seconds = self._unread[0], self.clock.seconds
             step = seconds(batch.since, batch.until)
@@ -127,17 +122,17 @@ class StepTimes:
 
     @property
     def means(self) -> tuple[float, float, float]:
-        """Compute time (loading included, to the end of the forward pass), whole step, exchange with the server."""
+        """Return seconds of compute (loading to the end of the forward pass), whole step, and server exchange."""
         return self._means or (0.0, 0.0, 0.0)
 
     @property
     def bytes_per_step(self) -> float:
-        """Bytes of tensors that this rank exchanged with the server, or with other groups, for each batch."""
+        """Return the bytes of tensors that this rank exchanged per batch, with the server or with other groups."""
         return self._moved / max(1, self._batches)
 
 
 def live_metrics(status: Status | None, staleness: Staleness, step_times: StepTimes) -> dict[str, float]:
-    """What is logged while training."""
+    """Return the metrics that are logged during training."""
     _, step, exchange = step_times.means
     values = {
         "omni/step_time": step,
@@ -168,7 +163,7 @@ def live_metrics(status: Status | None, staleness: Staleness, step_times: StepTi
 
 
 def gathering_sentence(world: World) -> str:
-    """What a gather over ranks sees in the training step, and what to do if that is too little."""
+    """Return a warning about the ranks that a gather in the training step includes, with the remedy."""
     return (
         f"OmniStrategy: all_gather in a training step sees the {len(world.members)} rank(s) of its compute group, not"
         f" all {len(world.topology.ranks)}: a contrastive loss over the gathered batch, say, is not that of DDP, and a"
@@ -178,26 +173,25 @@ def gathering_sentence(world: World) -> str:
 
 
 _NO_STATUS = Status(sent=0, clock=0, updates_per_second=0, refused=0, strangers=0, groups=(), staleness=(), lost=())
-"""Of a run without a server, or whose server has said nothing."""
+"""The status of a run without a server, or whose server has sent none."""
 
 
 class Reporting:
-    """Keeps the server's last words, for a report after the server is gone."""
+    """The last status of the server, for a report after the server has ended."""
 
     def __init__(self) -> None:
         self._status: Status | None = None
 
     def begin(self) -> None:
-        """Training begins."""
         self._status = None
 
     def keep(self, world: World) -> None:
-        """This rank fails: what it has heard is all there will be."""
+        """Store the last status that was received, because this rank fails."""
         if world.control is not None:
             self._status = world.control.status
 
     def ask(self, world: World) -> None:
-        """Training has ended: asks the server for its last words."""
+        """Request the server's final status after the end of training."""
         if world.control is None:
             return
         try:
@@ -206,19 +200,14 @@ class Reporting:
             self.keep(world)
 
     def report(self, world: World, bytes_per_step: float) -> RunReport:
-        """The run in numbers.
-
-        Args:
-            world: this rank's.
-            bytes_per_step: bytes that this rank exchanged for each batch.
-        """
+        """Return the report of the run."""
         status = (world.control.status if world.control else None) or self._status or _NO_STATUS
         clock = status.clock
-        if not world.executor.exchanges and status is not _NO_STATUS:  # its groups are of the past, or a tuner's
+        if not world.executor.exchanges and status is not _NO_STATUS:  # the status is of earlier groups, or a tuner's
             clock = sum(part.replica.clock for part in world.parts if part.head is None)
             status = status if clock else _NO_STATUS
         staleness = status.staleness
-        # Where groups join, the topology has this rank's alone.
+        # Where groups join on their own, the topology has only this rank's group.
         groups = [group.ranks for group in status.groups] or world.topology.groups
         return RunReport(
             updates=world.steps + clock,
@@ -236,12 +225,7 @@ class Reporting:
 
     @staticmethod
     def warning_before(world: World, steps: int | None) -> str:
-        """Return a sentence, if groups will not come to the end of a period; else nothing. Before the first batch.
-
-        Args:
-            world: this rank's.
-            steps: that each group makes if all are equally fast; None if that is not known.
-        """
+        """Return a warning before the first batch if ``steps`` per group complete no exchange period; or nothing."""
         method, fragments = world.method, world.method.fragments
         due = [method.steps_to_push(part.replica) for part in world.parts if part.head is None]
         every = method.push_period * (fragments - 1)  # from the first fragment to the last
@@ -262,7 +246,7 @@ class Reporting:
         )
 
     def warning(self, world: World) -> str:
-        """A sentence, if groups never came to the end of a period and have trained for nothing; else nothing."""
+        """Return a warning if no group has completed an exchange period, so that nothing was trained; or nothing."""
         method, status = world.method, self._status
         if status is None or status.clock or not world.steps_at_worker or method.evaluated == "mean":
             return ""
@@ -273,11 +257,11 @@ class Reporting:
 
 
 def _remedy(method: Method, steps: int) -> str:
-    """Return what to do where a method exchanges too seldom for a run of so many steps."""
-    shorter = max(1, steps // 4 // method.fragments) * method.fragments  # with some exchanges to come
+    """Return the remedy for a method that exchanges too seldom in a run of this many steps."""
+    shorter = max(1, steps // 4 // method.fragments) * method.fragments  # allows several exchanges
     try:
         instead = text_of(with_period(method, shorter))
-    except ConfigurationError:  # another setting does not go with it
+    except ConfigurationError:  # another setting excludes it
         instead = ""
     if instead in ("", text_of(method)):
         return "Pass settings with which it exchanges more often, or train for longer"
@@ -285,11 +269,11 @@ def _remedy(method: Method, steps: int) -> str:
 
 
 class ProgressDisplay:
-    """Lightning's progress bar, whichever the user has, in a run of groups: its total, and one short entry.
+    """The additions to the user's progress bar in a run of groups: its total, and one short entry.
 
-    Lightning knows beforehand how many batches a rank trains. Groups draw their batches from a common pool, so that a
-    fast one trains more of them: the total is what this rank comes to if all go on as so far. Nothing is replaced: a
-    bar's total and its `get_metrics` are public, and both are as they were when the fit is over.
+    Lightning expects a fixed number of batches per rank. Groups draw their batches from a common pool, so the total is
+    an estimate for this rank at the present speeds. A bar's total and its `get_metrics` are public, and both are
+    restored at the end of the fit.
     """
 
     def __init__(self) -> None:
@@ -298,13 +282,8 @@ class ProgressDisplay:
         self._text = ""
 
     def show(self, trainer: Trainer, expected: int | None) -> None:
-        """A batch is done, and the bar has not heard of it yet.
-
-        Args:
-            trainer: whose bar it is.
-            expected: batches of this rank in this epoch; None leaves the bar's own total.
-        """
-        bar: Any = trainer.progress_bar_callback  # whose total and entries the base class does not have
+        """Update the bar after a batch, before the bar's own hook; ``expected`` None leaves its own total."""
+        bar: Any = trainer.progress_bar_callback  # the base class declares neither total nor entries
         if bar is None or not trainer.is_global_zero or getattr(bar, "is_disabled", False):
             return
         if bar is not self._bar:
@@ -312,23 +291,17 @@ class ProgressDisplay:
             self._bar, self._own = bar, vars(bar).get("get_metrics")
             bar.get_metrics = partial(self._with_entry, bar.get_metrics)
         if expected is not None:
-            # A bar of the user's own may have no such attribute, and none of Lightning's has it before its first batch.
+            # The user's own bar may lack this attribute, and Lightning's bars lack it before their first batch.
             with contextlib.suppress(AttributeError, TypeError, AssertionError, IndexError):
                 bar.train_progress_bar.total = expected
 
     def update(self, metrics: Mapping[str, float]) -> None:
-        """What the entry says from now on.
-
-        Args:
-            metrics: as they are logged.
-        """
         rate = metrics.get("omni/updates_per_s")
         self._text = f"{_short(metrics['omni/staleness_mean'])} stale"
-        if rate:  # the server has not counted for long yet
+        if rate:  # it is 0 until the server has counted for a while
             self._text += f" {_short(rate)}/s"
 
     def release(self) -> None:
-        """The fit is over: the bar is as it was."""
         if self._bar is not None:
             del self._bar.get_metrics
             if self._own is not None:
@@ -341,7 +314,7 @@ class ProgressDisplay:
 
 
 def _short(value: float) -> str:
-    """At most four characters for what is below 100,000."""
+    """Return a number in at most four characters if it is below 100,000."""
     if value >= 1000:
         return f"{value / 1000:.2g}k" if value < 9950 else f"{value / 1000:.0f}k"
     return f"{value:.0f}" if value >= 10 else f"{value:.1f}"

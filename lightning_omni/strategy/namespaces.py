@@ -1,7 +1,7 @@
-"""Which of Lightning's namespaces classes belong to, and how an object comes to belong to the other one.
+"""The namespace of Lightning that a class belongs to, and the conversion of a class to the other namespace.
 
-Only a class's base classes tell: Lightning's Trainer takes callbacks of any class, but strategies of its own namespace
-only, and one of ours counts as that in both.
+The base classes of a class decide. A Trainer accepts callbacks of any class, but strategies of its own namespace only;
+both Trainers accept a strategy of ours as one of theirs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lightning_omni.strategy import NAMESPACES, import_installed, module_in
 
 
 def namespace_of(kind: type) -> str | None:
-    """Return the namespace that a class, or the nearest of its base classes that has one, comes from."""
+    """Return the namespace of a class, or of its nearest base class that has one; None if there is none."""
     for base in kind.__mro__:
         for name in NAMESPACES:
             if base.__module__ == name or base.__module__.startswith(f"{name}."):
@@ -24,10 +24,7 @@ def namespace_of(kind: type) -> str | None:
 
 
 def need_namespace(kind: type) -> None:
-    """Import a namespace, unless one is imported, because an object of a class of ours is being made.
-
-    Args:
-        kind: the object's class, which thereby gets that namespace's base class.
+    """Import a namespace, if none is imported, before an object of class ``kind`` is made; this sets its base class.
 
     Raises:
         ImportError: Lightning is not installed.
@@ -37,12 +34,7 @@ def need_namespace(kind: type) -> None:
 
 
 def strategy_class_in(kind: type, namespace: str) -> type:
-    """Return a class as it would be if it had been derived from our base class of another namespace.
-
-    Args:
-        kind: OmniStrategy, or a user's subclass.
-        namespace: the one that the class is to belong to.
-    """
+    """Return OmniStrategy, or a user's subclass, as if it were derived from the base class of a namespace."""
     if namespace_of(kind) == namespace:
         return kind
     if "_original" in vars(kind):
@@ -60,17 +52,17 @@ def strategy_class_in(kind: type, namespace: str) -> type:
 
 
 def new_in(kind: type, namespace: str) -> Any:
-    """Return an object of a class in a namespace, whose ``__init__`` is not called: for what is unpickled."""
+    """Return an object of a class in a namespace without calling ``__init__``, for unpickling."""
     module_in("strategy", namespace)
     return object.__new__(strategy_class_in(kind, namespace))
 
 
 class _Elsewhere(ABCMeta):
-    """The kind of a user's strategies in the other namespace: there ``super()`` does not find the one they are from."""
+    """A metaclass for users' strategies in the other namespace; ``super()`` skips the bases of their own namespace."""
 
     @override
     def mro(cls) -> list[type]:
-        """As ever, without the other namespace's strategies."""
+        """Return the method resolution order without the strategies of the other namespace."""
         _, here = cls.__bases__
         [other] = set(NAMESPACES) - {namespace_of(here)}
         theirs = set(module_in("strategy", other).NamespaceDDP.__mro__) - set(here.__mro__)

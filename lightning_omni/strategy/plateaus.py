@@ -1,7 +1,7 @@
-"""ReduceLROnPlateau with ``interval="step"``, where it waits for a metric of validations inside the epoch.
+"""ReduceLROnPlateau with ``interval="step"`` that monitors a metric of validations inside the epoch.
 
-Lightning steps it by the number of a rank's batch. Groups train different numbers of batches, so it is stepped where
-all ranks hear of a validation, and counts the batches that DDP would have trained by then.
+Lightning steps it by the number of a rank's batch. Groups train different numbers of batches. It is therefore stepped
+when a rank's callbacks receive a validation, and counts the batches that DDP would have trained by then.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ if TYPE_CHECKING:
 
 
 class Plateaus:
-    """Steps these schedulers of one fit."""
+    """The schedulers of this kind in one fit."""
 
     def __init__(self) -> None:
-        self._validated: set[str] | None = None  # metrics; None until there was a validation
+        self._validated: set[str] | None = None  # metrics of validations; None until there was one
         self._points = 0
 
     def begin(self, plan: EpochPlan, trained: int) -> None:
-        """An epoch begins, or this group joins it, with so many of its samples trained."""
+        """Begin an epoch, or join it, after ``trained`` of its samples."""
         self._points = (trained + plan.validate_offset) // plan.validate_every if plan.validate_every else 0
 
     def stepped_by_batches(self, trainer: Trainer, configs: list[Any]) -> list[Any]:
-        """Return those that wait for no metric of a validation."""
+        """Return the schedulers that monitor no metric of a validation."""
         return [config for config in configs if not self._waits(trainer, config)]
 
     def validated(self, trainer: Trainer, before: dict[str, Any], plan: EpochPlan, batches: int, size: int) -> None:
-        """A validation has ended on all ranks, or this rank has heard of it: those that are due are stepped.
+        """Step the schedulers that are due, after a validation that this rank's callbacks have received.
 
         Args:
-            trainer: whose.
-            before: metrics that were known before it.
-            plan: of the epoch.
-            batches: of the epoch under DDP, if it is over; 0 inside it.
+            trainer: the Trainer of this rank.
+            before: metrics before the validation.
+            plan: plan of the epoch.
+            batches: batches of the epoch under DDP, if it is over; 0 inside it.
             size: samples in a batch of all ranks.
         """
         now = _private.metrics_by_now(trainer)

@@ -1,4 +1,4 @@
-"""What is trained elsewhere while a fit runs: optimizers whose steps are exchanges, and the submodule at the server."""
+"""The optimizers whose steps are exchanges, and the submodule that is trained at the server, during a fit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Proxies:
-    """An `OmniOptimizer` for each of the user's optimizers, and a guard against steps of these by themselves."""
+    """The `OmniOptimizer` of each of the user's optimizers, and a guard against the user's own steps."""
 
     def __init__(self) -> None:
         self._of: dict[int, OmniOptimizer] = {}
@@ -39,15 +39,7 @@ class Proxies:
     def attach(
         self, world: World, module: Module, optimizers: Sequence[Optimizer], merged: Merged, trainer: Trainer
     ) -> None:
-        """The world takes these optimizers in, and nothing but these.
-
-        Args:
-            world: this rank's.
-            module: the LightningModule.
-            optimizers: the user's that hold anything.
-            merged: the submodule that stays at the server.
-            trainer: says how a merged head's gradients are clipped.
-        """
+        """Attach these optimizers, which hold parameters, and the merged head to the world, and no others."""
         world.detach_all()
         self._world, self._module = world, module
         left_out = set(merged.parameters(module))
@@ -56,14 +48,13 @@ class Proxies:
         merged.attach(world, module, optimizers, trainer)
 
     def are_of(self, optimizers: Sequence[Optimizer]) -> bool:
-        """Whether these are the optimizers that were attached."""
         return {id(each) for each in optimizers} == set(self._of)
 
     def of(self, optimizer: Optimizer) -> OmniOptimizer:
-        """What steps in its place.
+        """Return the optimizer that steps in place of the user's.
 
         Raises:
-            UnsupportedError: it was not attached.
+            UnsupportedError: the user's optimizer was not attached.
         """
         if id(optimizer) not in self._of:
             raise UnsupportedError(
@@ -75,21 +66,21 @@ class Proxies:
     # --- Steps of the user's own -------------------------------------------------------------------------------------
 
     def guard(self, optimizers: Sequence[Optimizer]) -> None:
-        """Among several groups, a raw ``optimizer.step()`` would move one rank's weights behind the server's back.
+        """Reject ``optimizer.step()`` outside exchanges, which would change one rank's weights without the server.
 
-        So would a step of an optimizer that the Trainer does not know.
+        This includes steps of an optimizer that the Trainer does not have.
         """
         if self._hook is None:
             self._hook = register_optimizer_step_pre_hook(self._refuse_unknown)
         for optimizer in optimizers:
             if optimizer not in self._own_steps:
-                # A scheduler may have put a step of its own on the instance.
+                # A scheduler may have replaced the step of the instance.
                 self._own_steps[optimizer] = vars(optimizer).get("step")
                 optimizer.step = types.MethodType(_refuse_raw_step, optimizer)  # type: ignore[method-assign]
                 _private.ignore_missing_step(optimizer)
 
     def unguard(self) -> None:
-        """The optimizers step by themselves again."""
+        """Let the optimizers step by themselves again."""
         for optimizer, own in self._own_steps.items():
             del optimizer.step
             if own is not None:
@@ -100,7 +91,7 @@ class Proxies:
             self._hook = None
 
     def _refuse_unknown(self, optimizer: Optimizer, *_: Any) -> None:
-        """An optimizer is about to step, whosever it is."""
+        """Reject a step of an optimizer that holds parameters of the module and was not attached."""
         world, module = self._world, self._module
         assert world is not None
         assert module is not None
@@ -139,10 +130,10 @@ _refuse_raw_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # sc
 
 
 class Merged:
-    """The submodule that stays at the server (``merged=``), if there is one: a merged head.
+    """The submodule that stays at the server (``merged=``), called a merged head; it may be absent.
 
     Args:
-        name: of the submodule; None if nothing is merged.
+        name: name of the submodule; None if nothing is merged.
     """
 
     def __init__(self, name: str | None) -> None:
@@ -153,10 +144,10 @@ class Merged:
         return self.name is not None
 
     def parameters(self, module: Module) -> list[Parameter]:
-        """Its parameters; none if nothing is merged.
+        """Return the submodule's parameters; none if nothing is merged.
 
         Raises:
-            ConfigurationError: that submodule cannot be merged.
+            ConfigurationError: the submodule cannot be merged.
         """
         if self.name is None:
             return []
@@ -165,7 +156,7 @@ class Merged:
         return list(module.get_submodule(self.name).parameters())
 
     def attach(self, world: World, module: Module, optimizers: Sequence[Optimizer], trainer: Trainer) -> None:
-        """The world takes it in; its gradients are clipped as the trainer says."""
+        """Attach the submodule to the world, with the Trainer's gradient clipping."""
         if self.name is None:
             return
         self._head = world.attach_head(self.name, module, optimizers)
@@ -175,12 +166,11 @@ class Merged:
         side.clip_algorithm = "value" if how is not None and how.value == "value" else "norm"
 
     def step_done(self) -> None:
-        """What was done with it since the last step is over."""
         if self._head is not None:
             self._head.step_done()
 
     def check(self, trainer: Trainer) -> None:
-        """Raises `UnsupportedError` for what a head that is stepped with the backward pass cannot do."""
+        """Raise `UnsupportedError` for features that do not work with a head that is stepped in the backward pass."""
         if self.name is None:
             return
         refused = f"merged={self.name!r}: the head is stepped at the server as soon as its gradients come"

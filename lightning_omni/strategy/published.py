@@ -1,10 +1,10 @@
 """Validation for which no group waits: one group evaluates the weights of one moment, and the others train on.
 
-At each point of the epoch at which the run is to be validated the first group that comes by is given that validation.
-It loads the weights that the server has at that moment, runs Lightning's validation loop over all of the data, with its
-own ranks, takes its own weights back and trains on. What came of it goes to the server, and from there to the ranks of
-all groups: each ends the validation for its callbacks and loggers after one of its next batches, all in one order. At
-an epoch's end, where all groups synchronize anyway, they validate together.
+At each validation point of the epoch, the first group that reaches it gets that validation. It loads the server's
+weights of that moment, runs Lightning's validation loop over all of the data on its own ranks, restores its own weights
+and trains on. The server passes the result to the ranks of all groups. Each of them ends the validation for its
+callbacks and loggers after one of its next batches, in the order of validations. At an epoch's end, where all groups
+synchronize anyway, they validate together.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 
 class Version(NamedTuple):
-    """What was evaluated: what a checkpoint that is saved for it must have.
+    """The weights and buffers of one validation, for a checkpoint that is saved for it.
 
     Attributes:
-        number: of the validation, by which the server knows its weights.
-        buffers: of the model, by name, as they were on the group that evaluated.
+        number: number of the validation, under which the server has its weights.
+        buffers: buffers of the model, by name, on the group that evaluated.
     """
 
     number: int
@@ -47,16 +47,18 @@ class PublishedValidation:
     """The validations of one fit for which no group waits.
 
     Args:
-        is_wanted: whether the user wants them so.
+        is_wanted: whether the user has requested them.
         info: logs a message for the user, on rank 0.
 
     Attributes:
-        is_on: whether several groups validate so in this epoch.
+        is_on: whether several groups validate this way in this epoch.
         evaluates: number of the validation that this group runs, or is about to run; 0 for none.
-        version: what callbacks hear the end of at this moment.
-        follow_recorder: called when the recorder may have changed.
-        on_heard: called on every rank when its callbacks have heard of a validation, with the metrics of before.
-        on_ended: called on all of the recorder's group when callbacks have heard of a validation while groups compute.
+        version: the validation whose end callbacks receive at this moment.
+        follow_recorder: function called when the recorder may have changed.
+        on_heard: function called on every rank when its callbacks have received a validation, with the metrics before
+            it.
+        on_ended: function called on all of the recorder's group when callbacks have received a validation while groups
+            compute.
     """
 
     def __init__(self, is_wanted: bool, info: Callable[[str], None]) -> None:
@@ -70,7 +72,6 @@ class PublishedValidation:
         self.forget()
 
     def forget(self) -> None:
-        """No run is under way."""
         self._trainer = self._world = None
         self.is_on = False
         self.evaluates, self.version = 0, None
@@ -82,40 +83,33 @@ class PublishedValidation:
     version: Version | None
 
     def connect(self, trainer: Trainer, world: World) -> None:
-        """A run is being set up."""
         self.forget()
         self._trainer, self._world, self._has_said = trainer, world, False
 
     # --- An epoch ----------------------------------------------------------------------------------------------------
 
     def begin(self, plan: EpochPlan | None, trained: int = 0, is_dynamic: bool = True) -> None:
-        """An epoch begins. On all ranks, which have taken the same number of steps.
-
-        Args:
-            plan: of its data; None if they are not leased.
-            trained: samples of it that are trained.
-            is_dynamic: whether they are drawn from the server.
-        """
+        """Begin an epoch: see `go_on`. All ranks call it, with the same number of steps taken."""
         self._counters, self._steps = _private.step_counters(self._joined[0]), 0
         self._trained, self._passed = trained, 0
         self.go_on(plan, trained, is_dynamic)
 
     @property
     def state(self) -> dict[str, Any]:
-        """What a group that joins this epoch has to know, as plain values."""
+        """Return the state for a group that joins this epoch, as plain values."""
         return {"ended": self._ended, "steps": self._steps, "counters": self._counters}
 
     def enter(self, state: Mapping[str, Any]) -> None:
-        """This group has joined an epoch, with callbacks that have heard of the validations that are in a `state`."""
+        """Load a `state` of the epoch that this group has joined."""
         self._ended, self._steps, self._counters = state["ended"], state["steps"], list(state["counters"])
 
     def go_on(self, plan: EpochPlan | None, trained: int, is_dynamic: bool) -> None:
-        """The groups stand, at an epoch's begin or in the midst of it. On all ranks.
+        """Begin or continue an epoch after the groups were formed. All ranks call it.
 
         Args:
-            plan: of its data; None if they are not leased.
+            plan: plan of the epoch's data; None if it is not leased.
             trained: samples of it that are trained.
-            is_dynamic: whether they are drawn from the server.
+            is_dynamic: whether samples are drawn from the server.
         """
         trainer, world = self._joined
         self._plan, self._have_all_ended = plan, False
@@ -133,11 +127,11 @@ class PublishedValidation:
         self._passed = max(self._passed, self._point(trained)) if self.is_on else 0
 
     def dealt(self, plan: EpochPlan) -> EpochPlan:
-        """The plan by which samples are leased: no group waits for validations in it."""
+        """Return the plan for leases, in which no group waits for validations."""
         return msgspec.structs.replace(plan, validate_every=0, validate_offset=0) if self.is_on else plan
 
     def _reason(self) -> str:
-        """Why groups must wait for each other to validate, or an empty string."""
+        """Return why groups must wait for each other to validate, or an empty string."""
         trainer, world = self._joined
         if world.method.evaluated == "mean":
             return f"{type(world.method).__name__} evaluates the mean of all groups' weights"
@@ -165,11 +159,7 @@ class PublishedValidation:
     # --- Evaluating --------------------------------------------------------------------------------------------------
 
     def is_due(self, coming: Batch | None) -> bool:
-        """Whether this group is to validate after this batch. All its members ask.
-
-        Args:
-            coming: its next batch.
-        """
+        """Return whether this group is to validate after this batch, before its next one. All its members call it."""
         if coming is None or (point := self._point(coming.start)) <= self._passed:
             return False
         assert self._plan is not None
@@ -178,12 +168,7 @@ class PublishedValidation:
         return self.evaluates > 0
 
     def run(self, run: Callable[[], Any], progress: Progress | None) -> Any:
-        """Runs the validation loop over all of the data, on the ranks of this group.
-
-        Args:
-            run: the loop.
-            progress: how far the run is, as this rank knows.
-        """
+        """Run the validation loop over all of the data, on the ranks of this group."""
         trainer, world = self._joined
         number = self.evaluates
         self._begun.add(number)
@@ -201,16 +186,16 @@ class PublishedValidation:
                 world.versions.publish(number, {"metrics": _plain(found), "buffers": buffers, "steps": steps})
         finally:
             self.evaluates = 0
-        world.enter_compute()  # times of steps are measured again
+        world.enter_compute()  # resumes the timing of steps
         return returned
 
-    # --- What came of it ---------------------------------------------------------------------------------------------
+    # --- Results -----------------------------------------------------------------------------------------------------
 
     def end_known(self) -> None:
-        """Callbacks hear of the validations whose end this group has heard of. All its members call it.
+        """Pass validations whose results this group has been notified of to its callbacks. All its members call it.
 
-        Where groups join on their own, the recorder's hears first; when it has saved what it wants to, and groups that
-        join are given what came of it, the others hear.
+        Where groups join on their own, the recorder's group is first. The other groups follow when it has saved its
+        checkpoints, and when the state for joining groups contains the results.
         """
         is_first = False
         while self._ended < self._joined[1].core.last_answer.validations:
@@ -220,7 +205,7 @@ class PublishedValidation:
             self._release()
 
     def have_parted(self) -> None:
-        """The groups compute again, and groups that join from here on are given what this one knows."""
+        """Release validations when the groups compute again; the state for joining groups has their results."""
         self._have_all_ended = False
         if self._world is not None and self._world.control is not None:
             self._release()
@@ -231,12 +216,12 @@ class PublishedValidation:
             self._joined[1].versions.release(self._ended)
 
     def end_all(self) -> bool:
-        """The groups are about to synchronize: those that evaluate are waited for, and callbacks hear of everything.
+        """Wait for groups that evaluate, and pass all results to the callbacks, before the groups synchronize.
 
-        On all ranks, once before they synchronize.
+        All ranks call it, once before each synchronization point.
 
         Returns:
-            Whether a point of the epoch was passed for which there is no validation: its group is gone.
+            Whether a point of the epoch was passed without a validation, because its group has died.
         """
         if not self.is_on or self._have_all_ended:
             return False
@@ -249,20 +234,20 @@ class PublishedValidation:
             complete = max(complete, known.complete)
             while self._ended < complete:
                 self._end_next()
-            # The recorder knows how many are complete. If it is gone by now, the next one does.
+            # The recorder has the number of complete validations. If it is gone by now, the next recorder has it.
             numbers = [complete, -self._ended, int(is_first), int(known.is_missed)]
             complete, behind, is_heard, is_missed = world.all_reduce_max(numbers)
             if is_heard and complete + behind <= 0:
                 return bool(is_missed)
 
     def _is_first(self) -> bool:
-        """Whether this is the recorder's group, as it is now. All of the group ask."""
+        """Return whether this is the current recorder's group. All of the group call it."""
         is_first = self._joined[1].versions.ask_for_recorder()
         self.follow_recorder()
         return is_first
 
     def _end_next(self) -> bool:
-        """Callbacks hear of the next validation. Returns whether this is the recorder's group."""
+        """Pass the next validation to the callbacks; return whether this is the recorder's group."""
         trainer, world = self._joined
         is_first = self._is_first()
         self._ended += 1
@@ -283,22 +268,22 @@ class PublishedValidation:
                 _private.set_step_counters(trainer, own)
         if not any(number > self._ended for number in self._begun):
             world.versions.forget_evaluated()
-        if world.enlistment is None:  # others are given what came of it before anything is let go
+        if world.enlistment is None:  # where groups join, their state is stored before the release
             self._release()
         return is_first
 
     # --- Steps -------------------------------------------------------------------------------------------------------
 
     def _after(self, steps: int) -> list[int]:
-        """The counters of a rank so many steps after the epoch's begin, at a validation. The same on all ranks."""
+        """Return the step counters of a validation, ``steps`` after the epoch's begin. All ranks get the same."""
         trainer, _ = self._joined
         automatic, manual, batches = self._counters
         own = _private.step_counters(trainer)
-        each = -(-(own[1] - manual) // max(1, own[2] + 1 - batches))  # steps of a batch, where a module steps by itself
+        each = -(-(own[1] - manual) // max(1, own[2] + 1 - batches))  # steps per batch, in manual optimization
         return [automatic + (steps if own[0] > automatic else 0), manual + each * steps, batches + steps - 1]
 
     def not_before(self, counters: list[int]) -> list[int]:
-        """Counters of steps, which groups that have synchronized agreed on; later than those of any validation."""
+        """Return the step counters that synchronized groups agreed on, raised above those of any validation."""
         if self.is_on and self._steps and counters[2] < self._counters[2] + self._steps:
             return self._after(self._steps + 1)
         return counters
@@ -309,7 +294,6 @@ def _put(device: torch.device, leaf: Any) -> Any:
 
 
 def _plain(found: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Metrics as they are sent: numbers of numpy are plain ones."""
     return {
         kind: {name: value if isinstance(value, Tensor) else float(value) for name, value in values.items()}
         for kind, values in found.items()

@@ -1,4 +1,4 @@
-"""OmniStrategy for ``pytorch_lightning``."""
+"""The classes of this package's strategy for ``pytorch_lightning``."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from lightning_omni.strategy.launcher import OmniLauncherHooks, OmniProcessesHoo
 
 
 class OmniLauncher(OmniLauncherHooks, _SubprocessScriptLauncher):
-    """Starts ranks, and lets a run outlive the death of some."""
+    """The subprocess launcher, which keeps a run alive when some ranks die."""
 
 
 class OmniProcesses(OmniProcessesHooks, _MultiProcessingLauncher):
-    """Starts ranks as copies of the script's process, or as new ones that are given the Trainer."""
+    """The multiprocessing launcher: it forks the script's process, or spawns processes that get the Trainer."""
 
 
 class OmniCheckpointIO(WholeFileHooks, TorchCheckpointIO):
-    """Saves checkpoints as whole files, or not at all."""
+    """A checkpoint plugin that writes whole files, or none."""
 
 
 class NamespaceDDP(DDPStrategy):
-    """DDPStrategy, with what else an OmniStrategy takes from this namespace."""
+    """The DDPStrategy of this namespace, with the other names that an OmniStrategy uses from it."""
 
     rank_zero_info = staticmethod(rank_zero_info)
     rank_zero_warn = staticmethod(rank_zero_warn)
@@ -44,6 +44,6 @@ class OmniStrategy(OmniStrategyHooks, NamespaceDDP):  # type: ignore[misc]  # no
     __doc__ = OmniStrategyHooks.__doc__
 
 
-DDPStrategy.register(OmniStrategyHooks)  # this namespace's Trainer takes what was made for the other
+DDPStrategy.register(OmniStrategyHooks)  # so that this namespace's Trainer accepts strategies made for the other
 either.take_base(NamespaceDDP, OmniStrategy)
 register_names(StrategyRegistry, OmniStrategy)

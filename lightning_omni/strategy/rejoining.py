@@ -1,9 +1,9 @@
-"""A group that was evicted joins the run again, as a new one: the process that has started its ranks begins afresh.
+"""The rejoining of an evicted group, as a new one, by a restart of the process that has started its ranks.
 
-What a fit was cut off in cannot be gone back to, neither in torch.distributed nor in a user's hooks; the script can be
-run again from its beginning. So nothing is repaired: when the script has ended with the error, and no code of the
-user's has caught it, the process replaces itself (`os.execve`) with the command that it was started with. Numbers,
-weights and the place in the epoch are then those of any group that comes late.
+An interrupted fit cannot be continued, neither in torch.distributed nor in a user's hooks, but the script can run again
+from its beginning. Therefore nothing is repaired: if the script ends with the error, and no user code has caught it,
+the process replaces itself (`os.execve`) with the command that started it. Rank numbers, weights and the position in
+the epoch are then those of any group that joins late.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from lightning_omni.strategy import launcher
 _log = logging.getLogger(__name__)
 
 LONGEST_WAIT = 30.0
-"""Seconds before a group joins again, at most; they double from one."""
+"""Maximum wait in seconds before a group rejoins; the wait starts at one second and doubles."""
 FORGETS_AFTER = 2 * LONGEST_WAIT
-"""Seconds in the run after which an eviction is not one more in a row: it has trained for longer than it waits."""
+"""Seconds in the run after which an eviction is no longer in a row with the one before."""
 _DIRECTORY = os.getcwd()
 
 
 class Rejoining:
-    """Has a group join again of which this process is the only rank, or has started the others.
+    """The rejoining of a group of which this process is the only rank, or has started the others.
 
     Attributes:
-        is_armed: whether the process starts its command again when its script ends.
+        is_armed: whether the process restarts its command when its script ends.
     """
 
     def __init__(self) -> None:
@@ -49,35 +49,27 @@ class Rejoining:
         self.is_armed = False
 
     def enlisted(self, run: str) -> None:
-        """The group is to take part in the run of that name."""
+        """Note that the group is about to join the run of this name."""
         if run != self._run:
-            self._run, self._is_saved = run, True  # as far as is known
+            self._run, self._is_saved = run, True  # assumed until `took_part`
 
     def took_part(self, run: str, is_saved: bool) -> None:
-        """Note that the group takes part in a run.
-
-        Args:
-            run: its name.
-            is_saved: whether another server could continue it.
-        """
+        """Note that the group participates in a run, and whether another server could continue it."""
         self._run, self._is_saved, self._began = run, is_saved, time.monotonic()
 
     def finished(self) -> None:
-        """The run has been trained to its end: there is none to join again, and a further fit is of another one."""
+        """Note that the run is trained to its end, so that there is none to rejoin; a further fit is another run."""
         self._run, self._count = "", 0
         os.environ.pop(COMES_BACK, None)
 
     def arm(self, error: BaseException, reason: BaseException, most: int, ranks: int) -> bool:
-        """The fit ends with this error: if the script does, too, the group joins again.
+        """Prepare to rejoin if the script ends with the error of the fit; return whether the group can.
 
         Args:
-            error: that comes out of the fit.
-            reason: that the group is out of the run.
-            most: how often in a row it may join again.
-            ranks: of the group.
-
-        Returns:
-            Whether it can.
+            error: the error that the fit raises.
+            reason: why the group is out of the run.
+            most: how often in a row the group may rejoin.
+            ranks: number of ranks of the group.
         """
         if not most or not self._run:
             return False
@@ -95,7 +87,7 @@ class Rejoining:
         return self.is_armed
 
     def start_again(self) -> None:
-        """This process begins afresh. Does not return, but by Ctrl-C while it waits."""
+        """Restart this process's command after a wait. This does not return, except by Ctrl-C during the wait."""
         wait = min(LONGEST_WAIT, 2.0**self._count)
         _log.warning(
             "%s. The group joins again in %.0f s, as a new one (number %d in a row): this process starts `%s` again",
@@ -105,13 +97,13 @@ class Rejoining:
             shlex.join(sys.orig_argv),
         )
         launcher.end_children()
-        for child in multiprocessing.active_children():  # workers of data loaders, which would take it for their parent
+        for child in multiprocessing.active_children():  # loader workers would survive, as the process id stays
             child.kill()
             child.join()
         time.sleep(wait)
         environment = {**launcher.environment(), COMES_BACK: return_to(self._run, self._count + 1, self._is_saved)}
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or there is none
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # a stream may be closed or None
                 stream.flush()
         _close_at_exec()
         os.chdir(_DIRECTORY)
@@ -133,7 +125,7 @@ class Rejoining:
 
 
 def _obstacle(ranks: int) -> str:
-    """Why this process cannot start all ranks of its group again, or an empty string."""
+    """Return why this process cannot start all ranks of its group again, or an empty string."""
     if dist.is_torchelastic_launched():
         return "torchrun has started it, and starts it again if it is given --max-restarts"
     if multiprocessing.parent_process() is not None:
@@ -148,7 +140,7 @@ def _obstacle(ranks: int) -> str:
 
 
 def _behind(error: BaseException) -> Iterator[BaseException]:
-    """An error, and those that it was raised from or in the handling of."""
+    """Yield an error and the errors that it was raised from, or while handling."""
     seen: set[int] = set()
     next_one: BaseException | None = error
     while next_one is not None and id(next_one) not in seen:
@@ -158,8 +150,8 @@ def _behind(error: BaseException) -> Iterator[BaseException]:
 
 
 def _close_at_exec() -> None:
-    """Sockets and devices that libraries hold open are not for what comes: its ports are to be free again."""
+    """Close the sockets and devices of libraries at `os.execve`, so that their ports are free again."""
     for name in os.listdir("/dev/fd"):
-        with contextlib.suppress(OSError):  # that of the list itself, for one
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself is closed already
             if int(name) > 2:
                 os.set_inheritable(int(name), False)

@@ -1,8 +1,8 @@
-"""How far a run is, in samples of all groups, and how many steps of DDP are left to it.
+"""The progress of a run in samples of all groups, and the remaining steps of DDP.
 
-Lightning counts the steps that one rank takes, and compares them with max_steps. Where several groups train, those are
-not the steps of DDP. `RunProgress` knows what these are, in the epoch under way and in all before it, also where a run
-goes on from a checkpoint; and what the loops are to compare with, so that the run ends where DDP's would.
+Lightning counts the steps that one rank takes, and compares them with max_steps. If several groups train, these are not
+the steps of DDP. `RunProgress` computes the steps of DDP, also after a resume from a checkpoint, and the limit with
+which the loops compare their own steps, so that the run ends where DDP's would.
 """
 
 from __future__ import annotations
@@ -28,18 +28,20 @@ if TYPE_CHECKING:
 
 
 class RunProgress:
-    """How far the runs of one strategy are.
+    """The progress of the runs of one strategy.
 
     Args:
         data: the training data, as leased.
 
     Attributes:
-        progress: how far the run is; None if its data are not leased.
-        past: how far it was when the last epoch ended, or by a checkpoint that was loaded since, which a fit goes on
-            from; None if neither says so.
-        resumed: the moment that a checkpoint is of, if a run goes on from one: perhaps inside an epoch.
-        is_counted_together: whether several groups have trained the run: then a rank's own steps are not those of DDP.
-        step_limit: what the loops take for max_steps, which counts the steps of DDP; None for the Trainer's own.
+        progress: progress of the run; None if its data is not leased.
+        past: progress at the end of the last epoch, or of the checkpoint from which the fit resumes if it was loaded
+            later; None if there is neither.
+        resumed: the moment of the checkpoint from which the run resumes, perhaps inside an epoch.
+        is_counted_together: whether several groups have trained the run, so that a rank's own steps are not those of
+            DDP.
+        step_limit: the number that the loops use as max_steps, for comparison with this rank's own steps; None for the
+            Trainer's own.
     """
 
     def __init__(self, data: LeasedData) -> None:
@@ -47,7 +49,7 @@ class RunProgress:
         self._trainer: Trainer | None = None
         self._world: World | None = None
         self._limits: FitLimits | None = None
-        self._resumed_batches = (-1, 0)  # of which epoch, and how many of each rank
+        self._resumed_batches = (-1, 0)  # number of the epoch, and batches of each rank
         self.progress: Progress | None = None
         self.past: Progress | None = None
         self.resumed = Cut()
@@ -57,22 +59,16 @@ class RunProgress:
     # --- The run -----------------------------------------------------------------------------------------------------
 
     def connect(self, trainer: Trainer, world: World) -> None:
-        """A run is being set up."""
         self._trainer, self._world = trainer, world
         if self.is_counted_together and trainer.max_steps != -1:
-            self.step_limit = sys.maxsize  # until `start` knows: or the loop would compare this rank's own steps
+            self.step_limit = sys.maxsize  # until `start`: the loop would compare this rank's own steps with max_steps
 
     def resume(self, saved: Saved) -> None:
-        """A fit goes on from a checkpoint.
-
-        Args:
-            saved: what it says of its run.
-        """
         self.resumed, self.past = saved.cut, saved.progress
         self.is_counted_together = saved.progress is not None or saved.cut.epoch != -1
 
     def restored(self) -> None:
-        """The loops have been told what a checkpoint says, if any: a run whose max_steps are taken is not begun."""
+        """Prevent a run whose max_steps are taken from beginning, after the loops have loaded a checkpoint, if any."""
         trainer, past = self.trainer, self.past
         if self.step_limit is None or past is None or past.epochs != trainer.current_epoch:
             return
@@ -80,16 +76,14 @@ class RunProgress:
             self.step_limit = min(trainer.max_steps, trainer.global_step)
 
     def start(self, ranks_per_batch: int, entered: int | None) -> None:
-        """The groups stand, and have the data; the first epoch is about to begin.
+        """Start the run, after the groups and the data were set up and before the first epoch.
 
-        Args:
-            ranks_per_batch: as `EpochPlan` has it.
-            entered: samples of the epoch under way that are trained, if this group has joined a run that goes on.
+        ``entered`` samples of the current epoch are trained, if this group has joined a run that is under way.
         """
         trainer = self.trainer
         before, self._limits = self._limits, FitLimits(trainer, ranks_per_batch)
         if before is not None and self._limits.by_hand is not None and before.by_hand is not None:
-            self._limits.by_hand = before.by_hand  # a further fit: the loops' counts are no longer this rank's own
+            self._limits.by_hand = before.by_hand  # in a further fit the loops' counts are no longer this rank's own
         self._resumed_batches = trainer.current_epoch, _private.batches_resumed(trainer)
         self.step_limit = None
         if self._data.leases is None:
@@ -102,36 +96,33 @@ class RunProgress:
             self.progress = self._limits.counted(self.progress)
 
     def forget(self) -> None:
-        """The run is torn down."""
         self.progress, self.resumed, self._trainer, self._world = None, Cut(), None, None
 
     @property
     def trainer(self) -> Trainer:
-        """The fit's."""
         assert self._trainer is not None
         return self._trainer
 
     @property
     def limits(self) -> FitLimits:
-        """The fit's, once it has started."""
         assert self._limits is not None
         return self._limits
 
     # --- An epoch ----------------------------------------------------------------------------------------------------
 
     def begin(self, epoch: int) -> EpochPlan:
-        """An epoch of leased data begins. Returns what is to be trained of it."""
+        """Begin an epoch of leased data, and return its plan."""
         assert self._data.leases is not None
         trained = self.trained_spans(epoch)
         self.progress = self.limits.progress(self._data.leases, epoch, trained, self.progress)
         return self.limits.plan(self._data.leases, self.progress, trained)
 
     def trained_spans(self, epoch: int) -> Spans:
-        """What a checkpoint says is trained of an epoch."""
+        """Return the ranges of an epoch that are trained according to the checkpoint."""
         leases = self._data.leases
         if leases is None:
             return ()
-        if self.resumed.epoch == -1:  # nothing was leased: one group saved it, or DDP, where all ranks count alike
+        if self.resumed.epoch == -1:  # one group or DDP saved it, without leases; all ranks have the same count
             at, batches = self._resumed_batches
             trained = batches * self._limits.reference(leases).batch if self._limits and at == epoch else 0
             return ((0, min(trained, leases.total)),) if trained else ()
@@ -140,9 +131,9 @@ class RunProgress:
 
     @property
     def is_resumed_inside(self) -> bool:
-        """Whether the epoch under way is one that several groups have trained in part, or in which they had begun to.
+        """Return whether several groups have trained a part of the current epoch, or had begun it.
 
-        Of what they train between two exchanges the server knows nothing, nor do the weights that it has.
+        The server and its weights do not contain the samples that groups train between two exchanges.
         """
         leases, epoch = self._data.leases, self.trainer.current_epoch
         if leases is None or (self.resumed.epoch, self.resumed.total) != (epoch, leases.total):
@@ -154,37 +145,32 @@ class RunProgress:
         return has_begun and trained < self.progress.budget(leases.total, epoch)
 
     def now(self) -> Progress:
-        """The run's progress. Accumulation may have a schedule: then a step is of more samples than before."""
+        """Return the run's progress, with the current reference batch: accumulation may have a schedule."""
         assert self.progress is not None
         assert self._data.leases is not None
         self.progress = replace(self.progress, reference=self.limits.reference(self._data.leases))
         return self.progress
 
     def advance(self, samples: int) -> None:
-        """So many samples of the epoch are trained, as far as this rank knows."""
+        """Raise the number of trained samples of the epoch to ``samples``."""
         if self.progress is not None:
             self.progress = replace(self.progress, samples=max(self.progress.samples, samples))
 
     @property
     def seen(self) -> int:
-        """Positions of this epoch that are trained, as far as this rank knows. All members of a group know alike."""
+        """Return this epoch's trained positions, as far as this rank knows; the same on all members of a group."""
         assert self._world is not None
         assert self._data.leases is not None
         if not self._data.is_dynamic:
             return size_of(self._data.leases.trained_spans)
-        # Groups that exchange weights now and then, or never, hear too seldom of the others.
+        # Groups that exchange weights at intervals, or never, receive the others' progress too seldom.
         return self._data.leases.position if self._world.steps_at_worker else self._world.core.last_answer.progress
 
     def keep_up(self) -> None:
-        """What is `seen` is trained."""
         self.advance(self.seen)
 
     def align(self, all_reduce_max: Callable[[list[int]], list[int]]) -> None:
-        """Ranks that come from different groups must count alike, or they would validate at different batches.
-
-        Args:
-            all_reduce_max: the largest of each number over all ranks.
-        """
+        """Give ranks of different groups the same counts; otherwise they would validate at different batches."""
         mine, by_hand = _private.progress_counters(self.trainer), self.by_hand
         *theirs, batches, steps = all_reduce_max([*mine, *(by_hand.counts if by_hand is not None else (0, 0))])
         if mine != theirs:
@@ -193,17 +179,12 @@ class RunProgress:
             by_hand.counts = batches, steps
 
     def end(self, epoch: int, trained: int | None) -> None:
-        """An epoch is over.
-
-        Args:
-            epoch: its number; perhaps of one that was resumed at its end, and never began here.
-            trained: samples of it that are trained, if a rank has skipped the rest of it, or has stopped the run.
-        """
+        """End an epoch, after ``trained`` samples if a rank has skipped its remainder or stopped the run."""
         if self.progress is None:
             return
         over = self.now().steps_before(epoch + 1)
         if self.max_steps != -1 and self.trainer.lightning_module.automatic_optimization:
-            over = min(over, self.max_steps)  # which may have ended the run inside the epoch
+            over = min(over, self.max_steps)  # max_steps may have ended the run inside the epoch
         if trained is not None:
             over = min(over, replace(self.progress, samples=trained).steps)
         self.progress = self.past = replace(self.progress, epochs=epoch + 1, samples=0, past=over)
@@ -212,18 +193,16 @@ class RunProgress:
 
     @property
     def max_steps(self) -> int:
-        """Steps of DDP after which the user wants the run to end, or -1."""
         return self._limits.max_steps if self._limits is not None else -1
 
     @property
     def by_hand(self) -> StepsByHand | None:
-        """How many steps the user takes, in manual optimization."""
         return self._limits.by_hand if self._limits is not None else None
 
     def steps_left(self) -> int | None:
         """Return the steps of DDP that are left when a fit begins; None if that is not known.
 
-        A group makes as many if all groups are equally fast. Epochs are taken to be as long as the first one.
+        A group makes as many if all groups are equally fast. Epochs are assumed to be as long as the first one.
         """
         trainer, progress = self.trainer, self.progress
         if not trainer.lightning_module.automatic_optimization:
@@ -245,17 +224,13 @@ class RunProgress:
         return max(0, min(bounds)) if bounds else None
 
     def steps_at(self, progress: Progress) -> int:
-        """Optimizer steps as DDP would count them."""
+        """Return the optimizer steps of DDP at a progress."""
         automatic = self.trainer.lightning_module.automatic_optimization
         # max_steps may end the run inside an epoch.
         return min(progress.steps, self.max_steps) if automatic and self.max_steps != -1 else progress.steps
 
     def limit_steps(self, is_open_ended: bool) -> None:
-        """Where the steps of this rank are not those of DDP, they must not end the run; its samples do.
-
-        Args:
-            is_open_ended: whether the epoch ends when the samples do, and not after a number of batches.
-        """
+        """Set the step limit so that this rank's own steps do not end the run if they are not those of DDP."""
         assert self.progress is not None
         self.is_counted_together |= self._data.is_dynamic
         left, own = self.limits.steps_left(self.progress.steps), self.trainer.global_step
@@ -263,28 +238,27 @@ class RunProgress:
             return
         if self._data.is_dynamic or is_open_ended:
             self.step_limit = sys.maxsize if left else own
-        elif self.step_limit in (None, sys.maxsize):  # one group counts for itself, from here on
+        elif self.step_limit in (None, sys.maxsize):  # from here on the loops of the one group count
             self.step_limit = own + left
 
     def count_together(self) -> None:
-        """Groups have changed inside an epoch: one counted for itself; from here on the samples end the run."""
+        """Let the samples end the run, and not this rank's steps, since several groups were formed inside an epoch."""
         self.is_counted_together = True
         if self.max_steps != -1 and not self.is_limit_reached:
             self.step_limit = sys.maxsize
 
     def stop_here(self) -> None:
-        """The loops find that max_steps are taken."""
         self.step_limit = self.trainer.global_step
 
     @property
     def is_limit_reached(self) -> bool:
-        """Whether this rank has taken as many steps as the loops let it."""
+        """Return whether this rank has taken as many steps as the loops allow."""
         limit = self.trainer.max_steps if self.step_limit is None else self.step_limit
         return -1 < limit <= self.trainer.global_step
 
     @property
     def is_whole(self) -> bool:
-        """Whether an epoch that is over is so because all of it is trained, and max_steps has not ended it."""
+        """Return whether an epoch that is over has trained all its samples, and max_steps has not ended it."""
         return (
             self.is_counted_together
             and self.progress is not None

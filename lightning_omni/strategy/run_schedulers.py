@@ -1,4 +1,4 @@
-"""The schedulers of a run, which follow the progress of all groups: where they count from, and when they keep pace."""
+"""The schedulers of a run, which follow the progress of all groups: their base counts, and when they are paced."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 
 class RunSchedulers:
-    """The schedulers of one fit after another: where they count from, and whether they keep pace.
+    """The schedulers of one fit after another.
 
     Args:
-        run: how far it is.
-        steps: the same in optimizer steps as DDP would count them, as far as this rank knows.
+        run: the run's progress.
+        steps: returns the progress in optimizer steps of DDP, as far as this rank knows.
 
     Attributes:
-        bases: where schedulers that keep pace count from.
-        synchronized: where they stood when all groups had last exchanged all that they had trained.
+        bases: counts from which paced schedulers continue.
+        synchronized: the schedulers' states when all groups had last exchanged everything that they had trained.
     """
 
     def __init__(self, run: RunProgress, steps: Callable[[], int]) -> None:
@@ -37,29 +37,20 @@ class RunSchedulers:
         self.synchronized: dict[Any, Standing | None] = {}
 
     def connect(self, trainer: Trainer) -> None:
-        """A fit is being set up."""
         self._trainer = trainer
 
     def resume(self, counts: Sequence[Sequence[int]]) -> None:
-        """The fit goes on from a checkpoint, where `counts_at` has said this."""
+        """Store the schedulers' counts of the checkpoint from which the fit resumes: see `Pacer.counts_at`."""
         self._resumed = counts
 
     def start(self, count_from_here: bool) -> None:
-        """The first epoch is about to begin: schedulers arrive where the run goes on.
-
-        Args:
-            count_from_here: whether those that have to arrive count from there.
-        """
+        """Advance the schedulers to the run's progress before the first epoch; they may continue from there."""
         counts, self._resumed = arrive(self._configs, self._resumed, self._counts), ()
         if count_from_here:
             self.bases = {**self.bases, **{each: (count, self._steps()) for each, count in counts.items()}}
 
     def keep_pace(self, is_paced: bool) -> None:
-        """From now on schedulers follow the run's common progress.
-
-        Args:
-            is_paced: whether they need anything for it; else it is noted where they count from.
-        """
+        """Let schedulers follow the progress of all groups from now on; without pacing, store only their counts."""
         trainer = self._trainer
         assert trainer is not None
         by_hand = not trainer.lightning_module.automatic_optimization
@@ -78,57 +69,45 @@ class RunSchedulers:
         self.note_synchronized()
 
     def note_synchronized(self) -> None:
-        """All that groups have trained is exchanged."""
+        """Store the schedulers' states, since everything that groups have trained is exchanged."""
         self.synchronized = {each: standing(each) for each in self._pacer.schedulers} if self._pacer else {}
 
     @property
     def counting(self) -> Schedule:
-        """`bases` of those that count steps: one that is told where to go is where it was told."""
+        """Return the `bases` of the schedulers that count steps, without those that were stepped to a given epoch."""
         return {each: base for each, base in self.bases.items() if not self._counts.are_told(each)}
 
     @property
     def are_paced(self) -> bool:
-        """Whether they keep pace."""
         return self._pacer is not None
 
     @property
     def are_others(self) -> bool:
-        """Whether callbacks or hooks have put others in their place, as StochasticWeightAveraging does."""
+        """Return whether callbacks or hooks have replaced the schedulers, as StochasticWeightAveraging does."""
         return self._pacer is not None and not self._pacer.has(self._configs)
 
     def keep_up(self) -> None:
-        """A batch has ended."""
         if self._pacer is not None:
             self._pacer.keep_up()
 
     def catch_up(self) -> None:
-        """An epoch has ended."""
         if self._pacer is not None:
             self._pacer.catch_up()
 
     def align(self, all_reduce_max: Callable[[list[int]], list[int]]) -> None:
-        """Ranks of different groups are one group from here on: they count alike, or each would have another rate.
+        """Give all ranks the same scheduler counts, and stop pacing.
 
-        They keep pace no longer.
-
-        Args:
-            all_reduce_max: the largest of each number over all ranks.
+        Ranks of different groups form one group now; otherwise each would have another learning rate.
         """
         self.release()
         if counts := counts_of(self._configs, self._counts):
             reach_all(self._configs, all_reduce_max(counts), self._counts)
 
     def catch_up_in(self, checkpoint: dict[str, Any], progress: Progress | None) -> list[Counts]:
-        """A checkpoint has schedulers where they are to be at its moment; it is changed in place.
+        """Advance the schedulers in a checkpoint to its moment, in place; return their counts: see `Pacer.counts_at`.
 
-        Ranks that save may not have heard of all that its weights have taken in, or have trained what those have not.
-
-        Args:
-            checkpoint: Lightning's.
-            progress: of the run at that moment.
-
-        Returns:
-            What they count there, and what they are to count: see `Pacer.counts_at`.
+        The rank that saves may lag behind the weights of the checkpoint, or may have trained samples that these do not
+        contain.
         """
         if self._pacer is None or progress is None or self._trainer is None:
             return []
@@ -137,24 +116,21 @@ class RunSchedulers:
         return caught_up(checkpoint, schedulers, self._trainer.optimizers, counts, self.synchronized)
 
     def release(self) -> None:
-        """They keep pace no longer, and are as they were."""
+        """Stop pacing and restore the schedulers."""
         if self._pacer is not None:
             self._pacer.release()
             self._pacer = None
 
     def finish(self) -> None:
-        """The fit has ended, well or badly."""
         self.release()
         self.bases, self.synchronized = {}, {}
 
     def forget(self) -> None:
-        """The run is torn down."""
         self.finish()
         self._counts.forget()
         self._trainer = None
 
     @property
     def _configs(self) -> list[Any]:
-        """Lightning's."""
         assert self._trainer is not None
         return self._trainer.lr_scheduler_configs

@@ -1,4 +1,4 @@
-"""An OmniStrategy saves and loads: checkpoints of what the method evaluates, with what server and groups know."""
+"""The checkpoint hooks of an OmniStrategy: the weights that the method evaluates and the state of server and groups."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from lightning_omni.strategy.signals import Signals
 from lightning_omni.topology import RECORDER
 
 SAVING = 10.0
-"""Seconds that a rank that has failed gives the recorder, which may have failed, too, to fetch what it saves."""
+"""Seconds for which a failed rank waits for the recorder to fetch its state; the recorder may have failed, too."""
 
 
 class SavingStrategy(GroupedStrategy):
     """A strategy in groups, with Lightning's hooks for checkpoints.
 
     Attributes:
-        checkpoints: what was read from one, and what goes into one.
-        run_states: what groups that join on their own are told of the run.
-        signals: of the process.
-        has_failed: whether the fit ends with an error on this rank, which may be the only one: it waits for no other.
-        is_writing: whether this rank is writing a checkpoint, for which it waits for no other.
-        plain_checkpoint_io: Lightning's own.
-        checkpoint_io_class: what takes its place.
+        checkpoints: the contents of checkpoints, for saving and after loading.
+        run_states: the state of the run for groups that join on their own.
+        signals: the signals of the process.
+        has_failed: whether the fit ends with an error on this rank, perhaps on no other; then it waits for no other.
+        is_writing: whether this rank is writing a checkpoint, which includes no wait for others.
+        plain_checkpoint_io: Lightning's own checkpoint plugin.
+        checkpoint_io_class: class of its replacement.
     """
 
     checkpoints: Checkpoints
@@ -50,37 +50,36 @@ class SavingStrategy(GroupedStrategy):
 
     @property
     def saves_folders(self) -> bool:
-        """Whether each member of a group writes its share of a checkpoint, to a folder."""
+        """Return whether each member of a group writes its shards of a checkpoint to a folder."""
         return self._fit_options.save_distributed_checkpoint
 
     def _take_time(self) -> None:
-        """What comes now, a checkpoint, say, may take its time."""
         self.signals.pause()
         if self._world is not None and self.world.control is not None:
             self.world.control.takes_time()
 
     @property
     def _is_asynchronous(self) -> bool:
-        """Whether several groups train at the moment, so that no rank knows everything that belongs in a checkpoint."""
+        """Return whether several groups train, so that no rank has everything that belongs in a checkpoint."""
         return self._world is not None and self.world.executor.control is not None
 
     def fails(self, exception: BaseException) -> None:
-        """The fit ends with an error, on this rank at least. Called before callbacks hear of it, and perhaps save."""
+        """Note that the fit ends with an error on this rank, before callbacks receive it and perhaps save."""
         if not self._ends_with_all(exception):
             self.has_failed, self._failed_at = True, place_of(exception)
             self.world.explain(exception)
 
     def _ends_with_all(self, exception: BaseException) -> bool:
-        """Whether all ranks leave together, in good order: see `teardown`."""
+        """Return whether all ranks end together, by SIGTERM."""
         return self.signals.is_stopping and isinstance(exception, SystemExit)
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        """Waits for all ranks of the default process group, unless this one has failed: others may not come here then.
+        """Wait for all ranks of the default process group, unless this rank has failed.
 
-        Saving a checkpoint ends with a barrier, also where a callback saves one because of an error. Peers that have
-        none wait for this rank elsewhere, and the server would not learn of it. Where all have failed at once, the
-        recorder may still be fetching what it saves, and the run is over as soon as another of its group has left.
+        Saving a checkpoint ends with a barrier, also where a callback saves one because of an error. Peers without an
+        error wait for this rank elsewhere, and the server would not learn of it. If all ranks have failed at once, the
+        recorder may still be fetching state, and the run is over as soon as another rank of its group has left.
         """
         if not self.has_failed:
             with self.waiting():
@@ -92,11 +91,11 @@ class SavingStrategy(GroupedStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The module's state, with the weights that the method evaluates in the place of this group's own.
+        """Return the module's state, with the weights that the method evaluates instead of this group's own.
 
-        At a synchronization point of all groups (after a validation, at an epoch's end) every rank takes part, and what
-        the groups know each for itself is collected. In between rank 0 speaks for itself and the server; where the mean
-        of all groups' weights would count, the checkpoint then has those of rank 0's group.
+        At a synchronization point every rank participates: see `Checkpoints.collect`. At other times rank 0 saves its
+        own state and the server's; if the method evaluates the mean of all groups' weights, such a checkpoint has those
+        of rank 0's group.
         """
         if self.run_states.is_described:
             return {}
@@ -114,7 +113,7 @@ class SavingStrategy(GroupedStrategy):
         )
 
     def _check_failed_alike(self) -> None:
-        """Raises `RankLost` if this rank has failed, and others do not come that hold the model together with it."""
+        """Raise `RankLost` if this rank has failed and the ranks that share the model with it have not failed alike."""
         if not (self.has_failed and self.is_sharded) or self._world is None:
             return
         world = self._world
@@ -129,7 +128,7 @@ class SavingStrategy(GroupedStrategy):
             )
 
     def _put_together(self, state: dict[str, Any]) -> dict[str, Any]:
-        """What the members of the recorder's group have of it, whole on the recorder."""
+        """Return the whole state on the recorder, gathered from the members of its group that hold parts of it."""
         if not self.is_sharded or self.saves_folders or not self.world.is_with_recorder:
             return state
         together: dict[str, Any] = whole(state, keeps=self.world.is_recorder)
@@ -137,7 +136,7 @@ class SavingStrategy(GroupedStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer state of the same moment: the server's, with this rank's hyperparameters, if it steps there."""
+        """Return the optimizer state of the same moment, from the server if the optimizer steps there."""
         own: dict[str, Any] = super().optimizer_state(optimizer)
         if self.run_states.is_described:
             return {"state": {}, "param_groups": own["param_groups"]}
@@ -147,7 +146,7 @@ class SavingStrategy(GroupedStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Loads whole weights; where the members of a group hold the model together, each its rows of them."""
+        """Load whole weights; where the members of a group hold the model together, each loads its rows."""
         if self.is_sharded and is_sharded(self.pl_module):
             state = named_rows(checkpoint["state_dict"], tensors_of(self.pl_module).items())
             checkpoint = {**checkpoint, "state_dict": state}
@@ -155,7 +154,7 @@ class SavingStrategy(GroupedStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Loads whole optimizer states; likewise."""
+        """Load whole optimizer states; where the members of a group hold the model together, each loads its rows."""
         states = self.checkpoints.optimizer_states(checkpoint, self.optimizers, self.pl_module)
         if self.is_sharded:
             pairs = zip(self.optimizers, states, strict=False)
@@ -165,7 +164,7 @@ class SavingStrategy(GroupedStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Adds what server and groups know beyond Lightning: clocks, samples trained, and the method's own state."""
+        """Save a checkpoint with the state of server and groups: clocks, trained samples and the method's own state."""
         if self.epochs.run.is_whole and "loops" in checkpoint:
             batches = self._trainer.fit_loop.max_batches
             if math.isfinite(batches):
@@ -177,7 +176,7 @@ class SavingStrategy(GroupedStrategy):
             return
         if self._world is not None:
             self.checkpoints.complete(self.world, checkpoint, self.epochs)
-        if type(self.checkpoint_io) is self.plain_checkpoint_io:  # and no plugin of the user's
+        if type(self.checkpoint_io) is self.plain_checkpoint_io:  # the user has passed no plugin
             self.checkpoint_io = self.checkpoint_io_class()
         self.is_writing = True
         try:
@@ -197,16 +196,16 @@ class SavingStrategy(GroupedStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Reads a checkpoint of this strategy, of plain DDP or of ModelParallelStrategy."""
+        """Read a checkpoint of this strategy, of plain DDP or of ModelParallelStrategy."""
         self.checkpoints.folder = None
-        options = {} if weights_only is None else {"weights_only": weights_only}  # which older releases do not know
+        options = {} if weights_only is None else {"weights_only": weights_only}  # older releases do not have it
         if is_folder(checkpoint_path):
             checkpoint = self.checkpoints.open_folder(Path(checkpoint_path), self.pl_module, **options)
         else:
             checkpoint = super().load_checkpoint(checkpoint_path, **options)
-        if self._world is None:  # outside of a run, as after one in other processes
+        if self._world is None:  # there is no run in this process, for example after one in other processes
             return checkpoint
         self.checkpoints.read(checkpoint)
-        if self._trainer.state.fn == "fit":  # what is evaluated in between is none of the fits' affair
+        if self._trainer.state.fn == "fit":  # a checkpoint that is only evaluated does not affect later fits
             self.epochs.resume(self.checkpoints.resumed)
         return checkpoint

@@ -1,8 +1,8 @@
-"""States of learning-rate schedulers at another moment than their own: where a run is by now, or its weights are.
+"""States of learning-rate schedulers at another moment: the present progress of a run, or that of its weights.
 
-The recorder says how the schedulers stood when the groups parted, and what the run has trained since, the server knows.
-Schedulers of torch are made again from their states, and stepped. What is the user's own is left as it stood; functions
-of the user's are called where they are at hand, as in a checkpoint that the recorder saves itself.
+The recorder stores the schedulers' states when the groups begin to compute, and the server has the later progress.
+Schedulers of torch are made again from their states, and stepped. Schedulers of other classes are left unchanged.
+Functions of the user are called where they are available, as in a checkpoint that the recorder itself saves.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from torch.optim import Optimizer, lr_scheduler
 from lightning_omni.strategy.schedulers import StepCounts
 
 Counts = tuple[int, ...]
-"""What a scheduler counts, and what it would count if it had kept pace; or nothing."""
+"""A scheduler's count, and the count that it would have if it had kept pace; or an empty tuple."""
 
 
 class Standing(NamedTuple):
-    """A scheduler at some moment of a run.
+    """The state of a scheduler at a moment of a run.
 
     Attributes:
-        state: as its ``state_dict``.
-        groups: of its optimizer, without the parameters, as it has set them.
+        state: its ``state_dict``.
+        groups: the parameter groups of its optimizer, as it has set them, without the parameters.
     """
 
     state: dict[str, Any]
@@ -35,14 +35,13 @@ class Standing(NamedTuple):
 
 
 def standing(scheduler: Any) -> Standing | None:
-    """A scheduler as it is now; None if it is not torch's."""
+    """Return the present state of a scheduler; None if it is not torch's."""
     if not described(scheduler)[0]:
         return None
     return Standing(_copied(scheduler.state_dict()), _bare(scheduler.optimizer.param_groups))
 
 
 def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of a scheduler, without what functions of the user's hold, which may be anything."""
     copied = {name: copy(value) for name, value in state.items() if name not in ("lr_lambdas", "_schedulers")}
     if "lr_lambdas" in state:
         copied["lr_lambdas"] = [None] * len(state["lr_lambdas"])
@@ -52,7 +51,7 @@ def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def described(scheduler: Any) -> list[Any]:
-    """The class of a scheduler of torch, and those of the schedulers in it; an empty name for any other.
+    """Return the class name of a scheduler of torch, and those of the schedulers in it; an empty name for any other.
 
     Example:
         >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
@@ -61,7 +60,7 @@ def described(scheduler: Any) -> list[Any]:
     """
     kind = type(scheduler)
     is_torchs = kind.__module__ == lr_scheduler.__name__ and hasattr(lr_scheduler, kind.__name__)
-    if getattr(scheduler, "_scale_fn_custom", None) is not None:  # of a CyclicLR, which the state does not tell
+    if getattr(scheduler, "_scale_fn_custom", None) is not None:  # a CyclicLR's state does not contain it
         is_torchs = False
     inside = getattr(scheduler, "_schedulers", ()) if is_torchs else ()
     return [kind.__name__ if is_torchs else "", [described(each) for each in inside]]
@@ -74,17 +73,17 @@ def advanced(
     count: int,
     own: Any = None,
 ) -> Standing | None:
-    """A scheduler's state when it has counted so far, and what it has made of its optimizer's parameter groups.
+    """Return a scheduler's state at a count, with the parameter groups that it sets on the way there.
 
     Args:
-        description: from `described`.
-        state: of the scheduler, as it stood.
-        groups: of its optimizer, as they stood; the parameters in them do not matter.
-        count: what it counts by now.
-        own: the scheduler, if it is at hand; it stays as it is.
+        description: result of `described`.
+        state: state of the scheduler before.
+        groups: parameter groups of its optimizer before; the parameters in them do not matter.
+        count: the count to reach.
+        own: the scheduler, if it is available; it is not changed.
 
     Returns:
-        None if it is not torch's, or is made of functions of the user's that are not at hand.
+        None if the scheduler is not torch's, or has functions of the user that are not available.
 
     Example:
         >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.8)
@@ -99,7 +98,7 @@ def advanced(
         if scheduler is None:
             return None
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of steps without those of the optimizer
+            warnings.simplefilter("ignore")  # the optimizer does not step here
             StepCounts().reach(scheduler, count, scheduler.step)
     except Exception:  # states of other releases of torch may lack anything
         return None
@@ -107,7 +106,7 @@ def advanced(
 
 
 def _bare(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Parameter groups without the parameters. A rate that is a tensor, which schedulers change in place, is copied."""
+    """Return parameter groups without the parameters. A tensor rate is copied: schedulers change it in place."""
     return [{name: _own(value) for name, value in group.items() if name != "params"} for group in groups]
 
 
@@ -116,9 +115,9 @@ def _own(value: Any) -> Any:
 
 
 def by_count(description: Sequence[Any], state: Mapping[str, Any], count: int) -> dict[str, Any] | None:
-    """A scheduler's state when it has counted so far, if its rate follows from the count alone; otherwise None.
+    """Return a scheduler's state at a count, if its rate depends on the count alone; otherwise None.
 
-    Its functions are the user's, so that its rate is known again when it is stepped next.
+    Its functions are the user's, so that its rate is computed at its next step.
     """
     if description[0] != "LambdaLR":
         return None
@@ -127,7 +126,7 @@ def by_count(description: Sequence[Any], state: Mapping[str, Any], count: int) -
 
 
 def count_in(state: Mapping[str, Any]) -> int:
-    """How often a scheduler was stepped, as its state says; -1 if that does not."""
+    """Return how often a scheduler was stepped according to its state; -1 if the state has no count."""
     while "last_epoch" not in state:
         inside = state.get("_schedulers")
         if not inside:
@@ -137,7 +136,7 @@ def count_in(state: Mapping[str, Any]) -> int:
 
 
 def whole(description: Sequence[Any], state: Mapping[str, Any]) -> dict[str, Any]:
-    """A scheduler's state as it was before it was sent: the Counter of a MultiStepLR travels as a dict."""
+    """Return a scheduler's state as it was before it was sent: the Counter of a MultiStepLR is sent as a dict."""
     inside = zip(description[1], state.get("_schedulers") or (), strict=False)
     more: dict[str, Any] = {"_schedulers": [whole(*each) for each in inside]} if description[1] else {}
     if description[0] == "MultiStepLR":
@@ -152,17 +151,17 @@ def caught_up(
     counts: Sequence[Counts],
     earlier: Mapping[Any, Standing | None],
 ) -> list[Counts]:
-    """A checkpoint has its schedulers where they would be if they had kept pace until its moment; changed in place.
+    """Set the schedulers in a checkpoint to its moment, as if they had kept pace; changed in place.
 
     Args:
-        checkpoint: Lightning's.
-        schedulers: of the Trainer.
-        optimizers: likewise.
-        counts: of each scheduler, what it counts and what it would count; nothing of one that counts no steps.
-        earlier: schedulers at a moment before that of the checkpoint, from which those that are past it start again.
+        checkpoint: Lightning's checkpoint.
+        schedulers: schedulers of the Trainer.
+        optimizers: optimizers of the Trainer.
+        counts: each scheduler's present and target count; an empty tuple for one that counts no steps.
+        earlier: states of schedulers before that moment, from which those beyond their targets start again.
 
     Returns:
-        The same for the checkpoint. A scheduler that only the user's module can step is where it was.
+        The counts in the checkpoint. A scheduler that only the user's module can step keeps its own.
     """
     states, saved = checkpoint.get("lr_schedulers", ()), checkpoint.get("optimizer_states", ())
     if len(states) != len(counts) or len(saved) != len(optimizers):
@@ -189,14 +188,10 @@ def caught_up(
 def _returned(
     scheduler: Any, earlier: Standing | None, groups: Sequence[Mapping[str, Any]], now: int, then: int
 ) -> Standing | None:
-    """A scheduler at a moment between an earlier one and now; None if more than its own steps has set its groups.
+    """Return a scheduler's state at a count between an earlier state and now.
 
-    Args:
-        scheduler: is at hand, and stays as it is.
-        earlier: where it stood, if that is known.
-        groups: of its optimizer now.
-        now: what it counts now ...
-        then: ... and at the moment that is wanted.
+    Return None if its own steps since the earlier state do not explain its parameter groups. The scheduler is
+    unchanged.
     """
     if earlier is None or count_in(earlier.state) > then:
         return None
@@ -209,7 +204,7 @@ def _returned(
 
 def _made(description: Sequence[Any], state: Mapping[str, Any], optimizer: Optimizer, own: Any) -> Any:
     name, inside = description
-    has_functions = name in ("LambdaLR", "MultiplicativeLR")  # which are the user's
+    has_functions = name in ("LambdaLR", "MultiplicativeLR")  # the functions are the user's
     if not name or (has_functions and own is None):
         return None
     kind: Any = getattr(lr_scheduler, name, None)

@@ -1,14 +1,14 @@
-"""Learning-rate schedules that keep pace with the run as a whole rather than with one group.
+"""Learning-rate schedulers that keep pace with the run as a whole rather than with one group.
 
 With leased data a fast group takes more steps than a slow one. A schedule that counted a group's own steps would give
-every group another learning rate, and OneCycleLR would run past its end. So a paced scheduler, whenever it is
-stepped, catches up with the run's common progress: the steps that every rank would have taken under DDP.
+every group another learning rate, and OneCycleLR would run past its end. A paced scheduler, whenever it is stepped,
+therefore catches up with the progress of all groups: the steps that every rank would have taken under DDP.
 
-In manual optimization the user steps schedulers, at any time. One that is stepped once per epoch or less often is left
-alone: all groups do so alike. One that is stepped more often is paced by how often, relative to this rank's batches.
+In manual optimization the user steps schedulers at any time. A scheduler that is stepped at most once per epoch is not
+paced, since all groups do the same. One that is stepped more often is paced by its steps per batch on this rank.
 
-One that is told where to go (``scheduler.step(epoch + batch / batches)``) goes there, and is left alone: it counts in
-units of the user's.
+A scheduler that is stepped to a given position (``scheduler.step(epoch + batch / batches)``) steps there, and is not
+paced: its unit is the user's.
 """
 
 from __future__ import annotations
@@ -22,60 +22,57 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from typing_extensions import override
 
 Schedule = Mapping[LRScheduler, tuple[int, int]]
-"""For each scheduler, its count and the run's progress at one and the same moment: from there it keeps pace."""
+"""For each scheduler, its count and the run's progress at the same moment, from which it keeps pace."""
 
 
 class StepCounts:
-    """How often schedulers were stepped: what they count themselves, and what they were seen not to.
+    """The number of steps of each scheduler: its own count, and the steps that this count misses.
 
-    A schedule that wraps another one may count the steps of that one only, and none of its own warm-up before.
+    A scheduler that wraps another one may count the steps of that one only, and none of its own earlier warm-up.
     """
 
     def __init__(self) -> None:
-        self._uncounted: dict[Any, int] = {}  # no attribute of theirs, for it would go into their state_dict
+        self._uncounted: dict[Any, int] = {}  # an attribute of the schedulers would be in their state_dict
         self._told: set[Any] = set()
 
     def of(self, scheduler: Any) -> int:
-        """How often it was stepped."""
         return count_of(scheduler) + self._uncounted.get(scheduler, 0)
 
     def reach(self, scheduler: Any, count: int, step: Callable[[], Any]) -> None:
-        """Steps until the scheduler was stepped so many times."""
+        """Step a scheduler until it was stepped ``count`` times."""
         while (before := self.of(scheduler)) < count:
             step()
             if missing := before + 1 - self.of(scheduler):
                 self._uncounted[scheduler] = self._uncounted.get(scheduler, 0) + missing
 
     def note(self, scheduler: Any, arguments: Sequence[Any]) -> None:
-        """A user has stepped the scheduler: to an epoch, or on by one."""
         if any(each is not None for each in arguments):
             self._told.add(scheduler)
         else:
             self._told.discard(scheduler)
 
     def are_told(self, scheduler: Any) -> bool:
-        """Whether the scheduler was last told where to go: then it counts no steps."""
+        """Return whether the last step of the scheduler was to a given position, so that it counts no steps."""
         return scheduler in self._told
 
     def as_saved(self, scheduler: Any, target: int) -> tuple[int, int]:
-        """What it counts, and what it would count, when it is made again from its state."""
+        """Return the present and the target count of a scheduler as it counts when it is made again from its state."""
         return count_of(scheduler), target - self._uncounted.get(scheduler, 0)
 
     def forget(self) -> None:
-        """There are no schedulers."""
         self._uncounted.clear()
         self._told.clear()
 
 
 class _Mixed:
-    """Mixed into the scheduler's own class, as which it is pickled and copied.
+    """A mixin for a scheduler's own class, which pickles and copies the scheduler as that class.
 
-    The state of a schedule of public code may hold one of its methods, and so the scheduler itself.
+    The state of a third-party scheduler may hold one of its methods, and so the scheduler itself.
     """
 
     @override
     def __reduce_ex__(self, _: Any) -> Any:
-        reduced: Any = super().__reduce_ex__(1)  # from protocol 2 on pickle insists on this very class
+        reduced: Any = super().__reduce_ex__(1)  # from protocol 2 on pickle requires exactly this class
         make, arguments, *rest = reduced
         _, own = type(self).__bases__
         return make, tuple(own if each is type(self) else each for each in arguments), *rest
@@ -86,9 +83,9 @@ class _Paced(_Mixed):
     target: Callable[[], int]
 
     def step(self, *args: Any, **options: Any) -> None:
-        """Steps as often as it takes to catch up: not at all, once, or several times.
+        """Step as often as necessary to catch up: not at all, once, or several times.
 
-        Where a user's ``lr_scheduler_step`` says for which epoch or metric, as it is.
+        If the user's ``lr_scheduler_step`` passes an epoch or a metric, step once with it.
         """
         counts = type(self).counts
         counts.note(self, [*args, *options.values()])
@@ -99,13 +96,13 @@ class _Paced(_Mixed):
 
 
 class _SteppedByHand(_Mixed):
-    """For a scheduler that the user steps."""
+    """A mixin for a scheduler that the user steps."""
 
     counts: StepCounts
     calls: Calls
 
     def step(self, *args: Any, **options: Any) -> None:
-        """Steps once if it is stepped once an epoch at most; otherwise as often as it takes to catch up."""
+        """Step once if the user steps it at most once per epoch; otherwise step as often as necessary to catch up."""
         calls, counts = type(self).calls, type(self).counts
         calls.note()
         counts.note(self, [*args, *options.values()])
@@ -117,16 +114,16 @@ class _SteppedByHand(_Mixed):
 
 
 class Calls:
-    """How often this rank steps a scheduler by hand.
+    """The frequency of the user's steps of a scheduler on this rank.
 
     Args:
-        count: of the scheduler.
-        steps: the run's progress in batches as DDP would count them.
-        epochs: the run's progress in epochs, the current one counted.
-        batches: batches that this rank has trained, the current one counted.
+        count: count of the scheduler.
+        steps: returns the run's progress in batches of DDP.
+        epochs: returns the run's progress in epochs, including the current one.
+        batches: returns the batches that this rank has trained, including the current one.
 
     Attributes:
-        are_frequent: whether it was stepped several times in one epoch.
+        are_frequent: whether the scheduler was stepped several times in one epoch.
     """
 
     def __init__(
@@ -138,21 +135,17 @@ class Calls:
         self.are_frequent = False
 
     def note(self) -> None:
-        """It is stepped."""
         self.are_frequent |= self._epoch == self._epochs()
         self._epoch = self._epochs()
         self._calls += 1
         self._called = self._batches() - self._began_here
 
     def target(self, steps: int | None = None) -> int:
-        """What the scheduler would count by now if all ranks stepped it as often, batch for batch, as this one does.
+        """Return the scheduler's count if all ranks stepped it as often per batch as this one does.
 
-        Batches since this rank's last call say nothing of how often it calls, unless the next one is overdue. If they
-        counted, a scheduler that is stepped every hundred batches would lose a step in each epoch of 400 that two
-        groups divide as 399 and 401.
-
-        Args:
-            steps: the run's progress, if it is known better.
+        Batches since this rank's last call do not affect the frequency, unless the next call is overdue. If they did, a
+        scheduler that is stepped every hundred batches would lose a step in each epoch of 400 that two groups divide as
+        399 and 401.
         """
         done, here = (self._steps() if steps is None else steps) - self._began, self._batches() - self._began_here
         if (here - self._called) * self._calls < self._called:
@@ -161,18 +154,20 @@ class Calls:
 
 
 class Pacer:
-    """Paces the schedulers of a run, and gives them back as they were.
+    """The pacing of a run's schedulers, which `release` undoes.
 
     Args:
         configs: Lightning's scheduler configs.
-        steps: the run's progress in optimizer steps as DDP would count them.
-        epochs: the run's progress in epochs, the current one counted.
-        batches: if the user steps the schedulers: batches that this rank has trained, the current one counted.
-        scheduled: how often a scheduler of a frequency, in batches, is stepped in so many optimizer steps.
-        counts: how often they were stepped before; None for what they count themselves.
+        steps: returns the run's progress in optimizer steps of DDP.
+        epochs: returns the run's progress in epochs, including the current one.
+        batches: returns the batches that this rank has trained, including the current one; None if Lightning steps the
+            schedulers, and not the user.
+        scheduled: returns how often a scheduler with a frequency, in batches, is stepped in a number of optimizer
+            steps.
+        counts: earlier steps of the schedulers; None for their own counts.
 
     Attributes:
-        schedulers: of the run, that can keep pace.
+        schedulers: schedulers of the run that can keep pace.
     """
 
     def __init__(
@@ -191,14 +186,14 @@ class Pacer:
         self._paced: list[tuple[LRScheduler, type[LRScheduler], str | Calls]] = []
 
     def has(self, configs: list[Any]) -> bool:
-        """Whether these are the schedulers that it was made for, and no others."""
+        """Return whether these are exactly the pacer's schedulers."""
         theirs = [config.scheduler for config in _that_keep_pace(configs)]
         return len(theirs) == len(self.schedulers) and all(map(operator.is_, theirs, self.schedulers))
 
     def count_from(self, schedule: Schedule) -> Schedule:
-        """Schedulers count from where they did; those that are new, from now on. Returns where all of them do.
+        """Set and return the counts from which schedulers keep pace: earlier ones, or the present for new schedulers.
 
-        From now on also those of which no rank knows how often one group has stepped them, see `_counts_all_steps`.
+        The present is also used for those whose steps in one group are unknown to all ranks: see `_counts_all_steps`.
         """
         now = {
             config.scheduler: (
@@ -211,7 +206,6 @@ class Pacer:
         return self._bases
 
     def pace(self) -> None:
-        """From now on the schedulers keep pace."""
         for config in self._configs:
             if self._batches is not None:
                 calls = Calls(self._counts.of(config.scheduler), self._steps, self._epochs, self._batches)
@@ -232,13 +226,13 @@ class Pacer:
     def _mix_in(self, scheduler: LRScheduler, mixin: type, paced: str | Calls, fields: dict[str, Any]) -> None:
         own = type(scheduler)
         self._paced.append((scheduler, own, paced))
-        # A class of its own, not an attribute: what hangs on a scheduler goes into its state_dict.
+        # This makes a class, because an attribute of the scheduler would be in its state_dict.
         scheduler.__class__ = type(
             own.__name__, (mixin, own), {**fields, "counts": self._counts, "__module__": own.__module__}
         )
 
     def catch_up(self) -> None:
-        """At the end of an epoch: schedulers that count steps arrive where the epoch ends."""
+        """Advance schedulers that count steps to the end of the epoch."""
         for scheduler, own, paced in self._paced:
             if self._counts.are_told(scheduler):
                 continue
@@ -249,7 +243,7 @@ class Pacer:
                 scheduler.step()
 
     def keep_up(self) -> None:
-        """At the end of a batch: schedulers that are due every so many batches of DDP, and not of this group's."""
+        """Step schedulers that are due at multiples of a number of batches of DDP, after a batch of this rank."""
         for config in self._configs:
             is_now_and_then = config.interval == "step" and config.frequency > 1
             follows = isinstance(config.scheduler, _Paced) and not self._counts.are_told(config.scheduler)
@@ -257,11 +251,9 @@ class Pacer:
                 config.scheduler.step()
 
     def counts_at(self, configs: list[Any], steps: int) -> list[tuple[int, ...]]:
-        """Of each scheduler, what it counts, and what it would count if it had kept pace until then.
+        """Return for each scheduler its present count, and the count if it had kept pace until ``steps`` of the run.
 
-        Args:
-            configs: all of Lightning's; those that count no steps have nothing.
-            steps: the run's progress.
+        A scheduler that counts no steps has an empty tuple.
         """
         paced = {scheduler: how for scheduler, _, how in self._paced}
         return [self._counts_at(config, paced.get(config.scheduler, "epoch"), steps) for config in configs]
@@ -278,7 +270,6 @@ class Pacer:
         return self._counts.as_saved(scheduler, count_at(count, began, config.frequency, steps, self._scheduled))
 
     def release(self) -> None:
-        """Gives the schedulers back."""
         for scheduler, own, _ in self._paced:
             scheduler.__class__ = own
         self._paced = []
@@ -293,12 +284,12 @@ def _that_keep_pace(configs: list[Any]) -> list[Any]:
 
 
 def counts_of(configs: list[Any], counts: StepCounts) -> list[int]:
-    """How often each scheduler that keeps pace was stepped."""
+    """Return how often each scheduler that can keep pace was stepped."""
     return [counts.of(config.scheduler) for config in _that_keep_pace(configs)]
 
 
 def reach_all(configs: list[Any], targets: Sequence[int], counts: StepCounts) -> None:
-    """Schedulers that keep pace, and do not now, are stepped until they were so many times: see `counts_of`."""
+    """Step schedulers that can keep pace, but are not paced now, to the target counts: see `counts_of`."""
     for config, target in zip(_that_keep_pace(configs), targets, strict=True):
         if not counts.are_told(config.scheduler):
             counts.reach(config.scheduler, target, config.scheduler.step)
@@ -307,15 +298,16 @@ def reach_all(configs: list[Any], targets: Sequence[int], counts: StepCounts) ->
 def arrive(
     configs: list[Any], saved: Sequence[Sequence[int]], counts: StepCounts | None = None
 ) -> dict[LRScheduler, int]:
-    """Where a run goes on: schedulers arrive at where it is, which was further than they knew.
+    """Advance schedulers to the progress of a resumed run, which was ahead of their saved states.
 
     Args:
         configs: Lightning's scheduler configs.
-        saved: from `Pacer.counts_at`. What has another state now, which a user has given it, say, is left there.
-        counts: how often they were stepped; None for what they count themselves.
+        saved: result of `Pacer.counts_at`. A scheduler with another count now (of state that the user has loaded, for
+            example) is not advanced.
+        counts: earlier steps of the schedulers; None for their own counts.
 
     Returns:
-        What schedulers are to count at this moment. One that counts more already was saved later than the weights.
+        The target counts. A scheduler with a larger count was saved later than the weights.
     """
     if len(saved) != len(configs):
         return {}
@@ -334,25 +326,20 @@ def count_at(
     now: int,
     scheduled: Callable[[int, int], int] = lambda frequency, now: now // frequency,
 ) -> int:
-    """What a scheduler counts by now.
+    """Return the count of a paced scheduler now, in optimizer steps or epochs, from its ``count`` when it ``began``.
 
-    Args:
-        count: what it counted ...
-        began: ... at this many optimizer steps, or epochs.
-        frequency: how often it is due.
-        now: optimizer steps, or epochs, by now.
-        scheduled: how often it is stepped, with a frequency, in so many of them.
+    ``scheduled`` returns how often it is stepped, with a frequency, in a number of them.
     """
     return count + scheduled(frequency, now) - scheduled(frequency, began)
 
 
 def count_of(scheduler: Any) -> int:
-    """What a scheduler counts itself. A ChainedScheduler does not count, but each of those in it does."""
+    """Return a scheduler's own count. A ChainedScheduler does not count, but each scheduler in it does."""
     while not hasattr(scheduler, "last_epoch"):
         scheduler = vars(scheduler)["_schedulers"][0]
     return int(scheduler.last_epoch)
 
 
 def _counts_all_steps(scheduler: Any) -> bool:
-    """Whether it is sure to, paced or not: a class of its own ``step`` may count only some."""
+    """Return whether a scheduler's count certainly includes all steps; a class with its own ``step`` may omit some."""
     return bool(type(scheduler).step.__module__ == LRScheduler.__module__)

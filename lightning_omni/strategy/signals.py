@@ -1,9 +1,9 @@
 """SIGTERM and SLURM's requeue signal: a handler sets a flag, and all ranks act on it at the same batch.
 
-Lightning's own handlers make collectives inside the handler, wherever that interrupts the rank: ranks then wait for
-each other in different ones. Here nothing but a flag is set, and it travels with what is exchanged anyway: with an
-all-reduce in the place of the broadcast that Lightning makes before every batch, and with the heartbeats where there is
-a server.
+Lightning's own handlers call collectives inside the handler, wherever it interrupts the rank: ranks then wait for each
+other in different ones. Here a handler only sets a flag. The flag is sent with existing communication: with an
+all-reduce in place of the broadcast that Lightning makes before every batch, and with the heartbeats if there is a
+server.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 GRACE = 30.0
-"""Seconds without progress after which a rank that is to end is taken to be blocked, by the dead, say, and ends."""
+"""Seconds without progress after which a rank that received SIGTERM counts as blocked, and exits."""
 LONG_WAIT = 60.0
-"""Seconds without progress after which a rank that waits in a collective of the user's says so."""
+"""Seconds without progress after which a rank that waits in a collective of the user's code logs a warning."""
 _POLL_SECONDS = 0.25
 """Seconds between two polls of the flags."""
 
-# What ranks tell each other before a batch, and servers by heartbeats; of those of several ranks the largest counts.
+# Codes that ranks exchange before a batch, and send to the server with heartbeats; the maximum over ranks applies.
 _NOTHING, _REQUEUE, _TERMINATE = range(3)
 
 _Handler = Callable[[int, FrameType | None], Any] | int | None
@@ -79,11 +79,7 @@ class Signals:
     # --- Handlers -----------------------------------------------------------------------------------------------------
 
     def prepare(self, requeue: int | None) -> None:
-        """Before Lightning registers its handlers.
-
-        Args:
-            requeue: SLURM's signal on which a job is put into the queue again, if that is on.
-        """
+        """Store the present handlers of SIGTERM and of SLURM's requeue signal, before Lightning registers its own."""
         self.is_stopping = self._terminates = self._requeues = self._requeued = False
         self._before = {number: signal.getsignal(number) for number in (signal.SIGTERM, requeue) if number is not None}
 
@@ -94,13 +90,9 @@ class Signals:
         leave: Callable[[], None],
         waiting: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """After Lightning has registered its handlers, in whose place ours come. Called again, does nothing.
+        """Replace Lightning's handlers, after it has registered them. Further calls do nothing.
 
-        Args:
-            trainer: the Trainer.
-            world: this rank's place in the run.
-            leave: synchronizes all groups, for the last time.
-            waiting: within it this rank waits for others.
+        ``leave`` synchronizes all groups for the last time; within ``waiting`` this rank waits for others.
         """
         is_alone = world.size == 1 and world.enlistment is None
         if self._replaced or is_alone or threading.current_thread() is not threading.main_thread():
@@ -109,7 +101,7 @@ class Signals:
         for number, before in self._before.items():
             if number == signal.SIGTERM:
                 self._replaced[number] = signal.signal(number, self._on_terminate)
-            elif before in (None, signal.SIG_DFL) and callable(signal.getsignal(number)):  # none of the user's
+            elif before in (None, signal.SIG_DFL) and callable(signal.getsignal(number)):  # the user has set no handler
                 self._replaced[number] = signal.signal(number, self._on_requeue)
         _private.set_batch_agreement(trainer, self.agree)
         world.wants_stop, world.on_stop = False, self._stop
@@ -118,9 +110,10 @@ class Signals:
         self._watcher.start()
 
     def restore(self) -> None:
-        """The handlers are those of before the fit, which Lightning restores, too, when it has torn down more.
+        """Restore the handlers from before the fit, as Lightning does later in its teardown.
 
-        Its own would make a collective in between, to which ranks that are ready earlier do not come any more.
+        In between, Lightning's own handlers would call a collective, which ranks that have finished earlier do not
+        join.
         """
         for number, handler in self._replaced.items():
             if signal.getsignal(number) in (self._on_terminate, self._on_requeue):
@@ -133,7 +126,6 @@ class Signals:
 
     @property
     def is_told_to_end(self) -> bool:
-        """Whether this rank was told to end by SIGTERM."""
         return self._terminates
 
     def _on_terminate(self, number: int, frame: FrameType | None) -> None:
@@ -147,14 +139,14 @@ class Signals:
     # --- Together -----------------------------------------------------------------------------------------------------
 
     def agree(self) -> None:
-        """At the start of a batch, on every rank of the default process group: whether there is something to do."""
+        """Agree with all ranks of the default process group at the start of a batch on an action, and perform it."""
         if self._trainer is None:
             return
         self.progress()
         wanted = torch.tensor(self._wanted(), device=self._trainer.strategy.root_device)
         with self._waiting():
             dist.all_reduce(wanted, op=dist.ReduceOp.MAX)
-            code = int(wanted)  # each look at a tensor on a GPU waits for all that the GPU still computes
+            code = int(wanted)  # reading a GPU tensor waits for all pending work of the GPU
         if code == _REQUEUE:
             self._requeue()
         elif code == _TERMINATE:
@@ -164,14 +156,14 @@ class Signals:
             self._stop()
 
     def agree_alone(self) -> None:
-        """The same, for a rank that is a group by itself and has joined others: Lightning takes it for the only one."""
+        """Call `agree` on a rank that is a group by itself and has joined others: Lightning sees only this rank."""
         if self._world is not None and self._world.size == 1:
             self.agree()
 
     def _requeue(self) -> None:
-        """The recorder's group saves, and the recorder has the job requeued: all as Lightning does it.
+        """Save from the recorder's group and have the recorder requeue the job, as Lightning does.
 
-        A group that has joined on its own has a job of its own, and nothing to save: the run's state is at the server.
+        A group that has joined on its own has its own job and saves nothing: the run's state is at the server.
         """
         self._requeued = True
         assert self._world is not None
@@ -184,7 +176,6 @@ class Signals:
                 handler(number, None)
 
     def _stop(self) -> None:
-        """All ranks are here, and end."""
         assert self._trainer is not None
         _private.mark_terminated(self._trainer)
         self.is_stopping = True
@@ -192,7 +183,7 @@ class Signals:
         raise self._terminated(128 + signal.SIGTERM)
 
     def _wanted(self) -> int:
-        """What this rank was told to do, or has heard that another was."""
+        """Return the action requested by this rank's signals, or by another rank's, as reported by the server."""
         world = self._world
         assert world is not None
         status = world.control.status if world.control is not None and world.enlistment is None else None
@@ -205,18 +196,17 @@ class Signals:
     # --- While the rank is elsewhere ----------------------------------------------------------------------------------
 
     def progress(self) -> None:
-        """This rank is not blocked: it begins a batch, say."""
         now = time.monotonic()
         if math.isfinite(self._progress):
             self._longest = max(self._longest, now - self._progress)
         self._progress = now
 
     def pause(self) -> None:
-        """What comes now, a checkpoint, say, may take its time."""
+        """Suspend the check for progress during a long operation, such as a checkpoint."""
         self._progress = math.inf
 
     def _watch(self) -> None:
-        """Tells others of this rank's signals, says what it waits in for long, and ends it if it is blocked."""
+        """Send this rank's signals to others, warn about long waits in user collectives, and exit if it is blocked."""
         trainer, world, since, has_said = self._trainer, self._world, math.inf, False
         while self._watcher is threading.current_thread() and world is not None and trainer is not None:
             time.sleep(_POLL_SECONDS)
@@ -242,7 +232,7 @@ class Signals:
 
 
 def _requeue_job() -> None:
-    """Has SLURM put this process's job into the queue again, which then ends it by SIGTERM."""
+    """Let SLURM requeue this process's job; SLURM then ends the job by SIGTERM."""
     task = os.environ.get("SLURM_ARRAY_TASK_ID")
     job = os.environ["SLURM_JOB_ID"] if task is None else f"{os.environ['SLURM_ARRAY_JOB_ID']}_{task}"
     try:

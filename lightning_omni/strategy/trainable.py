@@ -1,7 +1,8 @@
-"""What DistributedDataParallel averages, and what is frozen, unfrozen or added after the module was wrapped.
+"""The parameters that DistributedDataParallel averages, and those frozen, unfrozen or added after the wrapping.
 
-DDP looks once, when it wraps, for what is trainable. What was frozen then is not averaged when it is trained later:
-with plain DDP each rank goes on with a gradient of its own, and nothing says so.
+DDP reads once, when it wraps the module, which parameters are trainable. It does not average the gradients of
+parameters that were frozen then and are trained later: with plain DDP each rank continues with its own gradient,
+without a warning.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from torch.optim import Optimizer
 from lightning_omni.errors import UnsupportedError
 
 _UNUSED = "Expected to have finished reduction in the prior iteration"
-"""What DDP says, in a forward pass, of parameters that got no gradient in the backward pass before it."""
+"""The error of DDP's forward pass if parameters got no gradient in the backward pass before it."""
 _WHICH = re.compile(r"Parameters? (?:indices )?which did not receive grad for rank [^\n]*")
-"""Where it says which: numbers, or names with TORCH_DISTRIBUTED_DEBUG=DETAIL."""
+"""The part of the error with the parameters: indices, or names with TORCH_DISTRIBUTED_DEBUG=DETAIL."""
 
 
 def explain_unused(error: BaseException) -> None:
-    """Have an error of DDP's say what to do in this strategy, before Lightning has it name another one."""
+    """Rewrite an error of DDP with the remedy for this strategy, before Lightning adds the name of another strategy."""
     error.args = tuple(_explained(arg) if isinstance(arg, str) and _UNUSED in arg else arg for arg in error.args)
 
 
@@ -35,10 +36,10 @@ def _explained(text: str) -> str:
 
 
 class Trainable:
-    """Remembers what was trainable when the module was wrapped.
+    """The parameters that were trainable when the module was wrapped.
 
     Args:
-        warn: says something to people, once, on rank 0.
+        warn: warns the user, on rank 0.
     """
 
     def __init__(self, warn: Callable[[str], None]) -> None:
@@ -49,21 +50,20 @@ class Trainable:
         self._known: set[Parameter] = set()
 
     def remember(self, module: Module) -> None:
-        """The module is wrapped now."""
+        """Store the trainable parameters when the module is wrapped."""
         self._flags = [(name, each, each.requires_grad) for name, each in module.named_parameters()]
         self._known = {parameter for _, parameter, _ in self._flags}
         self._held = -1
 
     def has_changed(self, optimizers: Iterable[Optimizer]) -> bool:
-        """Whether the module has to be wrapped again, so that DDP averages what is trained and waits for nothing else.
+        """Return whether the module must be wrapped again, so that DDP averages exactly the trained parameters.
 
-        Args:
-            optimizers: all of them; they may hold parameters that the module did not have when it was wrapped.
+        Optimizers may hold parameters that the module did not have when it was wrapped.
         """
         return any(each.requires_grad is not flag for _, each, flag in self._flags) or self._holds_others(optimizers)
 
     def warn_of_late(self, optimizers: Iterable[Optimizer]) -> None:
-        """With one group, which is plain DDP and stays so: says that what was unfrozen late is not averaged."""
+        """Warn once, with one group (which stays plain DDP), that gradients of late parameters are not averaged."""
         if self._has_warned:
             return
         late = next((name for name, each, flag in self._flags if not flag and each.requires_grad), "")
@@ -81,7 +81,7 @@ class Trainable:
         )
 
     def check_in_step(self) -> None:
-        """In the midst of a step of a group: what was unfrozen since the batch began has no mean of the group.
+        """Reject gradients, in a group's step, of parameters that were unfrozen in this batch: they have no group mean.
 
         Raises:
             UnsupportedError: there is such a gradient.

@@ -1,4 +1,4 @@
-"""A rank that waits in a collective of the user's own code: which one, and where the call is."""
+"""Diagnosis of a rank that waits in a collective of the user's own code: the collective, and the line of the call."""
 
 from __future__ import annotations
 
@@ -23,12 +23,9 @@ _LOOPS = tuple(f"{name}.loops." for name in NAMESPACES)
 
 
 def waits_in(frame: FrameType | None) -> str:
-    """The collective that a thread is in, and the user's hook that called it; nothing if there is no such hook.
+    """Return the collective that a thread is in and the user's code that called it; an empty string if there is none.
 
-    Lightning and this package make collectives, too. A rank that waits in one of those is not the one to look at.
-
-    Args:
-        frame: the innermost of the thread.
+    Lightning and this package call collectives, too, but the cause is rarely on a rank that waits in one of those.
     """
     collective = ""
     while frame is not None:
@@ -38,26 +35,20 @@ def waits_in(frame: FrameType | None) -> str:
         if module == _COLLECTIVES:
             collective = code.co_name
         elif collective and module.partition(".")[0] not in _LIBRARIES | sys.stdlib_module_names:
-            called = getattr(code, "co_qualname", code.co_name)  # from Python 3.11
+            called = getattr(code, "co_qualname", code.co_name)  # exists from Python 3.11 on
             return f"{collective}(), called in {called} ({Path(code.co_filename).name}, line {frame.f_lineno})"
         frame = frame.f_back
     return ""
 
 
 def whereabouts(trainer: Trainer) -> str:
-    """Return where a rank that calls a collective is: the user's call if there is one, or the hook, and the batch."""
+    """Return where a rank calls a collective: the user's call if there is one, or the hook, and the batch."""
     called = waits_in(sys._getframe()).partition(", ")[2] or f"in {_private.hook_of(trainer) or 'no hook'}"
     return f"{called}, after batch {trainer.fit_loop.batch_idx + 1} of epoch {trainer.current_epoch}"
 
 
 def waiting_sentence(rank: int, seconds: float, where: str) -> str:
-    """What a user is told of a rank that waits for long.
-
-    Args:
-        rank: its number.
-        seconds: since it made progress.
-        where: what `waits_in` has found.
-    """
+    """Return a warning about a rank without progress for some seconds; ``where`` is a result of `waits_in`."""
     return (
         f"rank {rank} has waited for {seconds:.0f} s in {where}: not all ranks have called it. If a hook calls it every"
         " n batches, let it count by batch_idx or trainer.global_step, in which the ranks of a group agree. Counts of"

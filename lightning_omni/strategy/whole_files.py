@@ -1,4 +1,4 @@
-"""Writes a checkpoint to a local file: beside the old one, and then renamed."""
+"""A function that writes a checkpoint to a local file next to the old one, and then renames it."""
 
 from __future__ import annotations
 
@@ -14,18 +14,14 @@ from lightning_omni.optimizer.folders import beside
 
 
 def write_whole(checkpoint: dict[str, Any], path: str | Path) -> None:
-    """Writes a checkpoint.
-
-    Args:
-        checkpoint: the checkpoint.
-        path: of the file; its folder is made if there is none.
+    """Write a checkpoint, and the folder of its path if that does not exist.
 
     Raises:
-        OSError: it could not be written; what was there before is as it was.
+        OSError: the file could not be written; an older file of that name is unchanged.
     """
     final = Path(path).expanduser()
     final.parent.mkdir(parents=True, exist_ok=True)
-    buffer = io.BytesIO()  # torch does not say what went wrong with a file
+    buffer = io.BytesIO()  # the errors of torch's own writes have no cause
     torch.save(checkpoint, buffer)
     partial = beside(final, f"{os.getpid()}.partial")
     try:

@@ -1,7 +1,7 @@
-"""Modules of users that have a process group of their own, in the module or in a callback: whose ranks it has.
+"""A check of users' modules that have a process group of their own, in the module or in a callback.
 
-Rule 1: a training epoch has no collective of several groups. They train different numbers of batches, and each would
-    wait for the others in every one, in the end for ever.
+Rule 1: a training epoch has no collective of several groups. They train different numbers of batches, and would wait
+    for each other in each such collective, finally without end.
 """
 
 from __future__ import annotations
@@ -20,11 +20,9 @@ if TYPE_CHECKING:
 
 
 def check_wrapped(trainer: Trainer, members: Collection[int]) -> None:
-    """Raises `UnsupportedError` if a module of the user's would wait for other groups in its forward or backward pass.
+    """Raise `UnsupportedError` if a module of the user would wait for other groups in its forward or backward pass.
 
-    Args:
-        trainer: whose module and callbacks.
-        members: ranks of this rank's group, as torch.distributed numbers them.
+    ``members`` are the ranks of this rank's group, as torch.distributed numbers them.
     """
     for name, module in _modules(trainer):
         if others := ranks_elsewhere(module, members):
@@ -37,7 +35,7 @@ def check_wrapped(trainer: Trainer, members: Collection[int]) -> None:
 
 
 def _modules(trainer: Trainer) -> Iterator[tuple[str, Module]]:
-    """Modules, and what users know them by."""
+    """Yield the modules, with the names by which users know them."""
     yield from trainer.lightning_module.named_modules()
     for callback in callbacks_of(trainer):
         for attribute, value in vars(callback).items():
