@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -37,6 +38,7 @@ from lightning_omni.protocol.journal import AnyEntry, Entry, FormedEntry, Number
 from lightning_omni.protocol.service import as_tensor
 from lightning_omni.protocol.synchronization import BROUGHT_ELSEWHERE
 from lightning_omni.protocol.wire_format import Memory
+from lightning_omni.server import saving
 from lightning_omni.server.saving import PATIENCE, StateDirectory, saved_weights
 
 LR = 0.1
@@ -501,7 +503,18 @@ def saved(states: StateDirectory, core: ServerCore) -> None:
     states.wait()
 
 
-def test_a_state_on_disk_is_gone_on_from_and_its_journal_may_end_in_mid_entry(tmp_path: Path) -> None:
+def test_a_server_waits_until_one_that_was_killed_has_let_go_of_the_directory(tmp_path: Path) -> None:
+    before = StateDirectory(tmp_path / "state")
+    release = threading.Timer(0.3, before.close)
+    release.start()
+    StateDirectory(tmp_path / "state").close()  # raises if it does not wait
+    release.join()
+
+
+def test_a_state_on_disk_is_gone_on_from_and_its_journal_may_end_in_mid_entry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving, "_RELEASE", 0.1)
     with ExitStack() as stack:
         serving = Mortal(stack)
         groups = workers(serving, method_named("async_sgd"))

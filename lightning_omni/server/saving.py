@@ -62,6 +62,8 @@ _ATTEMPTS = 5
 """Attempts to read a save while a server may write the next one."""
 _PAUSE = 0.25
 """Seconds between two checks whether the run is over."""
+_RELEASE = 10.0
+"""Seconds for which a server waits for the lock of its directory."""
 _MARK = b"lightning-omni state\n"
 _NOT_SAVED = (
     "the server's state could not be saved in %s; the last save stays, if there is one, and the next one is tried when"
@@ -111,7 +113,7 @@ class StateDirectory:
         try:
             self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = os.open(self._path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _take(self._lock)
         except BlockingIOError:
             os.close(self._lock)
             raise ConfigurationError(f"--state {path}: another server saves its state there; pass another") from None
@@ -480,6 +482,22 @@ def share_directory(path: str | Path, number: int) -> Path:
         number: number of the server.
     """
     return Path(path) / f"{_SHARE}{number}"
+
+
+def _take(lock: int) -> None:
+    """Lock a file; raise `BlockingIOError` if another process does not release it.
+
+    A server in the place of one that was killed may start before the system has ended that one, which holds the lock
+    until then.
+    """
+    deadline = time.monotonic() + _RELEASE
+    while True:
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(_PAUSE)
 
 
 def _file(folder: Path, kind: str, number: int) -> Path:
