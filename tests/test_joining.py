@@ -760,9 +760,8 @@ class Run:
             "LIGHTNING_OMNI_KEY": secrets.token_hex(32),
             "OMNI_TEST_FOLDER": str(folder),
         }
-        shares = str(int(options[options.index("--shards") + 1]) - 1) if "--shards" in options else "0"
-        copies = {"OMNI_TEST_SERVERS": shares}
-        self.server = Process([*COMMAND, "serve", "--port", "0", "--once", *options], {**self._env, **copies})
+        command = [*COMMAND, "serve", "--port", "0", "--once", *options]
+        self.server = Process(command, {**self._env, "OMNI_TEST_COPIES": "1"})
         address = self.server.expect(r"parameter server on (tcp://\S+),", timeout=PATIENCE)[1]
         self._env["LIGHTNING_OMNI_SERVER"] = address
 

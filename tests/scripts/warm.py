@@ -114,10 +114,10 @@ def become(job: dict, output: int) -> None:
     sys.orig_argv[1:] = job["command"]
     if job["command"][:2] == TORCHRUN and "--no-python" not in job["command"]:
         prepare_workers(job["command"])
-    elif job["command"][0] == "-c" and (servers := int(os.environ.get("OMNI_TEST_SERVERS", "0"))):
+    elif job["command"][0] in ("-c", "-m") and "OMNI_TEST_COPIES" in os.environ:
         import spares
 
-        spares.prepare(ranks=0, servers=servers)  # of shares, beside the server that this process is
+        spares.copy_when_asked()
     run(sys.orig_argv[1:])
 
 
