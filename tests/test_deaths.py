@@ -39,13 +39,21 @@ def begun(running: Running, rank: int, word: str = "batch") -> bool:
     return events.exists() and word in events.read_text()
 
 
-STALLS = {"stall_at": {"3": 5}, "strategy": {"groups": 2, "progress_timeout": 4}}
+STALLS = {"stall_at": {"3": 5}, "strategy": {"groups": 2, "progress_timeout": 4}, "no_loader": True}
 IN_FRAGMENTS = {"groups": 2, "servers": 2, "method": "diloco:period=4,fragments=2,delay=1,outer_momentum=0.5"}
 DIES = {"die_at": {"2": 5}, "strategy": IN_FRAGMENTS}
 NO_LOADER = {"die_at": {"3": 5}, "no_loader": True}
 
 
-@pytest.mark.parametrize(("way", "victim"), [(DIES, 2), ({"die_in_validation": 3}, 3), (STALLS, 3), (NO_LOADER, 3)])
+@pytest.mark.parametrize(
+    ("way", "victim"),
+    [
+        (DIES, 2),
+        ({"die_in_validation": 3}, 3),
+        (STALLS, 3),
+        pytest.param(NO_LOADER, 3, marks=pytest.mark.exhaustive),  # as where a rank stalls
+    ],
+)
 def test_the_run_outlives_a_worker_outside_the_first_group(way: dict[str, Any], victim: int) -> None:
     with Running("groups.py", {"fits": [{**FIT, **way, "test": True}]}) as running:
         finished = finish(running)
@@ -77,7 +85,7 @@ SAVES = {**FIT, "checkpoint": {"save_on_exception": True, "save_top_k": 0}}
 
 
 def test_an_exception_on_all_ranks_at_once_leaves_the_checkpoint_that_a_callback_saves() -> None:
-    with Running("groups.py", {"fits": [{**SAVES, "raise_at": dict.fromkeys("0123", 4)}]}) as running:
+    with Running("groups.py", {"fits": [{**SAVES, "devices": 2, "raise_at": dict.fromkeys("01", 4)}]}) as running:
         finished = finish(running)
         assert finished.code != 0
         saved = [*running.folder.glob("checkpoints/*")]
@@ -98,26 +106,54 @@ def test_an_exception_in_one_group_is_told_to_the_others_who_go_on_and_to_who_as
     assert finished.results[0][0]["report"]["ranks_lost"] == [2, 3]
 
 
-@pytest.mark.parametrize("end", ["", "; raise SystemExit(3)", "; raise ValueError"])
-def test_the_status_of_a_run_that_had_a_failure_is_1_after_all_that_the_script_has_left_to_do(end: str) -> None:
-    last = "atexit.register(print, 'the last handler', end='')"
-    status = "from lightning_omni.strategy.launcher import end_with; end_with(1, 'rank 3 failed')"
-    done = interpret(f"import atexit; {last}; {status}; print('the script'){end}")
-    assert done.returncode == 1, done.stderr
-    assert done.stdout == "the script\nthe last handler"
+ENDS = ("", "raise SystemExit(3)", "raise ValueError")
+STATUSES = f"""
+import atexit, os
+atexit.register(print, 'the last handler', end='; ')
+from lightning_omni.strategy.launcher import end_with
+for end in {ENDS}:
+    if os.fork() == 0:
+        break  # a copy goes on to the end of the script, as a script does
+    _, status = os.wait()
+    print(os.waitstatus_to_exitcode(status), flush=True)
+else:
+    os._exit(0)
+end_with(1, 'rank 3 failed')
+print('the script', end=', ')
+exec(end)
+"""
 
 
-@pytest.mark.parametrize(("end", "status", "first"), [("1", 1, False), ("1", 1, True), ("0", 0, False)])
-def test_a_rank_whose_script_fails_while_that_of_rank_0_ends_is_in_the_status(
-    end: str, status: int, first: bool
+@pytest.fixture(scope="module")
+def statuses() -> dict[str, str]:
+    """What copies of a process say of which each comes to another end."""
+    done = interpret(STATUSES)
+    assert done.returncode == 0, done.stderr
+    return dict(zip(ENDS, done.stdout.splitlines(), strict=True))
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_the_status_of_a_run_that_had_a_failure_is_1_after_all_that_the_script_has_left_to_do(
+    statuses: dict[str, str], end: str
 ) -> None:
-    """Rank 0 has a batch less to predict, say; under DDP its status would be 0."""
-    program = f"""
-import subprocess, sys
+    assert statuses[end] == "the script, the last handler; 1"
+
+
+RANKS_THAT_END = {"it fails later": (1, False), "it fails first": (1, True), "it ends well": (0, False)}
+"""With which status the script of another rank ends, and whether it is over when that of rank 0 comes to its end."""
+LAUNCHES = f"""
+import os, subprocess, sys, time
 from lightning_omni.strategy import launcher
 from lightning_omni.strategy.launcher import OmniLauncherHooks
+for end, first in {[*RANKS_THAT_END.values()]}:
+    if os.fork() == 0:
+        break
+    _, status = os.wait()
+    sys.stderr.write(f"status {{os.waitstatus_to_exitcode(status)}}\\n\\n")
+else:
+    os._exit(0)
 launcher.GRACE = 60.0  # on a busy machine, the child takes a while to start
-child = [sys.executable, "-c", "import time; time.sleep({int(not first)}); raise SystemExit({end})"]
+child = [sys.executable, "-c", f"import time; time.sleep({{int(not first)}}); raise SystemExit({{end}})"]
 class Launcher(OmniLauncherHooks):
     num_processes, num_nodes = 2, 1
     class cluster_environment:
@@ -129,10 +165,28 @@ class Launcher(OmniLauncherHooks):
     def failures(self): return ()
 launcher = Launcher()
 launcher.launch(print, "the fit")
-if {first}: launcher.procs[0].wait(); import time; time.sleep(0.5)"""
-    done = interpret(program)
-    assert (done.returncode, done.stdout) == (status, "the fit\n"), done.stderr
-    assert ("the process of local rank 1 ended with exit code 1" in done.stderr) == bool(status)
+if first:
+    launcher.procs[0].wait()
+    time.sleep(0.5)
+"""
+
+
+@pytest.fixture(scope="module")
+def launches() -> dict[str, str]:
+    """What copies of a process say that are rank 0, beside another rank."""
+    done = interpret(LAUNCHES)
+    assert (done.returncode, done.stdout) == (0, "the fit\n" * len(RANKS_THAT_END)), done.stderr
+    return dict(zip(RANKS_THAT_END, done.stderr.split("\n\n"), strict=False))
+
+
+@pytest.mark.parametrize("way", RANKS_THAT_END)
+def test_a_rank_whose_script_fails_while_that_of_rank_0_ends_is_in_the_status(
+    launches: dict[str, str], way: str
+) -> None:
+    """Rank 0 has a batch less to predict, say; under DDP its status would be 0."""
+    status, _ = RANKS_THAT_END[way]
+    assert launches[way].endswith(f"status {status}")
+    assert ("the process of local rank 1 ended with exit code 1" in launches[way]) == bool(status)
 
 
 def test_a_group_that_is_stopped_for_half_of_the_run_holds_up_none_and_takes_part_again() -> None:
@@ -193,11 +247,14 @@ def test_a_death_in_the_first_group_ends_the_run_and_says_why() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGHUP])
 def test_the_end_of_the_main_process_leaves_nothing_running_and_no_files(number: signal.Signals) -> None:
-    fits = {"fits": [{**FIT, "trainer": {"max_epochs": 200}}]}
-    with TemporaryDirectory(prefix="omni-") as files, Running("groups.py", fits, {"TMPDIR": files}) as running:
-        until(lambda: all(begun(running, rank) for rank in range(4)), 120, "training never began")
+    fits = {"fits": [{**FIT, "devices": 2, "trainer": {"max_epochs": 200}}]}
+    with (
+        TemporaryDirectory(prefix="omni-") as files,
+        Running("groups.py", fits, {"TMPDIR": files}) as running,
+    ):
+        until(lambda: all(begun(running, rank) for rank in range(2)), 120, "training never began")
         assert len(running.servers) == 2, "the server has a process of its own, and one that watches it"
-        assert len(running.survivors) == 4 + 2
+        assert len(running.survivors) == 2 + 2
         assert list(Path(files).glob("lightning-omni-*"))
         if number == signal.SIGKILL:
             running.process.kill()

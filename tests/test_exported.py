@@ -36,7 +36,7 @@ from lightning_omni.server.saving import StateDirectory, saved_states, saved_wei
 from lightning_omni.strategy.exported import checkpoint_of
 from lightning_omni.strategy.loop_states import loops_at
 
-SAMPLES, BATCH = 1024, 8
+SAMPLES, BATCH = 512, 8
 BATCHES = SAMPLES // BATCH
 
 
@@ -78,7 +78,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
 
 @pytest.fixture(scope="module")
 def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return abandoned(tmp_path_factory.mktemp("abandoned"), step=0.04)
+    return abandoned(tmp_path_factory.mktemp("abandoned"), step=0.08)
 
 
 @pytest.fixture(scope="module")
@@ -221,7 +221,7 @@ def test_an_epoch_of_which_all_is_trained_is_over_and_the_next_one_begins(
 @pytest.mark.processes
 def test_a_schedule_that_was_told_where_to_go_is_where_it_was_told_last(tmp_path: Path) -> None:
     """It counts in epochs, and steps that it would have to be taken on by are none of its own."""
-    state = abandoned(tmp_path, step=0.04, schedule="told")
+    state = abandoned(tmp_path, step=0.08, schedule="told")
     exported = checkpoint_of(state)
     assert exported.checkpoint["global_step"] > BATCHES
     [schedule] = exported.checkpoint["lr_schedulers"]

@@ -27,7 +27,7 @@ BOUND = 128.0
 """Megabytes that strangers may cost a server, at the defaults; see docs/security.md."""
 SLACK = 16.0
 """Megabytes that an allocator may find or keep from one round to the next."""
-ROUNDS = 10
+ROUNDS = 6
 SOFT_LIMIT = 256
 """Files that the server may open before it asks for more: fewer than there are idle connections."""
 SECONDS = 30.0

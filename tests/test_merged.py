@@ -34,11 +34,11 @@ FITS: dict[str, dict[str, Any]] = {
         "record": True,
     },
     "local": {"strategy": {"groups": 2, "method": "local_sgd:period=4"}, "model": ADAM},
-    "regrouped": {"strategy": {"groups": 4}, "regroup": {"5": 2, "9": 1, "12": 4}, "data": {"samples": 1024}},
+    "regrouped": {"strategy": {"groups": 4}, "regroup": {"5": 2, "9": 1, "12": 4}, "data": {"samples": 512}},
     "two servers": {
         "strategy": {"groups": 4, "servers": 2},
         "regroup": {"5": 2, "9": 1, "12": 4},
-        "data": {"samples": 1024},
+        "data": {"samples": 512},
     },
     "nan": {
         "strategy": {"groups": 4},
@@ -53,18 +53,18 @@ FITS: dict[str, dict[str, Any]] = {
     "resumed": {
         "strategy": {"groups": 2, "method": "local_sgd:period=4"},
         "model": ADAM,
-        "resumes": 4,
+        "resumes": "local",
         "trainer": {"max_epochs": 4},
     },
     "resumed with another head": {
         "strategy": {"groups": 2, "method": "local_sgd:period=4"},
         "model": ADAM,
         "merged": "classifier.3",
-        "resumes": 4,
+        "resumes": "local",
         "trainer": {"max_epochs": 4},
     },
-    "one group": {"strategy": {"groups": 1}},
-    "not merged": {"strategy": {"groups": 1}, "merged": None},
+    "one group": {"strategy": {"groups": 1}, "trainer": {"max_epochs": 1}},
+    "not merged": {"strategy": {"groups": 1}, "merged": None, "trainer": {"max_epochs": 1}},
     "recorded, overlapping": {
         "strategy": {"groups": 4, "overlap": True},
         "model": {"optimizer": "plain"},
@@ -78,14 +78,26 @@ FITS: dict[str, dict[str, Any]] = {
 }
 
 
+ONLY_WITH_ALL = ("recorded", "regrouped", "resumed")
+"""Of each there is another one with something more to it: what is exchanged, servers, the head."""
+
+
+def cases(*names: str) -> list[Any]:
+    """Parameters of a test."""
+    return [pytest.param(each, marks=pytest.mark.exhaustive) if each in ONLY_WITH_ALL else each for each in names]
+
+
 @pytest.fixture(scope="module")
-def fits() -> dict[str, list[Any]]:
-    finished = run("merged.py", {"devices": 4, "fits": list(FITS.values())}, timeout=440)
-    for number, name in enumerate(FITS):
+def fits(is_all: bool) -> dict[str, list[Any]]:
+    chosen = [name for name in FITS if is_all or name not in ONLY_WITH_ALL]
+    numbers = {"resumes": chosen.index("local")}  # of the fit whose checkpoint it is
+    options = [FITS[name] | (numbers if "resumes" in FITS[name] else {}) for name in chosen]
+    finished = run("merged.py", {"devices": 4, "fits": options}, timeout=440)
+    for number, name in enumerate(chosen):
         record = finished.results[0][number]["record"]
         if record:
             FITS[name]["events"] = list(read_record(record))
-    return {name: [finished.results[rank][number] for rank in range(4)] for number, name in enumerate(FITS)}
+    return {name: [finished.results[rank][number] for rank in range(4)] for number, name in enumerate(chosen)}
 
 
 def test_no_gradient_is_lost_or_counted_twice(fits: dict[str, list[Any]]) -> None:
@@ -95,7 +107,7 @@ def test_no_gradient_is_lost_or_counted_twice(fits: dict[str, list[Any]]) -> Non
     assert max(misses.values()) < 1e-6, misses
 
 
-@pytest.mark.parametrize("name", ["adam", "local", "regrouped", "two servers", "written", "frozen first"])
+@pytest.mark.parametrize("name", cases("adam", "local", "regrouped", "two servers", "written", "frozen first"))
 def test_all_ranks_end_with_the_same_body_and_head(fits: dict[str, list[Any]], name: str) -> None:
     assert len({each["digest"] for each in fits[name]}) == 1
     assert all(all(each["moved"].values()) for each in fits[name])
@@ -110,7 +122,7 @@ def test_weights_of_the_head_that_were_written_at_an_epochs_start_are_those_that
     assert min(abs(loss - math.log(3)) for loss in first) < 1e-6
 
 
-@pytest.mark.parametrize("name", ["adam", "local", "regrouped", "two servers", "nan", "one group", "resumed"])
+@pytest.mark.parametrize("name", cases("adam", "local", "regrouped", "two servers", "nan", "one group", "resumed"))
 def test_a_checkpoint_is_whole(fits: dict[str, list[Any]], name: str) -> None:
     assert fits[name][0]["saved"]
 
@@ -122,7 +134,7 @@ def test_the_head_is_never_stale_while_the_body_is(fits: dict[str, list[Any]]) -
     assert body.columns()["staleness"].max() > 0
 
 
-@pytest.mark.parametrize("name", ["recorded", "recorded, overlapping", "recorded, lossy", "recorded pairs"])
+@pytest.mark.parametrize("name", cases("recorded", "recorded, overlapping", "recorded, lossy", "recorded pairs"))
 def test_a_recorded_run_is_replayed(fits: dict[str, list[Any]], name: str) -> None:
     """Bitwise with groups of one; the rows of larger groups are put together at the head, and here they are not."""
     real, model = fits[name][0], network()
@@ -165,7 +177,7 @@ def test_an_access_for_nothing_is_given_up_before_any_rank_waits_for_the_group(f
     assert head.updates == 32  # every second batch of four groups
 
 
-@pytest.mark.parametrize("name", ["resumed", "resumed with another head"])
+@pytest.mark.parametrize("name", cases("resumed", "resumed with another head"))
 def test_a_run_goes_on_from_a_checkpoint_whatever_was_merged(fits: dict[str, list[Any]], name: str) -> None:
     assert len({each["digest"] for each in fits[name]}) == 1
     assert fits[name][0]["val_loss"] < fits["local"][0]["val_loss"]

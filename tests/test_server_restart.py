@@ -253,7 +253,8 @@ class Saving(Run):
 
     def __init__(self, folder: Path, *options: str) -> None:
         self.folder, self.groups = folder, dict[str, Process]()
-        self._env = {"LIGHTNING_OMNI_KEY": secrets.token_hex(32), "OMNI_TEST_FOLDER": str(folder)}
+        key = secrets.token_hex(32)
+        self._env = {"LIGHTNING_OMNI_KEY": key, "OMNI_TEST_FOLDER": str(folder), "OMNI_TEST_COPIES": "1"}
         where = ["--port", str(free_port()), "--state", f"{folder}/state", "--save-every", "1", "--once"]
         self._command = [*COMMAND, "serve", *where, *options]
         self._env["LIGHTNING_OMNI_SERVER"] = self._serve()
@@ -307,7 +308,7 @@ def test_groups_that_have_joined_go_on_and_so_does_one_that_joins_the_server_tha
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")
-@pytest.mark.parametrize("place", ["setup", "start"])
+@pytest.mark.parametrize("place", [pytest.param("setup", marks=pytest.mark.exhaustive), "start"])
 def test_groups_whose_server_dies_before_it_has_saved_anything_begin_the_run_again(place: str, tmp_path: Path) -> None:
     """While the first group sets up, and no rank has come to the server; or when one of its ranks has, and one not."""
     run = Saving(tmp_path)
@@ -353,7 +354,7 @@ def test_servers_that_hold_a_share_each_go_on_together_when_one_is_killed_or_all
     run = Saving(tmp_path, "--shards", "2")
     try:
         options = {
-            "epochs": 5,
+            "epochs": 4,
             "samples": 256,
             "hold": [1, 3],
             "step": 0.05,
@@ -383,7 +384,7 @@ def test_servers_that_hold_a_share_each_go_on_together_when_one_is_killed_or_all
             assert each.end(PATIENCE) == 0, each.output
         assert run.server.end(PATIENCE) == 0, run.server.output
         assert "Traceback" not in run.server.output
-        assert set(run.trained) == {(epoch, sample) for epoch in range(5) for sample in range(256)}
+        assert set(run.trained) == {(epoch, sample) for epoch in range(4) for sample in range(256)}
         results = [run.result(name, rank) for name in "abc" for rank in range(ranks)]
         assert all(each["weights"] == results[0]["weights"] and each["finite"] for each in results)
         files = sorted(str(path.relative_to(tmp_path)) for path in (tmp_path / "state").rglob("*"))

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
-import signal
-import subprocess
 import sys
 import threading
 from collections import Counter
@@ -23,6 +20,7 @@ import pytest
 import torch
 from ensemble import KEY, NONCE, SHAPES, Ensemble, Make, decoded, train, whole
 from hypothesis import given, settings
+from processes import Process
 from runs import Running
 from stream import Stream
 from torch import Tensor
@@ -1026,24 +1024,21 @@ def test_real_servers_hold_bitwise_what_one_would_and_a_dead_one_is_named() -> N
 @pytest.mark.processes
 def test_a_server_that_stands_by_itself_tells_where_its_shares_are(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "lightning_omni", "serve", "--port", "0", "--shards", "2", "--key-file"]
-    process = subprocess.Popen([*command, str(tmp_path / "key")], stderr=subprocess.PIPE, text=True)
+    process = Process([*command, str(tmp_path / "key")], {"OMNI_TEST_COPIES": "1"})
     try:
-        assert process.stderr is not None
-        found = re.search(r"parameter server on (tcp://\S+),", process.stderr.readline())
-        assert found
+        address = process.expect(r"parameter server on (tcp://\S+),", 60)[1]
         key = bytes.fromhex((tmp_path / "key").read_text().strip())
         layout = Layout.of({"w": torch.zeros(300)})
-        with closing_as_rank(ZeroMQ().join(found.group(1), key, "run", 0, 1, layout)) as control:
+        with closing_as_rank(ZeroMQ().join(address, key, "run", 0, 1, layout)) as control:
             assert control.shards == 2
             connections = control.attach_all(60.0)
             assert len(connections) == 2
             for connection in connections:
                 connection.close()
-        process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 130
+        process.interrupt()
+        assert process.end(30) == 130
     finally:
         process.kill()
-        process.communicate()
 
 
 def test_a_server_that_was_suspended_with_the_one_that_coordinates_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -168,7 +168,7 @@ def test_sigterm_while_ranks_take_leave_of_each_other_leaves_a_finished_fit_fini
     assert "Received SIGTERM" not in finished.output, "Lightning's handler waits for all ranks"
 
 
-@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("groups", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_sigterm_after_the_last_batch_of_a_fit_lets_it_end_as_one_that_is_finished(groups: int) -> None:
     options = {"strategy": {"groups": groups}, "devices": 2, "terminate": "last batch", "trainer": {"max_epochs": 1}}
     with Running("signals.py", options) as running:
@@ -241,7 +241,7 @@ observer.join(60)
 """
 
 
-@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("groups", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_ranks_that_hold_the_model_together_save_because_of_an_error_that_all_of_them_have(groups: int) -> None:
     options = {"strategy": {"groups": groups, "inside": "fsdp"}, "devices": 2 * groups, "trainer": {"max_epochs": 1}}
     with Running("signals.py", {**options, "raise_at": dict.fromkeys("0123", 4)}) as running:

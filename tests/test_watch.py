@@ -42,7 +42,7 @@ COMMAND = [sys.executable, "-c", "from lightning_omni.cli import main; raise Sys
 START = 150.0
 """Seconds for a process to import what it needs, and for a run to begin, on a busy machine."""
 KEY = "5a" * 32
-ENVIRONMENT = {"LIGHTNING_OMNI_KEY": KEY, "OMNI_TEST_SPARES": "1"}
+ENVIRONMENT = {"LIGHTNING_OMNI_KEY": KEY, "OMNI_TEST_SPARES": "1", "OMNI_TEST_COPIES": "1"}
 
 
 def group(number: int, **changes: Any) -> m.GroupOverview:

@@ -512,13 +512,13 @@ def test_garbage_is_refused_and_counted_and_harms_no_exchange(plain: Serving) ->
                 for frames in garbage(number):
                     control.send_multipart(frames)
                     data.send_multipart(frames)
-                if finished.is_set():
+                if finished.is_set() and plain.core.strangers >= 100:
                     return
 
         thread = threading.Thread(target=pester)
         thread.start()
         try:
-            assert_exact_training(rank, parameters, steps=25)
+            assert_exact_training(rank, parameters, steps=8)
         finally:
             finished.set()
             thread.join()
@@ -811,7 +811,7 @@ def test_a_server_process_waits_to_be_told_what_to_do_also_after_ctrl_c() -> Non
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("saves", [False, True])
+@pytest.mark.parametrize("saves", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_a_server_process_ends_when_told_to_though_another_one_holds_its_pipe(saves: bool, tmp_path: Path) -> None:
     process = ServerProcess(settings(state=str(tmp_path / "state") if saves else ""))
     process.address()

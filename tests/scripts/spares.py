@@ -30,6 +30,7 @@ SERVER = "omni-server"
 
 _ranks: list[Spare] = []
 _servers: list[Spare] = []
+_copies_when_asked = False
 
 
 class Spare:
@@ -106,7 +107,10 @@ class Popen(subprocess.Popen[Any]):
             while len(_ranks) > int(env["WORLD_SIZE"]) - int(env["LOCAL_RANK"]):
                 _ranks.pop().dismiss()
             return _started(_ranks.pop(), args, env, pipes=False, new_session=is_leader)
-        if env and list(args[1:]) == ["-m", "lightning_omni.server"] and _servers:
+        is_server = bool(env) and list(args[1:]) == ["-m", "lightning_omni.server"]
+        if is_server and _copies_when_asked and not _servers:
+            prepare(ranks=0, servers=1)
+        if is_server and _servers:
             return _started(_servers.pop(), args, env, pipes=True, new_session=is_leader)
         return super().__new__(cls)
 
@@ -126,6 +130,13 @@ def prepare(ranks: int, servers: int) -> None:
     subprocess.Popen = Popen  # type: ignore[misc]
 
 
+def copy_when_asked() -> None:
+    """A server that this process starts is a copy that is made then: for those of shares, whose parent is a server."""
+    global _copies_when_asked
+    _copies_when_asked = True
+    subprocess.Popen = Popen  # type: ignore[misc]
+
+
 def _started(spare: Spare, command: Any, environment: dict[str, str], pipes: bool, new_session: bool) -> Spare:
     spare.start(list(map(str, command)), environment, pipes, new_session)
     return spare
@@ -133,6 +144,9 @@ def _started(spare: Spare, command: Any, environment: dict[str, str], pipes: boo
 
 def _go_on(wire: socket.socket, as_server: bool, unneeded: socket.socket) -> None:
     unneeded.close()
+    if _copies_when_asked:  # by now there are sockets and locks, which no program that is started would have
+        os.closerange(3, wire.fileno())
+        os.closerange(wire.fileno() + 1, 1 << 16)
     for other in (*_ranks, *_servers):
         other.wire.close()
     _ranks.clear()

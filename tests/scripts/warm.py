@@ -114,6 +114,10 @@ def become(job: dict, output: int) -> None:
     sys.orig_argv[1:] = job["command"]
     if job["command"][:2] == TORCHRUN and "--no-python" not in job["command"]:
         prepare_workers(job["command"])
+    elif job["command"][0] in ("-c", "-m") and "OMNI_TEST_COPIES" in os.environ:
+        import spares
+
+        spares.copy_when_asked()
     run(sys.orig_argv[1:])
 
 
@@ -158,6 +162,9 @@ def run(command: list[str]) -> None:
         if not isinstance(end.code, (int, type(None))):
             raise
         _ended.append(end.code or 0)
+        raise
+    except Exception:  # which is printed on the way out; Ctrl-C ends a process in another way
+        _ended.append(1)
         raise
     _ended.append(0)
 
