@@ -275,7 +275,7 @@ AT_SERVER = ("async_sgd", "async_sgd:bound=1", "hardsync", "softsync:n=2", "dela
 @pytest.mark.parametrize("method", ["async_sgd", "hardsync", "softsync:n=2", "delay_compensated"])
 def test_an_exchange_that_takes_no_longer_than_a_step_takes_no_time(method: str) -> None:
     computing, waiting, hidden = (
-        run(method, data=ConcatDataset([DATA] * 2), max_updates=60, seconds=seconds, overlap=overlap).seconds_per_update
+        run(method, data=ConcatDataset([DATA] * 8), max_updates=60, seconds=seconds, overlap=overlap).seconds_per_update
         for seconds, overlap in ((1e-9, False), (0.004, False), (0.004, True))
     )
     assert waiting == pytest.approx(2 * computing, rel=0.05)
