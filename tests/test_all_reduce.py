@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def average(format_: AllReduce, members: Sequence[list[Tensor]], memories: Seque
     return count
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 @given(
     rank=st.integers(1, 6),
     members=st.integers(1, 4),
@@ -190,6 +191,7 @@ def test_a_format_is_what_its_text_names() -> None:
 SLOW = Cluster.even(4, seconds_per_sample=0.01, group_link=Link(bandwidth=1e4))
 
 
+@cache
 def trained(**options: Any) -> Any:
     torch.manual_seed(0)
     random = torch.Generator().manual_seed(0)

@@ -22,7 +22,7 @@ from lightning_omni.performance.step_parts import straggler_sentence
 from lightning_omni.protocol.messages import GroupStatus, Status
 from lightning_omni.strategy.live_metrics import SMOOTHING, StepTimes
 
-varied = settings(deadline=None, max_examples=100, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+varied = settings(deadline=None, max_examples=50, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
 # --- Throughput ------------------------------------------------------------------------------------------------------
 

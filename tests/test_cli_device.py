@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import json
 import math
@@ -61,6 +62,13 @@ SHORT = ("--budget", "1.5", "--propose", "")
 @pytest.fixture(autouse=True)
 def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
+
+
+@pytest.fixture(autouse=True)
+def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here depends on which of two ways is the faster one: they need not be timed for long."""
+    for module in ("timing", "tune"):
+        monkeypatch.setattr(importlib.import_module(f"lightning_omni.device.{module}"), "BLOCK_SECONDS", 0.01)
 
 
 @pytest.fixture(params=["pytorch_lightning", "lightning.pytorch"])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from covering import covering
 from hypothesis import given
 from hypothesis import strategies as st
 from rounds import Cluster, zero
@@ -309,15 +311,19 @@ CHAOS = (Failure(4, 0.05, 0.12), Slowdown(1, 0.05, 0.3, 4.0), Failure(2, 0.1), F
 
 
 @pytest.mark.parametrize(
-    "method",
-    [
-        "decoupled_diloco:period=4,fragments=2",
-        "decoupled_diloco:period=6,fragments=3,delay=1,quorum=2,grace=0.8",
-        "decoupled_diloco:period=3,fragments=1,quorum=1",
-        "decoupled_diloco:period=2,fragments=2,quorum=3,delay=0",
-    ],
+    ("method", "wire"),
+    covering(
+        product(
+            (
+                "decoupled_diloco:period=4,fragments=2",
+                "decoupled_diloco:period=6,fragments=3,delay=1,quorum=2,grace=0.8",
+                "decoupled_diloco:period=3,fragments=1,quorum=1",
+                "decoupled_diloco:period=2,fragments=2,quorum=3,delay=0",
+            ),
+            ("fp32", "int8"),
+        )
+    ),
 )
-@pytest.mark.parametrize("wire", ["fp32", "int8"])
 def test_it_trains_through_failures_and_slow_times_and_replays_bit_for_bit(method: str, wire: Any) -> None:
     events: list[Event] = []
     cluster = Devices.even(5, 2e-3, jitter=Jitter("lognormal", 0.4), link=Link(1e6, 1e-3), events=CHAOS)
@@ -335,9 +341,9 @@ def test_most_groups_never_wait_and_one_that_crawls_holds_up_none() -> None:
     crawls = (Slowdown(3, 0.0, 1e9, 50.0),)
     steady: dict[str, Any] = {"jitter": Jitter("lognormal", 0.1), "link": Link(latency=1e-3)}
     method = "decoupled_diloco:period=8,fragments=4"
-    data = torch.utils.data.TensorDataset(*(tensor.repeat(20, *[1] * (tensor.dim() - 1)) for tensor in DATA.tensors))
+    data = torch.utils.data.TensorDataset(*(tensor.repeat(10, *[1] * (tensor.dim() - 1)) for tensor in DATA.tensors))
     traces = [
-        run(each, 4, Devices.even(4, 2e-3, events=events, **steady), data=data, max_seconds=1.5)
+        run(each, 4, Devices.even(4, 2e-3, events=events, **steady), data=data, max_seconds=0.8)
         for each, events in ((method, ()), (method, crawls), ("diloco:period=8", crawls))
     ]
     quiet, slowed, barrier = (trace.rows["steps"][trace.rows["group"] < 3].sum() for trace in traces)
@@ -348,7 +354,7 @@ def test_most_groups_never_wait_and_one_that_crawls_holds_up_none() -> None:
 
 def test_it_learns_what_diloco_learns() -> None:
     def final(method: str) -> float:
-        trace = run(method, 4, Devices.even(4, jitter=Jitter("lognormal", 0.2)), max_epochs=8, model=new_model())
+        trace = run(method, 4, Devices.even(4, jitter=Jitter("lognormal", 0.2)), max_epochs=4, model=new_model())
         return float(trace.rows["loss"][-20:].mean())
 
     settings = "period=5,outer_momentum=0.5"

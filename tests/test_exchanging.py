@@ -120,7 +120,7 @@ def test_what_cannot_be_is_refused_by_name(ask: Any, named: str) -> None:
 # --- What can be said beforehand --------------------------------------------------------------------------------------
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     groups=st.integers(1, 4),
     period=st.integers(1, 4),
@@ -146,7 +146,7 @@ def test_at_a_barrier_the_slowest_group_counts_and_all_answers_are_there_when_th
     assert costs.cycle(none, equal) == pytest.approx([1 + 0.5 + 0.3 + 0.6]), "no group has its answer before the others"
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(st.integers(2, 6), st.integers(1, 8), st.floats(0.0, 0.2), st.floats(0, 0.05), st.booleans())
 def test_of_equal_groups_at_a_barrier_the_last_answer_is_waited_for(
     groups: int, period: int, way: float, link: float, hides: bool

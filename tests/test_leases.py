@@ -24,7 +24,7 @@ from lightning_omni.protocol.leases import (
     weight,
 )
 
-varied = settings(deadline=None, max_examples=150, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+varied = settings(deadline=None, max_examples=60, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
 
 @st.composite
@@ -388,7 +388,7 @@ def test_all_samples_are_apportioned_and_each_gets_two(total: int, speeds: list[
         assert part <= other or speed >= theirs or part == least, "one that gets more is not slower"
 
 
-@settings(varied, max_examples=60)
+@settings(varied, max_examples=30)
 @given(st.integers(1, 14), st.lists(st.integers(1, 20), min_size=1, max_size=4))
 def test_no_other_split_lets_the_slowest_be_done_earlier(total: int, speeds: list[int]) -> None:
     least = min(2, total // len(speeds))

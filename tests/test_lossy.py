@@ -313,7 +313,7 @@ def short(method: str) -> str:
 @cache
 def trained(method: str, push: str = "fp32", pull: str = "fp32") -> Trace:
     """A run in which losses fall a hundred times, if all is well."""
-    return simulated({"push": push, "pull": pull}, method + short(method), lr=0.06, max_epochs=5)
+    return simulated({"push": push, "pull": pull}, method + short(method), lr=0.06, max_epochs=3)
 
 
 def can_send(method: str, name: str) -> bool:
@@ -345,7 +345,7 @@ def test_every_method_trains_with_answers_in_every_format_when_simulated(method:
 
 @pytest.mark.parametrize("kind", ["pull", "push"])
 def test_gossip_takes_less_time_in_fewer_bytes_and_does_not_part_groups_that_agree(kind: str) -> None:
-    plain, rounded = (simulated(wire, f"gossip:kind={kind}", lr=0.06, max_epochs=20) for wire in ("fp32", "int8"))
+    plain, rounded = (simulated(wire, f"gossip:kind={kind}", lr=0.06, max_epochs=5) for wire in ("fp32", "int8"))
     assert rounded.seconds < plain.seconds or (kind == "push" and rounded.seconds == plain.seconds)  # no group waits
     assert any((rounded.weights[key] != weight).any() for key, weight in plain.weights.items())
     method, own = method_named(f"gossip:kind={kind}"), Parameter(drawn((300,), 0))
@@ -401,16 +401,24 @@ def test_what_a_group_loses_to_the_centre_the_centre_gains(wire: Any) -> None:
 
 
 def test_fewer_bytes_take_less_time_on_a_slow_link() -> None:
-    seconds = [simulated(name, max_updates=60).seconds for name in ("fp32", "bf16", "topk:0.1")]
+    seconds = [simulated(name, max_updates=24).seconds for name in ("fp32", "bf16", "topk:0.1")]
     assert seconds == sorted(seconds, reverse=True)
     assert len(set(seconds)) == 3
 
 
-@pytest.mark.parametrize("wire", [*NAMES, {"push": "int8", "pull": "bf16"}], ids=str)
-@pytest.mark.parametrize("method", ["async_sgd", "elastic_averaging:period=2"])
+@pytest.mark.parametrize(
+    ("method", "wire"),
+    covering(
+        each
+        for each in product(
+            ("async_sgd", "elastic_averaging:period=2"),
+            ("bf16", "fp16", "int8", "topk:0.1", {"push": "int8", "pull": "bf16"}),
+        )
+        if each[1] != "topk:0.1" or each[0] == "async_sgd"  # a method that pushes weights refuses topk
+    ),
+    ids=str,
+)
 def test_a_simulated_run_is_replayed_bitwise(method: str, wire: Any) -> None:
-    if wire == "topk:0.1" and method != "async_sgd":
-        pytest.skip("topk is refused with a method that pushes weights")
     events: list[Event] = []
     trace = simulated(wire, method, max_updates=30, batched=False, record=events.append)
     model, data, make = problem()
@@ -434,7 +442,7 @@ REAL: tuple[tuple[dict[str, Any], Any, int], ...] = (
 @cache
 def for_real() -> dict[int, list[Any]]:
     """Each of them, and then one group with and without a format."""
-    common = {"optimizer": MOMENTUM, "trainer": {"max_epochs": 2}}
+    common = {"optimizer": MOMENTUM, "trainer": {"max_epochs": 1}}
     fits = [
         {**common, "method": method, "groups": groups, "strategy": {"wire": name}, "record": f"{number}.jsonl"}
         for number, (method, name, groups) in enumerate(REAL)

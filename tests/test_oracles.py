@@ -61,7 +61,7 @@ from lightning_omni.protocol.group import Ask, GroupCore
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.shard import Shard
 
-varied = settings(deadline=None, max_examples=15, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+varied = settings(deadline=None, max_examples=8, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
 NESTEROV = sgd(0.05, momentum=0.9, nesterov=True)
 RULES: dict[str, Make] = {
@@ -175,7 +175,7 @@ def test_every_update_makes_every_other_groups_work_one_update_older(method: Met
 @pytest.mark.parametrize(("n", "slowest"), covering(itertools.product((1, 2, 4, 8), (1.0, 3.0, 20.0))))
 def test_mean_staleness_is_p_minus_1_over_c_whatever_the_speeds(n: int, slowest: float) -> None:
     draw = random.Random(n)
-    p, pushes = 8, 4000
+    p, pushes = 8, 2000
     cluster = Cluster(SoftSync(n=n), p, [torch.zeros(1)])
     speeds = [draw.uniform(1.0, slowest) for _ in range(p)]
     by_speed(cluster, lambda group: speeds[group] * draw.expovariate(1.0), pushes)
@@ -188,7 +188,7 @@ def test_softsync_staleness_stays_below_2n_among_equal_groups(n: int, mean: floa
     # Zhang et al. 2016, figure 1: 30 learners.
     draw = random.Random(n)
     cluster = Cluster(SoftSync(n=n), 30, [torch.zeros(1)])
-    by_speed(cluster, lambda group: max(0.5, draw.gauss(1.0, 0.05)), 3000)
+    by_speed(cluster, lambda group: max(0.5, draw.gauss(1.0, 0.05)), 2000)
     staleness = cluster.all_staleness
     assert sum(staleness) / len(staleness) == pytest.approx(mean, rel=0.02)
     assert max(staleness) <= most
@@ -199,7 +199,7 @@ def test_softsync_staleness_stays_below_2n_among_equal_groups(n: int, mean: floa
 def test_two_n_is_no_bound_where_some_groups_are_slow() -> None:
     draw = random.Random(0)
     cluster = Cluster(SoftSync(n=32), 32, [torch.zeros(1)])
-    by_speed(cluster, lambda group: (4.0 if group < 8 else 1.0) * draw.gauss(1.0, 0.05), 6000)
+    by_speed(cluster, lambda group: (4.0 if group < 8 else 1.0) * draw.gauss(1.0, 0.05), 4000)
     staleness = cluster.all_staleness
     assert max(staleness) > 100
     assert sum(tau > 2 * 32 for tau in staleness) / len(staleness) == pytest.approx(0.077, abs=0.01)
@@ -485,9 +485,9 @@ def test_round_robin_elastic_averaging_is_stable_up_to_its_bound(lr: float, grou
         cluster.run(list(range(groups)) * rounds)
         return max(float(weight.abs().max()) for weight in cluster.everything())
 
-    assert size_after(0.9 * bound, 300) < 1e-3
+    assert size_after(0.9 * bound, 150) < 1e-3
     if groups == 1:  # beyond it, one group already diverges
-        assert size_after(min(1.0, 1.1 * bound), 300) > 1e3
+        assert size_after(min(1.0, 1.1 * bound), 150) > 1e3
 
 
 # --- Gossip ----------------------------------------------------------------------------------------------------------
@@ -526,7 +526,7 @@ def variances(kind: Any, p: int, trials: int) -> tuple[float, float]:
 
 @pytest.mark.parametrize("p", [2, 4, pytest.param(8, marks=pytest.mark.exhaustive)])
 def test_a_round_of_pulls_halves_the_variance_and_moves_the_mean(p: int) -> None:
-    spread, drift = variances("pull", p, 1200)
+    spread, drift = variances("pull", p, 600)
     assert spread == pytest.approx(1 / 2 - 1 / (4 * p), rel=0.03)
     assert drift == pytest.approx(1 / (4 * p), rel=0.08)
 
@@ -1422,13 +1422,13 @@ def synchronized(cluster: Cluster, order: Sequence[int]) -> None:
             cluster.replicas[group].clock = cluster.master.clock
 
 
-@many
-@pytest.mark.parametrize("make", [NESTEROV, RULES["adamw"]], ids=["nesterov", "adamw"])
+@pytest.mark.parametrize(("name", "rule"), covering(itertools.product(MANY, ("nesterov", "adamw"))))
 @settings(varied, max_examples=4)
 @given(before=orders(3, 25), after=orders(3, 25), order=st.permutations(range(3)))
 def test_a_run_goes_on_to_the_bit_from_what_was_saved_in_its_midst(
-    method: Method, make: Make, before: list[int], after: list[int], order: list[int]
+    name: str, rule: str, before: list[int], after: list[int], order: list[int]
 ) -> None:
+    method, make = MANY[name], RULES[rule]
     whole = Cluster(method, 3, make=make)
     whole.step_time = [1.0, 1.5, 2.0]
     whole.run(before)

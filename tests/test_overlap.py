@@ -289,7 +289,7 @@ def test_gradients_are_one_step_of_their_group_older(method: str, c: int) -> Non
     With a barrier it is one.
     """
     groups = 4
-    data: ConcatDataset[Any] = ConcatDataset([DATA] * 4)
+    data: ConcatDataset[Any] = ConcatDataset([DATA] * 2)
     for overlap, expected in ((False, (groups - 1) / c), (True, (2 * groups - 1) / c)):
         if method == "hardsync":
             expected = float(overlap)
@@ -302,7 +302,7 @@ def test_gradients_are_one_step_of_their_group_older(method: str, c: int) -> Non
 def test_a_run_with_exchanges_under_way_is_replayed_bitwise(method: str, wire: str) -> None:
     events: list[Event] = []
     options: dict[str, Any] = {"wire": wire, "overlap": True, "batched": False, "record": events.append}
-    trace = run(method, max_epochs=2, seconds=0.006, **options)
+    trace = run(method, max_epochs=1, seconds=0.006, **options)
     assert events[0].overlap
     samples = Samples(DATA, 0)
     again = replay(
@@ -335,9 +335,9 @@ def test_a_streaming_run_is_replayed_bitwise(streaming: str, wire: Any) -> None:
 
 def test_streaming_takes_the_time_of_its_steps_where_a_fragment_travels_no_longer_than_its_delay() -> None:
     """Whole, an exchange takes 24 ms, as long as six steps; a quarter takes 6, and two steps 8."""
-    options: dict[str, Any] = {"seconds": 0.024, "max_epochs": 1, "data": ConcatDataset([DATA] * 8)}
+    options: dict[str, Any] = {"seconds": 0.024, "max_epochs": 1, "data": ConcatDataset([DATA] * 4)}
     plain, streamed = (run(f"local_sgd:period=12{more}", **options) for more in ("", ",fragments=4,delay=2"))
-    computing = 0.004 * 240 * 8 / 16
+    computing = 0.004 * 240 * 4 / 16
     assert plain.seconds > 1.4 * computing
     assert streamed.seconds < 1.1 * computing, "but for the last one"
 
@@ -372,7 +372,7 @@ def test_every_method_trains_in_every_format_with_exchanges_under_way(method: st
         method,
         wire=wire,
         overlap=overlap,
-        max_epochs=3,
+        max_epochs=2,
         optimizer=sgd(0.05, momentum=0.5),
         evaluate=evaluate,
     )
@@ -408,7 +408,7 @@ def test_real_ranks_overlap_their_exchanges_and_their_record_replays_bitwise() -
         ({"name": "downpour", "n_push": 2, "n_fetch": 3}, 4),
         ({"name": "diloco", "period": 4, "fragments": 2, "delay": 1, "outer_momentum": 0.5}, 4),
     ]
-    common = {"optimizer": MOMENTUM, "trainer": {"max_epochs": 2}, "strategy": {"overlap": True, "wire": "int8"}}
+    common = {"optimizer": MOMENTUM, "trainer": {"max_epochs": 1}, "strategy": {"overlap": True, "wire": "int8"}}
     fits = [
         {**common, "method": method, "groups": groups, "record": f"{number}.jsonl"}
         for number, (method, groups) in enumerate(points)

@@ -61,7 +61,7 @@ def seconds(prediction: Prediction) -> float:
 # --- What can be said beforehand --------------------------------------------------------------------------------------
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     parts=st.lists(st.floats(0, 0.1), min_size=6, max_size=6),
     groups=st.sampled_from([2, 3, 4, 6, 12]),
@@ -326,7 +326,7 @@ def test_a_queue_is_as_long_as_a_simulated_one(groups: int, load: float, cv: flo
     assert cycle / groups == pytest.approx(truth, rel=0.07)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=3, deadline=None)
 @example(serve=0.05, link=0.0, scatter=0.5, period=1, seed=86)
 @example(serve=0.1, link=0.0, scatter=0.375, period=2, seed=11)
 @given(
@@ -341,7 +341,7 @@ def test_no_grouping_is_faster_than_a_serial_part_or_any_part_of_it(
 ) -> None:
     own = 0.1 * np.exp(scatter * np.random.default_rng(seed).standard_normal((6, 12)))
     measured = apart(own, exchange=0.01 + serve, serve=serve, nbytes=1000)
-    profile = Profile.fit([measured], draws=50)
+    profile = Profile.fit([measured], draws=20)
     if link:
         profile = profile.scaled(bandwidth=1000 / link)
     found = [profile.predict(groups, period=period) for groups in range(1, 7)]
@@ -391,7 +391,7 @@ def test_intervals_hold_the_truth_about_as_often_as_they_say(times: Times) -> No
     many = times(np.random.default_rng(1), (200_000, 8))
     truth = {1: many.max(axis=1).mean(), 2: many[:, :4].max(axis=1).mean() / 2, 8: many.mean() / 8}
     held = []
-    for seed in range(40):
+    for seed in range(16):
         random = np.random.default_rng(seed)
         profile = Profile.fit([together(times(random, (8, 30))), apart(times(random, (8, 30)))], draws=50)
         for groups, known in truth.items():
@@ -563,8 +563,8 @@ def run(name: str, topology: int | Topology, updates: int, seed: int, **options:
 
 @cache
 def measured(name: str) -> tuple[Measured, Measured]:
-    """Thirty batches of each rank, in one group and in eight."""
-    return Measured.of(run(name, 1, 30, seed=1)), Measured.of(run(name, 8, 240, seed=2))
+    """Twenty batches of each rank, in one group and in eight."""
+    return Measured.of(run(name, 1, 20, seed=1)), Measured.of(run(name, 8, 160, seed=2))
 
 
 def pace(trace: Trace) -> float:
@@ -588,7 +588,7 @@ def errors_of(name: str, knows_serve: bool) -> list[float]:
 
 @cache
 def truth_of(name: str, topology: Topology, rebalance: bool) -> float:
-    updates = 80 * len(topology.alive)
+    updates = 40 * len(topology.alive)
     return pace(run(name, topology, updates, seed=3, rebalance="auto" if rebalance else "off"))
 
 
@@ -615,11 +615,11 @@ def test_local_steps_between_exchanges_are_counted() -> None:
     """Elastic averaging pushes every third step."""
     method = "elastic_averaging:period=3"
     one = replace(measured("slow network")[0], nbytes=0)
-    eight = replace(Measured.of(run("slow network", 8, 80, seed=2, method=method)), nbytes=0)
+    eight = replace(Measured.of(run("slow network", 8, 64, seed=2, method=method)), nbytes=0)
     assert eight.period == 3
     profile = Profile.fit([one, eight])
     for groups in (2, 4):
-        trace = run("slow network", groups, 50 * groups, seed=3, method=method)
+        trace = run("slow network", groups, 40 * groups, seed=3, method=method)
         # All-reduces of one size do not tell bytes from hops, of which members get answers in other proportions.
         assert seconds(profile.predict(groups)) * 3 == pytest.approx(pace(trace), rel=0.07)
 
@@ -638,9 +638,9 @@ class Tailed(nn.Module):
 def test_accesses_to_a_merged_head_are_counted(monkeypatch: pytest.MonkeyPatch, per_sample: float) -> None:
     cluster = Cluster.even(8, MS, jitter=Jitter("lognormal", 0.2), head_seconds_per_sample=per_sample)
     monkeypatch.setitem(CLUSTERS, "head", cluster)
-    profile = Profile.fit([Measured.of(run("head", 8, 240, seed=2, model=Tailed(), merged="head"))])
+    profile = Profile.fit([Measured.of(run("head", 8, 120, seed=2, model=Tailed(), merged="head"))])
     for groups in (2, 4, 8):
-        trace = run("head", groups, 40 * groups, seed=3, model=Tailed(), merged="head")
+        trace = run("head", groups, 20 * groups, seed=3, model=Tailed(), merged="head")
         assert seconds(profile.predict(groups)) == pytest.approx(pace(trace), rel=0.1)
     assert profile.measured[0].nbytes == 4 * (2 * 4 + 4)  # of the body alone
     assert (profile.predict(8).bottleneck == "head") == (per_sample == MS / 4)
@@ -662,7 +662,7 @@ def test_simulated_members_get_answers_from_their_leader_as_real_ones_do() -> No
 
 
 def test_the_steps_of_a_group_fill_its_time_but_for_synchronization() -> None:
-    trace = run("speeds 1:2:4", 4, 200, seed=0)
+    trace = run("speeds 1:2:4", 4, 60, seed=0)
     steps, work = trace.steps, trace.work
     for group in range(4):
         mine = steps["group"] == group
@@ -708,7 +708,7 @@ def test_other_numbers_of_servers_are_predicted_to_fifteen_per_cent(name: str, m
 
     profile = Profile.fit([Measured.of(trained(120, seed=2))], draws=2)
     for truly, scaled in SERVERS:
-        trace = trained(160, seed=3, **truly)
+        trace = trained(120, seed=3, **truly)
         assert seconds(profile.scaled(**scaled).predict(8)) == pytest.approx(pace(trace), rel=0.15)
     # And the other way round.
     measured = Measured.of(trace)

@@ -16,7 +16,7 @@ from lightning_omni.errors import ConfigurationError
 from lightning_omni.performance.forecast import Scaling, Setting
 from lightning_omni.search import SearchSpec, Space
 
-FEW = settings(max_examples=30, deadline=None)
+FEW = settings(max_examples=15, deadline=None)
 START = Setting(1, 0.9, 0.05)
 JOB = SearchSpec(START, 64, horizon=64_000.0, space=Space.of({}, 4))
 

@@ -34,7 +34,7 @@ from lightning_omni.protocol.service import as_tensor
 
 varied = settings(
     deadline=None,
-    max_examples=30,
+    max_examples=10,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )

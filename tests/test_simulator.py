@@ -62,6 +62,10 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, fused=True)
 
 
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01, fused=True)
+
+
 def accuracy(model: nn.Module) -> dict[str, float]:
     return {
         "accuracy": float((model(INPUTS).argmax(1) == LABELS).float().mean()),
@@ -74,7 +78,7 @@ def run(
 ) -> Trace:
     options = {"optimizer": sgd, "loss": loss, "batch_size": 4, **options}
     if not {"max_updates", "max_epochs", "max_seconds"} & options.keys():
-        options["max_updates"] = 60
+        options["max_updates"] = 30
     if cluster is None:
         size = groups if isinstance(groups, int) else len(groups.ranks)
         cluster = Cluster.even(size, jitter=RANDOM_TIMES)
@@ -134,10 +138,10 @@ def tailed(groups: int, cluster: Cluster, **options: Any) -> tuple[Trace, list[E
 
 @pytest.mark.parametrize("method", ["async_sgd", "hardsync", "diloco:period=3", "elastic_averaging:period=2"])
 def test_a_merged_head_is_never_stale_and_is_stepped_with_every_batch(method: str) -> None:
-    trace, events = tailed(4, Cluster.even(8, jitter=RANDOM_TIMES), method=method, max_epochs=2)
+    trace, events = tailed(4, Cluster.even(8, jitter=RANDOM_TIMES), method=method, max_epochs=1)
     head = trace_of(events, optimizer=1)
     assert head.columns()["staleness"].tolist() == [0] * head.updates
-    assert head.columns()["samples"].sum() == 2 * len(DATA)
+    assert head.columns()["samples"].sum() == len(DATA)
     assert {name.split(".")[0] for name in trace.weights} == {"body", "head"}
     if method == "async_sgd":
         assert head.updates == trace.updates
@@ -156,11 +160,11 @@ def test_a_simulated_run_with_a_merged_head_is_replayed_to_the_bit() -> None:
 @pytest.mark.parametrize("wire", [{"push": "int8", "pull": "bf16"}, "topk:0.5"], ids=str)
 def test_a_merged_head_in_a_lossy_format_learns_as_well_and_is_replayed_to_the_bit(wire: Any) -> None:
     cluster = Cluster.even(4, jitter=RANDOM_TIMES)
-    calm: dict[str, Any] = {"method": "hardsync", "optimizer": plain, "max_updates": 24}
+    calm: dict[str, Any] = {"method": "hardsync", "optimizer": plain, "max_updates": 15}
     exact, rounded = (final_loss(tailed(4, cluster, wire=each, **calm)[0]) for each in ("fp32", wire))
     assert rounded == pytest.approx(exact, rel=0.02)
     assert exact < 0.95 * final_loss(None)
-    trace, events = tailed(4, cluster, max_updates=24, wire=wire)
+    trace, events = tailed(4, cluster, max_updates=12, wire=wire)
     torch.manual_seed(0)
     samples = Samples(DATA, 0)
     again = replay(events, Tailed(), loss, lambda *where: samples.batch(samples.at(*where)), sgd, merged="head")
@@ -175,7 +179,7 @@ def test_the_hardware_model_says_how_often_an_update_comes(groups: int) -> None:
     """16 ranks, a group's batch of 32 samples: 32 ms of one rank, and 1.6 ms at the head."""
     cluster = Cluster.even(16, 1e-3, head_seconds_per_sample=5e-5, jitter=Jitter("lognormal", 0.1))
     data = TensorDataset(INPUTS.repeat(40, 1), LABELS.repeat(40))  # one epoch, for at its end all groups synchronize
-    trace, _ = tailed(groups, cluster, data=data, batch_size=2 * groups, max_updates=250)
+    trace, _ = tailed(groups, cluster, data=data, batch_size=2 * groups, max_updates=125)
     profile = Profile.of(Costs(per_sample=1e-3, head_per_sample=5e-5), ranks=16, batch_size=2 * groups)
     predicted = profile.predict(groups)
     # Of several ranks the slowest counts, and near the point of saturation groups come in one another's way.
@@ -252,9 +256,9 @@ def test_one_seed_gives_one_trace_to_the_bit(method: str | Method, batched: bool
     options: dict[str, Any] = {
         "batched": batched,
         "evaluate": accuracy,
-        "evaluate_every": 20,
-        "max_updates": 40,
-        "max_epochs": 4,
+        "evaluate_every": 10,
+        "max_updates": 20,
+        "max_epochs": 2,
     }
     torch.manual_seed(1)
     first = run(method, 10, **options)
@@ -264,7 +268,7 @@ def test_one_seed_gives_one_trace_to_the_bit(method: str | Method, batched: bool
 
 
 def test_a_saved_trace_loads_to_the_bit(tmp_path: Path) -> None:
-    trace = run(evaluate=accuracy, evaluate_every=20)
+    trace = run(evaluate=accuracy, evaluate_every=10)
     trace.save(tmp_path / "trace.npz")
     again = Trace.load(tmp_path / "trace.npz")
     assert_same_arrays(trace, again)
@@ -295,7 +299,7 @@ SPEEDS = {
 )
 def test_mean_staleness_is_groups_less_one_over_gradients_in_an_update(speeds: str, method: Method) -> None:
     per_update = 8 // method.n if isinstance(method, SoftSync) else 1
-    trace = run(method, 8, SPEEDS[speeds], max_updates=400 // per_update, data=many(8000))
+    trace = run(method, 8, SPEEDS[speeds], max_updates=240 // per_update, data=many(8000))
     assert trace.mean_staleness == pytest.approx(7 / per_update, rel=0.05)
 
 
@@ -336,11 +340,11 @@ def test_a_failure_costs_its_group_only_and_every_sample_is_used() -> None:
 def test_an_epoch_begins_for_all_groups_together_however_slow_the_links_are(method: str) -> None:
     slow = Link(bandwidth=1e5, latency=0.01)
     events: list[Event] = []
-    trace = run(method, 8, Cluster.even(8, jitter=RANDOM_TIMES, link=slow), max_epochs=3, record=events.append)
+    trace = run(method, 8, Cluster.even(8, jitter=RANDOM_TIMES, link=slow), max_epochs=2, record=events.append)
     assert trace.ended == "max_epochs"
     trained = [(event.epoch, span) for event in events for span in event.spans]
     places = [(epoch, place) for epoch, (start, stop) in trained for place in range(start, stop)]
-    assert sorted(places) == [(epoch, place) for epoch in range(3) for place in range(len(DATA))]
+    assert sorted(places) == [(epoch, place) for epoch in range(2) for place in range(len(DATA))]
 
 
 @pytest.mark.parametrize("method", ["diloco:period=3", "elastic_averaging:period=3", "softsync"])
@@ -358,7 +362,7 @@ def test_no_group_waits_for_the_dead(method: str) -> None:
 def test_the_failure_of_the_first_group_ends_the_run_with_the_reason() -> None:
     trace = run("async_sgd", 2, Cluster.even(2, events=(Failure(0, 0.05),)))
     assert trace.ended.startswith("lost: rank 0 failed at 0.05 s")
-    assert 0 < trace.updates < 60
+    assert 0 < trace.updates < 30
 
 
 COMES_BACK = (
@@ -408,12 +412,12 @@ def test_a_group_that_comes_back_takes_part_again_and_every_sample_is_used(metho
 
 
 def test_goodput_is_the_part_of_all_device_time_in_which_gradients_were_computed_that_were_pushed() -> None:
-    even, whole = Cluster.even(4, 1e-3), {"max_epochs": 1, "data": many(640)}
+    even, whole = Cluster.even(4, 1e-3), {"max_epochs": 1, "data": many(160)}
     assert run("async_sgd", 4, even, **whole).goodput == pytest.approx(1.0)
     straggler = Cluster.of_speeds([1, 1, 1, 1 / 4], 1e-3)
     # The fast ones compute for a quarter of the time that the slow one takes, and wait for the rest.
     assert run("hardsync", 4, straggler, **whole).goodput == pytest.approx((1 + 3 / 4) / 4, rel=0.01)
-    assert run("async_sgd", 4, straggler, **whole).goodput > 0.95
+    assert run("async_sgd", 4, straggler, max_epochs=1, data=many(640)).goodput > 0.95
     # Of a link that takes as long as a batch, half the time is waited for.
     linked = Cluster.even(4, 1e-3, link=Link(latency=2e-3))
     assert run("async_sgd", 4, linked, **whole).goodput == pytest.approx(0.5, abs=0.02)
@@ -510,7 +514,7 @@ NBYTES = LAYOUT.nbytes
 
 
 def test_a_saturated_server_takes_one_service_per_update() -> None:
-    trace = run("async_sgd", 16, Cluster.even(16, 1e-3, jitter=RANDOM_TIMES, update_seconds=0.02), max_updates=120)
+    trace = run("async_sgd", 16, Cluster.even(16, 1e-3, jitter=RANDOM_TIMES, update_seconds=0.02), max_updates=60)
     assert trace.seconds_per_update == pytest.approx(0.02, rel=0.02)
 
 
@@ -645,11 +649,13 @@ def plain_training(make: Any, updates: int) -> list[Tensor]:
     return [parameter.detach() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("make", [sgd, lambda p: torch.optim.AdamW(p, lr=0.01, fused=True)])
-@pytest.mark.parametrize("method", ["async_sgd", "hardsync", LocalSGD(period=1), Downpour(n_push=1, send="updates")])
+@pytest.mark.parametrize(
+    ("method", "make"),
+    covering(product(("async_sgd", "hardsync", LocalSGD(period=1), Downpour(n_push=1, send="updates")), (sgd, adamw))),
+)
 def test_one_group_is_plain_sequential_training_bit_for_bit(method: str | Method, make: Any) -> None:
-    trace = run(method, 1, max_updates=70, optimizer=make)
-    expected = plain_training(make, 70)
+    trace = run(method, 1, max_updates=66, optimizer=make)  # into the second epoch
+    expected = plain_training(make, 66)
     if isinstance(method, Downpour):  # it pushes x' - x, and x + (x' - x) is rounded
         assert all(np.allclose(w, e, atol=1e-5) for w, e in zip(trace.weights.values(), expected, strict=True))
     else:
@@ -668,8 +674,8 @@ def convolutions() -> nn.Module:
 def test_batched_gradients_are_those_computed_one_by_one(method: str, kind: str) -> None:
     options: dict[str, Any] = {
         "model": new_model() if kind == "linear" else convolutions(),
-        "max_updates": 60,
-        "max_epochs": 10,
+        "max_updates": 30,
+        "max_epochs": 5,
         "optimizer": lambda p: torch.optim.SGD(p, lr=0.02),
     }
     together, alone = run(method, 12, batched=True, **options), run(method, 12, batched=False, **options)
@@ -712,7 +718,7 @@ def test_any_map_style_dataset_trains_like_its_tensors() -> None:
 
 @pytest.mark.parametrize("method", ["async_sgd", "hardsync", "softsync"])
 def test_groups_share_the_snapshots_of_the_weights_that_they_read(method: str) -> None:
-    trace = run(method, 16, max_updates=40, data=many(8000))
+    trace = run(method, 16, max_updates=20 if method == "async_sgd" else 4, data=many(2000))
     assert trace.meta["most_snapshots"] <= (2 if method == "hardsync" else 18)
 
 
@@ -749,8 +755,8 @@ def test_the_evaluated_model_is_the_exact_mean_of_all_groups(method: Method, mon
 
 
 def test_evaluations_come_when_they_are_due_and_at_the_end() -> None:
-    trace = run(evaluate=accuracy, evaluate_every=25)
-    assert trace.evaluations()["update"].tolist() == [25, 50, 60]
+    trace = run(evaluate=accuracy, evaluate_every=12)
+    assert trace.evaluations()["update"].tolist() == [12, 24, 30]
     timed = run(evaluate=accuracy, evaluate_every_seconds=0.02, max_updates=None, max_seconds=0.05)
     assert timed.evaluations()["time"].tolist() == [0.02, 0.04, 0.05]
 
@@ -775,7 +781,7 @@ def test_a_run_that_diverges_ends_and_says_so() -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_learns(method: str) -> None:
     chosen = DiLoCo(period=5) if method == "diloco" else METHODS[method]()
-    trace = run(chosen, 4, max_epochs=8, evaluate=accuracy)
+    trace = run(chosen, 4, max_epochs=4, evaluate=accuracy)
     assert trace.ended == "max_epochs"
     assert trace.evaluations()["accuracy"][-1] > 0.6
     assert np.all(np.diff(trace.rows["time"]) >= 0)
@@ -786,6 +792,7 @@ def test_every_method_learns(method: str) -> None:
 
 RECORDED: dict[str, Method] = {name: kind() for name, kind in METHODS.items() if name != "gossip"} | {
     "diloco": DiLoCo(period=3),
+    "async_diloco": AsyncDiLoCo(period=3),
     "stale_synchronous": AsyncSGD(bound=1),
     "downpour, apart": Downpour(n_push=2, n_fetch=3),
     "downpour, updates": Downpour(n_push=3, n_fetch=3, send="updates", warm_start=2),
@@ -812,8 +819,8 @@ def test_a_recorded_run_replays_bit_for_bit(method: Method, tmp_path: Path, monk
     monkeypatch.setattr(room.Simulation, "run", noted)
     record = RecordFile(tmp_path / "record")
     topology = Topology(((0, 1), (2,), (3, 4)))
-    cluster = Cluster.even(5, jitter=RANDOM_TIMES, link=Link(latency=0.001), events=(Failure(4, 0.15),))
-    run(method, topology, cluster, max_epochs=3, members_apart=True, record=record)
+    cluster = Cluster.even(5, jitter=RANDOM_TIMES, link=Link(latency=0.001), events=(Failure(4, 0.1),))
+    run(method, topology, cluster, max_epochs=2, members_apart=True, record=record)
     record.close()
     result = replayed(read_record(tmp_path / "record"))
     expected = seen[0].server.shard.master
@@ -948,6 +955,7 @@ def test_an_interrupted_run_with_a_progress_bar_returns_what_it_has() -> None:
         run(loss=interrupting, batched=False)
 
 
+@pytest.mark.exhaustive  # the same as test_cli_simulate does with simulate, of which it is the picture
 def test_a_trace_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     run(evaluate=accuracy, evaluate_every=20).plot(tmp_path / "trace.png")

@@ -57,7 +57,7 @@ def test_of_a_rank_whose_batches_were_not_timed_the_rate_is_not_known() -> None:
 @pytest.mark.parametrize("batches", [8, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in (16, 64))])
 def test_random_step_times_are_seldom_taken_for_another_speed_in_a_whole_run(batches: int) -> None:
     random = np.random.default_rng(batches)
-    runs, epochs = 50, 60
+    runs, epochs = 20, 60
     wrong = sum(seem_changed(epoch_of(random.exponential(0.1, batches)) for _ in range(epochs)) for _ in range(runs))
     assert wrong <= 0.1 * runs
 

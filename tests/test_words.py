@@ -161,6 +161,12 @@ REPLACED = (
 )
 
 
+@functools.cache
+def nodes_of(source: str) -> list[ast.AST]:
+    """All of a module's syntax tree, which takes a while to make."""
+    return list(ast.walk(ast.parse(source)))
+
+
 def names(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
     """Every name that a module gives or uses, with its line; functions and attributes with a dot before."""
     for node in nodes:
@@ -202,7 +208,7 @@ class Corpus:
     def __init__(self, modules: Mapping[str, str], pages: Mapping[str, str] | None = None) -> None:
         self.names, self.texts = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set)
         for path, source in modules.items():
-            nodes = list(ast.walk(ast.parse(source)))
+            nodes = nodes_of(source)
             for line, name in names(nodes):
                 self.names[name].add(f"{path}:{line}")
             for line, text in texts(source, nodes):
@@ -245,7 +251,7 @@ SHARED = {
 def test_no_two_classes_have_one_name() -> None:
     found: dict[str, set[str]] = defaultdict(set)
     for path in (ROOT / "lightning_omni").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path.read_text()):
             if isinstance(node, ast.ClassDef):
                 where = str(path.parent) if path.name in NAMESPACES else f"{path}:{node.lineno}"
                 found[node.name].add(str(Path(where).relative_to(ROOT)))
