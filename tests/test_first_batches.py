@@ -31,7 +31,7 @@ SLOW_RANK: dict[str, Any] = {
     "emulated": True,
     "tuner": {**TUNER, "space": {"groups": [1]}},
     "seconds": {"0": 10e-3, "1": 2e-3},
-    "data": {"samples": 1024},
+    "data": {"samples": 768},
     "trainer": {**EPOCHS, "max_epochs": 1},
 }
 STALLING: dict[str, Any] = {
@@ -55,7 +55,7 @@ FLAT: dict[str, Any] = {  # ends of epochs at which the user's own setting may b
     "tuner": {**TUNER, "budget": 0.9, "space": {"rebalance": False, "wire": "fp32"}},
     "seconds": {"0": 4e-3, "1": 4e-3},
     **EXPONENTIAL,
-    "trainer": {**EPOCHS, "max_epochs": 12},
+    "trainer": {**EPOCHS, "max_epochs": 7},
 }
 DEALT_OUT: dict[str, Any] = {
     "emulated": True,
@@ -70,8 +70,8 @@ FITS: dict[str, dict[str, Any]] = {  # of those with "emulated", the time that s
     "rank 0 decides beside it": {
         "beside": True,
         "tuner": TUNER,
-        "data": {"samples": 4096},  # a busy machine takes a while to decide
-        "seconds": {"0": 2e-3, "1": 2e-3},
+        "data": {"samples": 2048},  # a busy machine takes a while to decide
+        "seconds": {"0": 4e-3, "1": 4e-3},
         "trainer": {**EPOCHS, "max_epochs": 1},
     },
     "one group is all there is": {
@@ -98,7 +98,11 @@ FITS: dict[str, dict[str, Any]] = {  # of those with "emulated", the time that s
         "trainer": EPOCHS,
     },
     "steps take three times as long": {**SLOWER, "slower_from": 2},
-    "groups are slower than predicted": {**SLOWER, "slower_in_groups": 3},
+    "groups are slower than predicted": {
+        **SLOWER,
+        "slower_in_groups": 3,
+        "trainer": {**EPOCHS, "max_epochs": 4},
+    },
     "ranks stall now and then": {**STALLING, "stalls": True},
     "no rank stalls": {**STALLING, "data": {"samples": 1024}},
     "all is slower than predicted": {**SLOWER, "slower_since_groups": 3, "trainer": {**EPOCHS, "max_epochs": 3}},
@@ -124,7 +128,7 @@ FITS: dict[str, dict[str, Any]] = {  # of those with "emulated", the time that s
         **EXPONENTIAL,
         "diverged_after": 90,  # in the third epoch
         "averages": True,
-        "trainer": {**EPOCHS, "max_epochs": 6},
+        "trainer": {**EPOCHS, "max_epochs": 5},
     },
     "it diverges in groups in the only epoch": {
         "emulated": True,
@@ -138,6 +142,7 @@ FITS: dict[str, dict[str, Any]] = {  # of those with "emulated", the time that s
     "it learns too slowly in groups": {
         **FLAT,
         "flat": "in groups",
+        "trainer": {**EPOCHS, "max_epochs": 8},
     },
     "it learns too slowly in groups in the only epoch": {
         **FLAT,
@@ -245,7 +250,7 @@ def finished(names: list[str], tmp_path_factory: pytest.TempPathFactory) -> Run:
         "trainer": EPOCHS,
     }
     fits["resumed"] = {**slow, "ckpt_path": saved, "trainer": {**EPOCHS, "max_epochs": 3}}
-    fits["slow learning"] = {**slow_learning, "ckpt_path": later, "trainer": {**EPOCHS, "max_epochs": 5}}
+    fits["slow learning"] = {**slow_learning, "ckpt_path": later, "trainer": {**EPOCHS, "max_epochs": 6}}
     return run("omni_tuner.py", {"fits": [{"data": {"samples": 512}, **fits[name]} for name in names]}, timeout=400)
 
 

@@ -306,6 +306,7 @@ def main() -> None:
         if "hooks" in fit or "logger" in fit:
             options["logger"] = pl.loggers.CSVLogger(FOLDER)
         constants.FORMING = fit.get("forming", 0.01)  # these runs are short
+        constants.POINTS = 60  # of few settings
         pretend_link(fit.get("per_byte"))
         if "slow_link" in fit:
             slow_down_link(*fit["slow_link"])
