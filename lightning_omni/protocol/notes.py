@@ -1,4 +1,4 @@
-"""Tells the recorder what happens to the shards, in order. Without a recorder nothing is looked up."""
+"""Events of the shards for the recorder, in order. Without a recorder nothing is computed."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from lightning_omni.protocol.wire_format import RAW, to_wire
 
 
 class Presence(NamedTuple):
-    """Which tensors a push has, at this server and at others; see `lightning_omni.protocol.record.Event`."""
+    """The tensors that a push has, at this server and at others; see `lightning_omni.protocol.record.Event`."""
 
     present: tuple[bool, ...]
     elsewhere: tuple[tuple[bool, ...], ...]
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of them are there."""
+        """Return whether all parameters have a tensor."""
         return all(self.present) and not any(self.elsewhere)
 
 
 class Notes:
-    """The events of one run.
+    """The event log of one run.
 
     Args:
-        record: told of each event; None if they are not to be recorded.
-        shards: those that the events happen to.
-        epochs: knows which batches a message brings news of.
-        now: the time of the message that is being handled.
-        servers: how many hold a share of the weights each.
+        record: function that takes each event; None to record nothing.
+        shards: the shards that the events concern.
+        epochs: the epochs, from which newly trained batches are read.
+        now: returns the time of the current message.
+        servers: number of servers that hold a share of the weights each.
 
     Attributes:
         record: as above.
@@ -49,29 +49,29 @@ class Notes:
         self._present: dict[tuple[int, int], Presence] = {}
 
     def form(self, groups: tuple[tuple[int, ...], ...], message: m.Form) -> None:
-        """Groups were formed on the same weights."""
+        """Record that groups were formed on the same weights."""
         for number, _ in self._shards.pushed:
             self.note("form", -1, number, groups=groups, **self._agreed(message))
         self._present.clear()
 
     def seed(self, number: int, groups: tuple[tuple[int, ...], ...], message: m.Form) -> None:
-        """An optimizer's weights were handed over, for groups that stand."""
+        """Record the upload of an optimizer's weights, for the existing groups."""
         self.note("seed", -1, number, groups=groups, **self._agreed(message))
 
     def note(self, kind: Kind, group: int, optimizer: int, **more: Any) -> None:
-        """One event; see `lightning_omni.protocol.record.Event`."""
+        """Record an event; see `lightning_omni.protocol.record.Event`."""
         if self.record is not None:
             clock = self._shards.all[optimizer].master.clock
             self.record(Event(kind=kind, time=self._now(), group=group, optimizer=optimizer, clock=clock, **more))
 
     def new_spans(self, group: int, message: m.Draw | m.Await | m.Leave | m.FetchMessage | m.HeadBackward) -> Spans:
-        """The batches that a message brings news of; none if there is no recorder."""
+        """Return the batches that a message newly reports as trained; none without a recorder."""
         if self.record is None or not self._epochs.holds(group, message.epoch):
             return ()
         return self._epochs.new_spans(group, message.epoch, message.trained)
 
     def train(self, group: int, epoch: int, spans: Spans) -> None:
-        """A group has begun to train batches of which no push has told."""
+        """Record that a group has begun to train batches that no push has reported."""
         if spans:
             for number, _ in self._shards.pushed:
                 self.note("train", group, number, epoch=epoch, spans=spans)
@@ -79,13 +79,9 @@ class Notes:
     def push(
         self, group: int, message: m.PushMessage, refused: bool, elsewhere: tuple[tuple[bool, ...], ...] = ()
     ) -> None:
-        """A push was merged, or refused; its epoch does not know yet what it has trained.
+        """Record a push that was merged or refused, before the epoch counts its batches as trained.
 
-        Args:
-            group: number of the group.
-            message: the push.
-            refused: whether it was.
-            elsewhere: which of its tensors are at other servers; see `lightning_omni.protocol.service.Sender`.
+        ``elsewhere`` is its presence at other servers; see `lightning_omni.protocol.service.Sender`.
         """
         if self.record is None:
             return
@@ -103,13 +99,13 @@ class Notes:
         )
 
     def _news_of_presence(self, where: tuple[int, int], now: Presence) -> dict[str, Any]:
-        """Which parameters had a tensor, if it is not the same as in the group's last push."""
+        """Return the presence of a group's push if it differs from its last push (or is not whole, in its first)."""
         before, self._present[where] = self._present.get(where), now
         same = now == before if before is not None else now.is_whole
         return {} if same else now._asdict()
 
     def _agreed(self, message: m.Form) -> dict[str, Any]:
-        """How the groups exchange, as it is written down."""
+        """Return how the groups exchange, as fields of an event."""
         wire_format = {} if message.wire_format == to_wire(RAW) else message.wire_format
         return {
             "method": message.method,

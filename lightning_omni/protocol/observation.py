@@ -1,8 +1,8 @@
-"""Observation: processes that watch the run and are no ranks of it, and what they are shown.
+"""Observation: processes that observe the run without being ranks of it, and the overview that they receive.
 
-Rule 1: a process that watches proves that it holds the run's key, as a rank does; to all others nothing is said.
-Rule 2: it takes no part: no rank and no collective waits for it, and the run is the same without it. It outlasts the
-run, and sees the next one.
+Rule 1: an observer proves that it holds the run's key, as a rank does; the server answers no other process.
+Rule 2: an observer does not participate: no rank and no collective waits for it, and it does not change the run. It
+stays connected after the run, and observes the next one.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from lightning_omni.protocol.service import Out, Payload, Peer, Sender, Service
 from lightning_omni.topology import Topology
 
 MOST_OBSERVERS = 64
-"""Processes that may watch; a further one displaces the one that has been let in first."""
+"""The most observers; a further one displaces the one admitted first."""
 MOST_CHALLENGED = 256
-"""Connections that may be about to prove that they hold the key; a further one displaces the first."""
+"""The most connections with an open challenge; a further one displaces the first."""
 LONGEST_LOG = 256
-"""Things that happened that are kept; the oldest go."""
+"""The most entries in the log; the oldest are dropped."""
 
 
 class Happening(NamedTuple):
-    """Something that happened to the run: when, on the server's clock, of which kind (see `LogEntry`), and what."""
+    """An entry of the run's log: its time on the server's clock, its kind (see `LogEntry`), and its text."""
 
     at: float
     kind: str
@@ -40,11 +40,11 @@ class Happening(NamedTuple):
 
 
 class Observers:
-    """Lets processes in that watch. It outlasts a run.
+    """The admitted observers, independent of any run.
 
     Args:
         key: the run's shared secret.
-        random: draws that many random bytes (nonces).
+        random: returns a number of random bytes (nonces).
     """
 
     def __init__(self, key: bytes, random: Callable[[int], bytes]) -> None:
@@ -55,18 +55,17 @@ class Observers:
 
     @property
     def peers(self) -> list[Peer]:
-        """Connections of those that were let in."""
+        """Return the connections of the admitted observers."""
         return list(self._admitted)
 
     def has(self, peer: Peer) -> bool:
-        """Whether a connection is that of a process that was let in."""
         return peer in self._admitted
 
     def challenge(self, peer: Peer, message: m.Observe) -> bytes:
-        """What a process that wants to watch is to answer.
+        """Return a challenge for a process that requests to observe.
 
         Raises:
-            Refused: another protocol version.
+            Refused: the process uses another protocol version.
         """
         if problem := version_problem(message):
             raise Refused("version", problem)
@@ -77,10 +76,10 @@ class Observers:
         return challenge
 
     def admit(self, peer: Peer, proof: m.ObserverProof) -> bytes:
-        """Lets a process in that holds the key. Returns the server's own proof.
+        """Admit an observer that proves that it holds the key; return the server's own proof.
 
         Raises:
-            Refused: it does not.
+            Refused: the proof is wrong.
         """
         hello, challenge = self._challenged.pop(peer, (None, b""))
         if hello is None or not is_equal(proof.mac, observer_mac(self._key, "observer", hello, challenge)):
@@ -91,24 +90,23 @@ class Observers:
         return observer_mac(self._key, "server", hello, challenge)
 
     def noise(self, nbytes: int) -> bytes:
-        """Bytes that no link makes fewer of, `lightning_omni.protocol.messages.LARGEST_ECHO` at most."""
+        """Return bytes that no link can compress, at most `lightning_omni.protocol.messages.LARGEST_ECHO`."""
         self._noise = self._noise or self._random(m.LARGEST_ECHO)
         return self._noise[:nbytes]
 
     def forget(self, peer: Peer) -> None:
-        """A connection has ended."""
         self._admitted.pop(peer, None)
 
 
 class RunObservation(Service):
-    """Shows a run to those that watch it, and keeps a log of what happened to it.
+    """The service that answers observers and keeps a log of the run.
 
     Args:
         run: the run.
-        monitoring: how it goes, as ranks are told.
-        observers: those that watch.
-        over: why the run cannot go on, or an empty string.
-        description: of the server.
+        monitoring: service that returns the status of the run.
+        observers: the admitted observers.
+        over: returns why the run cannot continue, or an empty string.
+        description: returns the server's description.
     """
 
     def __init__(
@@ -133,37 +131,34 @@ class RunObservation(Service):
     # --- Messages ----------------------------------------------------------------------------------------------------
 
     def check(self, peer: Peer) -> None:
-        """Raises `Refused` unless a process that was let in is behind a connection."""
+        """Raise `Refused` unless the connection is that of an admitted observer."""
         if not self._observers.has(peer):
             raise Refused("stranger", "say Hello first: this connection has not been admitted")
 
     def hello(self, sender: Sender, message: m.Observe, payload: Payload) -> list[Out]:
-        """A process wants to watch."""
+        """Challenge a process that requests to observe."""
         return [Out(sender.peer, m.CONTROL, m.Challenge(nonce=self._observers.challenge(sender.peer, message)))]
 
     def admit(self, sender: Sender, message: m.ObserverProof, payload: Payload) -> list[Out]:
-        """It proves that it holds the key."""
+        """Admit an observer that proves that it holds the key."""
         return [Out(sender.peer, m.CONTROL, m.Observing(mac=self._observers.admit(sender.peer, message)))]
 
     def ask(self, sender: Sender, message: m.AskOverview, payload: Payload) -> list[Out]:
-        """It asks how the run goes."""
         return [Out(sender.peer, m.CONTROL, self.overview())]
 
     def describe(self, sender: Sender, message: m.AskServer, payload: Payload) -> list[Out]:
-        """It asks what this server is."""
         return [Out(sender.peer, m.CONTROL, self._description())]
 
     def echo(self, sender: Sender, message: m.Echo, payload: Payload) -> list[Out]:
-        """It measures the way."""
+        """Answer with a number of bytes, by which the observer measures the link."""
         if not 0 <= message.nbytes <= m.LARGEST_ECHO:
             raise MalformedMessage(f"{message.nbytes} bytes cannot be sent back; ask for {m.LARGEST_ECHO} at most")
         back = (self._observers.noise(message.nbytes),) if message.nbytes else ()
         return [Out(sender.peer, m.CONTROL, m.Echoed(), back)]
 
-    # --- What it is shown --------------------------------------------------------------------------------------------
+    # --- Overview ----------------------------------------------------------------------------------------------------
 
     def overview(self) -> m.Overview:
-        """How the run goes."""
         roster, epochs, now = self._roster, self._epochs, self._now()
         status = self._monitoring.status(0.0)
         return m.Overview(
@@ -196,11 +191,11 @@ class RunObservation(Service):
             samples=self._epochs.samples[status.group] if self._epochs.book is not None else None,
         )
 
-    # --- What happens ------------------------------------------------------------------------------------------------
+    # --- Log ---------------------------------------------------------------------------------------------------------
 
     @property
     def happenings(self) -> Sequence[Happening]:
-        """What happened so far, up to this moment."""
+        """Return the log of the run, up to this moment."""
         self.tick(self._now())
         return self._happenings
 
@@ -228,7 +223,7 @@ class RunObservation(Service):
         self._note(self._now(), "joined", f"group {name} takes part: {ranks_text(ranks)}")
 
     def tick(self, now: float) -> None:
-        """Time passes: notes down which ranks have come and gone since it was asked last."""
+        """Log ranks that joined, were lost or left since the last call, requests for groups, and the end of the run."""
         roster = self._roster
         if self._journal.saves != self._saved[0]:
             self._saved = self._journal.saves, now
@@ -260,7 +255,7 @@ class RunObservation(Service):
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """Ranks in words.
+    """Return ranks as text.
 
     Example:
         >>> ranks_text([3]), ranks_text([0, 1, 2, 5])

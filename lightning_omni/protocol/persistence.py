@@ -1,6 +1,6 @@
-"""All that another server needs to go on with a run: a state, and what has happened since, in the order of the journal.
+"""The saved state of a run, from which another server continues: a state, and the journal since then.
 
-What is trained is that of the state, and what ranks were told since is not unsaid.
+The trained weights are those of the state; decisions that ranks have received since then stay valid.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ from lightning_omni.protocol.synchronization import Synchronization
 from lightning_omni.protocol.training import Training
 
 STATE, STATE_VERSION = "lightning_omni.server_state", 3
-"""What a saved state calls itself."""
+"""Name and version of a saved state."""
 
 
 class Persistence:
-    """Gives the state of a run, and goes on from one.
+    """The saving and loading of a run's state.
 
     Args:
         run: the run.
-        membership: groups, and what is lost.
-        services: all that has a state.
-        training: pushes and their answers.
-        synchronization: contributions of all ranks.
-        evaluations: validations while groups train.
+        membership: the groups and losses of the run.
+        services: all services of the run; those that have a state are saved.
+        training: service that merges pushes.
+        synchronization: service that gathers the contributions of all ranks.
+        evaluations: service that assigns validations to groups.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Persistence:
         self._synchronization, self._evaluations = synchronization, evaluations
 
     def state(self) -> dict[str, Any]:
-        """Plain values and tensors, the live ones; between two messages only."""
+        """Return the state as plain values and live tensors. Call this between two messages only."""
         services = {type(each).__name__: each.state() for each in self._services}
         return {
             "name": STATE,
@@ -83,15 +83,15 @@ class Persistence:
         }
 
     def load(self, state: Mapping[str, Any], journal: Iterable[Entry], now: float) -> None:
-        """Goes on from a state, in a run that has not begun.
+        """Continue from a state, in a run that has not begun.
 
         Args:
-            state: from `state`, of a server that is no more.
-            journal: what has been written there since.
-            now: seconds, on the clock of this server.
+            state: the `state` of a server that is gone.
+            journal: the journal that this server has written since.
+            now: seconds on the clock of this server.
 
         Raises:
-            ConfigurationError: the run cannot go on from it.
+            ConfigurationError: the run cannot continue from them.
         """
         self._roster.load(state["roster"], now)
         self._membership.load(state["membership"])
@@ -101,12 +101,12 @@ class Persistence:
         writes, self._journal.write = self._journal.write, None
         for entry in (*journal, WentOnEntry()):
             self.redo(entry)
-        for group in self._epochs.validations.evaluating:  # those that wait for others say so again
+        for group in self._epochs.validations.evaluating:  # groups that wait for others report that again
             self._training.idle(self._roster.formed.exchanges_with(group, 0))
         self._journal.write, self._journal.is_due = writes, True
 
     def redo(self, entry: Entry) -> None:
-        """What a server before this one has told ranks holds."""
+        """Replay an entry of the journal, so that a decision of an earlier server stays valid."""
         epochs = self._epochs
         match entry:
             case OpenedEntry():
@@ -148,13 +148,7 @@ class Persistence:
 
 
 def check_state(state: Mapping[str, Any], reader: str, remedy: str) -> None:
-    """Raises `ConfigurationError` if that is no state that this release has saved.
-
-    Args:
-        state: a saved one.
-        reader: who reads it, for the message.
-        remedy: what the user can do.
-    """
+    """Raise `ConfigurationError` unless a state was saved by this release; the message contains reader and remedy."""
     if state.get("name") != STATE or (state.get("version"), state.get("protocol")) != (STATE_VERSION, m.VERSION):
         raise ConfigurationError(
             f"the state is that of {state.get('name')} {state.get('version')} with protocol"

@@ -1,8 +1,8 @@
-"""How far a run is, in samples; steps follow from them.
+"""Progress of a run in samples, from which steps are derived.
 
-Groups differ in speed, and each counts its own steps. What they have in common is the samples that all of them have
-trained. One step of DDP trains a reference batch, so that many samples are one step of the run, whichever group trained
-them.
+Groups differ in speed, and each counts its own steps. All groups share one count: the samples that they have trained
+together. One step of DDP trains a reference batch, so this number of samples is one step of the run, whichever group
+trained them.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ReferenceBatch:
-    """What one step of DDP trains, with all ranks in one group.
+    """The samples of one step of DDP, with all ranks in one group.
 
     Attributes:
-        ranks: number of ranks that the run began with.
+        ranks: number of ranks at the start of the run.
         batch_size: samples in one rank's batch.
         window: batches whose gradients are accumulated for one step.
 
@@ -31,26 +31,26 @@ class ReferenceBatch:
 
     @property
     def samples(self) -> int:
-        """Samples in one step of all ranks."""
+        """Return the samples in one step of all ranks."""
         return self.window * self.batch
 
     @property
     def batch(self) -> int:
-        """Samples in one batch of all ranks, of which a step may have several."""
+        """Return the samples in one batch of all ranks; a step may consist of several."""
         return self.ranks * self.batch_size
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is.
+    """The progress of a run.
 
     Attributes:
         reference: the reference batch.
-        batches: batches that each rank trains in an epoch of DDP.
-        epochs: epochs that are over.
-        samples: samples of the epoch under way that are trained, by all groups.
-        past: steps that DDP would have taken in the epochs that are over, which may have had other batches; None if
-            they were like this one.
+        batches: batches of each rank in an epoch of DDP.
+        epochs: number of finished epochs.
+        samples: trained samples of the current epoch, of all groups.
+        past: steps of DDP in the finished epochs, which may have had other batches; None if they were like the current
+            one.
 
     Example:
         >>> progress = Progress(ReferenceBatch(4, 8), batches=10, epochs=2, samples=100)
@@ -66,19 +66,20 @@ class Progress:
 
     @property
     def samples_an_epoch(self) -> int:
-        """Samples in an epoch, if the last batches of DDP are whole."""
+        """Return the samples in an epoch, if the last batches of DDP are whole."""
         return self.batches * self.reference.batch
 
     @property
     def steps_an_epoch(self) -> int:
-        """Optimizer steps in an epoch of DDP."""
+        """Return the optimizer steps in an epoch of DDP."""
         return -(-self.batches // self.reference.window)
 
     @property
     def past_batches(self) -> int:
-        """Batches that each rank of DDP would have trained in the epochs that are over.
+        """Return the batches that each rank of DDP would have trained in the finished epochs.
 
-        Steps that accumulate batches do not tell their number exactly: then epochs count as if they were like this one.
+        If steps accumulate batches, `past` does not determine this number; then all epochs count as if they were like
+        the current one.
         """
         if self.past is None or self.reference.window > 1:
             return self.epochs * self.batches
@@ -86,22 +87,23 @@ class Progress:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps that DDP would have taken."""
+        """Return the optimizer steps that DDP would have taken."""
         return self.steps_before(self.epochs) + min(self.steps_an_epoch, self.samples // self.reference.samples)
 
     def steps_before(self, epoch: int) -> int:
-        """Steps of DDP in all epochs before this one, if those from here on are like the one under way."""
+        """Return the steps of DDP before an epoch; later epochs are assumed to be like the current one."""
         past = self.epochs * self.steps_an_epoch if self.past is None else self.past
         return past + (epoch - self.epochs) * self.steps_an_epoch
 
     def scheduled(self, frequency: int, steps: int) -> int:
-        """How often DDP steps, in so many optimizer steps of a run, a schedule that is due every so many batches.
+        """Return how often DDP steps a schedule within a number of optimizer steps.
 
-        Lightning counts batches from the start of each epoch, and skips those at which nothing is stepped.
+        Lightning counts batches from the start of each epoch, and steps no schedule at a batch without an optimizer
+        step.
 
         Args:
-            frequency: batches from one time to the next.
-            steps: of the optimizer; all epochs are taken to be like the one under way.
+            frequency: batches between two steps of the schedule.
+            steps: optimizer steps; all epochs are assumed to be like the current one.
 
         Example:
             >>> progress = Progress(ReferenceBatch(4, 8), batches=10)
@@ -116,16 +118,16 @@ class Progress:
         return epochs * (self.batches // every + is_last_due) + rest * window // every
 
     def steps_left(self, steps: int, epoch: int) -> int:
-        """Of so many steps of a run, those that are left when an epoch begins."""
+        """Return the steps of a run, out of ``steps`` in total, that are left when an epoch begins."""
         return max(0, steps - self.steps_before(epoch))
 
     def budget(self, total: int, epoch: int, steps: int = -1) -> int:
-        """Samples that are trained in an epoch.
+        """Return the number of samples to train in an epoch.
 
         Args:
-            total: samples that there are.
+            total: available samples.
             epoch: number of the epoch.
-            steps: steps of DDP after which the run ends, or -1.
+            steps: total steps of DDP in the run; -1 for no limit.
         """
         whole = min(total, self.samples_an_epoch)
         return whole if steps == -1 else min(whole, self.steps_left(steps, epoch) * self.reference.samples)

@@ -1,4 +1,4 @@
-"""What came of the pushes to one optimizer, in numbers."""
+"""Counts of the pushes to one optimizer."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 
 class PushCounts:
-    """Counts what is merged, and what is refused because it is not finite.
+    """The counts of merged pushes, and of pushes refused because they are not finite.
 
     Attributes:
-        staleness: how many pushes had which.
-        by_group: the same of each group, since groups were formed.
-        refused: pushes and groups' own weights so far.
-        refused_in_row: of each group, those since it has sent some that are finite.
+        staleness: number of pushes with each staleness.
+        by_group: for each group, the same since groups were formed.
+        refused: refused pushes and refused weights of groups so far.
+        refused_in_row: for each group, refused ones since the last finite one.
     """
 
     def __init__(self) -> None:
@@ -24,26 +24,25 @@ class PushCounts:
         self.refused_in_row: Counter[int] = Counter()
 
     def form(self) -> None:
-        """Groups are formed."""
+        """Reset the counts of groups, because new groups are formed."""
         self.by_group.clear()
         self.refused_in_row.clear()
 
     def accept(self, group: int) -> None:
-        """What a group has sent is finite."""
+        """Record a finite push, or finite weights, of a group."""
         self.refused_in_row[group] = 0
 
     def refuse(self, group: int) -> None:
-        """What a group has sent is not."""
+        """Record a push, or weights, of a group that are not finite."""
         self.refused += 1
         self.refused_in_row[group] += 1
 
     def merge(self, group: int, staleness: int) -> None:
-        """A push is merged."""
         self.staleness[staleness] += 1
         self.by_group[group][staleness] += 1
 
     def state(self) -> dict[str, Any]:
-        """As plain values, what outlives a server."""
+        """Return the counts to save, as plain values."""
         return {
             "staleness": dict(self.staleness),
             "by_group": {group: dict(counts) for group, counts in self.by_group.items()},
@@ -51,6 +50,5 @@ class PushCounts:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a `state`."""
         self.staleness, self.refused = Counter(state["staleness"]), int(state["refused"])
         self.by_group.update({group: Counter(counts) for group, counts in state["by_group"].items()})

@@ -1,13 +1,13 @@
-"""Text that came from outside, as it may stand in a log: one line, no control characters, not too long."""
+"""Quoting of text from outside for a log: one line, no control characters, limited length."""
 
 from __future__ import annotations
 
 LONGEST = 200
-"""Characters of such a text that are shown."""
+"""The most characters of a quoted text."""
 
 
 def quoted(text: str) -> str:
-    r"""The text with everything escaped that is not printable, cut to `LONGEST` characters.
+    r"""Return the text with all unprintable characters escaped, cut to `LONGEST` characters.
 
     Example:
         >>> quoted("ok" + chr(10) + "WARNING forged")

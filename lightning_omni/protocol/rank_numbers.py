@@ -1,6 +1,6 @@
-"""Numbers of ranks, where groups join on their own: each is given once.
+"""Numbers of ranks, where groups join on their own: each number is assigned once.
 
-Rule: the group that asks first is to begin the run, and numbers its ranks from 0; until it has done so others wait.
+Rule: the first group to request numbers begins the run, and numbers its ranks from 0; until then other groups wait.
 """
 
 from __future__ import annotations
@@ -8,49 +8,48 @@ from __future__ import annotations
 from lightning_omni.errors import Refused
 
 JOINS = "joins-"
-"""What the names of runs begin with that groups join on their own: a server that goes on before the first group has
-come knows by it what the run is that this group begins."""
+"""Prefix of the names of runs that groups join on their own. A restarted server recognizes such a run by it."""
 AGAIN = "+"
-"""What a name goes on with where a run is begun again, because its server was gone before it had saved anything."""
+"""Separator in the name of a run that begins again because its server ended before the first save."""
 MOST_RANKS = 1 << 16
-"""Ranks of a run, at most."""
+"""The most ranks of a run."""
 
 
 def origin(run: str) -> str:
-    """The name of a run as it was when it was first begun: the same for all that were begun again in its place."""
+    """Return the original name of a run, which is the same for all runs that began again in its place."""
     return run.partition(AGAIN)[0]
 
 
 class RankNumbers:
-    """Gives groups the numbers of their ranks.
+    """The rank numbers of groups that join on their own.
 
     Attributes:
         given: numbers from this one on are free.
-        lost: the run that groups were about to come to at the server before this one, which had saved nothing of it:
-            the next one is that run, begun again. Its name, with `AGAIN` if one has come; empty if there is none.
+        lost: name of the run that groups were about to join at an earlier server, which has saved none of it; the next
+            run is this run, begun again. With `AGAIN` if a rank had joined; empty if there was no such run.
     """
 
     def __init__(self) -> None:
         self.given, self.lost = 0, ""
-        self._claim: tuple[bytes, str] | None = None  # who is to begin the run, and its name
+        self._claim: tuple[bytes, str] | None = None  # the connection that begins the run, and its name
         self._enlisted: dict[bytes, tuple[int, int]] = {}
 
     def enlist(self, peer: bytes, ranks: int, run: str, announced: int) -> tuple[int, int]:
-        """A group wants numbers for its ranks.
+        """Assign numbers to the ranks of a group.
 
         Args:
-            peer: the connection that it came from.
-            ranks: how many it has.
-            run: a name for the run, should this group begin it; `JOINS` is put in front of it, or the name of the run
-                that is begun again.
-            announced: ranks that the run was announced with; 0 if it has not begun.
+            peer: connection of the group.
+            ranks: number of its ranks.
+            run: suffix of the run's name if this group begins it; `JOINS`, or the name of the run that begins again, is
+                its prefix.
+            announced: number of announced ranks; 0 if the run has not begun.
 
         Returns:
-            The first number, or -1 while another group is about to begin the run; and the ranks that the run was
-            announced with, 0 if this group is to begin it.
+            The first number, or -1 while another group is about to begin the run; and the number of announced ranks, 0
+            if this group must begin the run.
 
         Raises:
-            Refused: there are not so many numbers left.
+            Refused: too few numbers are left.
         """
         first = max(self.given, announced)
         if not 0 < ranks < MOST_RANKS - first:
@@ -70,26 +69,25 @@ class RankNumbers:
         return self._enlisted[peer]
 
     def begin(self) -> None:
-        """The run begins."""
         self._claim = None
 
     def withdraw(self, peer: bytes) -> None:
-        """A process that had numbers given is gone; if it was to begin the run, and has not, another one may."""
+        """Forget a group whose connection has ended; if it was about to begin the run, another group may."""
         self._enlisted.pop(peer, None)
         if self._claim is not None and self._claim[0] == peer:
             self._claim = None
 
     def has_given(self, given: int) -> None:
-        """Numbers below this one have been given by the server before this one."""
+        """Record that an earlier server has assigned all numbers below this one."""
         self.given = max(self.given, given)
 
     @property
     def peers(self) -> list[bytes]:
-        """Connections of processes whose place stands for as long as these do."""
+        """Return the connections of groups with assigned numbers, and of the group that is about to begin the run."""
         claim = [self._claim[0]] if self._claim is not None else []
         return [*claim, *self._enlisted]
 
     @property
     def claimed(self) -> str:
-        """Name of the run that a group is about to begin."""
+        """Return the name of the run that a group is about to begin, or an empty string."""
         return self._claim[1] if self._claim is not None else ""

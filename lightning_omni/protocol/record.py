@@ -1,4 +1,4 @@
-"""What happened at the server, in order: enough to go through a run once more, step by step, without its devices."""
+"""The record of a run: the server's events in order, enough to replay the run step by step without its devices."""
 
 from __future__ import annotations
 
@@ -24,39 +24,39 @@ Spans = tuple[tuple[int, int], ...]
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One thing that happened to one optimizer's shard. An access to a merged head is a push to it.
+    """An event of one optimizer's shard. An access to a merged head is recorded as a push to it.
 
     Attributes:
-        kind: ``"seed"``: the server was given weights, for groups that stand; ``"form"``: other groups were formed on
-            the same weights; ``"restructure"``: a group's optimizer has other parameter groups than before, or more
-            parameters; ``"push"``; ``"expire"``: the method went on at a moment that it had asked for; ``"train"``: a
-            group said, when it drew or waited or left, that it has begun to train batches of which no push has told;
-            ``"fetch"``: a group read the master weights outside an exchange; ``"rest"``, ``"resume"``,
-            ``"retire"`` (evicted): see `lightning_omni.methods.ServerSide`; ``"leave"``: a group evicted in good
-            order, at the end of its run; ``"join"``: a group more takes part.
+        kind: ``"seed"``: the server received weights, for existing groups; ``"form"``: other groups were formed on the
+            same weights; ``"restructure"``: a group's optimizer changed to other parameter groups, or more parameters;
+            ``"push"``; ``"expire"``: the method continued at a time that it had requested; ``"train"``: a group
+            reported, when it drew or waited or left, that it has begun to train batches that no push has reported;
+            ``"fetch"``: a group read the master weights outside an exchange; ``"rest"``, ``"resume"``, ``"retire"``
+            (evicted): see `lightning_omni.methods.ServerSide`; ``"leave"``: a group left at the end of its run;
+            ``"join"``: a group joined.
         time: seconds on the server's clock.
         group: number of the group.
         optimizer: number of the optimizer.
-        read_at: of a push, the clock that it was computed at.
-        clock: updates that the master weights contain after the event.
-        refused: a push that was not finite.
-        epoch: of a push or a training, the epoch; -1 if its data is not leased.
-        spans: of the same, the epoch's positions that were trained since the last event that told of any, a batch
-            each.
-        hyperparameters: of a push, those that it travelled with.
-        note: of a push, the number that it travelled with; of an access to a merged head, the value of clipping.
-        groups: of a seed or form, the ranks of each group; of a join, those of the one.
-        method: of a seed or form, the method as plain data.
-        wire_format: of the same, how pushes are put into bytes, as plain data; none if they travel raw.
-        overlap: of the same, whether exchanges travel while groups compute.
-        servers: of a seed or form, how many hold a share of the weights each; the record is of the first.
-        parameters: of a restructuring, the names of the parameters that are new to the group.
-        param_groups: of the same, the settings of each parameter group, with places of its parameters as ``params``;
-            none if the optimizer steps at the workers.
-        present: of a push, which parameters have a tensor, if it is not the same as in the group's last push (or all,
-            in its first). Of several servers: for each entry of the share that the first holds.
-        elsewhere: of several servers, the same at each of the others; nothing for one at which all entries have a
-            tensor. It stands wherever ``present`` does, and if either is not the same as in the group's last push.
+        read_at: for a push, the clock of the weights that it was computed from.
+        clock: updates in the master weights after the event.
+        refused: whether the push was refused, for instance because it was not finite.
+        epoch: for a push or training, the epoch; -1 if its data is not leased.
+        spans: for a push or training, the positions trained since the last event that reported any, one range per
+            batch.
+        hyperparameters: for a push, its hyperparameters.
+        note: for a push, its note; for an access to a merged head, the value for gradient clipping.
+        groups: for a seed or form, the ranks of each group; for a join, the ranks of the new group.
+        method: for a seed or form, the method as plain data.
+        wire_format: for a seed or form, the wire format as plain data; empty for raw tensors.
+        overlap: for a seed or form, whether exchanges overlap the groups' computation.
+        servers: for a seed or form, the number of servers that hold a share of the weights each; the first one records.
+        parameters: for a restructuring, the names of the parameters that are new to the group.
+        param_groups: for a restructuring, the settings of each parameter group, with the places of its parameters as
+            ``params``; empty if the optimizer steps at the workers.
+        present: for a push, one flag for each parameter (or entry of the first server's share): whether it has a
+            tensor. Left out if it equals that of the group's last push, or if all have one in its first.
+        elsewhere: with several servers, the same for each of the others; empty for a server at which all entries have a
+            tensor. Recorded with ``present``, if either differs from the group's last push.
     """
 
     kind: Kind
@@ -85,16 +85,16 @@ Recorder = Callable[[Event], None]
 
 
 class RecordFile:
-    """A record on disk: one event in a line of JSON.
+    """A record on disk, with one event per line of JSON.
 
-    If it cannot be written any more, because the disk is full, say, the recording ends with a warning and with its last
-    whole line; the run goes on.
+    If a write fails, for instance because the disk is full, the recording ends with a warning after its last whole
+    line, and the run continues.
 
     Args:
         path: the file; overwritten if it exists.
 
     Raises:
-        ConfigurationError: it cannot be opened.
+        ConfigurationError: the file cannot be opened.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -109,7 +109,7 @@ class RecordFile:
         self._written = 0
 
     def __call__(self, event: Event) -> None:
-        """Writes an event down; at once, for the process may be killed."""
+        """Write an event at once, because the process may be killed."""
         if self._file is None:
             return
         line = msgspec.json.encode(event) + b"\n"
@@ -129,17 +129,16 @@ class RecordFile:
             self.close()
 
     def close(self) -> None:
-        """Closes the file."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
 
 def read_record(path: str | Path) -> Iterator[Event]:
-    """The events of a record, in order.
+    """Yield the events of a record, in order.
 
     Raises:
-        ConfigurationError: the file is no record.
+        ConfigurationError: the file is missing, or is not a record.
     """
     decoder = msgspec.json.Decoder(Event)
     if not Path(path).is_file():
@@ -148,5 +147,5 @@ def read_record(path: str | Path) -> Iterator[Event]:
         for number, line in enumerate(lines, 1):
             try:
                 yield decoder.decode(line)
-            except msgspec.MsgspecError as error:  # noqa: PERF203  # the line's number belongs into the error
+            except msgspec.MsgspecError as error:  # noqa: PERF203  # the error contains the line's number
                 raise ConfigurationError(f"{path}, line {number}: not a record of a run: {error}") from error

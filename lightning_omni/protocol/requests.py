@@ -1,4 +1,4 @@
-"""What a rank asks of several servers that hold a share each, or of the one that holds everything."""
+"""A rank's requests to several servers that hold a share each, or to one server that holds everything."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from lightning_omni.protocol.transport import Data, LastingData, ServerAway
 
 Answer = TypeVar("Answer", bound=m.Message)
 _Part = tuple[m.Message, Tensor | None, Tensor | None]
-"""What one server is told: as the arguments of `lightning_omni.protocol.transport.Data.send`."""
+"""The part of a request for one server: the arguments of `lightning_omni.protocol.transport.Data.send`."""
 
 
 class Requests:
-    """A rank's data connections, used at once: each server gets its part before any answer is waited for.
+    """A rank's data connections, used concurrently: it sends each server its part before it waits for any answer.
 
     Args:
-        connections: to each server that this rank speaks to; the first one coordinates.
-        by_member: whether this rank exchanges with the last one alone, and the other members of its group with the
+        connections: connections to the servers; the first one is the coordinating server's.
+        by_member: whether this rank exchanges only with the last one, and the other members of its group with the
             others.
-        largest: the largest of a number over those members, all of which call it.
+        largest: returns the largest of a number over those members, all of which call it.
     """
 
     def __init__(
@@ -44,34 +44,34 @@ class Requests:
 
     @property
     def count(self) -> int:
-        """Servers, of those that hold a share each, that this rank exchanges with."""
+        """Return the number of servers that this rank exchanges with."""
         return len(self._connections)
 
     @property
     def coordinator(self) -> Data:
-        """The connection to the server that coordinates."""
+        """Return the connection to the coordinating server."""
         return self._all[0]
 
     @property
     def own(self) -> Data:
-        """The connection to the first server that this rank exchanges with."""
+        """Return the connection to the first server that this rank exchanges with."""
         return self._connections[0]
 
     @property
     def moved(self) -> int:
-        """Bytes of payload that went out and came in so far."""
+        """Return the bytes of payload sent and received so far."""
         return sum(connection.moved for connection in self._all)
 
     @property
     def shared(self) -> int:
-        """Bytes of these that lay in memory that both sides have."""
+        """Return those of the moved bytes that were in memory shared by both sides."""
         return sum(connection.shared for connection in self._all)
 
     def send(self, outgoing: Sequence[Outgoing], into: Sequence[Tensor | None] | None = None) -> None:
-        """Says its part to each server.
+        """Send each server its part of a request.
 
         Args:
-            outgoing: one for each, the payloads as in `lightning_omni.protocol.transport.Data.send`.
+            outgoing: one part for each server, with payloads as in `lightning_omni.protocol.transport.Data.send`.
             into: memory for the answers' payloads, as there.
         """
         self._number += 1
@@ -89,17 +89,17 @@ class Requests:
             connection.send(*part)
 
     def receive(self, expect: type[Answer], into: Sequence[Tensor | None] | None = None) -> list[tuple[Answer, Tensor]]:
-        """Waits for all answers.
+        """Wait for all answers.
 
         Args:
-            expect: type of them.
+            expect: type of the answers.
             into: memory for their payloads, as in `lightning_omni.protocol.transport.Data.receive`.
 
         Raises:
-            Refused: a server refused; then none has done anything.
+            Refused: a server refused; then no server has handled its part.
         """
         memories = into or [None] * self.count
-        # All of them: the answers to the next request are not to be taken for these.
+        # All answers are received first, so that none is mistaken for an answer to the next request.
         if self._again is not None:
             received = self._again.receive(expect, memories)
         else:
@@ -113,36 +113,35 @@ class Requests:
         return answers
 
     def exchange(self, outgoing: Sequence[Outgoing], expect: type[Answer]) -> list[tuple[Answer, Tensor]]:
-        """`send` and `receive`, with fresh memory."""
+        """Send a request and wait for all answers, in fresh memory."""
         self.send(outgoing)
         return self.receive(expect)
 
     def close(self) -> None:
-        """Closes all connections at once."""
         for connection in self._all:
             connection.close()
 
 
 class _Again:
-    """A request in parts outlasts its servers: if one part was not answered, all are said again to those that go on.
+    """A request in parts that outlasts its servers: if a part is not answered, all are repeated to the new servers.
 
-    Servers handle a request when all parts are there. So a part that was answered by a server that is gone is said
-    again, too, if another one was not; and where members of a group say a part each, they agree on that.
+    Servers handle a request once all parts have arrived. So even a part that an earlier server has answered is repeated
+    if another one was not; where the members of a group send one part each, they agree on this.
 
     Args:
-        connections: of this rank, to each server that it says a part.
+        connections: this rank's connections to the servers.
         largest: see `Requests`.
     """
 
     def __init__(self, connections: Sequence[LastingData], largest: Callable[[int], int]) -> None:
         self._connections, self._largest = connections, largest
         self._control = connections[0].control
-        self._returns: int | None = None  # of the servers that all members of the group speak to
+        self._returns: int | None = None  # of the servers with which all members of the group exchange
         self._parts: Sequence[_Part] = ()
         self._is_out = False
 
     def send(self, parts: Sequence[_Part]) -> None:
-        """Says all parts of this rank."""
+        """Send all parts of this rank."""
         if self._returns is None:
             self._reconnect()
         self._parts, self._is_out = parts, all(each.returns == self._returns for each in self._connections)
@@ -153,7 +152,7 @@ class _Again:
             self._is_out = False
 
     def receive(self, expect: type[Answer], memories: Sequence[Tensor | None]) -> list[tuple[Answer, Tensor] | Refused]:
-        """Waits for all answers, or what was refused."""
+        """Wait for all answers or refusals."""
         while True:
             received = self._receive(expect, memories)
             if self._largest(int(received is None)) == 0:
@@ -165,7 +164,7 @@ class _Again:
             self.send(self._parts)
 
     def _reconnect(self) -> None:
-        """All members speak to the servers that one of them has heard of last."""
+        """Connect to the newest servers that any member of the group has found."""
         self._returns = self._largest(self._control.returns)
         self._control.wait_for_another(self._returns)
         for connection in self._connections:
@@ -174,7 +173,7 @@ class _Again:
     def _receive(
         self, expect: type[Answer], memories: Sequence[Tensor | None]
     ) -> list[tuple[Answer, Tensor] | Refused] | None:
-        """All answers; None if a server is gone that owes one."""
+        """Return all answers; None if a server is gone before it has answered."""
         if not self._is_out:
             return None
         try:
@@ -260,7 +259,7 @@ def _received(
 
 
 def check_alike(answers: list[tuple[m.Weights, Tensor]]) -> None:
-    """Raises `ProtocolError` unless the weights that servers have sent have moved by the same pushes."""
+    """Raise `ProtocolError` unless the weights from all servers contain equally many updates."""
     clocks = [answer.clock for answer, _ in answers]
     if len(set(clocks)) > 1:
         raise ProtocolError(f"servers that hold a share each have applied different numbers of updates: {clocks}")

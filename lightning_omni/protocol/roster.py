@@ -1,11 +1,11 @@
-"""Which ranks take part in a run: admission, signs of life, losses.
+"""The participating ranks of a run: admission, heartbeats and losses.
 
-Rule 1: a rank that was lost never comes back under the same number in the same run.
-Rule 2: a rank that was not announced may come while the run goes on, under a number beyond the announced ones; it takes
-part in nothing before it is in a group.
-Rule 3: a dead rank costs its own group; the recorder's group costs the run.
-Rule 4: where groups join on their own, the recorder is the lowest rank that lives, and the run outlives every group: it
-is over when one has trained it to its end.
+Rule 1: a lost rank never rejoins the same run under its number.
+Rule 2: a rank that was not announced may join a running run, under a number beyond the announced ones; it participates
+only once it is in a group.
+Rule 3: a dead rank's group is lost with it; if it is the recorder's group, the run ends.
+Rule 4: where groups join on their own, the recorder is the lowest live rank, and the run outlives every group: it ends
+when one of them has trained it to its end.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from lightning_omni.protocol.rank_numbers import JOINS, MOST_RANKS, RankNumbers,
 from lightning_omni.topology import RECORDER, Topology
 
 MOST_CHALLENGED = 1024
-"""Connections that may be about to prove something; a further one displaces the first. Each holds at most 1 kB."""
+"""The most connections with an open challenge; a further one displaces the first. Each holds at most 1 kB."""
 TRAINED_TO_ITS_END = "it has been trained to its end"
-"""Why no group joins a finished run."""
+"""The reason for which a finished run refuses groups."""
 
 
 @dataclass
@@ -34,11 +34,11 @@ class Member:
     """An admitted rank.
 
     Attributes:
-        peer: its control connection; empty for a rank that a server which goes on has not heard of yet.
-        session: the secret that it shares with the server; it never travels.
-        since: when it was admitted.
-        got_on: when it was heard last that it gets on with its work, or is not to be judged by that.
-        host: the address from which it has connected, where the transport knows it.
+        peer: its control connection; empty after a restart of the server, until the rank has reconnected.
+        session: secret that it shares with the server; it is never sent.
+        since: time of its admission.
+        got_on: last time at which it had made progress, or was exempt from the check for progress.
+        host: address from which it has connected, if the transport provides it.
     """
 
     rank: int
@@ -54,7 +54,7 @@ class Member:
         self.since = self.got_on = self.last_seen
 
     def update(self, heartbeat: Heartbeat) -> None:
-        """A sign of life."""
+        """Record a heartbeat, received at `last_seen`."""
         if heartbeat.progress == 0 or heartbeat.progress != self.timings.progress:
             self.got_on = self.last_seen
         self.timings = heartbeat
@@ -64,13 +64,13 @@ class Roster:
     """The ranks of one run.
 
     Attributes:
-        formed: the compute groups that they are in.
-        numbers: of ranks, where groups ...
-        joining: ... join on their own.
-        finished: whether it was trained to its end.
-        can_go_on: whether a group that joins can go on with it, also if no rank is left.
-        wanted_groups: how many groups a person who watches has asked for; 0 if that is done, or no one has.
-        barred: those of the lost ranks whose group is not to join again by itself.
+        formed: their compute groups.
+        numbers: the rank numbers of groups that join on their own.
+        joining: whether groups join on their own.
+        finished: whether the run was trained to its end.
+        can_go_on: whether a group that joins can continue the run, even if no rank is left.
+        wanted_groups: number of groups that an observer has requested; 0 without a pending request.
+        barred: lost ranks whose group must not rejoin by itself.
         barred_hosts: addresses from which no group may join.
     """
 
@@ -92,69 +92,67 @@ class Roster:
 
     @property
     def run(self) -> str:
-        """The run's name; empty while no rank has come."""
+        """Return the run's name; empty before a rank has joined."""
         return self._first.run if self._first else ""
 
     @property
     def began(self) -> float:
-        """When the first rank was admitted."""
+        """Return the time at which the first rank was admitted."""
         return self._began
 
     @property
     def world_size(self) -> int:
-        """Number of ranks that the run was announced with."""
+        """Return the number of announced ranks."""
         return self._first.world_size if self._first else 0
 
     @property
     def recorder(self) -> int:
-        """The rank that forms groups, hands weights over, logs and saves."""
+        """Return the rank that forms groups, uploads the weights, logs and saves."""
         return min(self.live, default=RECORDER) if self.joining else RECORDER
 
     def hears_first(self, group: int) -> bool:
-        """Whether a group may hear of a validation before the recorder has saved what it wants to save of it.
+        """Return whether a group may receive a validation before the recorder has saved its snapshot.
 
-        Args:
-            group: number of the group; where groups join on their own, that of the recorder hears first.
+        Where groups join on their own, only the recorder's group may; otherwise all may.
         """
         return not self.joining or self.formed.group_of(self.recorder) == group
 
     @property
     def live(self) -> tuple[int, ...]:
-        """Ranks that take part in collectives: those announced or joined, less those lost and those that left."""
+        """Return the ranks that participate in collectives: announced or joined, not lost, and not gone."""
         ranks = (*range(self.world_size), *self.late)
         return tuple(r for r in ranks if r not in self.lost and r not in self.gone)
 
     @property
     def is_over(self) -> bool:
-        """Whether ranks came, and none is left; nor is there something for others to go on with."""
+        """Return whether ranks have joined and none is left, and no other group can continue the run."""
         goes_on = self.can_go_on and not self.finished
         return self._first is not None and not goes_on and not any(rank in self.members for rank in self.live)
 
     @property
     def lost_ranks(self) -> tuple[int, ...]:
-        """All ranks lost so far, ascending."""
         return tuple(sorted(self.lost))
 
     @property
     def groups(self) -> tuple[int, ...]:
-        """Numbers of the groups that take part; none before groups are formed."""
+        """Return the numbers of the participating groups; none before groups are formed."""
         return self.formed.alive
 
     @property
     def joined_groups(self) -> int:
-        """How many groups take part, of a run that they join on their own; 0 where ranks form groups together."""
+        """Return the number of participating groups if groups join on their own; otherwise 0."""
         return len(self.groups) if self.joining else 0
 
     def form(self, topology: Topology, names: Sequence[str] = (), by_member: bool = False) -> None:
-        """Groups are formed: see `FormedGroups.form`."""
+        """Form groups; see `FormedGroups.form`."""
         self.formed.form(topology, names, by_member)
         self.wanted_groups = 0
 
     def enlist(self, peer: bytes, ranks: int, run: str) -> tuple[int, int]:
-        """A group that comes on its own wants numbers for its ranks: see `RankNumbers.enlist`.
+        """Assign numbers to the ranks of a group that joins on its own; see `RankNumbers.enlist`.
 
         Raises:
-            Refused: the run is over, its ranks were announced, or there are too few numbers left.
+            Refused: the run is over, its ranks were announced, or too few numbers are left.
         """
         if self.finished:
             raise Refused("over", TRAINED_TO_ITS_END)
@@ -167,11 +165,11 @@ class Roster:
         return self.numbers.enlist(peer, ranks, run, self.world_size)
 
     def join(self, ranks: Sequence[int], name: str) -> int:
-        """Ranks that came late are a group from now on. Returns its number.
+        """Make late ranks a group; return its number.
 
         Raises:
-            ProtocolError: they cannot be one.
-            Refused: one of them has connected from an address that is barred.
+            ProtocolError: the ranks cannot be a group.
+            Refused: one of them has connected from a barred address.
         """
         if not self.formed.is_any:
             raise ProtocolError("no group can join before the first are formed")
@@ -187,7 +185,7 @@ class Roster:
         return number
 
     def leave(self, rank: int) -> None:
-        """A rank leaves in good order; its group is none any more when all have."""
+        """Record an orderly departure of a rank; its group is removed once all of its ranks have left."""
         self.gone.add(rank)
         group = self.formed.group_of(rank)
         if group < 0 or not self.gone.issuperset(self.formed.members(group)):
@@ -196,25 +194,25 @@ class Roster:
             self.formed.take_out(group)
 
     def record_hello(self, peer: bytes, hello: Hello, challenge: bytes) -> None:
-        """A rank says hello; it is to answer ``challenge``.
+        """Store a rank's hello and its challenge.
 
         Raises:
-            Refused: another protocol version.
+            Refused: the rank uses another protocol version.
         """
         if problem := version_problem(hello):
             raise Refused("version", problem)
         self._challenged[peer] = (hello, challenge)
-        while len(self._challenged) > MOST_CHALLENGED:  # strangers may say hello as they like, but not fill the memory
+        while len(self._challenged) > MOST_CHALLENGED:  # bounds the memory that strangers can occupy
             self._challenged.pop(next(iter(self._challenged)))
 
     def admit(self, peer: bytes, proof: Proof, now: float) -> tuple[Hello, bytes]:
-        """Checks the answer to a challenge and admits the rank.
+        """Check the answer to a challenge, and admit the rank.
 
         Returns:
             Its hello, and the challenge.
 
         Raises:
-            Refused: wrong key, another run, another model, a rank that cannot be.
+            Refused: wrong key, another run, another model, an invalid rank, or an unknown run of an earlier server.
         """
         hello, challenge = self._challenged.pop(peer, (None, b""))
         if hello is None or not is_equal(proof.mac, rank_mac(self._key, hello, challenge)):
@@ -248,7 +246,7 @@ class Roster:
         return hello, challenge
 
     def _gone_with_its_server(self, hello: Hello) -> str:
-        """Why a rank cannot go on with the run that it came to at a server before this one; empty if it can."""
+        """Return why a rank cannot continue the run that it joined at an earlier server; empty if it can."""
         joins = hello.run.startswith(JOINS)
         is_unknown = self._first is None and (hello.returns or (joins and not hello.world_size))
         here = self.run or self.numbers.claimed or self.numbers.lost
@@ -262,7 +260,7 @@ class Roster:
         return ""
 
     def take_in(self, peer: bytes, hello: Hello, challenge: bytes, now: float) -> None:
-        """A rank has shown that it holds the key."""
+        """Add a rank that has proved that it holds the key."""
         if self._first is None:
             self._first, self._began = hello, now
             self.joining = hello.run.startswith(JOINS)
@@ -270,10 +268,10 @@ class Roster:
         self.members[hello.rank] = Member(hello.rank, peer, session_key(self._key, hello, challenge), now)
         self._ranks[peer] = hello.rank
 
-    # --- A server that goes on ----------------------------------------------------------------------------------------
+    # --- Saved state -------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """All of it, as plain values; which connections ranks have is not a part of it."""
+        """Return the state as plain values, without the connections of ranks."""
         return {
             "first": msgspec.msgpack.encode(self._first),
             "members": list(self.members),
@@ -290,27 +288,26 @@ class Roster:
         }
 
     def load(self, state: dict[str, Any], now: float) -> None:
-        """Goes on from a `state`. Its ranks count as heard of now."""
+        """Continue from a `state`; its ranks count as seen at ``now``."""
         self._first, self._began = msgspec.msgpack.decode(state["first"], type=Hello), now
         self.lost, self.gone, self.barred = dict(state["lost"]), set(state["gone"]), set(state["barred"])
-        self.barred_hosts = set(state.get("barred_hosts", ()))  # which earlier releases did not know
-        self.wanted_groups = state.get("wanted_groups", 0)  # nor did they keep this
+        self.barred_hosts = set(state["barred_hosts"])
+        self.wanted_groups = state["wanted_groups"]
         self.joining, self.finished = state["joining"], state["finished"]
         self.numbers.given, self.late = state["numbered"], list(state["late"])
         self.formed.load(state)
         self.expect(state["members"], now)
 
     def expect(self, ranks: Sequence[int], now: float) -> None:
-        """These ranks were admitted by the server before this one; they will come again."""
+        """Expect ranks that an earlier server had admitted to reconnect."""
         for rank in ranks:
             self.members.setdefault(rank, Member(rank, b"", b"", now))
 
     def by_peer(self, peer: bytes) -> Member | None:
-        """The admitted rank behind a control connection."""
         return self.members.get(self._ranks.get(peer, -1))
 
     def silent(self, now: float, timeout: float, join_timeout: float) -> list[tuple[int, str]]:
-        """Live ranks that were silent for too long, and how to say so."""
+        """Return the live ranks that were silent for too long, each with a message about it."""
         late = []
         for rank in self.live:
             member = self.members.get(rank)
@@ -322,16 +319,11 @@ class Roster:
         return late
 
     def stalled(self, now: float, timeout: float, contributed: Container[int]) -> list[tuple[int, str]]:
-        """A rank of each group that is alive and has got nothing done for too long, and how to say so.
+        """Return one rank of each group that is alive without progress for too long, with a message about it.
 
-        Members of a group wait for one another, so none of them is blamed, and a group stands still when none gets on.
-        A group with which the run would end is left alone.
-
-        Args:
-            now: seconds.
-            timeout: seconds.
-            contributed: ranks that wait at a synchronization point of all ranks; the others of their group do not wait
-                for them.
+        The members of a group wait for one another, so a group is stalled only if none of its ranks makes progress.
+        Ranks in ``contributed`` wait at a synchronization point of all ranks, and do not count, because the others of
+        their group do not wait for them. Groups whose loss would end the run are skipped.
         """
         late = []
         for group in self.groups:
@@ -345,16 +337,11 @@ class Roster:
         return late
 
     def ends_with(self, group: int) -> bool:
-        """Whether the run would end if this group did."""
+        """Return whether the run would end with this group."""
         return not self.joining and (len(self.groups) == 1 or self.recorder in self.formed.members(group))
 
     def lose(self, rank: int, reason: str, barred: bool = False) -> tuple[int | None, bool]:
-        """Takes a dead rank's group out of the run.
-
-        Args:
-            rank: the dead one.
-            reason: of its death.
-            barred: whether the group is not to join again by itself.
+        """Remove a dead rank's group from the run; if ``barred``, it must not rejoin by itself.
 
         Returns:
             The number of the evicted group, or None; and whether the run is over.

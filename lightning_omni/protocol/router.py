@@ -1,9 +1,9 @@
-"""Which sender may say what: one table, a row a message, and what follows from it.
+"""The table of messages, one row each, and the routing that follows from it.
 
-Rule 1: a message without a row in the table is none; on another channel than its row says it is none, either.
-Rule 2: which rank sent it, and whether that still takes part, is asked before anything else; then how large its payload
-may be, before memory is allocated; then it is handled.
-Rule 3: every answer to a message goes back on the channel that the message came on.
+Rule 1: a message without a row in the table, or on another channel than its row's, is refused.
+Rule 2: the router first checks which rank sent a message and whether that still participates, then the size of its
+payload, before memory is allocated; then the message is handled.
+Rule 3: every answer to a message is sent on the message's channel.
 """
 
 from __future__ import annotations
@@ -41,49 +41,49 @@ from lightning_omni.protocol.training import Training
 
 
 class Role(Enum):
-    """The senders of a message. Each but the first includes an admitted connection on the message's channel."""
+    """The role required of a message's sender. All but the first require an admitted connection on its channel."""
 
     STRANGER = auto()
-    """Any connection, also one that has not been admitted."""
+    """Any connection, even one that has not been admitted."""
     OBSERVER = auto()
-    """A process that holds the key, watches, and is no rank."""
+    """A process that holds the key and observes the run, without being a rank."""
     RANK = auto()
     """An admitted rank."""
     MEMBER = auto()
-    """... that is in a group."""
+    """An admitted rank in a group."""
     LEADER = auto()
-    """... and speaks for it."""
+    """An admitted rank that leads its group."""
     RECORDER = auto()
-    """The rank that speaks for the run: see `Roster.recorder`."""
+    """The recorder: see `Roster.recorder`."""
     SHARD = auto()
     """A server that holds a share of the weights, or an aggregator, which are no ranks."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """What there is to know of a message.
+    """A message's row in the table.
 
     Attributes:
-        message: its type.
-        channel: where it belongs.
-        role: its senders.
-        service: the type of the service that it is for.
-        handle: the method that answers it, called with the service, a `Sender`, the message and the payload; None if
-            the transport makes another message of it.
-        payload: the method that says how many bytes of payload may follow, called with the service, a `Sender` and the
-            message; None if there are none. On the control channel a payload comes in one frame with the message, and
-            the transport bounds it.
-        keeps: whether the payload is kept. If not, its memory is the connection's, and used again once it is answered.
-        resolves: whether others may now get what they have been waiting for.
+        message: type of the message.
+        channel: channel of the message.
+        role: role of its sender.
+        service: type of the service that handles it.
+        handle: method that answers it, called with the service, a `Sender`, the message and the payload; None if the
+            transport converts it to another message.
+        payload: method that returns the size of the payload that may follow, called with the service, a `Sender` and
+            the message; None without payload. On the control channel a payload is in one frame with the message, and
+            the transport limits it.
+        keeps: whether the payload is kept; otherwise its memory belongs to the connection, which reuses it after the
+            answer.
+        resolves: whether pending answers may be possible afterwards.
         when_lost: whether a rank is answered although its group is gone.
         when_over: whether a rank is answered although the run is over.
-        does: of a message of the recorder alone, what it does.
+        does: for a message of the recorder, its effect, as text for an error.
         in_parts: whether each of several servers that hold a share gets a part of it.
-        is_finite: the method that says whether the numbers of such a part are, called as ``handle`` is; None if it has
-            none that must be.
-        check: the method that raises what all servers are to refuse such a part for, called with the service, a
-            `Sender` and the message; None for nothing.
-        on_all_servers: whether the other servers must do it, too, before it is answered.
+        is_finite: method that returns whether such a part is finite, called like ``handle``; None if it need not be.
+        check: method that raises an error if all servers must refuse such a part, called with the service, a `Sender`
+            and the message; None for no check.
+        on_all_servers: whether the other servers must handle it, too, before it is answered.
     """
 
     message: type[m.Message]
@@ -190,7 +190,7 @@ SHARD_TABLE = (
     Row(sm.ShardHeard, CONTROL, Role.SHARD, Coordinator, Coordinator.heard),
     Row(sm.ShardFailed, CONTROL, Role.SHARD, Coordinator, Coordinator.fail),
 )
-"""What a server that coordinates others may receive besides."""
+"""Further messages that a coordinating server may receive."""
 
 AGGREGATORS_TABLE = (
     Row(sm.ShardHello, CONTROL, Role.STRANGER, Aggregators, Aggregators.hello),
@@ -213,21 +213,21 @@ AGGREGATOR_TABLE = (
 
 
 def types_on(channel: m.Channel, rows: Iterable[Row] = TABLE) -> tuple[type[m.Message], ...]:
-    """The messages that belong on a channel, in the order of the table."""
+    """Return the types of the messages on a channel, in the order of the table."""
     return tuple(row.message for row in rows if row.channel == channel)
 
 
 class Router:
-    """Does with each message what its row says.
+    """The router of messages to services, as the table specifies.
 
     Args:
         rows: the table.
-        services: one of each type that the table names.
+        services: one service of each type in the table.
         roster: the ranks of the run.
-        servers: the others that hold a share each, if there are any.
+        servers: the other servers that hold a share each; None for one server.
 
     Raises:
-        ValueError: a message has two rows, or a row no service.
+        ValueError: a message has two rows, or a row has no service.
     """
 
     def __init__(
@@ -252,10 +252,10 @@ class Router:
         }
 
     def decode(self, channel: m.Channel, data: bytes | memoryview) -> m.Message:
-        """Bytes as a message.
+        """Decode a message.
 
         Raises:
-            MalformedMessage: they are none that belongs on this channel.
+            MalformedMessage: the bytes are no message of this channel.
         """
         try:
             message: m.Message = m.decode_with(self._decoders[channel], data, channel)
@@ -266,7 +266,7 @@ class Router:
         return message
 
     def _check_is_for_data(self, data: bytes | memoryview) -> None:
-        """Raises if it is a message for the control port, whose sender was given the wrong port."""
+        """Raise `MalformedMessage` for a control message, whose sender has the wrong port."""
         try:
             m.decode_with(self._decoders[CONTROL], data, CONTROL)
         except MalformedMessage:
@@ -277,10 +277,10 @@ class Router:
         )
 
     def route(self, channel: m.Channel, peer: Peer, message: m.Message, payload: Payload, now: float) -> list[Out]:
-        """Handles a message.
+        """Handle a message.
 
         Raises:
-            ProtocolError: it is not allowed.
+            ProtocolError: the message is not allowed.
         """
         row = self._row(channel, message)
         if row.role is Role.STRANGER or row.role is Role.SHARD:
@@ -302,12 +302,12 @@ class Router:
         return self._handle(row, sender, message, payload)
 
     def _sender(self, channel: m.Channel, peer: Peer, rank: int) -> Sender:
-        """An admitted rank; where members of groups exchange a share each, as it counts at this server."""
+        """Return an admitted rank as a sender; where members exchange a share each, it counts as its leader."""
         counts_as = self._roster.formed.counts_as(rank, self._servers.number) if channel == DATA else rank
         return Sender(peer, counts_as, self._roster.formed.group_of(rank))
 
     def _hold(self, row: Row, sender: Sender, message: Any, payload: Payload) -> list[Out]:
-        """A part of a request, of which other servers have parts, too."""
+        """Check this server's part of a request, and hold it until the other servers have theirs."""
         service = self._services[row.service]
         try:
             self._check(row, sender)
@@ -321,22 +321,16 @@ class Router:
         return self._servers.hold(sender, message, finite, lambda decided: self._handle(row, decided, message, payload))
 
     def relay(self, peer: Peer, rank: int, data: bytes) -> list[Out]:
-        """Handles a control message of a rank that the server which coordinates has handled.
-
-        Args:
-            peer: of the rank.
-            rank: that has said it.
-            data: the message.
-        """
+        """Handle a rank's encoded control message that the coordinating server has handled."""
         message = self.decode(CONTROL, data)
         sender = Sender(peer, rank, self._roster.formed.group_of(rank))
         return self._handle(self._row(CONTROL, message, is_relayed=True), sender, message, b"")
 
     def forward(self, sender: Sender, data: bytes, payload: Payload) -> list[Out]:
-        """Handles a control message that was brought over the data channel, as if it had come over its own.
+        """Handle a control message that arrived on the data channel, as if it had arrived on its own.
 
         Raises:
-            ProtocolError: it is none, or not allowed.
+            ProtocolError: the message is invalid or not allowed.
         """
         message = self.decode(CONTROL, data)
         row = self._row(CONTROL, message)
@@ -345,10 +339,10 @@ class Router:
         return self._handle(row, sender, message, payload)
 
     def check_payload(self, peer: Peer, message: m.Message) -> int:
-        """Bytes of payload that a data message may bring.
+        """Return the size of the payload that may follow a data message.
 
         Raises:
-            ProtocolError: this peer may not send this, or not as much.
+            ProtocolError: this peer may not send the message, or not this many bytes.
         """
         row = self._row(DATA, message)
         if row.payload is None:
@@ -380,7 +374,6 @@ class Router:
         return row.payload(self._services[row.service], sender, message)
 
     def keeps_payload(self, message: m.Message) -> bool:
-        """Whether the payload of a data message is kept."""
         row = self._row(DATA, message)
         return row.keeps or (row.in_parts and self._servers.count > 1)
 
@@ -417,7 +410,7 @@ class Router:
 
 
 def _refusal(rank: int, notice: m.Notice) -> Refused:
-    """A notice, as it is told on the data channel."""
+    """Convert a notice to a refusal for the data channel."""
     if notice.over:
         return Refused("over", notice.reason)
     return Refused("barred" if notice.barred else "lost", f"rank {rank} was evicted: {notice.reason}")

@@ -1,4 +1,4 @@
-"""What all services of one run share. Each run has its own."""
+"""The state of a run that its services share."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from lightning_omni.protocol.time_limits import TimeLimits
 
 
 class RunContext(NamedTuple):
-    """One run, without what its services know of it.
+    """The shared state of one run.
 
     Attributes:
         roster: its ranks and groups.
         shards: master weights, and the methods' server sides.
-        epochs: the epoch that is under way.
-        notes: told of all that happens to the weights.
-        journal: told of what ranks will know, and when the state should be saved.
-        servers: those that hold a share each, which must know of what concerns all of them.
-        limits: for how long ranks are waited for.
-        now: the time of the message that is being handled.
+        epochs: the current epoch.
+        notes: the event log of the weights.
+        journal: the journal of decisions that ranks receive; it also marks when the state should be saved.
+        servers: the servers that hold a share each, to which changes that concern all of them are sent.
+        limits: time limits for waiting for ranks.
+        now: returns the time of the current message.
     """
 
     roster: Roster

@@ -1,7 +1,7 @@
-"""A saved state of the server, read by what is no server: the run as of one moment, in the form of a snapshot.
+"""Reading of a server's saved state outside a server, in the form of a snapshot.
 
-Rule: nothing of the user's is imported for it: no optimizer, no method. Only where several servers hold a share each
-does it need to know whether these treat each number by itself.
+Rule: reading imports no optimizer of the user. The method is needed only if several servers hold a share each, because
+their division depends on whether it treats each element independently.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from lightning_omni.protocol.split import ELEMENTWISE, Split
 
 @dataclass(frozen=True)
 class SavedPart:
-    """What the servers hold of one optimizer.
+    """The state of one optimizer at the servers.
 
     Attributes:
-        weights: of each parameter, by name, in the order of the layout.
-        state: of the optimizer, by places of parameters among these; empty if it steps at the workers.
-        method: what the server side of the method remembers.
-        groups: hyperparameters as of the last push, with the names of the parameters; empty likewise.
+        weights: weights of each parameter by name, in the order of the layout.
+        state: optimizer state, by the places of parameters in ``weights``; empty if the optimizer steps at the workers.
+        method: state of the method's server side.
+        groups: hyperparameters of the last push, with the names of the parameters; empty if the optimizer steps at the
+            workers.
         steps_here: whether the optimizer steps at the server.
     """
 
@@ -46,15 +47,15 @@ class SavedPart:
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A run, as its servers have saved it.
+    """A run as its servers have saved it.
 
     Attributes:
-        cut: the moment.
-        plan: of the epoch that is under way, or was last; None if no data were leased.
-        groups: number of groups that took part.
-        method: as plain data.
-        parts: of each optimizer.
-        run_state: what groups that join are given, see `lightning_omni.strategy.joining`; None if none can.
+        cut: moment of the save.
+        plan: plan of the current or last epoch; None if no data was leased.
+        groups: number of participating groups.
+        method: the method as plain data.
+        parts: state of each optimizer.
+        run_state: state for joining groups, see `lightning_omni.strategy.joining`; None if groups cannot join.
     """
 
     cut: Cut
@@ -66,13 +67,13 @@ class SavedRun:
 
     @classmethod
     def of(cls, states: Sequence[Mapping[str, Any]]) -> SavedRun:
-        """Reads what `ServerCore.state` has said.
+        """Read the states that `ServerCore.state` has returned.
 
         Args:
-            states: of each server, the one that coordinates first; of one moment.
+            states: one state of each server, all of one moment; the coordinating server's is the first.
 
         Raises:
-            ConfigurationError: another release has saved it, or the shares cannot be put together.
+            ConfigurationError: another release has saved them, or the shares cannot be merged.
         """
         first = states[0]
         check_state(first, "release", "use the release of lightning-omni that has saved it")
@@ -111,7 +112,6 @@ def _run_state(services: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _part(part: Mapping[str, Any]) -> SavedPart:
-    """What one server holds of an optimizer."""
     optimizer, weights = part["optimizer"], part["weights"]
     if optimizer is None:
         return SavedPart(weights, {}, part["method"], (), steps_here=False)
@@ -122,12 +122,9 @@ def _part(part: Mapping[str, Any]) -> SavedPart:
 
 
 def _whole(formed: m.Form, shares: Sequence[Mapping[str, Any]], described: Mapping[str, Any] | None) -> SavedPart:
-    """What several servers hold of an optimizer, put together.
+    """Merge the shares that several servers hold of an optimizer.
 
-    Args:
-        formed: says how groups exchange.
-        shares: of each server.
-        described: names and shapes of the parameters.
+    ``described`` has the names and shapes of the parameters; None if they were not saved.
     """
     parts = [_part(share) for share in shares]
     if described is None:
@@ -159,7 +156,7 @@ def _whole(formed: m.Form, shares: Sequence[Mapping[str, Any]], described: Mappi
 def _ranges(
     formed: m.Form, described: Mapping[str, Any], parts: Sequence[SavedPart], optimizer: Mapping[str, Any] | None
 ) -> Split:
-    """How servers divide what one leader exchanges: see `Split.of`."""
+    """Return how servers divide the parameters that one leader exchanges; see `Split.of`."""
     try:
         method = m.method_from_wire(formed.method)
     except OmniError as error:
@@ -184,13 +181,13 @@ def _ranges(
 
 
 def _shaped(value: Any, spec: TensorSpec) -> Any:
-    """What one server has of a parameter that members of a group hold together is flat."""
+    """Return the value in its parameter's shape: a server's part is flat if the members of a group hold it together."""
     is_flat = isinstance(value, Tensor) and value.dim() == 1 and value.numel() == math.prod(spec.shape)
     return value.view(spec.shape) if is_flat else value
 
 
 def _rows(described: Mapping[str, Any], parts: Sequence[SavedPart]) -> Split:
-    """How the members of a group divide parameters that they hold together: whole rows, in their order."""
+    """Return how the members of a group divide parameters that they hold together: whole rows, in their order."""
     if not described["rows"]:
         raise ConfigurationError(
             "the members of a group divide the model otherwise than by rows (tensor parallelism, or replicas), so that"

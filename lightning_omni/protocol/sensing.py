@@ -1,34 +1,34 @@
-r"""Total momentum, sensed at the server: every push and every update of the weights pass here, and nowhere else.
+r"""Estimation of the total momentum at the server, through which every push and every update of the weights passes.
 
-YellowFin's closed loop reads momentum off two steps and the gradient between them, as the median over coordinates:
+YellowFin's closed loop estimates momentum from two steps and the gradient between them, as the median over coordinates:
 
 .. math::
 
     \hat m = \operatorname{median} \frac{x_{t+1} - x_t + \eta g(x_t)}{x_t - x_{t-1}}
 
-which gives the momentum of a synchronous run to rounding. Under asynchrony it misses that the gradient acts with 1 -
-u of the learning rate only, u being the implicit momentum (Theorem 3), and where the weights drift steadily it reads
-the explicit momentum and nothing else. With the explicit momentum m known, the total t of 1 - t = (1 - m)(1 - u) has
-steps D' = t D - (1 - t) η g / (1 - m), and so
+In a synchronous run this equals the momentum up to rounding. With asynchrony it misses that the gradient acts with only
+1 - u of the learning rate, u being the implicit momentum (Theorem 3), and where the weights drift steadily it equals
+the explicit momentum. If the explicit momentum m is known, the total t of 1 - t = (1 - m)(1 - u) has steps D' = t D -
+(1 - t) η g / (1 - m), and therefore
 
 .. math::
 
     \hat t = \operatorname{median} \frac{D' + \kappa \eta g}{D + \kappa \eta g}, \quad \kappa = \frac{1}{1 - m}
 
-which is what is read here. Numerators and denominators are averaged over the last pushes, then divided, then the median
-taken; coordinates whose denominator is 0 are left out.
+which is the estimate here. Numerators and denominators are averaged over the last pushes, then divided, then the median
+is taken; coordinates with a denominator of 0 are left out.
 
-It holds for plain SGD steps, x' = x - η v and v' = m v + g, without Nesterov's look-ahead, dampening or scaling by
-coordinate, with weight decay inside the gradient, and with η and m that change slowly against `MEMORY`. Gradient
-noise does not disturb it in a synchronous run. In an asynchronous one it pulls the reading towards the middle between
-m and 1, the more so the less the gradient changes within the staleness: the longer the memory, the less. A constant
-delay of s updates reads as 1 - 1 / (1 + s) as well: whether staleness is random is for
-`lightning_omni.performance.momentum.implicit_momentum` to say.
+The estimate holds for plain SGD steps, x' = x - η v and v' = m v + g, without Nesterov's look-ahead, dampening or
+scaling by coordinate, with weight decay inside the gradient, and with η and m that change slowly compared with
+`MEMORY`. Gradient noise does not disturb it in a synchronous run. In an asynchronous run, noise pulls it towards the
+middle between m and 1, more so if the gradient changes less within the staleness, and less with a longer memory. A
+constant delay of s updates also yields 1 - 1 / (1 + s): `lightning_omni.performance.momentum.implicit_momentum` reports
+whether staleness is random.
 
-It must cost next to nothing, so the watched coordinates are gathered from flat buffers in one call.
+The cost must be negligible, so the watched coordinates are gathered from flat buffers in one call.
 
-Rule 1: sensing only reads. Weights, gradients and the optimizer are as they would be without it.
-Rule 2: what cannot be sensed (another optimizer than plain SGD, weights that changed by other means) reads as unknown.
+Rule 1: sensing only reads. It does not change weights, gradients or the optimizer.
+Rule 2: the momentum is unknown if the optimizer is not plain SGD, or the weights changed by other means.
 
 References:
     Zhang and Mitliagkas 2019, "YellowFin and the Art of Momentum Tuning", section 4;
@@ -49,17 +49,17 @@ from lightning_omni.methods.master import Master
 from lightning_omni.protocol.layout import DTYPES, Layout
 
 RUNS, RUN = 32, 8
-"""Runs of adjacent weights that are watched, and their length. Each costs about a cache line."""
+"""Number of watched runs of adjacent weights, and their length. Each costs about a cache line."""
 MEMORY = 200
-"""Pushes that the averages reach back."""
+"""Memory of the averages, in pushes."""
 KEEP = 1 - 1 / MEMORY
-"""Weight of the past in them, with each push."""
+"""Factor by which each push decays the averages."""
 FEWEST = 100
-"""Pushes before which nothing is said."""
+"""The fewest pushes for an estimate."""
 LONGEST = 64
-"""Pushes of at most this staleness are counted, in updates; of those that are staler, most are passed over."""
+"""Staleness in updates up to which all pushes are counted; most staler ones are skipped."""
 BATCH = 64
-"""Pushes, or updates, that are counted together: at the push itself numbers are only noted down."""
+"""Number of pushes, or updates, that are counted together; at the push itself, numbers are only copied."""
 
 _Settings = tuple[float, float, float]
 
@@ -68,9 +68,9 @@ _Settings = tuple[float, float, float]
 
 
 def averaged(averages: Tensor, terms: Tensor, keep: float) -> Tensor:
-    """``keep * averages + terms``, both of shape (2, coordinates): what is above the line, and what is below it.
+    """Return ``keep * averages + terms``, both of shape (2, coordinates): numerators and denominators.
 
-    A coordinate that is not finite adds nothing, or its average would stay so.
+    A coordinate that is not finite adds nothing, because its average would stay so.
     """
     if not math.isfinite(float(terms.sum())):
         terms = torch.where(terms.isfinite().all(0), terms, 0.0)
@@ -78,7 +78,7 @@ def averaged(averages: Tensor, terms: Tensor, keep: float) -> Tensor:
 
 
 def median_ratio(averages: Tensor) -> Tensor:
-    """Median over the coordinates of what is above the line by what is below it; NaN if that is 0 everywhere."""
+    """Return the median over the coordinates of numerator by denominator; NaN if all denominators are 0."""
     above, below = averages[:, averages[1] != 0]
     return (above / below).median() if len(below) else averages.new_tensor(math.nan)
 
@@ -87,15 +87,15 @@ def median_ratio(averages: Tensor) -> Tensor:
 
 
 class Sensing:
-    """Senses one optimizer's total momentum.
+    """The estimator of one optimizer's total momentum.
 
-    Each push counts by itself: its gradient against the step that the weights made right after those that it was
-    computed from. So it does not matter how a method merges pushes into updates.
+    Each push counts by itself: its gradient against the step that the weights made right after the weights that it was
+    computed from. So the estimate does not depend on how a method merges pushes into updates.
 
     Args:
         master: the weights and their optimizer.
-        layout: of the weights, and of what is pushed.
-        buffer: the weights, in this layout.
+        layout: layout of the weights and of pushes.
+        buffer: the weights in this layout.
     """
 
     def __init__(self, master: Master, layout: Layout, buffer: Tensor) -> None:
@@ -107,20 +107,20 @@ class Sensing:
 
     @classmethod
     def of(cls, master: Master, layout: Layout, buffer: Tensor) -> Sensing | None:
-        """None if it cannot be sensed: only steps of torch's own SGD can."""
+        """Return an estimator; None unless the optimizer is torch's own SGD."""
         return cls(master, layout, buffer) if type(master.optimizer) is torch.optim.SGD else None
 
     def before(self, read_at: int, present: Sequence[bool], payload: Tensor) -> None:
-        """A push is about to be merged.
+        """Copy the watched coordinates of a push that is about to be merged.
 
         Args:
             read_at: clock of the weights that it was computed from.
             present: one flag for each parameter.
-            payload: the tensors that are present, in their layout.
+            payload: the present tensors, in their layout.
         """
         if self._present is None and not self._draw(present):
             return
-        self._read_weights()  # the last update may have come without a push: a group left those that waited for it
+        self._read_weights()  # the last update may have had no push: a group left others that waited for it
         if read_at <= self._first:
             return
         if len(self._reads) == BATCH:
@@ -136,7 +136,7 @@ class Sensing:
         self._reads.append(read_at)
 
     def after(self) -> None:
-        """It has been merged, and the weights may have been updated."""
+        """Copy the learning rate and the weights after the push was merged."""
         if self._present is None:
             return
         assert self._master.optimizer is not None
@@ -145,34 +145,33 @@ class Sensing:
         self._read_weights()
 
     def grow(self, layout: Layout, buffer: Tensor) -> None:
-        """Parameters came behind the others, and all have moved to another buffer; the same coordinates are watched."""
+        """Continue with the same coordinates in another buffer, after parameters were added at its end."""
         self._layout, self._buffer = layout, buffer
         if self._present is not None:
-            self._present = ()  # to be located once more
+            self._present = ()  # so that the next push locates them again
             self._weights = self._typed(buffer)
 
     def rearrange(self) -> None:
-        """Parameters are in other groups."""
-        self._settings = None
+        self._settings = None  # parameters are in other groups
 
     def forget(self) -> None:
-        """The weights changed by other means than an update: what was noted of them leads nowhere."""
-        self._first = self._master.clock  # of the weights noted first
-        self._rows = 0  # how many are noted
+        """Drop the copied weights and pushes, because the weights changed by other means than an update."""
+        self._first = self._master.clock  # clock of the first copied weights
+        self._rows = 0  # number of copied weights
         self._reads: list[int] = []
         self._rates: list[float] = []
 
     @property
     def averages(self) -> Tensor | None:
-        """What `median_ratio` takes; None while too little has been seen."""
+        """Return the argument of `median_ratio`; None before there are enough pushes."""
         if self._present is not None:
             self._fold()
         return self._averages if self._count >= FEWEST else None
 
-    # --- Which coordinates -------------------------------------------------------------------------------------------
+    # --- Choice of coordinates ---------------------------------------------------------------------------------------
 
     def _draw(self, present: Sequence[bool]) -> bool:
-        """Chooses the coordinates: among parameters that have gradients, or a mostly frozen model would not be seen."""
+        """Choose coordinates among parameters with gradients, because most may be frozen; return False without any."""
         specs = self._layout.specs
         sizes: dict[torch.dtype, int] = {}
         for spec, there in zip(specs, present, strict=True):
@@ -202,7 +201,7 @@ class Sensing:
         return True
 
     def _locate(self, present: Sequence[bool]) -> None:
-        """Where the coordinates are in a payload of these parameters; the others' gradients count as 0."""
+        """Locate the coordinates in a payload of the present parameters; the gradients of the others count as 0."""
         offsets = iter(self._layout.subset(present).offsets)
         starts = torch.tensor([next(offsets) // self._kind.itemsize if there else -1 for there in present])[self._homes]
         self._places = torch.where(starts < 0, 0, starts + self._within)
@@ -213,10 +212,10 @@ class Sensing:
         rest = buffer.numel() % self._kind.itemsize
         return (buffer[:-rest] if rest else buffer).view(self._kind)
 
-    # --- What moves them ---------------------------------------------------------------------------------------------
+    # --- Averages ----------------------------------------------------------------------------------------------------
 
     def _read_weights(self) -> None:
-        """Notes the weights down if there was an update."""
+        """Copy the watched weights if there was an update."""
         clock = self._master.clock
         if self._rows and clock == self._first + self._rows - 1:
             return
@@ -230,7 +229,7 @@ class Sensing:
         self._rows += 1
 
     def _fold(self) -> None:
-        """Counts what is noted: all pushes but those that wait for their update."""
+        """Count all copied pushes, except those that wait for their update."""
         newest = self._first + self._rows - 1
         known = [place for place, read_at in enumerate(self._reads[: len(self._rates)]) if read_at < newest]
         if known and self._learn_rates():
@@ -245,7 +244,7 @@ class Sensing:
         self._reads = [self._reads[place] for place in waiting]
 
     def _terms(self, known: list[int]) -> Tensor:
-        """Sums over these pushes: D' + κ lr g above the line, D + κ lr g below it. Later ones weigh more."""
+        """Return the numerators D' + κ lr g and denominators D + κ lr g, summed over pushes; later ones weigh more."""
         above, below, decaying = [0.0] * self._rows, [0.0] * self._rows, [0.0] * self._rows
         acting, weight = [0.0] * len(self._reads), 1.0
         for place in reversed(known):
@@ -264,10 +263,10 @@ class Sensing:
         return torch.tensor([above, below], dtype=torch.float64) @ seen + self._scale * pushed
 
     def _learn_rates(self) -> bool:
-        """How much a gradient acts, coordinate by coordinate; False if these are no plain steps.
+        """Read how strongly gradients act on each coordinate; return False unless the steps are plain.
 
-        With the first parameter group's learning rate, which a method may scale from push to push, as the unit it is
-        lr / (1 - m). Weight decay is part of the gradient at the weights that this was computed from.
+        The unit is the learning rate of the first parameter group, which a method may scale with each push; in this
+        unit the factor is lr / (1 - m). Weight decay is part of the gradient at the weights that it was computed from.
         """
         assert self._master.optimizer is not None
         groups = self._master.optimizer.param_groups
@@ -289,7 +288,7 @@ class Sensing:
 
 
 def total_momentum(sensings: Iterable[Sensing | None]) -> float | None:
-    """The total momentum, as the median over all that is watched; None while it is unknown."""
+    """Return the total momentum, the median over all watched coordinates; None while it is unknown."""
     known = [sensing.averages for sensing in sensings if sensing is not None]
     parts = [averages for averages in known if averages is not None]
     reading = float(median_ratio(torch.cat(parts, dim=1))) if parts else math.nan
@@ -297,7 +296,7 @@ def total_momentum(sensings: Iterable[Sensing | None]) -> float | None:
 
 
 def _plain_steps(group: Mapping[str, Any]) -> _Settings | None:
-    """Learning rate, momentum and weight decay; None if the steps are not x' = x - lr v, v' = m v + g."""
+    """Return learning rate, momentum and weight decay; None unless the steps are x' = x - lr v, v' = m v + g."""
     settings = (group["lr"], group["momentum"], group["weight_decay"])
     if group["nesterov"] or group["dampening"] or group["maximize"]:
         return None

@@ -1,10 +1,11 @@
-"""The server's state machine: messages and the time go in, messages come out. No sockets, clocks or threads.
+"""The server's state machine: messages and times are its input, messages its output. No sockets, clocks or threads.
 
-Here its services are put together. What a message is, which rank may send it and which service handles it stands in the
-table in `router`; what happens when groups are formed or end, in `membership`; everything else is the services' own.
+This module assembles the services. The table in `router` specifies the messages, their senders and their services;
+`membership` handles the forming and the end of groups; the services do everything else.
 
-Rule 1: a peer that has not been admitted may say what the table lets a stranger say; all else is refused and counted.
-Rule 2: the outgoing weights are the live ones: the driver sends (or copies) them before the next message in.
+Rule 1: a peer that has not been admitted may only send the table's messages of strangers; others are refused and
+counted.
+Rule 2: the outgoing weights are the live ones: the driver sends (or copies) them before the next message.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from lightning_omni.protocol.time_limits import TimeLimits
 from lightning_omni.protocol.training import Training
 
 STRANGE = ("stranger", "key", "malformed")
-"""Codes of refusals that are counted: their receivers are no ranks of the run, or send what cannot be read."""
+"""Codes of refusals that are counted, because their receivers are no ranks of the run, or send invalid messages."""
 
 
 class ServerCore:
@@ -56,37 +57,37 @@ class ServerCore:
 
     Args:
         key: the run's shared secret.
-        random: draws that many random bytes (nonces).
+        random: returns a number of random bytes (nonces).
         heartbeat_timeout: seconds, ``heartbeat`` of `TimeLimits`.
         joined_heartbeat_timeout: its ``joined_heartbeat``.
         progress_timeout: its ``progress``; infinite for never.
         join_timeout: its ``join``.
-        resolve: finds the class of an optimizer's class path.
-        resolve_module: finds the class of a merged head's module.
-        clock: tells the time that its arithmetic takes, in seconds; None if it takes none, in virtual time.
-        record: told of everything that happens to the weights, in order.
-        rows: messages beside those of the table, for ...
-        services: ... services of your own. Each is a class that is made once for every run, with this core.
+        resolve: returns the class of an optimizer's class path.
+        resolve_module: returns the class of a merged head's module.
+        clock: returns seconds, to measure the server's arithmetic; None if this takes no time, as in virtual time.
+        record: function that takes every event of the weights, in order.
+        rows: messages in addition to the table, for ``services``.
+        services: your own services. Each is a class that is constructed once for every run, with this core.
         shards: servers that hold a share of the weights each, this one among them.
         shard: which of them this is; number 0 coordinates the others.
         adds_up: whether it holds no weights, but adds up what groups push for another one: an aggregator.
 
     Attributes:
-        journal: what has happened since the state was saved; what saves it (`state`) says where that is written.
-        patience: seconds for which ranks look for this server again when it is gone, for another one will go on; what
-            saves its state sets it. 0 if none will.
-        goes_on: whether it has gone on with the run of a server before it.
-        on_save: where this server holds a share, called when the one that coordinates says that all save their state
-            now, with the number of this save.
-        on_run_over: called when the one that coordinates says that the run is over, before it is forgotten here.
+        journal: journal of decisions since the state was saved; the code that saves the `state` sets its destination.
+        patience: seconds for which ranks look for this server again when it is gone, because another one will continue;
+            the code that saves its state sets it. 0 if no server will.
+        goes_on: whether it has continued the run of an earlier server.
+        on_save: called on a server that holds a share, with the number of the save, when the coordinating server
+            requests that all save their state.
+        on_run_over: called when the coordinating server reports the end of the run, before this server forgets the run.
         key: the run's shared secret.
-        limits: for how long it waits for ranks.
-        data_port: told to every admitted rank; the driver of the machine sets it, and so does it ...
-        about: ... this, which is told to processes that watch: what there is to know of the server's process. And ...
-        began: ... this: see `lightning_omni.protocol.messages.Welcome`.
+        limits: time limits for waiting for ranks.
+        data_port: port reported to every admitted rank; the driver sets it.
+        about: returns a description of the server's process for observers; the driver sets it.
+        began: see `lightning_omni.protocol.messages.Welcome`; the driver sets it.
         strangers: messages refused because they were malformed or their sender had not been admitted.
         roster: the ranks of the run.
-        notes: tells the recorder.
+        notes: the event log of the weights.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class ServerCore:
     ) -> None:
         self.key = key
         self._random = random
-        # Of ranks that are silent the server that coordinates tells the others.
+        # The coordinating server reports silent ranks to the others.
         self.limits = (
             TimeLimits()
             if shard > 0 or adds_up
@@ -149,7 +150,7 @@ class ServerCore:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets the run; the next one may come."""
+        """Forget the run, so that the next one may begin."""
         self._now, self.roster, self.goes_on = 0.0, Roster(self.key), False
         self._shards, self._epochs, servers = HeldShards(), Epochs(self.journal), self.servers
         self.notes = Notes(self._record, self._shards, self._epochs, self._last_now, servers.count)
@@ -166,7 +167,7 @@ class ServerCore:
         self._observation = RunObservation(
             run, self._monitoring, self._observers, lambda: self._membership.over, self._description
         )
-        # In the order in which they are told what concerns all.
+        # The services are notified in this order.
         services: list[Service] = [
             servers,
             self._synchronization,
@@ -192,25 +193,21 @@ class ServerCore:
             admission = self._admission
             servers.watch(lambda rank: admission.data_connection(rank) is not None)
 
-    # --- What drives the machine -------------------------------------------------------------------------------------
+    # --- Called by the driver ----------------------------------------------------------------------------------------
 
     def decode(self, channel: m.Channel, data: bytes | memoryview) -> m.Message:
-        """Bytes that came in as a message.
-
-        Args:
-            channel: the channel that they came on.
-            data: one encoded message.
+        """Decode a message of a channel.
 
         Raises:
-            MalformedMessage: they are no message that belongs there.
+            MalformedMessage: the bytes are no message of this channel.
         """
         return self._router.decode(channel, data)
 
     def check_payload(self, peer: Peer, message: m.Message) -> int:
-        """Bytes of payload that a data message may bring; asked before any memory is allocated for them.
+        """Return the size of a data message's payload, before memory is allocated for it.
 
         Raises:
-            ProtocolError: this peer may not send this, or not as much.
+            ProtocolError: this peer may not send the message, or not this many bytes.
         """
         try:
             return self._router.check_payload(peer, message)
@@ -219,18 +216,13 @@ class ServerCore:
             raise
 
     def keeps_payload(self, message: m.Message) -> bool:
-        """Whether a data message's payload is kept; if not, its memory may be used again once it is answered."""
+        """Return whether a data message's payload is kept; if not, its memory may be reused after the answer."""
         return self._router.keeps_payload(message)
 
     def receive(self, channel: m.Channel, peer: Peer, message: m.Message, payload: Payload, now: float) -> list[Out]:
-        """A message came in.
+        """Handle a message and its payload, and return the messages to send.
 
-        Args:
-            channel: the channel that it came on.
-            peer: the connection that it came from.
-            message: the message.
-            payload: the bytes behind it.
-            now: seconds, on any clock that only goes forward.
+        ``now`` is in seconds on any monotonic clock.
         """
         self._pass_time(self._now if self.servers.number else now)
         self._monitoring.begin(message)
@@ -245,11 +237,7 @@ class ServerCore:
             return self._sent([Out(peer, channel, m.RefusedMessage(code="protocol", reason=str(error)))])
 
     def follow(self, message: m.Message) -> list[Out]:
-        """The server that coordinates has said something, to this one that holds a share.
-
-        Args:
-            message: see `lightning_omni.protocol.shard_messages.ToShard`.
-        """
+        """Handle a message of the coordinating server, on a server that holds a share."""
         servers = self.servers
         assert isinstance(servers, (Follower, Aggregator))
         if not isinstance(message, sm.Told):
@@ -258,7 +246,7 @@ class ServerCore:
         self._monitoring.begin(message)
         out = self._done_also(servers, message)
         servers.done()
-        if isinstance(message, (sm.Admit, sm.Relay)):  # a rank waits for it
+        if isinstance(message, (sm.Admit, sm.Relay)):  # a rank waits for this report
             servers.report()
         return self._sent(out)
 
@@ -273,12 +261,7 @@ class ServerCore:
         return self._sent(self.servers.answered(message, payload))
 
     def shard_hello(self, address: str, nonce: bytes) -> sm.ShardHello:
-        """What this server says first to the one that coordinates.
-
-        Args:
-            address: of its own data socket, as ranks can reach it.
-            nonce: random bytes.
-        """
+        """Return this server's first message to the coordinating server, with its data socket's address for ranks."""
         servers = self.servers
         shard, shards = (0, 0) if isinstance(servers, Aggregator) else (servers.number, servers.count)
         return sm.ShardHello(version=m.VERSION, shard=shard, shards=shards, address=address, nonce=nonce)
@@ -299,7 +282,7 @@ class ServerCore:
                 self._training.resume(message.rank)
             case sm.Admit():
                 self.roster.take_in(_peer_of(message.hello.rank), message.hello, message.challenge, self._now)
-                self.roster.joining = self.roster.can_go_on = message.joins  # the coordinator says when it is over
+                self.roster.joining = self.roster.can_go_on = message.joins  # the coordinator reports the end
             case sm.Relay():
                 return self._router.relay(_peer_of(message.rank), message.rank, message.message)
             case sm.Lose():
@@ -309,7 +292,7 @@ class ServerCore:
             case sm.Redo():
                 self._persistence.redo(message.entry)
             case sm.RunOver(reason=""):
-                if self.roster.run:  # unless it was seen here before it was told
+                if self.roster.run:  # else this server has seen the end first
                     self.on_run_over()
                 self.reset()
             case sm.RunOver():
@@ -330,36 +313,36 @@ class ServerCore:
         return out + self.servers.drain()
 
     def handed_over(self) -> None:
-        """The answers to the last message are with the socket; if it was a push, it has taken until now."""
+        """Stop measuring the last message, whose answers have been passed to the socket."""
         self._monitoring.end()
 
     def refuse(self, channel: m.Channel, peer: Peer, reason: str) -> list[Out]:
-        """Bytes came in that are no message: counted, and answered with the reason."""
+        """Count bytes that are no message, and answer with the reason."""
         self.strangers += 1
         return [Out(peer, channel, m.RefusedMessage(code="malformed", reason=reason))]
 
     def tick(self, now: float) -> list[Out]:
-        """Time passes: a method goes on at a moment that it asked for, ranks that were silent for too long are lost."""
-        if self.servers.number:  # the server that coordinates says what time has brought
+        """Pass the time: methods continue at requested times, and ranks that were silent for too long are lost."""
+        if self.servers.number:  # the coordinating server handles time limits
             return self._sent(self.servers.tick(now))
         self._pass_time(now)
         self._monitoring.tick(now)
         self._observation.tick(now)
-        # What a method answers has to be with the socket before the loss of a rank can move the weights again.
+        # A method's answers must be passed to the socket before the loss of a rank can change the weights again.
         out = self._training.expire(now) or self._membership.tick(now)
         return self._sent(out + self.servers.tick(now))
 
     @property
     def due(self) -> float:
-        """When a method wants `tick` to be called, on the clock of ``now``; infinite for never."""
+        """Return the time at which a method needs a `tick`, on the clock of ``now``; infinite for never."""
         return math.inf if self.servers.number else self._training.due
 
     def lose(self, rank: int, reason: str) -> list[Out]:
-        """A rank is dead: its group is evicted, and no rank waits for it any more."""
+        """Evict the group of a dead rank; no rank waits for it any more."""
         return self._sent(self._membership.lose(rank, reason))
 
     def hang_up(self, peer: Peer) -> list[Out]:
-        """A control connection has ended, and its rank did not say goodbye."""
+        """Handle the end of a control connection without a goodbye."""
         self._observers.forget(peer)
         self.roster.numbers.withdraw(peer)
         return self._sent(self._membership.hang_up(peer) + self.servers.hang_up(peer))
@@ -371,58 +354,53 @@ class ServerCore:
             return self._sent([])
         return self._sent(self._membership.end(f"the parameter server failed: {reason}"))
 
-    # --- A server that goes on ----------------------------------------------------------------------------------------
+    # --- Saved state -------------------------------------------------------------------------------------------------
 
     @property
     def has_state(self) -> bool:
-        """Whether a run is under way of which `state` holds everything."""
+        """Return whether a run is under way that `state` can represent completely."""
         return bool(self._shards.all) and not self._shards.heads and not self.over and not self.is_over
 
     @property
     def is_quiet(self) -> bool:
-        """Whether no group waits for the answer to a push: then nothing is under way that a state cannot hold."""
+        """Return whether no group waits for the answer to a push, so that a state represents all activity."""
         return self._training.all_answered
 
     @property
     def missing(self) -> int:
-        """Pushes that a server before this one has answered, and that came after its last save."""
+        """Return the number of pushes that an earlier server has answered after its last save."""
         return self._training.missing
 
     def state(self) -> dict[str, Any]:
-        """All that another server needs to go on with the run: plain values and tensors, the live ones.
+        """Return the state from which another server can continue the run, as plain values and live tensors.
 
-        Between two messages only, and if `has_state`. What ranks are told from then on goes into the `journal`.
+        It may be called between two messages, if `has_state`. Later decisions that ranks receive are written to the
+        `journal`.
         """
         return self._persistence.state()
 
     def save_shares(self, number: int) -> None:
-        """The other servers, which hold a share each, save theirs as of this moment.
+        """Request that the other servers, which hold a share each, save their states of this moment.
 
-        Args:
-            number: of this save, another one each time.
+        ``number`` is the number of this save, different each time.
         """
         self.servers.send_to_all(sm.Save(number=number))
 
     def share_ended(self, number: int, how: str) -> None:
-        """The process of another server, which is to hold a share, has ended: it is not awaited if it has not come.
-
-        Args:
-            number: of that server.
-            how: it has ended.
-        """
+        """Record the end of another server's process; see `Coordinator.ended`."""
         assert isinstance(self.servers, Coordinator)
         self.servers.ended(number, how)
 
     def load(self, state: Mapping[str, Any], journal: Iterable[Entry], now: float) -> None:
-        """Goes on with a run: weights and what is trained are those of a state, what ranks were told is not unsaid.
+        """Continue a run with the weights of a state, and with all decisions that ranks have received since.
 
         Args:
-            state: from `state`, of a server that is no more.
-            journal: what has been written there since.
-            now: seconds, on the clock of this server.
+            state: the `state` of a server that is gone.
+            journal: the journal that this server has written since.
+            now: seconds on the clock of this server.
 
         Raises:
-            ConfigurationError: it is no state that this server can go on from.
+            ConfigurationError: this server cannot continue from the state.
         """
         check_state(state, "server", "start the server in an empty directory")
         self.reset()
@@ -430,28 +408,29 @@ class ServerCore:
         self._persistence.load(state, journal, now)
         self._pass_time(now)
 
-    # --- How it goes -------------------------------------------------------------------------------------------------
+    # --- Status ------------------------------------------------------------------------------------------------------
 
     @property
     def over(self) -> str:
-        """Why the run cannot go on, or an empty string."""
+        """Return why the run cannot continue, or an empty string."""
         return self._membership.over
 
     @property
     def is_over(self) -> bool:
-        """Whether a run took place and all its ranks are gone."""
+        """Return whether a run took place and all its ranks are gone."""
         return self.roster.is_over
 
     @property
     def generation(self) -> int:
-        """Counts the formings of groups, as the recorder does."""
+        """Return the recorder's count of formings of groups."""
         return self._membership.generation
 
     @property
     def peers(self) -> list[Peer]:
-        """Control connections of the ranks that have not left, of other servers, and of processes that watch.
+        """Return the control connections of ranks that have not left, of other servers, and of observers.
 
-        Also of those that asked for a place, and were displaced by others that watch: it must be seen if they end.
+        They include groups that have requested rank numbers, even if further observers have displaced them, because the
+        end of these connections must be noticed.
         """
         if self.servers.number:
             return []
@@ -460,11 +439,11 @@ class ServerCore:
 
     @property
     def attached(self) -> set[Peer]:
-        """Data connections of ranks that are still here."""
+        """Return the data connections of ranks that have not left."""
         return self._admission.attached
 
     def is_admitted(self, channel: m.Channel, peer: Peer) -> bool:
-        """Whether a connection is that of an admitted rank or server, or of a process that watches."""
+        """Return whether a connection is that of an admitted rank, server or observer."""
         if channel == m.CONTROL and (peer in self.servers.peers or self._observers.has(peer)):
             return True
         if channel == m.DATA and peer in self.servers.data_peers:
@@ -472,43 +451,42 @@ class ServerCore:
         return self._admission.find(channel, peer) is not None
 
     def is_watching(self, peer: Peer) -> bool:
-        """Whether a control connection is that of a process that was let in and is no rank."""
+        """Return whether a control connection is that of an admitted observer."""
         return self._observers.has(peer)
 
     def data_connection(self, rank: int) -> tuple[Peer, bytes] | None:
-        """A rank's data connection, and the secret that has opened it; None if it has none, or is gone."""
+        """Return a rank's data connection, and the secret that has opened it; None if it has none, or is gone."""
         return self._admission.data_connection(rank)
 
     @property
     def shards(self) -> list[Shard]:
-        """What it holds, one for each optimizer."""
+        """Return the shard of each optimizer."""
         return self._shards.all
 
     @property
     def clock(self) -> int:
-        """Updates applied so far, over all optimizers. Those of a merged head belong to updates of the body."""
+        """Return the updates so far, over all optimizers. Those of a merged head belong to updates of the body."""
         return self._shards.clock
 
     def status(self, sent: float) -> m.Status:
-        """How the run goes; ``sent`` is as in `lightning_omni.protocol.messages.Status`."""
+        """Return the status of the run; ``sent`` is as in `lightning_omni.protocol.messages.Status`."""
         return self._monitoring.status(sent)
 
     def overview(self) -> m.Overview:
-        """How the run goes, with all that there is to be seen of it."""
         return self._observation.overview()
 
     @property
     def now(self) -> float:
-        """The time of the last message, or of the last `tick`, on the clock of these."""
+        """Return the time of the last message or `tick`, on the clock of these."""
         return self._now
 
     @property
     def happenings(self) -> Sequence[Happening]:
-        """What happened to the run, up to this moment."""
+        """Return the log of the run, up to this moment."""
         return self._observation.happenings
 
     def locate(self, peer: Peer, host: str) -> None:
-        """A rank's control connection comes from this address."""
+        """Store the address from which a rank's control connection comes."""
         if (member := self.roster.by_peer(peer)) is not None:
             member.host = host
 
@@ -521,17 +499,17 @@ class ServerCore:
 
     @property
     def missing_servers(self) -> int:
-        """Of the servers that are to hold a share, those that have not come yet: until then ranks wait to join."""
+        """Return the number of servers with a share that have not joined yet; ranks wait for them before they join."""
         return self.servers.missing if isinstance(self.servers, Coordinator) else 0
 
     @property
     def knows_run(self) -> bool:
-        """Whether it knows how the run goes, and not just what is told to servers that hold a share."""
+        """Return whether it has the status of the whole run, unlike servers that only hold a share."""
         return self.servers.number == 0
 
     @property
     def gone(self) -> str:
-        """Which server that holds a share is gone for good, so that no run can be served; or an empty string."""
+        """Return which server that holds a share is lost, so that no run can be served; or an empty string."""
         return self.servers.gone if isinstance(self.servers, Coordinator) else ""
 
     def _description(self) -> m.ServerDescription:
@@ -553,5 +531,5 @@ class ServerCore:
 
 
 def _peer_of(rank: int) -> Peer:
-    """A rank's control connection, at a server that has none."""
+    """Return a stand-in for a rank's control connection, at a server without control connections to ranks."""
     return b"\0%d" % rank

@@ -1,7 +1,7 @@
-"""What the services of the server have in common: the sender of a message, what is sent back, what all of them hear of.
+"""The base of the server's services, with the sender of a message and the answers.
 
-A service is one part of the server with a state of its own. It answers the messages that the table in `router` gives
-it, and it is told when groups are formed and when one ends. It knows other services only through what it is given.
+A service is a part of the server with its own state. It answers the messages that the table in `router` assigns to it,
+and is notified when groups are formed, join or end. It reaches other services only through its constructor's arguments.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Payload = bytes | Tensor
 
 
 class Out(msgspec.Struct, frozen=True):
-    """A message to be sent, with the parts of its payload.
+    """A message to send, with the parts of its payload.
 
     Attributes:
-        may_take_long: whether its receiver alone waits for it, so that what others are sent may come first.
+        may_take_long: whether only its receiver waits for it, so that messages to others may be sent first.
     """
 
     peer: Peer
@@ -39,13 +39,13 @@ class Sender(NamedTuple):
     """The sender of a message, as far as it is known.
 
     Attributes:
-        peer: the connection that it came from.
-        rank: the admitted rank behind it, or -1.
-        group: the group that this rank is in, or -1.
-        finite: whether the numbers of what it sent are finite in all parts, of which this server has one; None if this
-            is all there is.
-        elsewhere: of a push that comes in parts, for each other server which entries of its share have a tensor; empty
-            for those where all do.
+        peer: connection of the message.
+        rank: the admitted rank, or -1.
+        group: number of this rank's group, or -1.
+        finite: whether all parts of the request are finite, of which this server has one; None for a request in one
+            part.
+        elsewhere: for a push in parts, for each other server: which entries of its share have a tensor; empty for a
+            server where all have one.
     """
 
     peer: Peer
@@ -56,31 +56,16 @@ class Sender(NamedTuple):
 
 
 class Service:
-    """Base of the services: what they are told of beside their messages."""
+    """The base of all services, with the notifications that each receives besides its messages."""
 
     def form(self, topology: Topology, method: Method, message: m.Form) -> None:
-        """Groups are formed.
-
-        Args:
-            topology: the groups.
-            method: what they follow.
-            message: as the recorder has sent it.
-        """
+        """Start with new groups and their method; ``message`` is the recorder's."""
 
     def join(self, group: int, ranks: tuple[int, ...]) -> None:
-        """A group more takes part; the others go on as they are.
-
-        Args:
-            group: its number.
-            ranks: of its members.
-        """
+        """Add a group; the others are unchanged."""
 
     def evict(self, group: int, lost: bool) -> list[Out]:
-        """A group takes no part any more: no rank waits for it.
-
-        Args:
-            group: number of the group.
-            lost: whether it is dead; else it has left in good order.
+        """Remove a group, which no rank waits for any more; unless ``lost``, it has left in order.
 
         Returns:
             The answers that were waiting for that group.
@@ -88,29 +73,29 @@ class Service:
         return []
 
     def resolve_pending(self) -> list[Out]:
-        """The answers that were waiting for something that has come true."""
+        """Return the pending answers whose condition is met."""
         return []
 
     def state(self) -> Any:
-        """What another server needs to go on: plain values and tensors, the live ones. None if it needs nothing."""
+        """Return the state from which another server continues, as plain values and live tensors; None without one."""
         return None
 
     def load(self, state: Any) -> None:
-        """Goes on from a `state`, which is not None."""
+        """Continue from a `state`, which is not None."""
 
 
 def nbytes_of(payload: Payload) -> int:
-    """Size of a payload."""
+    """Return the size of a payload in bytes."""
     return payload.numel() if isinstance(payload, Tensor) else len(payload)
 
 
 def bytes_of(payload: Payload) -> bytes:
-    """A payload as bytes."""
+    """Return a payload as bytes."""
     return payload.numpy().tobytes() if isinstance(payload, Tensor) else payload
 
 
 def as_tensor(payload: Payload) -> Tensor:
-    """A payload as a tensor of bytes."""
+    """Return a payload as a tensor of bytes."""
     if isinstance(payload, Tensor):
         return payload
     return torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(0, dtype=torch.uint8)

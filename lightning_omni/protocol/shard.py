@@ -1,7 +1,7 @@
-"""One optimizer's master weights at the server: pushes in, answers out.
+"""One optimizer's master weights at the server, with the merging of pushes and the tensors of answers.
 
-Rule 1: staleness is counted by the method, against the clock kept in `Master`, and recorded in `counts` alone.
-Rule 2: a push with a NaN or an infinity in it is refused and counted, never applied.
+Rule 1: the method counts staleness against the clock in `Master`, and only `counts` records it.
+Rule 2: a push that contains a NaN or an infinity is refused and counted, never applied.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from lightning_omni.protocol.structure import Structure, Structures, read_struct
 from lightning_omni.protocol.wire_format import RAW, Memory, WireFormat, decode
 
 ROOM = 1 << 30
-"""Bytes that parameters which come in mid-run may take, beyond those that the run announced."""
+"""The most bytes of parameters added during a run, beyond the announced ones."""
 MOST_SERVERS = 1 << 12
-"""Servers that one may stand for."""
+"""The most servers that one may represent."""
 _STATES = 4
-"""Times the size of the weights, with which parameters and their optimizer state are brought at most."""
+"""The most bytes of an upload of added parameters and their optimizer state, as a multiple of the weights' bytes."""
 
 
 class GroupHistory(NamedTuple):
-    """Numbers of the groups of a run, as it came about.
+    """The numbers of all groups of a run.
 
     Attributes:
-        formed: those that were formed at once.
-        joined: those that have joined later, in their order.
-        gone: of both, those that take part no more.
+        formed: groups that were formed together.
+        joined: groups that have joined later, in order.
+        gone: groups of either kind that do not participate any more.
     """
 
     formed: Sequence[int]
@@ -51,24 +51,24 @@ class GroupHistory(NamedTuple):
 
 
 class Shard:
-    """Master weights of one optimizer, in one flat buffer, with the server side of the method.
+    """The master weights of one optimizer in one flat buffer, with the server side of the method.
 
     Args:
         description: the optimizer, from `lightning_omni.methods.master.describe`; None if it steps at the workers.
         weights: initial value of each of its parameters; copied.
-        clock: updates that these already contain.
+        clock: number of updates that these already contain.
         method: the method.
-        groups: numbers of the groups that take part.
-        resolve: finds the class of the optimizer's class path.
-        state: of the method's server side, to go on from.
-        room: bytes that parameters which come in mid-run may take.
-        sizes: numbers of parameters of each version of the layout; by default this is the first one.
-        servers: whose shares this is together, where one stands for several, as in a simulation.
+        groups: numbers of the participating groups.
+        resolve: returns the class of the optimizer's class path.
+        state: state of the method's server side to continue from.
+        room: the most bytes of parameters added during the run.
+        sizes: number of parameters of each version of the layout; empty if this is the first version.
+        servers: number of servers whose shares this represents together, as in a simulation.
 
     Attributes:
-        counts: what came of pushes to it.
+        counts: counts of its pushes.
         is_head: whether its gradients are computed here, and no group pushes any.
-        sensing: senses the total momentum; None if it cannot be, or is not to be.
+        sensing: estimator of the total momentum; None if it cannot be estimated.
     """
 
     is_head = False
@@ -117,10 +117,10 @@ class Shard:
         self._goes_on = False
         self.sensing = self._new_sensing(method)
 
-    # --- A server that goes on ----------------------------------------------------------------------------------------
+    # --- Saved state -------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """All of it: plain values and tensors. The tensors are the live ones."""
+        """Return the state as plain values and live tensors."""
         names: dict[Tensor, str] = {parameter: name for name, parameter in self.master.parameters.items()}
         optimizer = self.master.optimizer
         return {
@@ -137,18 +137,11 @@ class Shard:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], method: Method, groups: GroupHistory, resolve: Resolve) -> Shard:
-        """A shard that goes on from a `state`.
-
-        Args:
-            state: its tensors are copied.
-            method: the method.
-            groups: that take part.
-            resolve: as in the constructor.
-        """
+        """Rebuild a shard from a `state`, whose tensors are copied."""
         where = state["weights"], int(state["clock"]), method, groups.formed, resolve
         more = {"sizes": state["sizes"], "servers": int(state.get("servers", 1))}
         shard = cls(state["optimizer"], *where, room=int(state["room"]), **more)
-        # As it came about: what a method computes when groups are formed may depend on how many there were.
+        # The history is repeated, because a method may compute values from the number of groups when they are formed.
         for group in groups.joined:
             shard.method_side.join(group)
         for group in groups.gone:
@@ -160,14 +153,14 @@ class Shard:
         return shard
 
     def change_method(self, method: Method, groups: Iterable[int]) -> None:
-        """New groups, or another method: its server side starts afresh on the same weights."""
+        """Start a new server side of the method on the same weights, for new groups or another method."""
         self.method_side = method.server_side(self.master, groups)
         self._answers = RAW
         self.structures.form()
         self.counts.form()
         self._mean.clear()
         self._averaging = {}
-        self.sensing = self._new_sensing(method)  # other groups, other staleness
+        self.sensing = self._new_sensing(method)  # staleness differs with other groups
 
     def _new_sensing(self, method: Method) -> Sensing | None:
         if self.is_head or method.steps_at != "server":
@@ -177,31 +170,27 @@ class Shard:
     # --- Parameters and their groups ---------------------------------------------------------------------------------
 
     def layout_of(self, group: int) -> Layout:
-        """How the parameters that a group knows lie in what it sends and gets."""
+        """Return the layout of the parameters that a group has, for its pushes and answers."""
         return self._layouts[self.structures.of(group).size]
 
     def check_room(self, nbytes: int) -> None:
-        """Raises `Refused` if that many bytes cannot come with parameters that are new to a group."""
-        # Those that other groups have brought are brought once more; and each may bring some optimizer state.
+        """Raise `Refused` if this many bytes of parameters that are new to a group are too many."""
+        # Each group uploads parameters that other groups have added, too, perhaps with optimizer state.
         if nbytes > _STATES * (self._room + self.layout.nbytes):
             raise Refused("structure", f"{nbytes} bytes came with added parameters, and {self._room} are left for such")
 
     def restructure(self, group: int, tree: Any) -> int:
-        """A group's optimizer has other parameter groups than before, or more parameters.
-
-        Args:
-            group: number of the group.
-            tree: see `read_structure`.
+        """Change a group's optimizer to other parameter groups, or more parameters; see `read_structure` for the tree.
 
         Returns:
             The place of the first parameter that is new to the group.
 
         Raises:
-            ProtocolError: it cannot be followed; nothing has changed.
+            ProtocolError: the change cannot be followed; nothing has changed.
         """
         known = self.structures.of(group).size
         structure, groups, weights, state = read_structure(tree, known)
-        if self.master.optimizer is None:  # it steps at the workers, each of which knows its own parameter groups
+        if self.master.optimizer is None:  # it steps at the workers, which have the parameter groups
             structure = Structure(structure.size, ())
         specs, here = specs_of(weights), self.layout.specs[known : structure.size]
         for mine, theirs in zip(here, specs, strict=False):
@@ -284,7 +273,7 @@ class Shard:
             self.sensing.rearrange()
 
     def _in_newest(self, message: PushMessage, known: Structure) -> Sequence[Mapping[str, Any]]:
-        """A push's hyperparameters, for the server's parameter groups; as last heard for those it does not know."""
+        """Return hyperparameters for the server's parameter groups: the push's, or the last ones where it has none."""
         newest = self.structures.newest
         if known == newest:
             self._settings = list(message.hyperparameters)
@@ -296,11 +285,11 @@ class Shard:
     # --- Pushes ------------------------------------------------------------------------------------------------------
 
     def layout_of_push(self, group: int, message: PushMessage) -> Layout:
-        """How a push's tensors lie in flat memory.
+        """Return the layout of a push's tensors in flat memory.
 
         Raises:
-            MalformedMessage: another version of the layout than the group has said, no such fragment, or a wrong number
-                of parameters.
+            MalformedMessage: the push has another version of the layout than its group, an invalid fragment, or a wrong
+                number of parameters.
         """
         known = self.layout_of(group)
         if message.layout != known.version:
@@ -316,7 +305,7 @@ class Shard:
         return known.subset(message.present)
 
     def _check_fragment(self, message: PushMessage) -> int:
-        """Returns into how many fragments the parameters are cut."""
+        """Check the fragment of a push, and return the number of fragments."""
         of = self.method_side.method.fragments
         if not (message.fragment == -1 if of == 1 else 0 <= message.fragment < of):
             raise MalformedMessage(f"the push is of fragment {message.fragment}, and the method has {of}")
@@ -330,21 +319,21 @@ class Shard:
         layout: Layout | None = None,
         finite: bool | None = None,
     ) -> list[Reply] | None:
-        """Merges a push.
+        """Merge a push.
 
         Args:
             group: number of the group.
             message: the push.
             payload: its tensors, in flat memory.
-            layout: how they lie there, if that is known: see `layout_of_push`.
-            finite: whether all of the push is finite; None if that is not known, and this is all of it.
+            layout: their layout, if it is known: see `layout_of_push`.
+            finite: whether all parts of the push are finite; None if this is the whole push, and not checked yet.
 
         Returns:
-            The method's replies, or None if the push was refused because it is not finite, or is of newer weights than
-            these and the method resyncs.
+            The method's replies, or None if the push was refused because it is not finite, or was computed from newer
+            weights than these and the method resyncs.
 
         Raises:
-            ProtocolError: the push cannot be (read in the future, other parameter groups).
+            ProtocolError: the push is invalid (computed from future weights, or with other parameter groups).
         """
         layout = layout or self.layout_of_push(group, message)
         views = iter(layout.views(payload))
@@ -361,9 +350,9 @@ class Shard:
         finite: bool | None = None,
         payload: Tensor | None = None,
     ) -> list[Reply] | None:
-        """Merges a push whose tensors are at hand. See `push`.
+        """Merge a push whose tensors are decoded already; see `push`.
 
-        With their ``payload`` it is sensed, too.
+        If ``payload`` is passed, too, the push counts for the estimate of the total momentum.
         """
         known = self.structures.of(group)
         if message.read_at > self.master.clock:
@@ -428,25 +417,20 @@ class Shard:
     # --- Answers -----------------------------------------------------------------------------------------------------
 
     def answer_in(self, answers: WireFormat, overlaps: bool = False) -> None:
-        """How answers to pushes travel, for as long as the method is the same.
-
-        Args:
-            answers: their wire format.
-            overlaps: whether groups compute meanwhile.
-        """
+        """Set the wire format of answers until the method changes, and whether groups compute during exchanges."""
         self.method_side.overlaps = overlaps
         self._answers = RAW if answers == RAW else answers
         if answers != RAW:
             self.method_side.as_sent = self._as_sent
 
     def as_bytes(self, flat: Tensor, layout: Layout) -> Tensor:
-        """Flat memory, in which tensors lie as the layout has it, as it travels in an answer."""
+        """Encode flat memory with the layout as the payload of an answer."""
         if self._answers is RAW:
             return flat
-        return self._answers.encode(layout.views(flat), layout, {}, self._out).payload.clone()  # several may be sent
+        return self._answers.encode(layout.views(flat), layout, {}, self._out).payload.clone()  # several may be pending
 
     def arrived(self, payload: Tensor, layout: Layout) -> Tensor:
-        """What a group makes of `as_bytes`."""
+        """Decode the payload from `as_bytes`, as a group does."""
         return payload if self._answers is RAW else decode(self._answers, payload, layout, self._back)
 
     def _as_sent(self, tensors: Tensors) -> Tensors:
@@ -455,11 +439,9 @@ class Shard:
         return [None if tensor is None else view for tensor, view in zip(tensors, views, strict=True)]
 
     def payload_of(self, reply: Reply, fragment: int | None = None) -> Tensor:
-        """The tensors that answer a push, in flat memory; valid until the next call.
+        """Return the tensors that answer a push of a fragment, or of all parameters, in flat memory.
 
-        Args:
-            reply: from the method.
-            fragment: which of its fragments was pushed.
+        They are valid until the next call.
         """
         if reply.tensors is None and fragment is None:
             return self.buffer
@@ -472,7 +454,7 @@ class Shard:
         return self._answer[: layout.nbytes]
 
     def _in_its_time(self, message: PushMessage) -> PushMessage:
-        """A push of newer weights than these, which a server before this one had, counts as one of these."""
+        """Return a push of newer weights, which an earlier server had sent, as a push of the current ones."""
         if not self._goes_on or message.read_at <= self.master.clock:
             return message
         return msgspec.structs.replace(message, read_at=self.master.clock)
@@ -494,13 +476,13 @@ class Shard:
             if number is not None:
                 _check_settings(message.hyperparameters[number], group)
 
-    # --- The mean of all groups' own weights -------------------------------------------------------------------------
+    # --- Mean of all groups' own weights -----------------------------------------------------------------------------
 
     def layout_of_average(self, group: int, absent: Collection[int]) -> Layout:
-        """How a group's own weights lie in flat memory, without those that are absent.
+        """Return the layout of a group's own weights in flat memory, without absent ones.
 
         Raises:
-            MalformedMessage: there are no such weights.
+            MalformedMessage: an absent parameter does not exist.
         """
         known = self.layout_of(group)
         if not all(0 <= place < len(known.specs) for place in absent):
@@ -508,7 +490,7 @@ class Shard:
         return known.subset(_there(absent, len(known.specs)))
 
     def average(self, group: int, payload: Tensor, finite: bool | None = None, absent: Collection[int] = ()) -> None:
-        """A group's own weights, for the mean. Weights that are not finite are refused and counted, not averaged."""
+        """Add a group's own weights to the mean. Weights that are not finite are refused and counted instead."""
         if group in self._averaging:
             raise ProtocolError(f"group {group} has handed its weights in already")
         views = iter(self.layout_of_average(group, absent).views(payload))
@@ -522,24 +504,21 @@ class Shard:
 
     @property
     def averaging(self) -> Collection[int]:
-        """Groups that have handed their own weights in, and wait for the mean."""
+        """Return the groups that have sent their own weights, and wait for the mean."""
         return self._averaging.keys()
 
     def averaged(self, live: Collection[int]) -> list[tuple[int, bool]]:
-        """Once all live groups have come: the master weights are their mean.
-
-        Args:
-            live: the groups that are waited for.
+        """Set the master weights to the mean, once all ``live`` groups have sent their own weights.
 
         Returns:
-            Where to send them, and whether their own weights are in it.
+            The groups to answer, and whether their own weights are in the mean.
         """
         if not self._averaging or not set(live) <= self._averaging.keys():
             return []
         if self._mean.count:
             self._mean.reach(len(self.layout.specs))
             for weight, value in zip(self.master.weights(), self._mean.means(), strict=True):
-                if value is not None:  # else no group knows of it that is here, or all have it as it is
+                if value is not None:  # else no live group has it, or all share the master's
                     weight.copy_(value)
             if self.sensing is not None:
                 self.sensing.forget()
@@ -549,13 +528,12 @@ class Shard:
 
 
 def _there(absent: Collection[int], count: int) -> list[bool]:
-    """Of so many parameters, which are not absent."""
     gone = set(absent)
     return [place not in gone for place in range(count)]
 
 
 def _versions(specs: tuple[TensorSpec, ...], sizes: Sequence[int], servers: int) -> list[Layout]:
-    """Every version of a layout, of which the last one has all entries."""
+    """Return every version of a layout; the last one has all entries."""
     first, *others = sizes or (len(specs),)
     versions = [Layout(specs[:first], servers=servers)]
     for size in others:
@@ -572,10 +550,10 @@ def _check_settings(settings: Mapping[str, Any], present: Mapping[str, Any]) -> 
 
 
 def _fits(value: Any, present: Any) -> bool:
-    """Whether a hyperparameter is of the kind that the optimizer has, and finite."""
+    """Return whether a hyperparameter is of the optimizer's type, and finite."""
     if isinstance(present, (list, tuple)):
         return isinstance(value, (list, tuple)) and len(value) == len(present) and all(map(_fits, value, present))
-    if isinstance(present, bool):  # fused optimizers take no number for a switch
+    if isinstance(present, bool):  # fused optimizers accept no number for a boolean
         return isinstance(value, bool)
     if isinstance(present, (int, float)):
         return isinstance(value, (bool, int, float)) and (math.isfinite(value) or not math.isfinite(present))
@@ -583,12 +561,12 @@ def _fits(value: Any, present: Any) -> bool:
 
 
 def is_finite(layout: Layout, payload: Tensor) -> bool:
-    """Whether all numbers of a payload are, whose tensors lie in it as the layout has it."""
+    """Return whether all numbers of a payload with this layout are finite."""
     return _sums_up(layout, payload) or _is_finite(layout.views(payload))
 
 
 def _sums_up(layout: Layout, payload: Tensor) -> bool:
-    """Whether a payload is surely finite: one sum over all tensors at once, and over what lies between them."""
+    """Return whether a payload is certainly finite, by one sum over all tensors and the bytes between them."""
     if len(layout.dtypes) != 1:
         return False
     dtype = DTYPES[layout.dtypes[0]]
@@ -598,8 +576,8 @@ def _sums_up(layout: Layout, payload: Tensor) -> bool:
 
 def _is_finite(tensors: Sequence[Tensor | None]) -> bool:
     present = [tensor for tensor in tensors if tensor is not None]
-    # One pass that allocates nothing: a sum is finite only if every number is. (Huge numbers may overflow the sum,
-    # hence the second read.)
+    # This pass allocates nothing: a sum is finite only if every number is. Huge numbers may overflow it, so a second
+    # pass follows.
     if all(torch.isfinite(tensor.sum()) for tensor in present):
         return True
     return all(bool(torch.isfinite(tensor).all()) for tensor in present)

@@ -16,7 +16,7 @@ from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.journal import JoinedEntry, LeftEntry, LostEntry
 from lightning_omni.protocol.layout import Layout
 
-# --- From a server that holds a share to the one that coordinates ----------------------------------------------------
+# --- From a server that holds a share to the coordinating server -----------------------------------------------------
 
 
 class ShardHello(m.Message, frozen=True, kw_only=True):
@@ -38,20 +38,20 @@ class ShardHello(m.Message, frozen=True, kw_only=True):
 
 
 class ShardProof(m.Message, frozen=True, kw_only=True):
-    """The answer to a `Challenge`: proves that the server holds the run's key."""
+    """The answer to a `Challenge`: it proves that the server holds the run's key."""
 
     mac: m.Secret
 
 
 class ShardReady(m.Message, frozen=True, kw_only=True):
-    """My part of a request is here.
+    """The report that the sender has its part of a request, or has refused it.
 
     Attributes:
-        rank: that sent it.
-        request: its number.
-        finite: whether the numbers in it are.
-        refusal: how it was refused, if it was.
-        present: of a push, which entries of my share have a tensor; empty if all do.
+        rank: sender of the request.
+        request: number of the request.
+        finite: whether this part is finite.
+        refusal: refusal of this part; None if it was not refused.
+        present: for a push, which entries of the sender's share have a tensor; empty if all do.
     """
 
     rank: int
@@ -62,18 +62,18 @@ class ShardReady(m.Message, frozen=True, kw_only=True):
 
 
 class ShardHeard(m.Message, frozen=True, kw_only=True):
-    """I have done the first ``count`` things that I was told. Also a sign of life."""
+    """The report that the sender has executed the first ``count`` commands. It is also a sign of life."""
 
     count: int
 
 
 class ShardFailed(m.Message, frozen=True, kw_only=True):
-    """I cannot go on."""
+    """The report that the sender cannot continue."""
 
     reason: str
 
 
-# --- From the server that coordinates to one that holds a share ------------------------------------------------------
+# --- From the coordinating server to a server that holds a share -----------------------------------------------------
 
 
 class ShardWelcome(m.Message, frozen=True, kw_only=True):
@@ -91,18 +91,18 @@ class ShardWelcome(m.Message, frozen=True, kw_only=True):
 
 
 class Told(m.Message, frozen=True, kw_only=True):
-    """Base of what is to be done, in the order in which it is told. ``now`` is the moment, on one clock for all."""
+    """The base of commands, which servers execute in order. ``now`` is the time, on one clock for all servers."""
 
     now: float = 0.0
 
 
 class Admit(Told, frozen=True, kw_only=True):
-    """A rank was admitted: what it has said, and what it was asked, from which its secret is derived.
+    """The admission of a rank, with the messages from which its secret is derived.
 
     Attributes:
-        hello: what it has said.
-        challenge: what it was asked.
-        joins: whether it is of a run that groups join on their own.
+        hello: hello of the rank.
+        challenge: challenge that it was sent.
+        joins: whether groups join its run on their own.
     """
 
     hello: m.Hello
@@ -111,39 +111,39 @@ class Admit(Told, frozen=True, kw_only=True):
 
 
 class Relay(Told, frozen=True, kw_only=True):
-    """A message of a rank on its control connection was handled: handle it, too."""
+    """A rank's message on its control connection, which the coordinating server has handled."""
 
     rank: int
     message: bytes
 
 
 class Lose(Told, frozen=True, kw_only=True):
-    """A rank is dead."""
+    """The loss of a rank."""
 
     rank: int
     reason: str
 
 
 class Idle(Told, frozen=True, kw_only=True):
-    """The group of this leader waits for others."""
+    """The start of a leader's wait for other groups."""
 
     rank: int
 
 
 class Resume(Told, frozen=True, kw_only=True):
-    """The group of this leader goes on."""
+    """The end of a leader's wait for other groups."""
 
     rank: int
 
 
 class Decide(Told, frozen=True, kw_only=True):
-    """All parts of a request are here: handle yours.
+    """The decision on a request: each server handles its part, or refuses it.
 
     Attributes:
-        rank: that sent it.
-        request: its number.
-        finite: whether the numbers in all parts are.
-        refusal: how some server has refused its part, and so all do; None if none has.
+        rank: sender of the request.
+        request: number of the request.
+        finite: whether all parts are finite.
+        refusal: refusal of one server's part, which all servers send; None if all handle theirs.
     """
 
     rank: int
@@ -153,27 +153,27 @@ class Decide(Told, frozen=True, kw_only=True):
 
 
 class Expire(Told, frozen=True, kw_only=True):
-    """A moment has come that methods have asked for."""
+    """The expiry of a time that methods have requested."""
 
 
 class Save(Told, frozen=True, kw_only=True):
-    """Save your share of the state as it is now, under this number; all servers do so at this moment."""
+    """The command to save the share's state of this moment under a number; all servers do so at the same moment."""
 
     number: int
 
 
 class Redo(Told, frozen=True, kw_only=True):
-    """Servers before these have told ranks of this, after the state that these go on from.
+    """The replay of a decision that earlier servers had sent to ranks after the loaded state was saved.
 
     Attributes:
-        entry: of the journal of the one that coordinates.
+        entry: entry of the coordinating server's journal.
     """
 
     entry: LostEntry | LeftEntry | JoinedEntry
 
 
 class RunOver(Told, frozen=True, kw_only=True):
-    """The run cannot go on, for this reason; or all its ranks are gone, and the next one may come."""
+    """The end of the run, with the reason; without a reason, all its ranks are gone, and the next run may begin."""
 
     reason: str = ""
 
@@ -254,15 +254,15 @@ ToShard = (
     ShardWelcome | Admit | Relay | Lose | Idle | Resume | Decide | Expire | RunOver | Gather | Save | Redo
     | m.Challenge | m.RefusedMessage | m.Acknowledged
 )  # fmt: skip
-"""What the server that coordinates says to the others."""
+"""The messages of the coordinating server to the others."""
 _decoder = msgspec.msgpack.Decoder(ToShard)
 
 
 def decode(data: bytes | memoryview) -> ToShard:
-    """Bytes as a message to a server that holds a share.
+    """Decode a message to a server that holds a share.
 
     Raises:
-        MalformedMessage: they are none.
+        MalformedMessage: the bytes are no such message.
     """
     message: ToShard = m.decode_with(_decoder, data, "shard")
     return message

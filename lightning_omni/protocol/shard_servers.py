@@ -1,20 +1,19 @@
-"""Several servers that hold a share of the weights each, and act as one; or one, which has nothing to agree on.
+"""Several servers that hold a share of the weights each, and act as one; or one server, which needs no agreement.
 
 Every server runs the whole state machine of training on its share. One of them, number 0, coordinates: ranks join it,
-and it says in which order things happen. It tells the others what has come true (a rank was admitted, groups were
-formed, a group is dead or waits) and which request is next, and each does the same in the same order. So clocks,
-staleness and what a method decides are the same at all of them, and every moment between two requests is a consistent
-cut.
+and it decides the order of events. It sends the others each event (a rank was admitted, groups were formed, a group is
+dead or waits) and the next request, and each server handles these in the same order. So clocks, staleness and the
+decisions of a method are the same at all servers, and every moment between two requests is a consistent cut.
 
-Rule 1: a request of a rank comes in parts, one for each server. It is handled by all of them once all parts are there,
-or by none: a push that is not finite in one part, that one server refuses, or that does not come whole because its
-leader dies.
-Rule 2: who decides that is the coordinator alone; a leader may die at any moment, and no server waits for it.
-Rule 3: what the coordinator answers, and others may act upon at the other servers, it answers when these have done it.
-Rule 4: where each member of a group has a share of its own, the parts come from as many ranks, and count as those of
+Rule 1: a request of a rank has one part for each server. Either all servers handle it, once all parts have arrived, or
+none does: a push that is not finite in one part, that a server refuses, or whose leader dies before all parts arrive.
+Rule 2: the coordinator alone decides this. A leader may die at any moment, and no server waits for it.
+Rule 3: if other ranks may act at the other servers upon an answer of the coordinator, it is sent once these servers
+have executed the commands.
+Rule 4: where each member of a group has its own share, the parts arrive from different ranks, and count as those of
 their leader.
-Rule 5: a server that is gone takes its share of the weights along, and the run with it; unless all save their state:
-then the others end, too, and servers in the place of all of them go on from the last save, which is of one moment.
+Rule 5: the loss of a server is the loss of its share of the weights, and ends the run. If all servers save their
+states, the others end, too, and new servers continue from the last save, which is of one moment.
 """
 
 from __future__ import annotations
@@ -34,22 +33,22 @@ from lightning_omni.protocol.handshake import NONCE_BYTES, is_equal, shard_mac, 
 from lightning_omni.protocol.service import Out, Payload, Peer, Sender, Service
 
 COORDINATOR: Peer = b"\0coordinator"
-"""The connection of a server to the one that coordinates, as the former's driver has it."""
+"""The connection of a server to the coordinating server, for the former's driver."""
 MOST_HELD = 16
-"""Requests of one rank that may wait for the rest of their parts."""
+"""The most requests of one rank that may wait for further parts."""
 
 Request = m.PushMessage | m.FetchMessage | m.AverageMessage | m.Seed | m.TakeSnapshot
-"""What a rank asks of all servers at once, each of which gets a part."""
+"""A request to all servers, each of which gets a part."""
 Handle = Callable[[Sender], list[Out]]
-"""Handles a request whose part is here, as its row in the table says."""
+"""A function that handles this server's part of a request, as its row in the table specifies."""
 
 
 class Held(NamedTuple):
-    """A part of a request that waits for the others.
+    """A part of a request that waits for the other parts.
 
     Attributes:
-        sender: the rank.
-        handle: what is to be done with it.
+        sender: sender of the request.
+        handle: function that handles the part.
     """
 
     sender: Sender
@@ -57,71 +56,71 @@ class Held(NamedTuple):
 
 
 Key = tuple[int, int]
-"""Rank and number of a request."""
+"""The rank and the number of a request."""
 
 
 class Servers(Service, ABC):
-    """What a server has to do with others that hold a share each.
+    """The relation of a server to others that hold a share each.
 
     Attributes:
-        count: servers that hold a share each.
-        number: which of them this is; 0 coordinates.
+        count: number of servers that hold a share each.
+        number: number of this server; 0 coordinates.
     """
 
     count: int = 1
     number: int = 0
 
     def begin(self, end: Callable[[str], list[Out]], live: Callable[[], Container[int]]) -> None:
-        """A run may come.
+        """Prepare for a run.
 
         Args:
-            end: ends it, for a reason.
-            live: the ranks that take part.
+            end: ends the run for a reason.
+            live: returns the participating ranks.
         """
 
     def send_to_all(self, message: sm.Told) -> None:
-        """The other servers must do this, too, and after all that they were told before."""
+        """Send a command to the other servers, which execute it after all earlier ones."""
 
     def when_done(self, out: list[Out]) -> list[Out]:
-        """Answers that others may act upon: what of them may go out now; the rest when all have done what was told."""
+        """Return the answers that may be sent now; hold the others until all servers have executed their commands."""
         return out
 
     def drain(self) -> list[Out]:
-        """What there is to be said to other servers, in order."""
+        """Return the messages to other servers, in order."""
         return []
 
     def tick(self, now: float) -> list[Out]:
-        """Time passes."""
+        """Check time limits, and send signs of life."""
         return []
 
     @property
     def peers(self) -> list[Peer]:
-        """Connections of other servers."""
+        """Return the connections of other servers."""
         return []
 
     def hang_up(self, peer: Peer) -> list[Out]:
-        """A connection has ended, perhaps that of another server."""
+        """Handle the end of a connection, perhaps of another server's."""
         return []
 
     def check_belongs(self, message: type[m.Message], in_parts: bool) -> None:
-        """Raises `ProtocolError` if such messages are not for this server."""
+        """Raise `ProtocolError` if messages of this type are not for this server."""
 
     def check_number(self, rank: int, request: int) -> None:
-        """Raises `ProtocolError` if a request cannot have this number."""
+        """Raise `ProtocolError` if a request cannot have this number."""
 
     @abstractmethod
     def hold(self, sender: Sender, message: Request, finite: bool, handle: Handle) -> list[Out]:
-        """A part of a request has come.
+        """Hold or handle this server's part of a request.
 
         Args:
-            sender: the rank.
-            message: the part, but for its payload.
-            finite: whether the numbers in this part are.
+            sender: sender of the request.
+            message: the part, without its payload.
+            finite: whether this part is finite.
             handle: handles it.
         """
 
     def refuse(self, rank: int, request: int, refusal: m.RefusedMessage) -> None:
-        """This server has refused its part of a request, so all must."""
+        """Record that this server has refused its part of a request, so that all servers refuse theirs."""
 
     # --- Aggregators between the one server and groups ----------------------------------------------------------------
 
@@ -161,34 +160,34 @@ class Servers(Service, ABC):
         return [Out(sender.peer, m.CONTROL, m.Aggregator(address=""))]
 
     def ask(self, sender: Sender, message: m.AskShards, payload: Payload) -> list[Out]:
-        """A rank asks where the others are."""
+        """Answer a rank with the addresses of the other servers."""
         return self.send_addresses(sender.peer)
 
     def send_addresses(self, peer: Peer) -> list[Out]:
-        """Where the others are, when all of them are there."""
+        """Send the addresses of the other servers, once all of them have joined."""
         return [Out(peer, m.CONTROL, m.Shards(addresses=()))]
 
 
 class OneServer(Servers):
-    """It holds everything."""
+    """The only server, which holds everything."""
 
     def hold(self, sender: Sender, message: Request, finite: bool, handle: Handle) -> list[Out]:
         return handle(sender)
 
 
 class _InParts(Servers):
-    """What all servers have in common that hold a share each.
+    """The base of servers that hold a share each.
 
     Args:
-        number: which of them this is.
-        count: of how many.
+        number: number of this server.
+        count: number of servers.
     """
 
     def __init__(self, number: int, count: int) -> None:
         self.number, self.count = number, count
         self._out: list[Out] = []
         self._held: dict[Key, Held] = {}
-        self._refused: dict[Key, m.RefusedMessage] = {}  # parts that are to be refused when they come
+        self._refused: dict[Key, m.RefusedMessage] = {}  # parts to refuse when they arrive
 
     def begin(self, end: Callable[[str], list[Out]], live: Callable[[], Container[int]]) -> None:
         self._end, self._live = end, live
@@ -221,7 +220,7 @@ class _InParts(Servers):
 
     @abstractmethod
     def _has(self, key: Key, finite: bool, present: tuple[bool, ...]) -> list[Out]:
-        """This server has its part of a request; see `lightning_omni.protocol.shard_messages.ShardReady`."""
+        """Handle the arrival of this server's part; see `lightning_omni.protocol.shard_messages.ShardReady`."""
 
     def _decided(
         self,
@@ -230,13 +229,13 @@ class _InParts(Servers):
         refusal: m.RefusedMessage | None,
         elsewhere: tuple[tuple[bool, ...], ...] = (),
     ) -> list[Out]:
-        """All parts are here, or one was refused: this server's is handled, as all others are."""
+        """Handle this server's part of a request for which all parts have arrived, or refuse it."""
         held = self._held.pop(key, None)
         if held is None:
             if refusal is not None:
                 self._refused[key] = refusal
                 of_rank = [each for each in self._refused if each[0] == key[0]]
-                for oldest in of_rank[:-MOST_HELD]:  # parts that were refused here never come
+                for oldest in of_rank[:-MOST_HELD]:  # parts that were refused here never arrive
                     del self._refused[oldest]
             return []
         if refusal is None:
@@ -249,13 +248,13 @@ class _InParts(Servers):
 
 @dataclass
 class _FollowerLink:
-    """The connection of a server, at the one that coordinates.
+    """The coordinator's connection to another server.
 
     Attributes:
         peer: the connection.
-        address: of the server's data socket.
-        last_seen: when it last said something.
-        done: of what it was told, so much it has done.
+        address: address of the server's data socket.
+        last_seen: time of its last message.
+        done: number of commands that it has executed.
     """
 
     peer: Peer
@@ -266,7 +265,7 @@ class _FollowerLink:
 
 @dataclass
 class _Parts:
-    """Which servers have their part of a request, with which tensors, and whether all of it is finite so far."""
+    """The parts of a request: the servers that have theirs, with its presence, and whether all are finite so far."""
 
     here: dict[int, tuple[bool, ...]] = field(default_factory=dict)
     finite: bool = True
@@ -286,10 +285,10 @@ class Newcomers:
         self._challenged: dict[Peer, tuple[sm.ShardHello, bytes]] = {}
 
     def challenge(self, peer: Peer, hello: sm.ShardHello) -> list[Out]:
-        """What is said to one that says hello.
+        """Challenge a server that has sent its hello.
 
         Raises:
-            Refused: another protocol version.
+            Refused: the server uses another protocol version.
         """
         if problem := version_problem(hello):
             raise Refused("version", problem)
@@ -300,10 +299,10 @@ class Newcomers:
         return [Out(peer, m.CONTROL, m.Challenge(nonce=nonce))]
 
     def proved(self, peer: Peer, proof: sm.ShardProof) -> tuple[sm.ShardHello, bytes]:
-        """What it said, and the nonce that it was given.
+        """Return a server's hello and nonce, after checking its proof.
 
         Raises:
-            Refused: it does not hold the key.
+            Refused: the proof is wrong.
         """
         hello, nonce = self._challenged.pop(peer, (None, b""))
         if hello is None or not is_equal(proof.mac, shard_mac(self._key, "shard", hello, nonce)):
@@ -312,16 +311,16 @@ class Newcomers:
 
 
 class Coordinator(_InParts):
-    """The server that says in which order things happen.
+    """The server that decides the order of events.
 
     Args:
         key: the run's shared secret.
-        random: draws that many random bytes (nonces).
-        count: servers that hold a share each, this one among them.
+        random: returns a number of random bytes (nonces).
+        count: number of servers that hold a share each, including this one.
         heartbeat_timeout: seconds of silence after which a server counts as gone.
-        join_timeout: seconds that the others may take to come once a rank has asked for them.
-        now: the time of the message that is being handled.
-        goes_on: whether other servers go on when one of these is gone.
+        join_timeout: seconds for the other servers to join once a rank has requested their addresses.
+        now: returns the time of the current message.
+        goes_on: returns whether new servers continue when one of these is gone.
     """
 
     def __init__(
@@ -341,7 +340,7 @@ class Coordinator(_InParts):
         self._links: dict[int, _FollowerLink] = {}
         self._gone: dict[int, str] = {}
         self._ended: dict[int, str] = {}
-        self._history: list[sm.Told] = []  # for those that have not come yet
+        self._history: list[sm.Told] = []  # commands for servers that have not joined yet
         self._sent = 0
         self._waiting: list[tuple[int, Callable[[], list[Out]]]] = []
         self._asked_at: float | None = None
@@ -357,19 +356,19 @@ class Coordinator(_InParts):
 
     @property
     def gone(self) -> str:
-        """Why no run can be served any more, or an empty string."""
+        """Return why no run can be served any more, or an empty string."""
         return next(iter(self._gone.values()), "")
 
     @property
     def missing(self) -> int:
-        """How many of the others are not there."""
+        """Return how many of the other servers have not joined."""
         return self.count - 1 - len(self._links)
 
     @property
     def peers(self) -> list[Peer]:
         return [link.peer for link in self._links.values()]
 
-    # --- What the others are told ------------------------------------------------------------------------------------
+    # --- Commands ----------------------------------------------------------------------------------------------------
 
     def send_to_all(self, message: sm.Told) -> None:
         self._sent += 1
@@ -389,7 +388,7 @@ class Coordinator(_InParts):
 
     def _answers_due(self) -> list[Out]:
         done = min((link.done for link in self._links.values()), default=0) if self._is_complete else -1
-        if self._gone and not self._goes_on():  # a run that is over keeps no rank waiting
+        if self._gone and not self._goes_on():  # the run is over, so no rank must wait
             done = self._sent
         due = [answer for sent, answer in self._waiting if sent <= done]
         self._waiting = [each for each in self._waiting if each[0] > done]
@@ -399,14 +398,14 @@ class Coordinator(_InParts):
     def _is_complete(self) -> bool:
         return len(self._links) == self.count - 1
 
-    # --- Servers come and go -----------------------------------------------------------------------------------------
+    # --- Connections of servers --------------------------------------------------------------------------------------
 
     def hello(self, sender: Sender, message: sm.ShardHello, payload: Payload) -> list[Out]:
-        """A server says hello."""
+        """Challenge a server that has sent its hello."""
         return self._newcomers.challenge(sender.peer, message)
 
     def admit(self, sender: Sender, message: sm.ShardProof, payload: Payload) -> list[Out]:
-        """A server proves that it holds the key."""
+        """Admit a server that proves that it holds the key."""
         hello, challenge = self._newcomers.proved(sender.peer, message)
         if not hello.shards:
             raise Refused(
@@ -462,12 +461,7 @@ class Coordinator(_InParts):
         return []
 
     def ended(self, number: int, how: str) -> None:
-        """A server's process has ended. If it has come, its connection says so; else it is awaited no more.
-
-        Args:
-            number: of the server.
-            how: it has ended.
-        """
+        """Record how a server's process has ended; if the server has not joined, it is not awaited any more."""
         self._ended[number] = how
 
     def _awaited(self, number: int) -> str:
@@ -490,11 +484,11 @@ class Coordinator(_InParts):
         return self._end(f"{reason} with it; the run cannot go on") + self._answers_due()
 
     def fail(self, sender: Sender, message: sm.ShardFailed, payload: Payload) -> list[Out]:
-        """A server cannot go on."""
+        """Handle a server's report that it cannot continue."""
         return self._lose(self._number_of(sender), f"failed: {message.reason}")
 
     def heard(self, sender: Sender, message: sm.ShardHeard, payload: Payload) -> list[Out]:
-        """A server lives, and has done what it was told."""
+        """Record a server's sign of life, with the number of commands that it has executed."""
         link = self._links[self._number_of(sender)]
         link.last_seen = self._now()
         link.done = max(link.done, message.count)
@@ -509,10 +503,10 @@ class Coordinator(_InParts):
     # --- Requests ----------------------------------------------------------------------------------------------------
 
     def ready(self, sender: Sender, message: sm.ShardReady, payload: Payload) -> list[Out]:
-        """Another server has its part of a request, or has refused it."""
+        """Record that another server has its part of a request, or has refused it."""
         number = self._number_of(sender)
         key = message.rank, message.request
-        if message.rank not in self._live():  # it has died meanwhile
+        if message.rank not in self._live():  # the rank has died meanwhile
             return []
         if message.refusal is not None:
             return self._refuse(key, message.refusal)
@@ -546,11 +540,11 @@ class Coordinator(_InParts):
 
 
 class Follower(_InParts):
-    """A server that holds a share, and does what the one that coordinates says.
+    """A server that holds a share and executes the coordinator's commands.
 
     Args:
-        number: which of them this is, from 1.
-        count: of how many.
+        number: number of this server, from 1.
+        count: number of servers.
     """
 
     IN_PARTS: ClassVar[tuple[type[m.Message], ...]] = (
@@ -574,11 +568,11 @@ class Follower(_InParts):
             )
 
     def done(self) -> None:
-        """What was told last is done."""
+        """Count the last command as executed."""
         self._count_heard += 1
 
     def report(self) -> None:
-        """Says what is done."""
+        """Report the number of executed commands."""
         self._send(sm.ShardHeard(count=self._count_heard))
 
     def tick(self, now: float) -> list[Out]:
@@ -586,14 +580,13 @@ class Follower(_InParts):
         return []
 
     def decide(self, message: sm.Decide) -> list[Out]:
-        """The coordinator has decided on a request."""
         return self._decided((message.rank, message.request), message.finite, message.refusal)
 
     def refuse(self, rank: int, request: int, refusal: m.RefusedMessage) -> None:
         self._send(sm.ShardReady(rank=rank, request=request, refusal=refusal))
 
     def fail(self, reason: str) -> None:
-        """This server cannot go on."""
+        """Report that this server cannot continue."""
         self._send(sm.ShardFailed(reason=reason))
 
     def _has(self, key: Key, finite: bool, present: tuple[bool, ...]) -> list[Out]:
@@ -605,5 +598,5 @@ class Follower(_InParts):
 
 
 def refusal_of(error: OmniError) -> m.RefusedMessage:
-    """What a rank is told, at all servers alike, for a request that one of them cannot handle."""
+    """Return the refusal, the same at all servers, of a request that one of them cannot handle."""
     return m.RefusedMessage(code=error.code if isinstance(error, Refused) else "protocol", reason=str(error))

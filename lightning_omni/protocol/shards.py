@@ -1,4 +1,4 @@
-"""The shards of a run, by the number of their optimizer: those that groups push to, and merged heads."""
+"""The shards of a run by the number of their optimizer: those that groups push to, and merged heads."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lightning_omni.protocol.shard import Shard
 
 
 class HeldShards:
-    """What the server holds; nothing before the recorder has handed it over.
+    """The shards that the server holds; none before the recorder has uploaded the weights.
 
     Attributes:
-        all: every shard, in the order of their optimizers.
+        all: every shard, in the order of the optimizers.
         pushed: number and shard of those that groups push to.
         heads: number and shard of the merged heads, to which no group pushes.
     """
@@ -24,37 +24,37 @@ class HeldShards:
         self.hold(())
 
     def hold(self, shards: Sequence[Shard]) -> None:
-        """These are the run's optimizers from now on."""
+        """Replace the run's shards."""
         self.all = list(shards)
         self.pushed = [(number, shard) for number, shard in enumerate(shards) if not shard.is_head]
         self.heads = [(number, shard) for number, shard in enumerate(shards) if isinstance(shard, HeadShard)]
 
     def answer_as(self, formed: m.Form) -> None:
-        """Answers to pushes travel from now on as was agreed when groups were formed."""
+        """Set the encoding of answers to pushes, as agreed when groups were formed."""
         answers = wire_format.from_wire(formed.wire_format).answers
         for _, shard in self.pushed:
             shard.answer_in(answers, formed.overlap)
 
     @property
     def clock(self) -> int:
-        """Updates applied so far, over all optimizers. Those of a merged head belong to updates of the body."""
+        """Return the updates so far, over all optimizers. Those of a merged head belong to updates of the body."""
         return sum([shard.master.clock for _, shard in self.pushed])
 
     def shard(self, optimizer: int) -> Shard:
-        """The shard of an optimizer.
+        """Return the shard of an optimizer.
 
         Raises:
-            ProtocolError: there is none of that number.
+            ProtocolError: no optimizer has this number.
         """
         if not 0 <= optimizer < len(self.all):
             raise ProtocolError(f"there is no optimizer {optimizer}; the server holds {len(self.all)}")
         return self.all[optimizer]
 
     def head(self, optimizer: int) -> HeadShard:
-        """The merged head of that number.
+        """Return the merged head of an optimizer.
 
         Raises:
-            ProtocolError: there is none.
+            ProtocolError: the optimizer does not exist, or is no merged head.
         """
         shard = self.shard(optimizer)
         if not isinstance(shard, HeadShard):

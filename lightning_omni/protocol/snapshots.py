@@ -1,4 +1,4 @@
-"""Snapshots: the state of all optimizers as of one moment, as it is handed over and as it is given back."""
+"""Snapshots: uploads and downloads of the state of all optimizers at one moment."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lightning_omni.topology import Topology
 
 
 class Moment(NamedTuple):
-    """Everything of one moment, as it is sent."""
+    """The complete state of one moment, as it is sent."""
 
     cut: Cut
     packed: Packed
@@ -34,13 +34,13 @@ class Moment(NamedTuple):
 
 
 class Snapshots(Service):
-    """Takes the run's weights and optimizers in, and gives them out.
+    """The service that receives the run's weights and optimizer states, and sends snapshots of them.
 
     Args:
         run: the run.
-        training: knows what was pushed.
-        resolve: finds the class of an optimizer's class path.
-        resolve_module: finds the class of a merged head's module.
+        training: service that counts the pushes.
+        resolve: returns the class of an optimizer's class path.
+        resolve_module: returns the class of a merged head's module.
     """
 
     def __init__(self, run: RunContext, training: Training, resolve: Resolve, resolve_module: ResolveModule) -> None:
@@ -77,12 +77,12 @@ class Snapshots(Service):
         self._training.go_by(formed)
 
     def check_packed(self, sender: Sender, message: m.Seed | m.GroupState) -> int:
-        """Bytes of a tree."""
+        """Check the size of a tree, and return it."""
         check_specs(message.packed.specs, message.nbytes)
         return message.nbytes
 
     def seed(self, sender: Sender, message: m.Seed, payload: Payload) -> list[Out]:
-        """The recorder hands the master weights and optimizers over."""
+        """Store the master weights and optimizer states that the recorder uploads."""
         if self._method is None or self._formed is None:
             raise ProtocolError("form groups first")
         tree = unpack(message.packed, as_tensor(payload))
@@ -91,7 +91,7 @@ class Snapshots(Service):
             self._shards.hold([self._shard_of(part, self._method, groups) for part in tree["parts"]])
         except OmniError:
             raise
-        except Exception as error:  # torch raises what it likes on states that are none
+        except Exception as error:  # torch raises various errors on invalid states
             raise MalformedMessage(f"not a seed: {type(error).__name__}: {error}") from error
         self._shards.answer_as(self._formed)
         formed = self._roster.formed.topology
@@ -103,18 +103,18 @@ class Snapshots(Service):
         return [Out(sender.peer, m.DATA, m.Seeded())]
 
     def store_group_state(self, sender: Sender, message: m.GroupState, payload: Payload) -> list[Out]:
-        """What a group alone knows, for the next snapshot."""
-        # Taken apart and packed again for the snapshot, so that it cannot hold what no snapshot may.
+        """Store a group's own state for the next snapshot."""
+        # It is unpacked now and packed again for the snapshot, so it cannot contain anything that a snapshot must not.
         self._group_states[sender.group] = unpack(message.packed, as_tensor(payload).clone())
         return [Out(sender.peer, m.DATA, m.GroupStateStored())]
 
     def check_version(self, sender: Sender, message: m.TakeSnapshot) -> None:
-        """Raises `ProtocolError` for a validation that was given to no group. Servers of shares know of none."""
+        """Raise `ProtocolError` for a validation that no group was given; only server 0 checks this."""
         if self._servers.number == 0 and message.version > (last := self._epochs.validations.last):
             raise ProtocolError(f"there is no validation {message.version} yet; {last} were given to groups")
 
     def take(self, sender: Sender, message: m.TakeSnapshot, payload: Payload) -> list[Out]:
-        """Everything of this moment, or of that of a validation."""
+        """Answer with the state of this moment, or of a validation's moment."""
         self.check_version(sender, message)
         if not message.version:
             moment = self._moment(message.with_state)
@@ -125,14 +125,14 @@ class Snapshots(Service):
         return [Out(sender.peer, m.DATA, answer, (moment.buffer,))]
 
     def release(self, sender: Sender, message: m.ReleaseVersion, payload: Payload) -> list[Out]:
-        """What was kept for validations up to this one may go."""
+        """Drop the snapshots kept for validations up to this one."""
         self._versions = {number: kept for number, kept in self._versions.items() if number > message.number}
         self._epochs.validations.save(message.number)
         self._journal.note(SavedEntry(message.number))
         return [Out(sender.peer, m.CONTROL, m.VersionReleased())]
 
     def _version(self, number: int) -> Moment:
-        if 0 < number <= self._epochs.validations.saved:  # no one else will ask for it
+        if 0 < number <= self._epochs.validations.saved:  # no other rank will request it
             return self._moment(with_state=True)
         if number not in self._versions:
             if number < 0 or len(self._versions) > MOST_OPEN:
@@ -148,7 +148,7 @@ class Snapshots(Service):
         if with_state:
             for part, shard in zip(parts, self._shards.all, strict=True):
                 part["method"] = shard.method_side.state()
-            tree["groups"], self._group_states = self._group_states, {}  # once: later they are of another moment
+            tree["groups"], self._group_states = self._group_states, {}  # used once, because later they are outdated
         return Moment(self._cut, *pack(tree))
 
     @property
@@ -172,6 +172,6 @@ class Snapshots(Service):
 
 
 def _weights_of(moment: Moment) -> Moment:
-    """The same moment, without what optimizers and methods remember."""
+    """Return the same moment, without the states of optimizers and methods."""
     parts = unpack(moment.packed, moment.buffer)["parts"]
     return Moment(moment.cut, *pack({"parts": [{**part, "state": {}, "method": {}} for part in parts]}))

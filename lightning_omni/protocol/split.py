@@ -1,12 +1,13 @@
-"""How the parameters of one optimizer are divided over several servers, and what belongs to them with them.
+"""Division of one optimizer's parameters, and of their states, over several servers.
 
-Rule 1: both sides of a run that has the same layout, number of servers and optimizer divide alike; no place travels.
-Rule 2: where the optimizer treats each number by itself, servers hold ranges of equal bytes; a tensor may be cut. Where
-it does not, or that is not known, they hold whole parameters.
-Rule 3: a cut lies at a multiple of 64 numbers of its tensor (`lightning_omni.methods.fragments.divide`), so that
-vectors of the processor are not cut: a share is stepped to the same bits as the whole.
-Rule 4: where parameters are exchanged in fragments, each server cuts its own share. A fragment of all parameters has a
-fragment of each share, and so it is divided as they are.
+Rule 1: both sides of a run derive the same division from layout, number of servers and optimizer; places are never
+sent.
+Rule 2: if the optimizer treats each element independently, servers hold ranges of equal bytes, and a tensor may be cut.
+Otherwise, or if this is not known, they hold whole parameters.
+Rule 3: a cut is at a multiple of 64 elements of its tensor (`lightning_omni.methods.fragments.divide`), so that vectors
+of the processor are not cut, and a share is stepped to the same bits as the whole.
+Rule 4: if parameters are exchanged in fragments, each server cuts its own share into fragments. A fragment of all
+parameters consists of a fragment of each share, so it is divided as they are.
 """
 
 from __future__ import annotations
@@ -36,20 +37,20 @@ ELEMENTWISE = frozenset(
         torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.ASGD, torch.optim.Rprop,
     )
 )  # fmt: skip
-"""Class paths of optimizers that treat each number by itself. A subclass is another class, and may not."""
+"""Class paths of optimizers that treat each element independently. A subclass is another class, and may not."""
 _SENDERS = "shards"
-"""Where in a sender's state lies what it remembers for each server, but for residuals."""
+"""Key of a sender's states for each server, without residuals."""
 _SERVERS = "servers"
-"""Where, beside the states of fragments, it says out of how many shares these are cut."""
+"""Key, beside the states of fragments, of the number of shares from which the fragments are cut."""
 
 
 class Split(msgspec.Struct, frozen=True, dict=True):
-    """The parameters of one optimizer, divided.
+    """A division of one optimizer's parameters over servers.
 
     Attributes:
-        layout: of all of it.
-        shares: of each server, what it holds: an entry is a whole tensor, or a range of its numbers.
-        places: of each entry of each share, the place of its parameter among all.
+        layout: layout of all parameters.
+        shares: for each server, the layout of its share: an entry is a whole tensor, or a range of its elements.
+        places: for each entry of each share, the place of its parameter in ``layout``.
 
     Example:
         >>> layout = Layout.of({"w": torch.ones(3, 64), "b": torch.ones(4)})
@@ -66,13 +67,7 @@ class Split(msgspec.Struct, frozen=True, dict=True):
 
     @classmethod
     def of(cls, layout: Layout, servers: int, elementwise: bool) -> Split:
-        """Divides a layout.
-
-        Args:
-            layout: of all parameters of the optimizer.
-            servers: that hold a share each.
-            elementwise: whether tensors may be cut.
-        """
+        """Divide a layout over servers; tensors are cut only if ``elementwise``."""
         cut = _ranges(layout, servers) if elementwise else _wholes(layout, servers)
         if layout.servers != servers:
             layout = msgspec.structs.replace(layout, servers=servers)
@@ -84,13 +79,13 @@ class Split(msgspec.Struct, frozen=True, dict=True):
 
     @classmethod
     def whole(cls, layout: Layout, servers: int = 1) -> Split:
-        """Of one server, which holds all of it; of several, the one that coordinates does."""
+        """Return a division with everything on the first server."""
         none = Layout((), layout.version)
         others = servers - 1
         return cls(layout, (layout, *[none] * others), (tuple(range(len(layout.specs))), *[()] * others))
 
     def fragment(self, number: int | None, of: int) -> Split:
-        """How one of ``of`` fragments is divided; as a whole, if the number is None.
+        """Return the division of one of ``of`` fragments; this division if the number is None.
 
         Example:
             >>> split = Split.of(Layout.of({"w": torch.ones(256)}), 2, elementwise=True)
@@ -108,7 +103,7 @@ class Split(msgspec.Struct, frozen=True, dict=True):
         return {}
 
     def within(self, layout: Layout) -> Split:
-        """How other entries are divided over the servers: some of these, or ranges of their numbers."""
+        """Return the same division of other entries: some of these parameters, or ranges of them."""
         by_name: dict[str, list[int]] = {}
         for place, spec in enumerate(layout.specs):
             by_name.setdefault(spec.name, []).append(place)
@@ -129,14 +124,14 @@ class Split(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def fractions(self) -> list[float]:
-        """What part of the bytes each server holds; equal ones if there are none."""
+        """Return each server's fraction of the bytes; equal ones for an empty layout."""
         sizes = [sum(spec.nbytes for spec in share.specs) for share in self.shares]
         return [size / sum(sizes) if any(sizes) else 1 / len(sizes) for size in sizes]
 
     # --- Tensors -----------------------------------------------------------------------------------------------------
 
     def parts(self, tensors: Tensors) -> list[list[Tensor | None]]:
-        """Tensors, one for each parameter, as what each server gets of them; views where memory allows."""
+        """Split tensors, one for each parameter, into each server's part; views where memory allows."""
         return [self._share_of(server, tensors) for server in range(len(self.shares))]
 
     def _share_of(self, server: int, tensors: Tensors) -> list[Tensor | None]:
@@ -146,7 +141,7 @@ class Split(msgspec.Struct, frozen=True, dict=True):
         ]
 
     def merged(self, parts: Sequence[Tensors]) -> list[Tensor | None]:
-        """The tensors, one for each parameter, of which each server has these; None where it is None for a server."""
+        """Merge each server's part into one tensor for each parameter; None if a server's part of it is None."""
         pieces: list[list[Tensor | None]] = [[] for _ in self.layout.specs]
         for places, part in zip(self.places, parts, strict=True):
             for place, tensor in zip(places, part, strict=True):
@@ -154,21 +149,22 @@ class Split(msgspec.Struct, frozen=True, dict=True):
         return [_joined(spec, each) for spec, each in zip(self.layout.specs, pieces, strict=True)]
 
     def memories(self, into: Tensor) -> list[Tensor] | None:
-        """The parts of flat memory of the whole in which shares lie as each is laid out; None if they do not so."""
+        """Return each share's range in flat memory of the whole; None if shares are not laid out as ranges of it."""
         if not self._is_contiguous:
             return None
         ends = zip(self._begins, self.shares, strict=True)
         return [into[begin : begin + share.nbytes] for begin, share in ends]
 
     def write(self, into: Tensor, parts: Sequence[Tensor]) -> None:
-        """Flat memory of all servers, each as its share is laid out, written into flat memory of the whole.
+        """Copy flat memory of each share into flat memory of the whole.
 
         Args:
-            into: uint8, as `layout` has it.
-            parts: uint8, one for each server; nothing is done for those that lie there already, as `memories`.
+            into: uint8, laid out as `layout`.
+            parts: uint8, one for each server, laid out as its share; parts that are ranges from `memories` are not
+                copied.
 
         Raises:
-            MalformedMessage: a part is not as large as its share.
+            MalformedMessage: a part has another size than its share.
         """
         for share, part in zip(self.shares, parts, strict=True):
             if part.numel() != share.nbytes:
@@ -185,7 +181,7 @@ class Split(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def _offsets(self) -> list[list[int]]:
-        """Of each entry of each share, where it begins in flat memory of the whole, in bytes."""
+        """Return the start of each entry of each share in flat memory of the whole, in bytes."""
         return [
             [
                 self.layout.offsets[place] + _begin(spec, self.layout.specs[place]) * DTYPES[spec.dtype].itemsize
@@ -205,10 +201,10 @@ class Split(msgspec.Struct, frozen=True, dict=True):
             for offsets, begin, share in zip(self._offsets, self._begins, self.shares, strict=True)
         )
 
-    # --- What a sender of pushes remembers ---------------------------------------------------------------------------
+    # --- States of senders -------------------------------------------------------------------------------------------
 
     def sender_parts(self, state: State) -> list[State]:
-        """What the sender of a push remembers, as what it remembers for each server's part."""
+        """Split the state of a sender of pushes into one state for each server."""
         own = state.get(_SENDERS, ())
         rest = own if len(own) == len(self.shares) else [{}] * len(self.shares)
         if RESIDUAL not in state:
@@ -217,7 +213,7 @@ class Split(msgspec.Struct, frozen=True, dict=True):
         return [{**each, RESIDUAL: part} for each, part in zip(rest, self.parts(owed), strict=True)]
 
     def merged_sender(self, states: Sequence[State]) -> State:
-        """The same of all parts together."""
+        """Merge a sender's states for each server into one state."""
         rest = [{key: value for key, value in state.items() if key != RESIDUAL} for state in states]
         merged: dict[str, Any] = {_SENDERS: rest} if any(rest) else {}
         if any(RESIDUAL in state for state in states):
@@ -229,7 +225,7 @@ class Split(msgspec.Struct, frozen=True, dict=True):
         return merged
 
     def _merged_residual(self, owed: Sequence[Tensors]) -> list[Tensor | None]:
-        """As `merged`, where what one server is not owed is zeros."""
+        """Merge residuals as `merged` does, with zeros for a server without a residual."""
         known = {
             place: part
             for places, parts in zip(self.places, owed, strict=True)
@@ -247,13 +243,13 @@ class Split(msgspec.Struct, frozen=True, dict=True):
         ]
         return self.merged(filled)
 
-    # --- Trees: what optimizers and methods remember ------------------------------------------------------------------
+    # --- Trees: states of optimizers and methods ---------------------------------------------------------------------
 
     def tree_parts(self, tree: Any) -> list[Any]:
-        """A tree, as `lightning_omni.methods.ServerSide.state` has it, as what each server gets of it.
+        """Split a tree, as in `lightning_omni.methods.ServerSide.state`, into one tree for each server.
 
-        A list with one entry a parameter is divided, and so is what stands in a dict by their places, as in the state
-        of torch's optimizers; all else every server gets. Of fragments, each is divided as `fragment` has it.
+        A list with one entry per parameter is divided, and so is a dict keyed by their places, as in the state of
+        torch's optimizers; every server gets all other values. Each fragment is divided as `fragment` divides it.
         """
         return [self._cut(tree, server) for server in range(len(self.shares))]
 
@@ -280,7 +276,7 @@ class Split(msgspec.Struct, frozen=True, dict=True):
         return tree
 
     def merged_tree(self, trees: Sequence[Any]) -> Any:
-        """The tree of which each server has one of these."""
+        """Merge one tree of each server."""
         first = trees[0]
         if any(_is_by_place(tree) and tree for tree in trees):
             return self._merged_places(trees)
@@ -301,12 +297,12 @@ class Split(msgspec.Struct, frozen=True, dict=True):
         return first
 
     def recut(self, tree: Any) -> Any:
-        """What was remembered of fragments that were cut for another number of servers, as these servers cut them.
+        """Convert states of fragments that were cut for another number of servers.
 
-        What had come of fragments and was not merged yet is left out: a total has one count for all of its numbers.
+        Pushes to fragments that were not merged yet are dropped, because a total has one count for all of its elements.
 
         Args:
-            tree: from `merged_tree`; without fragments, or with the same cuts, it stays as it is.
+            tree: from `merged_tree`; without fragments, or with the same cuts, it is returned unchanged.
         """
         servers = tree.get(_SERVERS, 1) if FRAGMENTS in tree else len(self.shares)
         if servers == len(self.shares):
@@ -329,7 +325,7 @@ class Split(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def _found(self) -> list[list[tuple[int, int]]]:
-        """Of each parameter, the servers and entries that have it, in order."""
+        """Return for each parameter the servers and entries that hold it, in order."""
         found: list[list[tuple[int, int]]] = [[] for _ in self.layout.specs]
         for server, places in enumerate(self.places):
             for here, place in enumerate(places):
@@ -339,10 +335,10 @@ class Split(msgspec.Struct, frozen=True, dict=True):
     # --- Optimizers --------------------------------------------------------------------------------------------------
 
     def described(self, description: Mapping[str, Any] | None, server: int) -> dict[str, Any] | None:
-        """What `lightning_omni.methods.master.describe` says of the optimizer, for what a server holds of it."""
+        """Return a server's part of an optimizer's description; see `lightning_omni.methods.master.describe`."""
         if description is None:
             return None
-        held = [name for group in description["groups"] for name in group["params"]]  # its states have their places
+        held = [name for group in description["groups"] for name in group["params"]]  # states are keyed by places in it
         states = description["state"]
         by_name = {name: states[place] for place, name in enumerate(held) if place in states}
         specs = {spec.name: (whole, spec) for spec, whole in self._specs_of(server)}
@@ -363,12 +359,12 @@ class Split(msgspec.Struct, frozen=True, dict=True):
 
 
 def over_parameters(tree: Any, specs: Sequence[TensorSpec], make: Callable[[Any, int | None], Any]) -> Any:
-    """A tree as in `Split.tree_parts`, with something made of each of its values.
+    """Apply a function to each value of a tree as in `Split.tree_parts`.
 
     Args:
-        tree: of a whole, or of what one server has.
-        specs: of that.
-        make: is given a value, and the place of the parameter that it belongs to; None where it belongs to none.
+        tree: tree of the whole, or of one server.
+        specs: the corresponding entries.
+        make: function of a value and the place of its parameter, which is None for a value of no parameter.
     """
     if _is_by_place(tree):
         return {place: {key: make(value, place) for key, value in values.items()} for place, values in tree.items()}
@@ -382,21 +378,14 @@ def over_parameters(tree: Any, specs: Sequence[TensorSpec], make: Callable[[Any,
 
 
 def is_elementwise(method: Method, optimizer: Optimizer | None) -> bool:
-    """Whether tensors may be cut, for what a method does and the user's optimizer.
-
-    Args:
-        method: of the run.
-        optimizer: that steps at the servers; None if it steps at the workers.
-    """
+    """Return whether tensors may be cut, for a method and an optimizer (None if it steps at the workers)."""
     return method.elementwise and (optimizer is None or class_path(type(optimizer)) in ELEMENTWISE)
 
 
 def check_by_member(method: Method, inside: str) -> None:
-    """Raises `ConfigurationError` if members of a group cannot exchange a share of the model each with a method.
+    """Raise `ConfigurationError` if members of a group cannot exchange a share of the model each with a method.
 
-    Args:
-        method: of the run.
-        inside: how they hold it, as the user has passed that.
+    ``inside`` is the way in which they hold the model, as the user has passed it.
     """
     given = f"{inside} and method={type(method).__name__}"
     if method.fragments > 1:
@@ -412,12 +401,9 @@ def check_by_member(method: Method, inside: str) -> None:
 
 
 def check_by_parts(method: Method, optimizer: Optimizer, inside: str) -> None:
-    """Raises `UnsupportedError` if an optimizer cannot step parts of parameters at several servers.
+    """Raise `UnsupportedError` if the user's optimizer cannot step parts of parameters at several servers.
 
-    Args:
-        method: of the run.
-        optimizer: the user's.
-        inside: how the members of a group hold the parameters, as the user has passed that.
+    ``inside`` is the way in which members of a group hold the parameters, as the user has passed it.
     """
     if method.steps_at == "server" and not is_elementwise(method, optimizer):
         raise UnsupportedError(
@@ -432,7 +418,7 @@ def _beside_fragments(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _recut(trees: Sequence[Any], before: Sequence[Layout], after: Sequence[Layout]) -> Sequence[Any]:
-    """What there is of each fragment, by other cuts; see `Split.recut`."""
+    """Return the states of all fragments for other cuts; see `Split.recut`."""
     first, count = trees[0], len(trees)
     if isinstance(first, Mapping) and first.keys() == Total().state().keys():
         return [Total().state() for _ in range(count)]
@@ -456,7 +442,7 @@ def _recut(trees: Sequence[Any], before: Sequence[Layout], after: Sequence[Layou
 
 
 def _moved(values: Sequence[Sequence[Any]], before: Sequence[Layout], after: Sequence[Layout]) -> list[list[Any]]:
-    """What there is of each entry, as what there is of other ranges of the same tensors."""
+    """Return the values of all entries as values of other ranges of the same tensors."""
     known: dict[str, list[tuple[TensorSpec, Any]]] = {}
     for layout, each in zip(before, values, strict=True):
         for spec, value in zip(layout.specs, each, strict=True):
@@ -466,13 +452,13 @@ def _moved(values: Sequence[Sequence[Any]], before: Sequence[Layout], after: Seq
 
 
 def _gathered(spec: TensorSpec, pieces: Sequence[tuple[TensorSpec, Any]]) -> Any:
-    """What there is of an entry, from pieces that may have a part of it: zeros where none has, None if none has any."""
+    """Return an entry's value from pieces that may overlap it: zeros where none does, None if none overlaps."""
     whole: Tensor | None = None
     for held, value in pieces:
         part = _overlap(spec, held)
         if part is None:
             continue
-        if not _is_like(value, held):  # the same for all numbers
+        if not _is_like(value, held):  # it is the same for all elements
             return value
         whole = value.new_zeros(spec.local_shape) if whole is None else whole
         _piece(whole, spec, part).copy_(_piece(value, held, part))
@@ -486,7 +472,7 @@ def _ranges(layout: Layout, servers: int) -> list[list[tuple[int, TensorSpec]]]:
 
 
 def _wholes(layout: Layout, servers: int) -> list[list[tuple[int, TensorSpec]]]:
-    """The largest first, each to the server that has the fewest bytes."""
+    """Assign whole parameters, the largest first, each to the server with the fewest bytes."""
     loads = [0] * servers
     owner = {}
     for place in sorted(range(len(layout.specs)), key=lambda place: -layout.specs[place].nbytes):
@@ -499,7 +485,7 @@ def _wholes(layout: Layout, servers: int) -> list[list[tuple[int, TensorSpec]]]:
 
 
 def _piece(tensor: Tensor, whole: TensorSpec, part: TensorSpec) -> Tensor:
-    """What a share has of a tensor: memory of its own only where the tensor is not contiguous."""
+    """Return a share's part of a tensor, copied only if the tensor is not contiguous."""
     if part.range == whole.range:
         return tensor
     begin = _begin(part, whole)
@@ -507,7 +493,7 @@ def _piece(tensor: Tensor, whole: TensorSpec, part: TensorSpec) -> Tensor:
 
 
 def _overlap(spec: TensorSpec, held: TensorSpec) -> TensorSpec | None:
-    """What a server has of an entry, if it holds a tensor of that name, or a range of it; None for nothing of it."""
+    """Return a server's part of an entry, if it holds the tensor of that name or a range of it; otherwise None."""
     start, stop = spec.bounds
     begin, end = max(start, held.bounds[0]), min(stop, held.bounds[1])
     if (begin, end) == (start, stop):
@@ -516,7 +502,7 @@ def _overlap(spec: TensorSpec, held: TensorSpec) -> TensorSpec | None:
 
 
 def _begin(part: TensorSpec, whole: TensorSpec) -> int:
-    """The first number of a part, among those of the whole, which may itself be a range of a tensor."""
+    """Return the start of a part relative to the whole, which may itself be a range of a tensor."""
     return (part.range[0] if part.range else 0) - (whole.range[0] if whole.range else 0)
 
 
@@ -538,21 +524,21 @@ def _piece_of(value: Any, whole: TensorSpec, part: TensorSpec) -> Any:
 
 
 def _joined_of(values: Sequence[Any], spec: TensorSpec) -> Any:
-    """What several servers have of one parameter: the whole of a tensor, or what is the same for all."""
+    """Return one parameter's value from several servers: the whole tensor, or a value that is the same for all."""
     if len(values) > 1 and all(isinstance(value, Tensor) and value.dim() == 1 for value in values):
         return _joined(spec, values)
     return values[0]
 
 
 def _is_by_place(tree: Any) -> bool:
-    """Whether a dict is like the state of an optimizer: by places, of dicts by names."""
+    """Return whether a tree is a dict of dicts keyed by places, like an optimizer's state."""
     return isinstance(tree, Mapping) and all(
         isinstance(place, int) and isinstance(value, Mapping) for place, value in tree.items()
     )
 
 
 def _is_for_each(tree: Any, specs: Sequence[TensorSpec]) -> bool:
-    """Whether a list has one entry for each parameter: its tensor, None, or a number."""
+    """Return whether a list has one entry for each parameter: its tensor, None, or a number."""
     return (
         isinstance(tree, list)
         and len(tree) == len(specs)

@@ -1,9 +1,9 @@
-"""Which parameters an optimizer holds, in which parameter groups, and how that changes in the midst of a run.
+"""The parameters and parameter groups of an optimizer, and their changes during a run.
 
-Rule 1: a layout only ever grows at its end, so that what a group knew before is the beginning of what others know now.
-Rule 2: groups come to a change each in its own time. The first one makes it the server's; the others are told that it
-is known, and until they come to it their pushes are taken as they are: without what they do not know.
-Rule 3: what cannot be followed is refused before anything has changed.
+Rule 1: a layout grows only at its end, so a group's earlier layout is the beginning of the later ones.
+Rule 2: each group makes a change at its own time. The first one changes the server's optimizer; for the others the
+change exists already. Until a group makes it, its pushes are accepted without the parameters that it does not have.
+Rule 3: a change that cannot be followed is refused before anything has changed.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from lightning_omni.errors import MalformedMessage, Refused
 from lightning_omni.protocol.layout import TensorSpec, spec_of
 
 MOST_STRUCTURES = 4096
-"""Changes between two formings of groups, at most."""
+"""The most changes between two formings of groups."""
 MOST_GROUPS = 1 << 16
-"""Parameter groups of an optimizer, at most."""
+"""The most parameter groups of an optimizer."""
 
 
 class Structure(msgspec.Struct, frozen=True):
-    """One optimizer at one time of the run.
+    """The structure of one optimizer at one time of the run.
 
     Attributes:
-        size: parameters in its layout.
-        groups: the places, in that layout, of the parameters that each parameter group holds. Empty if the optimizer
-            steps at the workers: then parameter groups are no business of the server's.
+        size: number of parameters in its layout.
+        groups: for each parameter group, the places of its parameters in that layout. Empty if the optimizer steps at
+            the workers, because the server then does not need parameter groups.
 
     Example:
         >>> before, after = Structure(2, ((0, 1),)), Structure(3, ((0, 1), (2,)))
@@ -41,22 +41,22 @@ class Structure(msgspec.Struct, frozen=True):
     groups: tuple[tuple[int, ...], ...]
 
     def extends(self, other: Structure) -> bool:
-        """Whether this is the other with more parameters or parameter groups behind those that it has."""
+        """Return whether this is the other structure with parameters or parameter groups added behind existing ones."""
         mine = self.groups[: len(other.groups)]
         begins = [group[: len(old)] for group, old in zip(mine, other.groups, strict=False)]
         return self.size >= other.size and begins == list(other.groups)
 
     def counterparts(self, older: Structure) -> list[int | None]:
-        """For each parameter group, which of the older ones held the first of its parameters that was known then."""
+        """Return for each parameter group the older group that held the first of its older parameters, or None."""
         home = {place: number for number, group in enumerate(older.groups) for place in group}
         return [next((home[place] for place in group if place in home), None) for group in self.groups]
 
 
 class Structures:
-    """What one optimizer was and is, and where each compute group stands.
+    """The structures of one optimizer so far, and the current one of each compute group.
 
     Args:
-        first: the optimizer when groups were formed.
+        first: structure when groups were formed.
     """
 
     def __init__(self, first: Structure) -> None:
@@ -65,22 +65,22 @@ class Structures:
 
     @property
     def newest(self) -> Structure:
-        """What the server's optimizer is."""
+        """Return the structure of the server's optimizer."""
         return self._all[-1]
 
     def of(self, group: int) -> Structure:
-        """What a group last said, or began with."""
+        """Return a group's current structure."""
         return self._all[self._at.get(group, 0)]
 
     def form(self) -> None:
-        """Groups are formed again; all begin with the newest."""
+        """Start new groups, which begin with the newest structure."""
         self._all, self._at = self._all[-1:], {}
 
     def find(self, group: int, structure: Structure) -> int | None:
-        """The number of a structure that a group comes to; None if it is new.
+        """Return the number of a structure that a group changes to; None if it is new.
 
         Raises:
-            Refused: others have gone another way.
+            Refused: other groups have changed differently, or the structure has changed too often.
         """
         now = self._at.get(group, 0)
         for number in range(now, len(self._all)):
@@ -98,34 +98,32 @@ class Structures:
         return None
 
     def state(self) -> dict[str, Any]:
-        """All of it, as plain values."""
         return {"all": [(each.size, each.groups) for each in self._all], "at": dict(self._at)}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a `state`."""
         self._all = [Structure(size, tuple(map(tuple, groups))) for size, groups in state["all"]]
         self._at = dict(state["at"])
 
     def move(self, group: int, structure: Structure, number: int | None) -> None:
-        """The group is there; ``number`` is from `find`."""
+        """Record a group's change to a structure; ``number`` is from `find`."""
         if number is None:
             self._all.append(structure)
         self._at[group] = len(self._all) - 1 if number is None else number
 
 
 def read_structure(tree: Any, known: int) -> tuple[Structure, list[dict[str, Any]], dict[str, Tensor], dict[int, Any]]:
-    """What a group says of an optimizer's parameter groups.
+    """Read a group's description of an optimizer's parameter groups.
 
     Args:
         tree: ``{"groups": [{..., "params": [places]}], "weights": {name: tensor}, "state": {place: {...}}}``.
-        known: parameters that the group knew before; the weights are of those behind them.
+        known: number of parameters that the group had before; the weights are those of later ones.
 
     Returns:
-        The structure; settings with places, for each group; weights of the parameters that are new to the group; and
-        optimizer state of these.
+        The structure; settings and places of each parameter group; weights of the parameters that are new to the group;
+        and their optimizer state.
 
     Raises:
-        MalformedMessage: it is none.
+        MalformedMessage: the description is invalid.
     """
     try:
         groups = [dict(group) for group in tree["groups"]]
@@ -151,12 +149,12 @@ def read_structure(tree: Any, known: int) -> tuple[Structure, list[dict[str, Any
 
 
 def specs_of(weights: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
-    """The specifications of named tensors."""
+    """Return the specifications of named tensors."""
     return tuple(spec_of(name, value) for name, value in weights.items())
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A parameter group without its parameters."""
+    """Return a parameter group without its parameters."""
     return {key: value for key, value in group.items() if key != "params"}
 
 

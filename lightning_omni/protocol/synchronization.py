@@ -1,4 +1,4 @@
-"""Synchronization points of all live ranks, and what is too large for the control channel, on which they take place."""
+"""Synchronization points of all live ranks on the control channel, and transfers that are too large for it."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from lightning_omni.protocol.service import Out, Payload, Peer, Sender, Service,
 from lightning_omni.protocol.training import Training
 
 BROUGHT_ELSEWHERE = "brought"
-"""Code of a refusal: what is spoken of was not brought to this server; perhaps to one that is gone."""
+"""Code of a refusal: this server has not received the rank's bytes; an earlier server may have."""
 
 Forward = Callable[[Sender, bytes, Payload], list[Out]]
-"""Handles a control message that did not come over the control channel, as if it had."""
+"""A function that handles a control message which did not arrive on the control channel."""
 
 
 class Synchronization(Service):
-    """Gathers what all live ranks contribute.
+    """The service that gathers contributions of all live ranks.
 
     Args:
         run: the run.
-        training: is told which groups wait meanwhile.
-        forward: handles messages that were brought.
+        training: service that is notified of groups that wait meanwhile.
+        forward: handles control messages that arrived on the data channel.
 
     Attributes:
-        completed: synchronization points that are over.
+        completed: number of completed synchronization points.
     """
 
     def __init__(self, run: RunContext, training: Training, forward: Forward) -> None:
@@ -41,11 +41,11 @@ class Synchronization(Service):
         self.completed = 0
         self._collectives = Collectives()
         self._brought: dict[int, Payload] = {}
-        self._gathered = GatheredEntry(-1, (), ())  # the last one
+        self._gathered = GatheredEntry(-1, (), ())  # the last completed collective
 
     @property
     def contributed(self) -> set[int]:
-        """Ranks that are at a synchronization point, and wait for the others."""
+        """Return the ranks that wait for others at a synchronization point."""
         return self._collectives.contributed
 
     def evict(self, group: int, lost: bool) -> list[Out]:
@@ -58,7 +58,7 @@ class Synchronization(Service):
         out: list[Out] = []
         for number, parts in self._collectives.complete(self._roster.live) if not self._collectives.is_idle else ():
             ranks = tuple(rank for rank, _ in parts)
-            # All ranks have the last one's, or they would not be at this one.
+            # All ranks have received the previous result, or they would not be at this point.
             self._gathered = GatheredEntry(number, ranks, tuple(bytes_of(payload) for _, payload in parts))
             self.completed = number + 1
             self._journal.note(self._gathered)
@@ -68,7 +68,7 @@ class Synchronization(Service):
         return out
 
     def _answer(self, peer: Peer) -> Out:
-        """What was gathered last; rather than large payloads, that they are to be collected."""
+        """Return the last completed collective as an answer; large payloads must be collected separately."""
         gathered = self._gathered
         sizes = tuple(map(len, gathered.payloads))
         collect = max(sizes, default=0) > m.LARGEST_INLINE
@@ -82,11 +82,10 @@ class Synchronization(Service):
         self.completed, self._gathered = msgspec.msgpack.decode(state, type=tuple[int, GatheredEntry])
 
     def redo(self, gathered: GatheredEntry) -> None:
-        """A server before this one has told ranks of this."""
         self.completed, self._gathered = gathered.number + 1, gathered
 
     def contribute(self, sender: Sender, message: m.Contribute, payload: Payload) -> list[Out]:
-        """A rank comes to a synchronization point."""
+        """Record a rank's contribution to a synchronization point."""
         if message.number == self._gathered.number and sender.rank in self._gathered.ranks:  # the answer was lost
             return [self._answer(sender.peer)]
         if message.brought:
@@ -95,29 +94,29 @@ class Synchronization(Service):
         return self._training.idle(sender.rank)
 
     def check_brought(self, sender: Sender, message: m.Bring) -> int:
-        """Bytes that are brought for one synchronization point."""
+        """Check the size of bytes for one synchronization point, and return it."""
         return _checked_size(message.nbytes, m.LARGEST_BROUGHT)
 
     def bring(self, sender: Sender, message: m.Bring, payload: Payload) -> list[Out]:
-        """Bytes that are needed next on the control channel."""
+        """Store bytes that the rank's next message on the control channel refers to."""
         self._brought[sender.rank] = payload
         return [Out(sender.peer, m.DATA, m.Brought())]
 
     def read_brought(self, sender: Sender, message: m.ReadBrought, payload: Payload) -> list[Out]:
-        """What was brought is a message."""
+        """Handle a rank's stored bytes as a control message."""
         brought = self._take_brought(sender.rank)
         data = brought.numpy().tobytes() if isinstance(brought, Tensor) else brought
         return self._forward(sender, data, payload)
 
     def collect(self, sender: Sender, message: m.Collect, payload: Payload) -> list[Out]:
-        """A rank wants the payloads of the last synchronization point."""
+        """Answer with the payloads of the last synchronization point."""
         if message.number != self._gathered.number:
             raise ProtocolError(f"there is nothing to collect of collective {message.number}")
         parts = tuple(as_tensor(payload) for payload in self._gathered.payloads)
         return [Out(sender.peer, m.DATA, m.Collected(nbytes=sum(map(nbytes_of, parts))), parts)]
 
     def check_long(self, sender: Sender, message: m.Long) -> int:
-        """Bytes of a message that is too large for one frame. The transport puts it together."""
+        """Check the size of a message that is too large for one frame, and return it. The transport assembles it."""
         return _checked_size(message.nbytes, m.LONGEST)
 
     def _take_brought(self, rank: int) -> Payload:

@@ -1,27 +1,27 @@
-"""For how long the server waits for ranks that are silent, late or stuck."""
+"""Time limits for ranks that are silent, late or stuck."""
 
 from __future__ import annotations
 
 import math
 
 PATIENCE = 30.0
-"""Seconds for which a rank may say nothing whose connection stands: it may hold Python's lock for long."""
+"""Seconds of silence granted to a rank whose connection is alive, because it may hold Python's lock for long."""
 
 
 class TimeLimits:
-    """How many seconds the server gives the ranks of a run.
+    """The time limits for the ranks of a run.
 
     Args:
-        heartbeat: of silence, after which a rank counts as dead.
-        join: that a rank may take to join after the first.
-        progress: after which a group that has trained, is alive and gets nothing done counts as dead.
-        joined_heartbeat: as ``heartbeat``, where groups join on their own, and one that was evicted by mistake joins
-            again; None for no other. Where ``hears_connections``, it is the connections whose silence counts so, and
-            ranks that have one are given `PATIENCE` at least.
+        heartbeat: seconds of silence after which a rank counts as dead.
+        join: seconds within which all ranks must join after the first one.
+        progress: seconds without progress after which a group that has trained and is alive counts as dead.
+        joined_heartbeat: like ``heartbeat``, where groups join on their own and a group that was evicted by mistake
+            rejoins; None for the same value. If ``hears_connections``, it limits the silence of connections, and ranks
+            may be silent for at least `PATIENCE`.
 
     Attributes:
-        hears_connections: whether connections give signs of life of their own, without the help of the rank's Python,
-            and end without these; the driver sets it.
+        hears_connections: whether connections send signs of life without the help of the rank's Python, and end without
+            them; the driver sets it.
     """
 
     def __init__(
@@ -36,25 +36,17 @@ class TimeLimits:
         self.hears_connections = False
 
     def heartbeat_of(self, joining: bool) -> float:
-        """Seconds of silence after which a rank counts as dead, as ranks are told.
-
-        Args:
-            joining: whether the groups of the run join on their own.
-        """
+        """Return the seconds of silence after which a rank counts as dead, as reported to ranks."""
         return self._joined_heartbeat if joining else self.heartbeat
 
     def silence_of(self, joining: bool) -> float:
-        """Seconds for which a rank may say nothing, after which it counts as dead.
-
-        Args:
-            joining: as in `heartbeat_of`.
-        """
+        """Return the seconds of a rank's silence after which the server considers it dead."""
         limit = self.heartbeat_of(joining)
         return max(limit, PATIENCE) if joining and self.hears_connections else limit
 
     @property
     def silence_of_connections(self) -> float:
-        """Seconds for which a connection of a group that joins may be silent; 0 if that is not heard."""
+        """Return the seconds for which a joining group's connection may be silent; 0 for no limit."""
         return self._joined_heartbeat if self.hears_connections and math.isfinite(self._joined_heartbeat) else 0.0
 
 

@@ -1,4 +1,4 @@
-"""Training: what groups push is merged, answers go out when the method has them, and no group waits for an idle one.
+"""Training: the merging of pushes and the answers to them. No group waits for an idle one.
 
 Rule: the outgoing weights are the live ones: the server's driver sends (or copies) them before the next message.
 """
@@ -31,11 +31,11 @@ from lightning_omni.protocol.wire_format import RAW, Memory, WireFormat
 from lightning_omni.topology import Topology
 
 LARGEST_NOTED = 256 << 20
-"""Bytes of parameters that are new to a group and are written down at once; more are only saved, as soon as may be."""
+"""The most bytes of added parameters in the journal; larger ones are only saved with the state, which is then due."""
 
 
 class PushOutcome(NamedTuple):
-    """What came of a push, as its answer says it: see `lightning_omni.protocol.messages.Weights`."""
+    """The outcome of a push, as in its answer: see `lightning_omni.protocol.messages.Weights`."""
 
     staleness: int = -1
     applied: bool = True
@@ -46,11 +46,11 @@ class PushOutcome(NamedTuple):
 
 
 class Training(Service):
-    """Merges pushes and answers them.
+    """The service that merges and answers pushes.
 
     Args:
         run: the run.
-        admission: knows the connection of each group's leader.
+        admission: service that returns the connection of each group's leader.
 
     Attributes:
         handled: of each group, pushes that were handled since groups were formed, also those that were refused.
@@ -86,7 +86,7 @@ class Training(Service):
         self._idle.clear()
 
     def go_by(self, formed: m.Form) -> None:
-        """Pushes and their answers travel as was agreed when groups were formed."""
+        """Use the wire formats on which the groups agreed when they were formed."""
         self._wire_format = wire_format.from_wire(formed.wire_format).pushes
         self._shards.answer_as(formed)
 
@@ -103,21 +103,21 @@ class Training(Service):
 
     @property
     def all_answered(self) -> bool:
-        """Whether no living group waits for the answer to a push."""
+        """Return whether no live group waits for the answer to a push."""
         return not any(group in self._roster.groups for group in self._pending)
 
     @property
     def due(self) -> float:
-        """When `expire` is to be called: the earliest moment that a method waits for."""
+        """Return the time at which to call `expire`: the earliest one that a method waits for."""
         return min((shard.method_side.due for _, shard in self._shards.pushed), default=math.inf)
 
     def set_time(self, now: float) -> None:
-        """What happens next happens at this moment."""
+        """Set the methods' current time."""
         for _, shard in self._shards.pushed:
             shard.method_side.now = now
 
     def expire(self, now: float) -> list[Out]:
-        """Methods that waited for a moment that has come go on."""
+        """Continue the methods that have waited for a time until ``now``."""
         if self.due <= now:
             self._servers.send_to_all(sm.Expire())
         out: list[Out] = []
@@ -139,9 +139,9 @@ class Training(Service):
         return out
 
     def _waited_for(self, number: int) -> set[int]:
-        """The groups whose own weights a mean is of: all but those that have had it from a server that is gone.
+        """Return the groups whose own weights a mean needs: all except those that an earlier server has sent the mean.
 
-        They have gone on to the next optimizer's, or to a synchronization point, at which they wait for the others.
+        These groups have continued with the next optimizer's mean, or wait for the others at a synchronization point.
         """
         later = {group for shard in self._shards.all[number + 1 :] for group in shard.averaging}
         return set(self._roster.groups) - ((self._idle | later) - set(self._shards.all[number].averaging))
@@ -155,25 +155,25 @@ class Training(Service):
 
     @property
     def missing(self) -> int:
-        """Pushes that a server before this one has answered, and that came after its last save."""
+        """Return the number of pushes that an earlier server has answered after its last save."""
         return self._deliveries.missing
 
     # --- Messages ----------------------------------------------------------------------------------------------------
 
     def check_push(self, sender: Sender, message: m.PushMessage) -> int:
-        """Bytes of a push."""
+        """Check the size of a push, and return it."""
         layout = self._shards.shard(message.optimizer).layout_of_push(sender.group, message)
         wire_format.check_size(self._wire_format, message.nbytes, layout)
         return message.nbytes
 
     def check_counts(self, sender: Sender, message: m.PushMessage | m.FetchMessage) -> None:
-        """Raises `ProtocolError` for batches that were not drawn. Other servers know of no draws, and would go on."""
+        """Raise `ProtocolError` for batches that were not drawn; other servers have no draws, and would continue."""
         is_told = isinstance(message, m.PushMessage) or self._epochs.holds(sender.group, message.epoch)
         if message.epoch >= 0 and is_told:
             self._epochs.check_trained(sender.group, message.epoch, message.trained)
 
     def push(self, sender: Sender, message: m.PushMessage, payload: Payload) -> list[Out]:
-        """A group pushes to one optimizer; answered when the method says so."""
+        """Merge a group's push to one optimizer; the method decides when it is answered."""
         group, number = sender.group, message.optimizer
         shard = self._shards.shard(number)
         if shard.is_head:
@@ -253,13 +253,13 @@ class Training(Service):
             raise MalformedMessage("the sum is not finite, or not as large as the tensors that its pushes speak of")
 
     def is_push_finite(self, sender: Sender, message: m.PushMessage, payload: Payload) -> bool:
-        """Whether the numbers are in that part of a push which this server has."""
+        """Return whether this server's part of a push is finite."""
         shard = self._shards.shard(message.optimizer)
         layout = shard.layout_of_push(sender.group, message)
         return is_finite(layout, self._decode(as_tensor(payload), layout))
 
     def _answer_again(self, sender: Sender, message: m.PushMessage, shard: Shard, last: Delivery) -> list[Out]:
-        """A push has come once more, because its answer was lost, say; if it has none yet, that comes once."""
+        """Answer a repeated push, for instance after a lost answer; an answer that is still pending is sent once."""
         if not last.is_answered:
             return []
         group, refused = sender.group, shard.counts.refused_in_row[sender.group]
@@ -269,16 +269,15 @@ class Training(Service):
         return [self._weights(sender.peer, message.optimizer, group, parts, outcome)]
 
     def _decode(self, payload: Tensor, layout: Layout) -> Tensor:
-        """The tensors of a push, in flat memory."""
         wire_format.check_size(self._wire_format, payload.numel(), layout)
         return wire_format.decode(self._wire_format, payload, layout, self._memory)
 
     def fetch(self, sender: Sender, message: m.FetchMessage, payload: Payload) -> list[Out]:
-        """A rank reads the master weights of one optimizer outside an exchange."""
+        """Answer a rank that reads the master weights of one optimizer outside an exchange."""
         shard, group = self._shards.shard(message.optimizer), sender.group
         if group >= 0:
             spans = self._notes.new_spans(group, message)
-            if self._epochs.holds(group, message.epoch):  # once it has left it has nothing to tell
+            if self._epochs.holds(group, message.epoch):  # a group that has left reports nothing
                 self._epochs.train(group, message.epoch, message.trained)
             shard.method_side.fetched(group)
             self._notes.note("fetch", group, message.optimizer, epoch=message.epoch, spans=spans)
@@ -286,29 +285,29 @@ class Training(Service):
         return [msgspec.structs.replace(out, may_take_long=self._has_just_joined(group))]
 
     def _has_just_joined(self, group: int) -> bool:
-        """Whether a group reads the weights to begin with, in a run that it has joined, and keeps no other waiting."""
+        """Return whether a group reads the initial weights of a run that it has joined, and delays no other group."""
         is_first = self._roster.joining and group >= 0 and not self.handled[group]
         return is_first and not any(shard.method_side.method.holds_others_up for _, shard in self._shards.pushed)
 
     def check_average(self, sender: Sender, message: m.AverageMessage) -> int:
-        """Bytes of a group's own weights."""
+        """Check the size of a group's own weights, and return it."""
         expected = self._shards.shard(message.optimizer).layout_of_average(sender.group, message.absent).nbytes
         if message.nbytes != expected:
             raise MalformedMessage(f"the weights have {message.nbytes} bytes, {expected} were expected")
         return message.nbytes
 
     def average(self, sender: Sender, message: m.AverageMessage, payload: Payload) -> list[Out]:
-        """A group's own weights, for the mean of all; answered when all have come."""
+        """Add a group's own weights to the mean; it is answered once all groups have sent theirs."""
         self._shards.shard(message.optimizer).average(sender.group, as_tensor(payload), sender.finite, message.absent)
         return []
 
     def is_average_finite(self, sender: Sender, message: m.AverageMessage, payload: Payload) -> bool:
-        """Whether the numbers are in that part of a group's own weights which this server has."""
+        """Return whether this server's part of a group's own weights is finite."""
         shard = self._shards.shard(message.optimizer)
         return is_finite(shard.layout_of_average(sender.group, message.absent), as_tensor(payload))
 
     def check_restructure(self, sender: Sender, message: m.Restructure) -> int:
-        """Bytes that come with parameters that are new."""
+        """Check the size of parameters that are new to a group, and return it."""
         if self._servers.count > 1:
             raise Refused(
                 "structure",
@@ -320,14 +319,14 @@ class Training(Service):
         return message.nbytes
 
     def restructure(self, sender: Sender, message: m.Restructure, payload: Payload) -> list[Out]:
-        """A group's optimizer has other parameter groups than before, or more parameters."""
+        """Change a group's optimizer to other parameter groups, or more parameters."""
         group, shard = sender.group, self._shards.shard(message.optimizer)
         tree = unpack(message.packed, as_tensor(payload))
         try:
             start = shard.restructure(group, tree)
         except OmniError:
             raise
-        except Exception as error:  # torch raises what it likes on groups and states that are none
+        except Exception as error:  # torch raises various errors on invalid groups and states
             raise MalformedMessage(f"no parameter groups: {type(error).__name__}: {error}") from error
         if self._journal.write is not None and message.nbytes <= LARGEST_NOTED:
             self._journal.note(RestructuredEntry(group, message.optimizer, message.packed, bytes_of(payload)))
@@ -346,13 +345,13 @@ class Training(Service):
         return [Out(sender.peer, m.DATA, answer, (rest,))]
 
     def redo(self, entry: RestructuredEntry) -> None:
-        """A server before this one has told a group that it follows."""
+        """Replay a group's change of its optimizer."""
         self._shards.shard(entry.optimizer).restructure(entry.group, unpack(entry.packed, as_tensor(entry.payload)))
 
-    # --- Which group waits for which ----------------------------------------------------------------------------------
+    # --- Idle groups -------------------------------------------------------------------------------------------------
 
     def idle(self, rank: int) -> list[Out]:
-        """If this rank leads a group, it waits for others: no rank waits for a push of its group meanwhile."""
+        """Mark a leader's group as waiting for others, so that no rank waits for its pushes; ignore other ranks."""
         if not self._roster.formed.is_leader(rank):
             return []
         self._servers.send_to_all(sm.Idle(rank=rank))
@@ -360,7 +359,7 @@ class Training(Service):
         return [*self._notify_sides("idle", group, "rest"), *self.resolve_pending()]
 
     def resume(self, rank: int) -> None:
-        """If this rank leads a group, it goes on."""
+        """Mark a leader's group as continuing; ignore other ranks."""
         if self._roster.formed.is_leader(rank):
             self._servers.send_to_all(sm.Resume(rank=rank))
             self._idle.discard(group := self._roster.formed.group_of(rank))
@@ -373,10 +372,10 @@ class Training(Service):
                 self._notes.note("resume", group, number)
 
     def _idle_at_others(self, group: int, number: int) -> list[Out]:
-        """A group waits with one optimizer's push: no rank may wait meanwhile for those of its other optimizers.
+        """Mark a group that waits with one optimizer's push as idle at the other optimizers.
 
-        Groups need not step their optimizers alike; two that waited for each other at two optimizers would do so for
-        ever.
+        Groups may step their optimizers in different orders; two groups could otherwise wait for each other forever, at
+        two optimizers.
         """
         if len(self._shards.pushed) == 1:
             return []
@@ -454,19 +453,15 @@ class Training(Service):
 
 
 def _master_weights(shard: Shard, group: int) -> tuple[Tensor]:
-    """Those that a group knows, as they are."""
+    """Return the master weights that a group has, without a copy."""
     layout = shard.layout_of(group)
     return (shard.buffer if layout is shard.layout else shard.buffer[: layout.nbytes],)
 
 
 def _pulled(shard: Shard, reply: Reply, push: m.PushMessage | None, copies: bool = False) -> tuple[Payload, ...]:
-    """The tensors that answer a push, as they travel; none if it asks for none.
+    """Return the encoded tensors that answer a push; none if it requests none.
 
-    Args:
-        shard: where it was pushed to.
-        reply: the method's.
-        push: which is answered.
-        copies: whether the next answer is made before this one is sent, in the same memory.
+    ``copies`` is true if the next answer is made, in the same memory, before this one is sent.
     """
     if push is not None and not push.pull:
         return ()

@@ -1,14 +1,13 @@
-"""What joins a group's side and the server's side: connections, as both sides see them. No sockets, clocks or threads.
+"""The transport between ranks and server: connections as both sides use them. No sockets, clocks or threads.
 
-A transport brings three things for a rank, its control connection (`Control`), its data connection (`Data`) and a
-leader's way to other leaders (`Peers`), and one for the server, what drives its state machine (`Served`). Which
-transport a run uses is one value, a `Transport`. ZeroMQ is the one that ships; `in_memory` joins both sides in one
-process.
+A transport provides for a rank its control connection (`Control`), its data connection (`Data`) and a leader's
+connections to other leaders (`Peers`), and for the server the driver of its state machine (`Served`). The transport of
+a run is one value, a `Transport`. The default is ZeroMQ; `in_memory` connects both sides within one process.
 
-Rule 1: what is said on a control connection is heard in order, and so is what is said on a data connection.
-Rule 2: a request has one answer. A refusal is raised as `Refused`, whatever ended the run as what ended it.
-Rule 3: a control connection that ends without a goodbye is told to `ServerCore.hang_up`: its rank is lost.
-Rule 4: the server believes nothing. It asks `ServerCore.check_payload` before it allocates memory for a payload.
+Rule 1: messages on a control connection arrive in order, and so do messages on a data connection.
+Rule 2: a request has one answer. A refusal is raised as `Refused`, and the end of the run as the error that caused it.
+Rule 3: if a control connection ends without a goodbye, the driver calls `ServerCore.hang_up`: its rank is lost.
+Rule 4: the server trusts no sender. It calls `ServerCore.check_payload` before it allocates memory for a payload.
 """
 
 from __future__ import annotations
@@ -47,39 +46,39 @@ from lightning_omni.registry import Registry, to_wire
 _log = logging.getLogger(__name__)
 Answer = TypeVar("Answer", bound=m.Message)
 PATIENCE = 1800.0
-"""Seconds that a request waits for its answer, if it is not said otherwise."""
+"""Default seconds that a request waits for its answer."""
 
 
 class ServerAway(ConnectionLost):
-    """The server is gone, and another one may go on: what it was asked is to be asked again."""
+    """The loss of a server that another one may replace; requests must be repeated to that one."""
 
 
-# --- A rank's side ---------------------------------------------------------------------------------------------------
+# --- Rank ------------------------------------------------------------------------------------------------------------
 
 
 class Control(ABC):
-    """A rank's control connection: it stands, and keeps itself alive, until it is closed.
+    """A rank's control connection, which keeps itself alive until it is closed.
 
-    Requests come from one thread. What keeps the connection alive may be another one: it sends a `heartbeat` twice a
-    second and gives what it receives to `handle`.
+    One thread makes all requests. Another one may keep the connection alive: it sends a `heartbeat` twice a second and
+    passes received messages to `handle`.
 
     Args:
-        address: of the server.
+        address: address of the server.
         rank: this rank.
-        on_end: called once, from whichever thread finds out, when this rank must stop.
+        on_end: called once, from any thread, when this rank must stop.
 
     Attributes:
-        status: how the run goes, as heard last.
+        status: last received status of the run.
         lost: ranks lost so far.
-        failures: what is said of those among them that have failed by themselves.
-        signal: a signal that this rank was given, to be told with the next heartbeat.
-        shards: servers that hold a share of the weights each; see `attach_all`.
-        has_finished: whether the run is at its end when this rank says goodbye.
-        progress: counts what this rank has got done, and how often it has waited for the server a little more.
-        patience: seconds for which the server is looked for when it is gone; 0 if its loss ends the run.
-        returns: tells the servers apart that have gone on in the place of one that was gone: each has a larger number,
-            the same at all ranks of a group, whenever they have joined.
-        is_away: whether the server is gone, and looked for.
+        failures: reasons of the losses of ranks that have failed by themselves.
+        signal: signal received by this rank, to report with the next heartbeat.
+        shards: number of servers that hold a share of the weights each; see `attach_all`.
+        has_finished: whether the run is at its end when this rank leaves.
+        progress: count of this rank's progress, and of its checks while it waits for the server.
+        patience: seconds for which the rank looks for a server that is gone; 0 if its loss ends the run.
+        returns: number that identifies the server among those that continue a run one after the other; larger for later
+            ones, and equal at all ranks of a group, whenever they joined.
+        is_away: whether the server is gone and the rank looks for it.
     """
 
     shards = 1
@@ -100,39 +99,42 @@ class Control(ABC):
         self._ended: OmniError | None = None
         self._on_end = on_end or (lambda error: None)
 
-    # --- What each transport brings -----------------------------------------------------------------------------------
+    # --- Implemented by each transport -------------------------------------------------------------------------------
 
     @abstractmethod
     def request_payload(
         self, message: m.Message, expect: type[Answer], payload: bytes = b"", timeout: float = PATIENCE
     ) -> tuple[Answer, list[bytes]]:
-        """Sends a message and waits for its answer. Returns it with its payload: one part for each contributor.
+        """Send a message and wait for its answer.
+
+        Returns:
+            The answer, and its payload: one part for each contributor.
 
         Raises:
             RankLost: this rank was evicted, or the run is over.
             ConnectionLost: the server is gone, or did not answer within ``timeout`` seconds.
-            Refused: the server refused, and says why.
+            Refused: the server refused the request.
         """
 
     @abstractmethod
     def post(self, message: m.Message) -> None:
-        """Sends a message that has no answer, within half a second. From any thread."""
+        """Send a message without an answer, within half a second and from any thread."""
 
     @abstractmethod
     def wait_for_end(self, seconds: float) -> OmniError | None:
-        """What ended this rank's run, if the server says so within that time."""
+        """Return the error that ended this rank's run, if the server reports it within this time."""
 
     @abstractmethod
     def attach(self, timeout: float = 300.0, address: str = "") -> Data:
-        """Opens this rank's data connection.
+        """Open this rank's data connection.
 
         Args:
-            timeout: seconds to wait for any one answer.
-            address: of the data socket of another server, which holds a share; empty for that of this one.
+            timeout: seconds to wait for each answer.
+            address: address of the data socket of another server, which holds a share; empty for this server's.
         """
 
     def empty(self, nbytes: int) -> Tensor:
-        """Zeros, uint8, ``(nbytes,)``: memory from and to which a data connection takes payloads best."""
+        """Return zeros, uint8, ``(nbytes,)``: memory that a data connection transfers payloads from and to fastest."""
         return torch.zeros(nbytes, dtype=torch.uint8)
 
     @abstractmethod
@@ -143,31 +145,32 @@ class Control(ABC):
         everywhere: bool,
         wire_format: WireFormat = RAW,
     ) -> Peers:
-        """Opens a leader's way to other leaders.
+        """Open a leader's connections to other leaders.
 
         Args:
-            layouts: of each optimizer's parameters.
-            is_lost: whether a group is gone, so that waiting for it is pointless.
+            layouts: layout of each optimizer's parameters.
+            is_lost: returns whether a group is gone, so that waiting for it is pointless.
             everywhere: whether leaders on other machines must be able to reach this one.
-            wire_format: how weights may be put into bytes: those that come are what it makes of them already, so a
-                transport may as well send them as they are.
+            wire_format: a format that may encode the weights. They are already decoded from it, so a transport may also
+                send them raw.
         """
 
     @abstractmethod
     def close(self, reason: str | None = None) -> None:
-        """Says goodbye (with the reason of a failure; None says nothing) and closes the connection."""
+        """Send a goodbye with the reason of a failure (None sends no goodbye), and close the connection."""
 
-    # --- What all have in common --------------------------------------------------------------------------------------
+    # --- Common to all transports ------------------------------------------------------------------------------------
 
     def attach_all(self, timeout: float = 300.0, share: int | None = None) -> list[Data]:
-        """Opens this rank's data connections to the servers that hold a share each.
+        """Open this rank's data connections to the servers that hold a share each.
 
         Args:
-            timeout: seconds to wait for any one answer.
-            share: number of the one that this rank exchanges with; None for all.
+            timeout: seconds to wait for each answer.
+            share: number of the server that this rank exchanges with; None for all.
 
         Returns:
-            The first is to the server that coordinates; of ``share``, the last to that server, perhaps the same.
+            The first connection is to the coordinating server. With ``share``, the last one is to that server; the two
+            may be the same connection.
         """
         if self.patience:
             numbers = range(self.shards) if share is None else sorted({0, share})
@@ -179,50 +182,50 @@ class Control(ABC):
         return [self.attach(timeout, address) for address in addresses]
 
     def _find(self, server: int) -> str:
-        """Where one of several servers is now, as `attach` takes it."""
+        """Return the current address of one of several servers, for `attach`."""
         return self.request(m.AskShards(), m.Shards).addresses[server - 1] if server else ""
 
     @property
     def records(self) -> bool:
-        """Whether this rank logs for the run, as the server has said last."""
+        """Return whether this rank logs for the run, by the last status."""
         return self.rank == (self.status.recorder if self.status is not None else 0)
 
     def stands(self, returns: int) -> bool:
-        """Whether the server is there, and no other than when ``returns`` was this."""
+        """Return whether a server is present, and is the one for which ``returns`` had this value."""
         return not self.is_away and self.returns == returns
 
     def check_stands(self, returns: int) -> None:
-        """Raises what ended this rank's run, or `ServerAway` if the server is no more the one that it was.
+        """Raise the error that ended this rank's run, or `ServerAway` if the server is gone or was replaced.
 
         Args:
-            returns: what ``returns`` was.
+            returns: value of `returns` for that server.
         """
         self.check()
         if not self.stands(returns):
             raise ServerAway(f"the parameter server at {self.address} is gone")
 
     def wait_for_return(self) -> None:
-        """Waits until there is a server.
+        """Wait until a server is present.
 
         Raises:
-            ConnectionLost: there is none any more.
+            ConnectionLost: no server will continue.
         """
         self.check()
         if self.is_away:
             raise ConnectionLost(f"the parameter server at {self.address} is gone")
 
     def wait_for_another(self, returns: int) -> None:
-        """Waits until a server is there whose ``returns`` is not below this.
+        """Wait until a server is present whose ``returns`` is at least this.
 
         Raises:
-            ConnectionLost: there is none any more.
+            ConnectionLost: no server will continue.
         """
         self.check()
         if self.returns < returns:
             raise ConnectionLost(f"the parameter server at {self.address} is gone")
 
     def came_back(self, welcome: m.Welcome) -> None:
-        """Another server goes on in the place of the one that was gone."""
+        """Continue with a server that replaces the one that was gone."""
         self.returns, self.is_away = max(self.returns + 1, welcome.began), False
         if self.records:
             lost = max(0, (self.status.clock if self.status is not None else 0) - welcome.clock)
@@ -248,21 +251,19 @@ class Control(ABC):
     def request(
         self, message: m.Message, expect: type[Answer], payload: bytes = b"", timeout: float = PATIENCE
     ) -> Answer:
-        """Like `request_payload`, for answers that bring none."""
+        """Send a request whose answer has no payload; see `request_payload`."""
         return self.request_payload(message, expect, payload, timeout)[0]
 
     @property
     def cause(self) -> OmniError | None:
-        """What has ended this rank's run, if anything did."""
         return self._ended
 
     @property
     def is_ended(self) -> bool:
-        """Whether anything did."""
         return self.cause is not None
 
     def check(self) -> None:
-        """Raises what ended this rank's run, if anything did. A rank that waits for the server asks all the time."""
+        """Raise the error that ended this rank's run, if any. A rank that waits for the server calls it repeatedly."""
         self.progress += 1
         if self._ended is not None:
             raise self._ended
@@ -274,25 +275,25 @@ class Control(ABC):
             raise ConnectionLost("the aggregator is gone")
 
     def report_timings(self, compute: float, step: float, exchange: float) -> None:
-        """Seconds for the next heartbeat: compute time, whole step, exchange."""
+        """Set seconds for the next heartbeat: compute time, whole step, exchange."""
         self._timings = (compute, step, exchange)
 
     def got_on(self, has_trained: bool = False) -> None:
-        """This rank has got something done, a batch, say.
+        """Record progress of this rank, for instance a batch.
 
         Args:
-            has_trained: whether that was a batch of training; from the first one on more is expected.
+            has_trained: whether that was a batch of training; the server expects further progress after the first one.
         """
         self.progress += 1
         self._has_trained |= has_trained
         self._is_judged = self._has_trained
 
     def takes_time(self) -> None:
-        """What this rank does now may take its time, until it gets on."""
+        """Suspend the check for progress until this rank makes progress again."""
         self._is_judged = False
 
     def heartbeat(self, now: float) -> m.Heartbeat:
-        """What is said twice a second."""
+        """Return the next heartbeat; one is sent twice a second."""
         compute, step, exchange = self._timings
         return m.Heartbeat(
             sent=now,
@@ -304,7 +305,7 @@ class Control(ABC):
         )
 
     def handle(self, message: m.Message) -> bool:
-        """Handles a message of the server. Returns whether it is the answer to a request."""
+        """Handle a message of the server; return whether it is the answer to a request."""
         if isinstance(message, m.Status):
             self.status, self.lost = message, message.lost
             return not message.sent  # the others answer heartbeats, or nothing
@@ -324,18 +325,18 @@ class Control(ABC):
         return False
 
     def end(self, error: OmniError) -> None:
-        """This rank's run has ended, if it had not before."""
+        """End this rank's run with an error, unless it has ended already."""
         if self._ended is None:
             self._ended = error
             self._on_end(error)
 
 
 class Data(ABC):
-    """A rank's data connection: tensors out, tensors in. Used from one thread.
+    """A rank's data connection, which sends and receives tensors. One thread uses it.
 
     Attributes:
-        moved: bytes of payload that went out and came in so far.
-        shared: of these, bytes that lay in memory that both sides have, where a transport has such.
+        moved: bytes of payload sent and received so far.
+        shared: those of them in memory that both sides share, if the transport has such memory.
     """
 
     moved: int = 0
@@ -343,12 +344,12 @@ class Data(ABC):
 
     @abstractmethod
     def send(self, message: m.Message, payload: Tensor | None = None, into: Tensor | None = None) -> None:
-        """Sends a message with its payload, and does not wait: they travel while this rank does something else.
+        """Send a message with its payload, without waiting: both are transferred while this rank continues.
 
         Args:
-            message: what to say. Nothing more may be said before its answer was received.
-            payload: uint8, on the CPU; must not change until the answer is there.
-            into: memory for the answer's payload. It may be written from now on until the answer is there.
+            message: the message. Its answer must be received before the next message is sent.
+            payload: uint8, on the CPU; it must not change until the answer is received.
+            into: memory for the answer's payload, which may be written until the answer is received.
 
         Raises:
             RankLost: this rank's group is out of the run, or the run is over.
@@ -357,15 +358,15 @@ class Data(ABC):
 
     @abstractmethod
     def receive(self, expect: type[Answer], into: Tensor | None = None) -> tuple[Answer, Tensor]:
-        """Waits for the answer to what was sent, with its payload.
+        """Wait for the answer to the sent message, with its payload.
 
         Args:
             expect: type of the answer.
-            into: memory for the answer's payload, if it does not lie where `send` was given memory for it; fresh
-                memory where this is missing or too short.
+            into: memory for the answer's payload, if `send` was given none; fresh memory is used if this is missing or
+                too short.
 
         Returns:
-            The answer, and its payload: uint8, empty if there is none.
+            The answer, and its payload: uint8, perhaps empty.
 
         Raises:
             Refused: the server refused.
@@ -376,22 +377,22 @@ class Data(ABC):
     def exchange(
         self, message: m.Message, expect: type[Answer], payload: Tensor | None = None, into: Tensor | None = None
     ) -> tuple[Answer, Tensor]:
-        """Sends a message and waits for its answer: `send` and `receive`, with the arguments of both."""
+        """Send a message and wait for its answer; see `send` and `receive`."""
         self.send(message, payload, into)
         return self.receive(expect, into)
 
     @abstractmethod
     def close(self) -> None:
-        """Closes the connection at once."""
+        """Close the connection at once."""
 
 
 class LastingData(Data):
-    """A data connection that outlasts its server: what was not answered is said again to the one that goes on.
+    """A data connection that outlasts its server: an unanswered message is repeated to the server that continues.
 
     Args:
-        control: of the same rank.
-        find: asks where the server is. That may take long, and another server may answer than was asked.
-        open: makes a data connection to it.
+        control: control connection of the same rank.
+        find: returns the address of the server. It may take long, and the server may be replaced meanwhile.
+        open: opens a data connection to an address.
     """
 
     def __init__(self, control: Control, find: Callable[[], str], open: Callable[[str], Data]) -> None:
@@ -411,7 +412,7 @@ class LastingData(Data):
         try:
             answer = self._data.receive(expect, into)
         except (ConnectionLost, Refused) as error:
-            # Refused is, for instance, a connection that a transport has made again by itself.
+            # A connection that the transport has reopened by itself is `Refused`, for instance.
             self._return(error)
             return self.receive(expect, into)
         self._said = None
@@ -421,32 +422,31 @@ class LastingData(Data):
     def close(self) -> None:
         self._data.close()
 
-    # --- Where what was said is a part of a request, which is said again as a whole or not at all ---------------------
+    # --- Parts of a request, which is repeated as a whole or not at all ----------------------------------------------
 
     @property
     def control(self) -> Control:
-        """The control connection of the same rank."""
         return self._control
 
     @property
     def returns(self) -> int:
-        """Of which server this is the connection, as `Control.returns` counts them."""
+        """Return the connected server's value of `Control.returns`."""
         return self._returns
 
     def send_part(self, message: m.Message, payload: Tensor | None = None, into: Tensor | None = None) -> None:
-        """As `send`, to the server that there is.
+        """Send to the current server, like `send`.
 
         Raises:
-            ServerAway: it is no more.
+            ServerAway: the server is gone.
         """
         with self._telling():
             self._data.send(message, payload, into)
 
     def receive_part(self, expect: type[Answer], into: Tensor | None = None) -> tuple[Answer, Tensor]:
-        """As `receive`, from the server that there is.
+        """Receive from the current server, like `receive`.
 
         Raises:
-            ServerAway: it is no more.
+            ServerAway: the server is gone.
         """
         with self._telling():
             answer = self._data.receive(expect, into)
@@ -454,7 +454,7 @@ class LastingData(Data):
         return answer
 
     def renew(self) -> None:
-        """Connects to the server that there is now, if it is another one."""
+        """Connect to the current server, if it is another one."""
         if not self._control.stands(self._returns):
             self._reconnect()
 
@@ -473,7 +473,7 @@ class LastingData(Data):
         self._connect()
 
     def _return(self, error: OmniError) -> None:
-        """Says what was not answered to the server that goes on; raises the error if the server is still the same."""
+        """Repeat the unanswered message to the server that continues; raise the error if no other server does."""
         if self._said is None or self._control.stands(self._returns):
             raise error
         self._reconnect()
@@ -496,77 +496,77 @@ class LastingData(Data):
 
 
 class Address(msgspec.Struct, frozen=True):
-    """Where a group's leader listens. All leaders learn it through the control channel."""
+    """The address at which a group's leader listens. All leaders receive it through the control channel."""
 
     group: int
     address: str
 
 
 class Peers(Protocol):
-    """A leader's way to the other leaders: weights that they read, and an inbox that they fill."""
+    """A leader's connections to the other leaders: weights that they read, and an inbox that they fill."""
 
     @property
     def moved(self) -> int:
-        """Bytes of weights that this leader has sent to others, and has read from them, so far."""
+        """Return the bytes of weights that this leader has sent to other leaders and read from them."""
 
     @property
     def address(self) -> str:
-        """Where this leader listens."""
+        """Return the address at which this leader listens."""
 
     def connect(self, addresses: Mapping[int, Address]) -> None:
-        """Tells it where the leaders of the other groups listen, before anything else is asked of it."""
+        """Set the addresses of the other groups' leaders; must be called first."""
 
     def publish(self, optimizer: int, tensors: Sequence[Tensor]) -> None:
-        """Others read these weights from now on; copied."""
+        """Publish a copy of these weights for other leaders to read."""
 
     def read(self, group: int, optimizer: int) -> Sequence[Tensor] | None:
-        """What a group has published: CPU tensors; None if there is nothing or no group."""
+        """Return the weights that a group has published, as CPU tensors; None without any, or without the group."""
 
     def send(self, group: int, optimizer: int, tensors: Sequence[Tensor]) -> None:
-        """Puts weights into a group's inbox, unless it is too slow to take them."""
+        """Put weights into a group's inbox, unless it receives them too slowly."""
 
     def read_inbox(self, optimizer: int) -> Inbox:
-        """Empties the inbox."""
+        """Empty the inbox, and return its content."""
 
     def grow(self, optimizer: int, layout: Layout) -> None:
-        """An optimizer's weights have another layout; what has come in the old one is gone."""
+        """Change an optimizer's layout; weights received in the old one are dropped."""
 
     def close(self) -> None:
-        """Ends both directions."""
+        """Close the connections in both directions."""
 
 
 @runtime_checkable
 class PeersOfShares(Peers, Protocol):
-    """The same of a member that has a share of the model, to its counterparts in other groups.
+    """The connections of a member that has a share of the model to its counterparts in other groups.
 
-    The members of a group come to the same by it: `lightning_omni.optimizer.together`.
+    The members of a group use them to agree: see `lightning_omni.optimizer.together`.
     """
 
     def hold(self, group: int, optimizer: int) -> int:
-        """Which publication `read` gives next, whatever that group publishes meanwhile: 1 is its first, 0 is none."""
+        """Fix the publication that the next `read` returns; return its number, 1 for the group's first, 0 for none."""
 
     def takes(self, group: int) -> bool:
-        """Whether a message to that group would be sent now."""
+        """Return whether a message to that group would be sent now."""
 
     def send_part(self, group: int, optimizer: int, tensors: Sequence[Tensor], sender: int, number: int) -> None:
-        """Puts a part of a message into a group's inbox; see `lightning_omni.protocol.arrivals`."""
+        """Put a part of a message into a group's inbox; see `lightning_omni.protocol.arrivals`."""
 
     def arrivals(self, optimizer: int) -> AbstractContextManager[Arrivals]:
-        """A context with what has come; nothing comes in it."""
+        """Return a context with all arrivals, during which no further one is added."""
 
 
 def refused_return(no: Refused) -> ConnectionLost:
-    """What ends the run of a rank whose server is gone, if the one in its place refuses the rank."""
+    """Return the error that ends a rank's run if the server that replaces a lost one refuses the rank."""
     return ConnectionLost(f"the parameter server is gone, and the one at its address refuses this rank: {no}")
 
 
 def answer_of(message: m.Message, expect: type[Answer]) -> Answer:
-    """What came as the answer to a request.
+    """Return the answer to a request, or raise the error that it represents.
 
     Raises:
         RankLost: this rank's group is out of the run, or the run is over.
         Refused: the server refused.
-        MalformedMessage: it is something else.
+        MalformedMessage: the message is no such answer.
     """
     if isinstance(message, expect):
         return message
@@ -580,38 +580,31 @@ def answer_of(message: m.Message, expect: type[Answer]) -> Answer:
     raise Refused(message.code, message.reason)
 
 
-# --- The server's side -----------------------------------------------------------------------------------------------
+# --- Server ----------------------------------------------------------------------------------------------------------
 
 
 class Served(Protocol):
-    """A server that listens: it drives a `ServerCore`."""
+    """A listening server, which drives a `ServerCore`."""
 
     @property
     def address(self) -> str:
-        """By which ranks join."""
+        """Return the address at which ranks join."""
 
     def run(self, until: Callable[[], bool]) -> None:
-        """Serves until ``until()`` is true; it is asked several times a second."""
+        """Serve until ``until()`` is true, which is called several times a second."""
 
     def farewell(self, reason: str) -> None:
-        """The rank that this server belongs to has ended: if the run has not, the others are told."""
+        """Notify the other ranks that the rank that owns this server has ended, unless the run has."""
 
     def close(self) -> None:
-        """Listens no more, as soon as the last words are out."""
+        """Stop listening once the last messages are sent."""
 
 
 def allowed(core: ServerCore, channel: m.Channel, peer: Peer, data: bytes | memoryview, nbytes: int) -> m.Message:
-    """Bytes that came in as a message, for a transport that has it whole before its payload, as a stream has.
-
-    Args:
-        core: the server.
-        channel: the channel that it came on.
-        peer: the connection that it came from.
-        data: the message, as bytes.
-        nbytes: of the payload that is to follow.
+    """Decode and check a message before its payload of ``nbytes``, for a transport that receives it first.
 
     Raises:
-        ProtocolError: it is none, or not allowed; `refusal` answers it, and the payload is not to be kept.
+        ProtocolError: the message is invalid or not allowed; answer with `refusal`, and do not keep the payload.
     """
     message = core.decode(channel, data)
     if channel == m.CONTROL:
@@ -623,33 +616,33 @@ def allowed(core: ServerCore, channel: m.Channel, peer: Peer, data: bytes | memo
 
 
 def refusal(core: ServerCore, channel: m.Channel, peer: Peer, error: ProtocolError) -> list[Out]:
-    """What is sent for a message that was not allowed."""
+    """Return the answers to a message that was not allowed."""
     if isinstance(error, Refused):  # the server has counted it
         return [Out(peer, channel, m.RefusedMessage(code=error.code, reason=str(error))), *core.servers.drain()]
     return [*core.refuse(channel, peer, str(error)), *core.servers.drain()]
 
 
-# --- The value -------------------------------------------------------------------------------------------------------
+# --- Transports ------------------------------------------------------------------------------------------------------
 
 
 class Transport(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
-    """How the ranks of a run and its server speak to each other: its settings, and both ends.
+    """A way for the ranks of a run and its server to communicate: its settings, and both ends.
 
-    (A msgspec struct cannot be an abstract base class, hence the errors.)
+    (A msgspec struct cannot be an abstract base class, so methods raise errors.)
     """
 
     def check_address(self, address: str) -> None:
-        """Raises `ConfigurationError` unless a server could have this address."""
+        """Raise `ConfigurationError` unless this is a possible address of a server."""
         raise NotImplementedError(f"{type(self).__name__} does not say what its addresses are")
 
     def serve(self, core: ServerCore, host: str = "", port: int = 0, data_port: int = 0) -> Served:
-        """Listens, as a server.
+        """Listen as a server.
 
         Args:
-            core: its state machine.
-            host: address of this machine to listen on; empty if all ranks are on it, however they are reached best.
-            port: to listen on, where there are ports; 0 takes a free one.
-            data_port: likewise for tensors, if these have one of their own.
+            core: state machine of the server.
+            host: address of this machine to listen on; empty if all ranks are on it, for the fastest connection.
+            port: port to listen on, if the transport has ports; 0 for a free one.
+            data_port: port for tensors, if the transport has a separate one; 0 for a free one.
 
         Raises:
             ConfigurationError: it cannot listen there.
@@ -657,19 +650,19 @@ class Transport(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
         raise NotImplementedError(f"{type(self).__name__} cannot serve")
 
     def follow(self, core: ServerCore, coordinator: str, host: str = "", port: int = 0, data_port: int = 0) -> Served:
-        """Listens, as a server that holds a share, and joins the one that coordinates.
+        """Listen as a server that holds a share, and join the coordinating server.
 
         Args:
-            core: its state machine; the number of its share is in it.
-            coordinator: address of that server. When it is gone, `Served.run` returns.
-            host: as in `serve`, and so are ...
-            port: ... this ...
-            data_port: ... and this.
+            core: state machine of the server, with the number of its share.
+            coordinator: address of the coordinating server. When that is gone, `Served.run` returns.
+            host: as in `serve`.
+            port: as in `serve`.
+            data_port: as in `serve`.
 
         Raises:
-            ConfigurationError: it cannot listen there, or there are no such servers with this transport.
-            ConnectionLost: the server that coordinates cannot be reached.
-            Refused: it does not want this one, and says why.
+            ConfigurationError: it cannot listen there, or the transport does not support several servers.
+            ConnectionLost: the coordinating server cannot be reached.
+            Refused: the coordinating server refuses this one.
         """
         raise ConfigurationError(f"transport={name_of(self)}: with it one server holds all weights; pass servers=1")
 
@@ -684,77 +677,72 @@ class Transport(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
         on_end: Callable[[OmniError], None] | None = None,
         silence: float = 0.0,
     ) -> Control:
-        """Joins a run, as a rank.
+        """Join a run as a rank.
 
         Args:
-            address: of the server.
+            address: address of the server.
             key: the run's shared secret.
-            run: a name that all ranks of the run agree on.
+            run: a name on which all ranks of the run agree.
             rank: this rank.
-            world_size: number of ranks; 0 if this one was not announced and comes while the run goes on, under a
-                number of its own.
+            world_size: number of ranks; 0 if this one was not announced and joins a running run, under its own number.
             layout: the parameters of all optimizers; every rank must have the same.
             on_end: called, perhaps from another thread, when this rank must stop.
-            silence: seconds after which the server may end the connection if there is no sign of life on it, where the
-                transport can give such signs without Python's help; 0 for never.
+            silence: seconds without a sign of life after which the server may end the connection, if the transport can
+                send such signs without Python; 0 for never.
 
         Raises:
             ConnectionLost: the server cannot be reached.
-            Refused: the server does not want this rank, and says why.
+            Refused: the server refuses this rank.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot join")
 
     def serve_again(self, core: ServerCore, address: str) -> Served:
-        """Listens where a server listened that is gone, to go on with its run.
-
-        Args:
-            core: its state machine.
-            address: of the one that is gone.
+        """Listen at the address of a server that is gone, to continue its run.
 
         Raises:
-            ConfigurationError: it cannot listen there, or with this transport no server goes on for another.
+            ConfigurationError: it cannot listen there, or the transport does not support this.
         """
         raise ConfigurationError(f"transport={name_of(self)}: with it no server goes on in the place of another")
 
     def clear(self, address: str) -> None:
-        """A process ends at once: removes what a server that is gone, too, has left at this address."""
+        """Remove remains of a server that is gone at this address, before this process ends."""
 
 
 TRANSPORTS: dict[str, type[Transport]] = {}
-"""Every transport by the name under which it travels."""
+"""Every transport by its name in messages."""
 _registry = Registry(
     TRANSPORTS, Transport, "transport", "transport", "lightning_omni.protocol.transport.Transport", "--transport"
 )
 
 
 def name_of(transport: Transport) -> str:
-    """The name under which a transport travels."""
+    """Return the name of a transport in messages."""
     return str(type(transport).__struct_config__.tag)
 
 
 def from_wire(plain: Mapping[str, Any]) -> Transport:
-    """A transport from plain data.
+    """Return a transport from plain data.
 
     Raises:
-        MalformedMessage: no such transport, or wrong settings.
+        MalformedMessage: unknown transport, or wrong settings.
     """
     return _registry.from_wire(plain)
 
 
 def register(kind: type[Transport]) -> type[Transport]:
-    """Makes a transport of your own known by its tag. A class decorator.
+    """Register your own transport under its tag. This is a class decorator.
 
-    The embedded server imports the module that a run's transport comes from; a standalone server is told with
+    The embedded server imports the module of a run's transport; a standalone server needs the argument
     ``lightning-omni serve --transport module:Class``.
 
     Raises:
-        ConfigurationError: the name is taken.
+        ConfigurationError: the name is in use.
     """
     return _registry.register(kind)
 
 
 def load(path: str) -> type[Transport]:
-    """Imports and registers a transport, from its path ``module:Class``.
+    """Import and register a transport from its path ``module:Class``.
 
     Raises:
         ConfigurationError: it cannot be imported, or is no transport.

@@ -1,11 +1,11 @@
-"""Validations while groups train: which group evaluates the weights of which moment, and what came of it.
+"""Validations while groups train: their assignment to groups, and their results.
 
-Rule 1: a validation is given to one group; the others go on. If that group dies before it has said what came of it, the
-validation is void, and the next group that passes a point gets another one.
-Rule 2: results are complete in the order of their numbers, so every rank hears of them in the same order.
-Rule 3: the answer to a claim never changes, so the members of a group agree without talking.
-Rule 4: where the recorder may die and the run goes on, it hears of a result first, and others when it has saved what it
-wants to save. So if it dies the next one does that.
+Rule 1: a validation is assigned to one group; the others continue. If that group dies before it has published the
+result, the validation is void, and the next group that passes a point gets another one.
+Rule 2: results become complete in the order of their numbers, so every rank receives them in the same order.
+Rule 3: the answer to a claim never changes, so the members of a group agree without communication.
+Rule 4: where the run outlives its recorder, the recorder receives a result first, and other ranks once it has saved the
+validation's snapshot. If the recorder dies before that, the next one does it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from lightning_omni.errors import ProtocolError
 
 MOST_OPEN = 8
-"""Validations of which not everything is saved yet, at most: of each the server keeps a copy of all that it holds."""
+"""The most validations that are not saved completely yet; the server keeps a copy of its state for each."""
 
 
 _NUMBERS = ("complete", "is_missed", "saved", "_given", "_epoch", "_passed", "_last")
@@ -27,8 +27,8 @@ class ValidationBook:
 
     Attributes:
         complete: every validation up to this number has a result, or is void.
-        is_missed: whether a point of this epoch was passed for which there is no validation.
-        saved: nothing is to be saved of the validations up to this number any more.
+        is_missed: whether a point of this epoch was passed without a validation.
+        saved: every validation up to this number is saved completely.
 
     Example:
         >>> book = ValidationBook()
@@ -44,28 +44,23 @@ class ValidationBook:
         self.is_missed = False
         self._given: int | None = None
         self._epoch, self._passed, self._last = -1, 0, 0
-        self._answers: dict[int, tuple[int, int, int]] = {}  # of each group, the last: epoch, points passed, number
+        self._answers: dict[int, tuple[int, int, int]] = {}  # each group's last one: epoch, points passed, number
         self._under_way: dict[int, int] = {}  # number: group
         self._results: dict[int, Any] = {}
         self._read: dict[int, int] = {}
-        self._lost: set[int] = set()  # under way, of weights that are no more
+        self._lost: set[int] = set()  # validations under way whose weights are lost
 
     def form(self) -> None:
-        """Groups are formed: none of those before evaluates any more."""
+        """Start with new groups; validations of the earlier ones are void."""
         for group in self.evaluating:
             self.evict(group)
         self._answers.clear()
 
     def claim(self, group: int, epoch: int, passed: int) -> int:
-        """A group comes past a point at which the run is to be validated.
-
-        Args:
-            group: which one.
-            epoch: that is under way.
-            passed: points of this epoch that it has passed.
+        """Assign a validation to a group that has passed ``passed`` validation points of this epoch.
 
         Returns:
-            The number of the validation that it is to evaluate; 0 for none.
+            The number of the validation that the group must evaluate; 0 for none.
         """
         answer = self._answers.get(group)
         if answer is None or answer[:2] != (epoch, passed):
@@ -85,39 +80,39 @@ class ValidationBook:
 
     @property
     def last(self) -> int:
-        """Number of the validation that was given to a group last; 0 if there was none."""
+        """Return the number of the last validation assigned to a group; 0 for none."""
         return self._last
 
     @property
     def evaluating(self) -> set[int]:
-        """Groups that evaluate."""
+        """Return the groups that evaluate."""
         return set(self._under_way.values())
 
     def check_evaluates(self, group: int, number: int) -> None:
-        """Raises `ProtocolError` unless a group evaluates that validation."""
+        """Raise `ProtocolError` unless a group evaluates that validation."""
         if self._under_way.get(number) != group:
             raise ProtocolError(f"validation {number} was not given to group {group}, or is over")
 
     def publish(self, group: int, number: int, result: Any) -> None:
-        """A group says what came of the validation that it was given.
+        """Store the result of a validation.
 
         Raises:
-            ProtocolError: it was given no such one.
+            ProtocolError: the group was not assigned this validation.
         """
         self.check_evaluates(group, number)
         self._end(number, None if number in self._lost else result)
 
     def evict(self, group: int) -> None:
-        """A group is gone: what it evaluates is void."""
+        """Remove a group; validations that it evaluates are void."""
         self._answers.pop(group, None)
         for number in [number for number, by in self._under_way.items() if by == group]:
             self.is_missed = True
             self._end(number, None)
 
     def go_back(self) -> None:
-        """A server goes on in the place of one that died, with which the weights of validations are lost.
+        """Continue after a restart of the server, which has lost the weights of validations.
 
-        What no rank has heard of is void, for its weights could not be saved any more.
+        Results that no rank has read become void, because their weights cannot be saved any more.
         """
         read = max(self._read.values(), default=0)
         for number in range(max(read, self.saved) + 1, self._last + 1):
@@ -128,7 +123,7 @@ class ValidationBook:
                 self._results[number] = None
 
     def state(self) -> dict[str, Any]:
-        """All of it, as plain values; results as they are."""
+        """Return the state as plain values, with the results unchanged."""
         numbers = {name: vars(self)[name] for name in _NUMBERS}
         return {
             **numbers,
@@ -140,7 +135,6 @@ class ValidationBook:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a `state`."""
         vars(self).update({name: state[name] for name in _NUMBERS})
         self._answers = {group: tuple(answer) for group, answer in state["answers"].items()}
         self._under_way, self._results = dict(state["under_way"]), dict(state["results"])
@@ -152,10 +146,10 @@ class ValidationBook:
         self.complete = min(self._under_way, default=self._last + 1) - 1
 
     def read(self, rank: int, number: int) -> Any:
-        """What came of a validation; None if it is void. A rank reads them in order.
+        """Return the result of a validation, or None if it is void. A rank reads results in order.
 
         Raises:
-            ProtocolError: that is not known yet, or was read before by every rank.
+            ProtocolError: the result is not complete, or every rank has read it.
         """
         if not 0 < number <= self.complete or number not in self._results:
             raise ProtocolError(f"there is no result of validation {number}: {self.complete} are complete")
@@ -163,23 +157,22 @@ class ValidationBook:
         return self._results[number]
 
     def known(self, is_first: bool) -> int:
-        """Of the validations that are complete, those that a rank may hear of.
+        """Return the number up to which a rank may read complete validations.
 
-        Args:
-            is_first: whether it may hear of them before the recorder has saved what it wants to.
+        If ``is_first``, it may read them before the recorder has saved their snapshots.
         """
         return self.complete if is_first else min(self.complete, self.saved)
 
     def save(self, number: int) -> None:
-        """Of the validations up to this number everything is saved."""
+        """Record that all validations up to this number are saved completely."""
         self.saved = max(number, self.saved)
 
     def give(self) -> None:
-        """From now on a group that joins is given what came of validations, but for those that are not `saved` yet."""
+        """Record that joining groups get the results of `saved` validations with their state; keep later ones."""
         self._given = self.saved
 
     def forget(self, live: Collection[int]) -> None:
-        """What all ranks that are alive have read is not kept, unless a group that joins would have to."""
+        """Drop results that all live ranks have read, except for those that a joining group would need."""
         known = min((self._read.get(rank, 0) for rank in live), default=0)
         if self._given is not None:
             known = min(known, self._given)

@@ -1,16 +1,17 @@
-"""How the tensors of a push become bytes and tensors again: the one place that knows. What ships is `Raw`.
+"""Wire formats: the encoding of a push's tensors as bytes. The format here is `Raw`.
 
-A wire format is a frozen value, as a method is. It travels as its name and settings, once, when groups are formed, and
-holds for every push, and for its answer, until groups are formed again. Answers travel raw unless the format says how
-else (`WireFormat.answers`): they are the server's own flat memory. What is read outside an exchange travels raw always.
+A wire format is a frozen value, as a method is. Its name and settings are sent once, when groups are formed, and it
+holds for every push and its answer until groups are formed again. Answers are sent raw, directly from the server's flat
+memory, unless the format has another encoding for them (`WireFormat.answers`). Weights read outside an exchange are
+always sent raw.
 
-Rule 1: what the sender remembers is explicit. `WireFormat.encode` is given a state and returns the next one, which
-counts from when the server has applied the push. A push that was refused leaves the state as it was.
-Rule 2: what a sender was given and has not sent yet lies in its state as ``residual``: one tensor or None for each
-parameter, in order, in the units of what it was given. Nothing else in a state means anything to other code.
-Rule 3: a number that is not finite stays so on the wire, for it is the server that refuses such pushes.
-Rule 4: the server believes nothing. A payload's size is checked before memory is allocated for it, and whatever cannot
-be decoded is refused and counted, before anything has changed.
+Rule 1: a sender's state is explicit. `WireFormat.encode` takes a state and returns the next one, which is valid once
+the server has applied the push. A refused push leaves the state unchanged.
+Rule 2: the unsent part of a sender's input is in its state as ``residual``: one tensor or None for each
+parameter, in order, in the units of the input. Other entries of a state have no meaning for other code.
+Rule 3: a number that is not finite stays so on the wire, because the server refuses such pushes.
+Rule 4: the server trusts no sender. It checks a payload's size before it allocates memory, and refuses and counts a
+payload that it cannot decode, before anything has changed.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ from lightning_omni.protocol.layout import Layout
 from lightning_omni.registry import Registry, to_wire
 
 RESIDUAL = "residual"
-"""Where in a sender's state lies what has not been sent yet; see rule 2."""
+"""Key of the residual in a sender's state; see rule 2."""
 
 State = Mapping[str, Any]
-"""What a sender remembers: plain values, tensors and lists of them. No code changes it in place."""
+"""A sender's state: plain values, tensors and lists of them. No code changes it in place."""
 
 
 class Memory:
-    """Flat memory on the CPU that is used again and again, for one payload at a time.
+    """A reusable buffer on the CPU, for one payload at a time.
 
     Args:
-        empty: makes memory of so many bytes, all zeros; see `lightning_omni.protocol.transport.Control.empty`.
+        empty: returns memory of a number of bytes, all zeros; see `lightning_omni.protocol.transport.Control.empty`.
     """
 
     def __init__(self, empty: Callable[[int], Tensor] | None = None) -> None:
@@ -52,7 +53,7 @@ class Memory:
         self._views: list[Tensor] = []
 
     def hold(self, layout: Layout) -> tuple[Tensor, list[Tensor]]:
-        """Memory in which tensors lie as the layout has it, and these tensors. Valid until the next call."""
+        """Return memory with the layout, and its tensors as views. Both are valid until the next call."""
         if layout is not self._layout:
             if self._buffer.numel() < layout.nbytes:
                 self._buffer = self._empty(layout.nbytes)
@@ -60,7 +61,7 @@ class Memory:
         return self._held, self._views
 
     def room(self, nbytes: int) -> Tensor:
-        """Memory of so many bytes, at the beginning of its storage. Valid until the next call, as that of `hold`."""
+        """Return memory of this size, at the start of its storage. It is valid until the next call of either method."""
         if self._buffer.numel() < nbytes:
             self._buffer = self._empty(nbytes)
         self._layout, self._held, self._views = Layout(()), self._buffer[:0], []
@@ -71,12 +72,12 @@ _NOTHING: State = MappingProxyType({})
 
 
 class Encoded(NamedTuple):
-    """Tensors as bytes.
+    """The encoding of tensors as bytes.
 
     Attributes:
         payload: uint8, on the CPU.
-        present: one flag for each parameter: whether the payload holds something of it.
-        state: what the sender remembers once the server has applied the push.
+        present: one flag for each parameter: whether the payload contains anything of it.
+        state: the sender's state once the server has applied the push.
     """
 
     payload: Tensor
@@ -85,70 +86,71 @@ class Encoded(NamedTuple):
 
 
 class WireFormat(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
-    """A way to put tensors into bytes: its settings, and both directions.
+    """A wire format: its settings, and both directions.
 
-    (A msgspec struct cannot be an abstract base class, hence the errors.)
+    (A msgspec struct cannot be an abstract base class, so methods raise NotImplementedError.)
 
     Attributes:
-        is_stateful: whether senders remember anything; if not, nothing is looked for when groups are formed.
+        is_stateful: whether senders have a state; otherwise none is collected when groups are formed.
     """
 
     is_stateful: ClassVar[bool] = True
 
     @property
     def pushes(self) -> WireFormat:
-        """How pushes are put into bytes: this format, unless it is one for each direction."""
+        """Return the format of pushes: this format, unless it combines one for each direction."""
         return self
 
     @property
     def answers(self) -> WireFormat:
-        """How the tensors of their answers are."""
+        """Return the format of answers to pushes."""
         return RAW
 
     @property
     def activations(self) -> WireFormat:
-        """How activations of a merged head travel in this direction: this format, if each number arrives as itself.
+        """Return the format of a merged head's activations in this direction; raw by default.
 
-        Unless a format says so, they travel raw. Such a format makes as many bytes of as many numbers, whatever they
-        are, and needs no state.
+        A format that encodes each number by itself may return itself: then the size of a payload depends only on the
+        number of elements, and no state is needed.
         """
         return RAW
 
     def check(self, method: Method) -> None:
-        """Raises `ConfigurationError` if what a method pushes cannot be sent so."""
+        """Raise `ConfigurationError` if this format cannot encode a method's pushes."""
 
     def check_answers(self, method: Method) -> None:
-        """Raises `ConfigurationError` if what a method is answered cannot be sent so."""
+        """Raise `ConfigurationError` if this format cannot encode a method's answers."""
 
     def sizes(self, layout: Layout) -> tuple[int, int]:
-        """The fewest and the most bytes that a payload can have; the same if it is known before it is encoded.
+        """Return the smallest and the largest possible payload in bytes; equal if the size is known before encoding.
 
         Args:
-            layout: of the tensors that the payload holds something of.
+            layout: layout of the tensors in the payload.
         """
         raise NotImplementedError(f"{type(self).__name__} does not say how large its payloads are")
 
     def encode(self, tensors: Sequence[Tensor | None], layout: Layout, state: State, memory: Memory) -> Encoded:
-        """Tensors as bytes.
+        """Encode tensors as bytes.
 
         Args:
-            tensors: one for each parameter, on any device; None if it took no part in the loss. They are lent.
-            layout: of all parameters. There may be more than at the last call, behind the others.
-            state: as the last push that was applied has left it; empty at first.
-            memory: may be used for the payload.
+            tensors: one for each parameter, on any device; None if it did not contribute to the loss. They are
+                borrowed.
+            layout: layout of all parameters. It may have more entries than at the last call, at its end.
+            state: state after the last applied push; empty at first.
+            memory: memory that may be used for the payload.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot encode")
 
     def decode(self, payload: Tensor, layout: Layout, memory: Memory) -> Tensor:
-        """Bytes as tensors, which lie in flat memory as the layout has it; the payload itself if they do so there.
+        """Decode bytes into tensors in flat memory with the layout; the payload itself if it has this form.
 
         Args:
-            payload: uint8, from any sender, and as large as `sizes` has it. It is lent.
-            layout: of the tensors that it holds something of.
-            memory: may be used for the tensors.
+            payload: uint8, from an untrusted sender, of a size that `sizes` permits. It is borrowed.
+            layout: layout of the tensors in the payload.
+            memory: memory that may be used for the tensors.
 
         Raises:
-            Exception: whichever; the payload is then refused.
+            Exception: any exception; the payload is then refused.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot decode")
 
@@ -188,7 +190,7 @@ class Raw(WireFormat, frozen=True, kw_only=True, tag="raw"):
 
 RAW = Raw()
 FORMATS: dict[str, type[WireFormat]] = {"raw": Raw}
-"""Every wire format by the name under which it travels."""
+"""Every wire format by its name in messages."""
 _registry = Registry(
     FORMATS,
     WireFormat,
@@ -203,18 +205,11 @@ _registry = Registry(
 # --- Fragments -------------------------------------------------------------------------------------------------------
 
 _OF_FRAGMENT = "fragment"
-"""Where in a sender's state lies what else it remembers of each fragment."""
+"""Prefix of the keys in a sender's state for each fragment's state, without the residual."""
 
 
 def state_of_fragment(state: State, layout: Layout, number: int, of: int) -> State:
-    """What a sender remembers of one fragment, as its format has it. The residual is a part of the whole one.
-
-    Args:
-        state: what it remembers of all parameters.
-        layout: of all parameters.
-        number: of the fragment.
-        of: how many there are.
-    """
+    """Return a sender's state for one of ``of`` fragments, for its format; the residual is a part of the whole one."""
     whole = state.get(RESIDUAL, ())
     owed = [
         None if place >= len(whole) or whole[place] is None else read(whole, [Piece(place, where)])[0]
@@ -225,7 +220,7 @@ def state_of_fragment(state: State, layout: Layout, number: int, of: int) -> Sta
 
 
 def with_fragment(state: State, new: State, layout: Layout, number: int, of: int) -> State:
-    """A sender's state, with what it remembers of one fragment; see `state_of_fragment`. Both stay as they are."""
+    """Return a sender's state with a new state for one fragment; see `state_of_fragment`. Inputs stay unchanged."""
     more = {key: value for key, value in new.items() if key != RESIDUAL}
     changed = {**state, f"{_OF_FRAGMENT} {number}": more} if more else dict(state)
     if RESIDUAL in new:
@@ -245,7 +240,7 @@ def with_fragment(state: State, new: State, layout: Layout, number: int, of: int
 
 
 def check_size(wire_format: WireFormat, nbytes: int, layout: Layout) -> None:
-    """Raises `MalformedMessage` if no payload of these tensors has so many bytes."""
+    """Raise `MalformedMessage` if no payload of these tensors has this size."""
     smallest, largest = wire_format.sizes(layout)
     if not smallest <= nbytes <= largest:
         expected = f"{largest}" if smallest == largest else f"{smallest} to {largest}"
@@ -253,14 +248,14 @@ def check_size(wire_format: WireFormat, nbytes: int, layout: Layout) -> None:
 
 
 def decode(wire_format: WireFormat, payload: Tensor, layout: Layout, memory: Memory) -> Tensor:
-    """The tensors of a payload, in flat memory as the layout has it.
+    """Return the tensors of a payload, in flat memory with the layout.
 
     Raises:
-        Refused: they cannot be had from it.
+        Refused: the payload cannot be decoded.
     """
     try:
         flat = wire_format.decode(payload, layout, memory)
-    except Exception as error:  # torch raises what it likes on places and counts that are none
+    except Exception as error:  # torch raises various errors on invalid places and counts
         raise Refused(
             "malformed", f"{payload.numel()} bytes are no push in the wire format {name_of(wire_format)}: {error}"
         ) from error
@@ -273,21 +268,21 @@ def decode(wire_format: WireFormat, payload: Tensor, layout: Layout, memory: Mem
 
 
 def name_of(wire_format: WireFormat) -> str:
-    """The name under which a format travels."""
+    """Return the name of a format in messages."""
     return str(type(wire_format).__struct_config__.tag)
 
 
 def from_wire(plain: Mapping[str, Any]) -> WireFormat:
-    """A format from plain data.
+    """Return a format from plain data.
 
     Raises:
-        MalformedMessage: no such format, or wrong settings.
+        MalformedMessage: unknown format, or wrong settings.
     """
     return _registry.from_wire(plain)
 
 
 def registered(text: str) -> WireFormat:
-    """The format of that name, with settings after a colon: see `lightning_omni.registry.Registry.named`."""
+    """Return the format of a name, with settings after a colon: see `lightning_omni.registry.Registry.named`."""
     return _registry.named(text, {"fp32": RAW})
 
 
@@ -297,19 +292,19 @@ def checked(wire_format: WireFormat) -> WireFormat:
 
 
 def register(kind: type[WireFormat]) -> type[WireFormat]:
-    """Makes a wire format of your own known by its tag. A class decorator.
+    """Register your own wire format under its tag. This is a class decorator.
 
-    The embedded server imports the module that a run's format comes from; a standalone server is told with
+    The embedded server imports the module of a run's format; a standalone server needs the argument
     ``lightning-omni serve --wire-format module:Class``.
 
     Raises:
-        ConfigurationError: the name is taken.
+        ConfigurationError: the name is in use.
     """
     return _registry.register(kind)
 
 
 def load(path: str) -> type[WireFormat]:
-    """Imports and registers a wire format, from its path ``module:Class``.
+    """Import and register a wire format from its path ``module:Class``.
 
     Raises:
         ConfigurationError: it cannot be imported, or is no wire format.
