@@ -1,4 +1,4 @@
-"""Training across compute groups without Lightning: `OmniOptimizer` and the `World` that it stands in."""
+"""Training across compute groups without Lightning: `World`, and `OmniOptimizer` for its loops."""
 
 from lightning_omni.optimizer.optimizer import OmniOptimizer, names_of
 from lightning_omni.optimizer.options import WorldOptions

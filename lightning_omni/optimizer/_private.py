@@ -1,9 +1,6 @@
-"""What touches names of torch (most of torch.distributed) that it does not promise to keep.
+"""Access to names of torch (mostly of torch.distributed) that torch does not promise to keep.
 
-Checked on torch 2.7, 2.13 and 2.15.
-
-One small place, so that a new release of torch can be checked against one small file; a test notices when one of these
-names is gone or behaves otherwise.
+Checked on torch 2.7, 2.13 and 2.15. A test fails when one of these names is gone or behaves differently.
 """
 
 from __future__ import annotations
@@ -29,27 +26,25 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_omni.errors import UnsupportedError
 
 GLOO_WORKER = "pt_gloo_runloop"
-"""What ProcessGroupGloo calls the threads that run its collectives."""
+"""The name of the threads in which ProcessGroupGloo runs its collectives."""
 
 LONGEST_WAIT_AT_EXIT_S = 2.0
-"""After which the interpreter ends whatever gloo's threads do."""
+"""The longest delay of the interpreter's exit for gloo's threads."""
 
 QUIET_POLLS = 3
-"""So often in a row gloo's threads are seen asleep: one that waits for the interpreter's lock sleeps, too."""
+"""Polls in a row that must find gloo's threads asleep: a thread that waits for the interpreter's lock sleeps, too."""
 
 
 def new_named_group(name: str, ranks: Sequence[int], timeout: timedelta) -> Any:
-    """``torch.distributed.new_group`` for its members alone, under a name of one's choice.
+    """Create a process group as ``torch.distributed.new_group`` does, by its members alone and under a given name.
 
-    Left alone, torch names such a group by its ranks and by how many groups the rank has at the moment. Ranks with
-    unequal histories then wait for each other under different names.
-
-    The communicator is not split off that of the default group, see `unbound`.
+    By default torch names it by its ranks and the rank's number of groups, so that ranks with different histories would
+    wait under different names. The communicator is not split off that of the default group; see `unbound`.
 
     Args:
         name: the same on all members, and never used before with this default process group.
         ranks: the members.
-        timeout: seconds after which a collective that does not complete is an error.
+        timeout: time after which an incomplete collective is an error.
     """
     if not hasattr(distributed_c10d, "_process_group_name"):
         raise UnsupportedError(
@@ -62,34 +57,28 @@ def new_named_group(name: str, ranks: Sequence[int], timeout: timedelta) -> Any:
 
 
 def check_reduced(module: DistributedDataParallel) -> None:
-    """Raise torch's error if a backward pass has left gradients that are not averaged, as the next forward pass would.
+    """Raise torch's error if a backward pass has left gradients unaveraged, as the next forward pass would.
 
-    All members of its group call it. Once, after its first backward pass, it makes other buckets here, as it would in
-    that forward pass: the members agree on them by a collective.
-
-    Args:
-        module: that was wrapped.
+    All members of the module's group call it. After the first backward pass it rebuilds the buckets, as that forward
+    pass would; the members agree on them by a collective.
     """
-    reducer = getattr(module, "reducer", None)  # none, if it delays the averages of all parameters
+    reducer = getattr(module, "reducer", None)  # DDP has none if it delays the averages of all parameters
     if reducer is not None and reducer._rebuild_buckets():
         module._has_rebuilt_buckets = True
 
 
 def ignored_by_ddp(module: Module) -> frozenset[str]:
-    """Return the names of parameters and buffers that the user has DistributedDataParallel leave to each rank."""
+    """Return the names of parameters and buffers that the user has excluded from DistributedDataParallel."""
     return frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
 @contextmanager
 def unbound(default: Any) -> Iterator[None]:
-    """Make process groups as if the default process group were not bound to a device.
+    """Create process groups in this context as if the default process group were not bound to a device.
 
-    With Lightning it is bound to the device of every rank but those on the CPU. torch then splits the communicator of
-    each further group off that of the default group, in which all ranks would have to take part, and some may be dead.
-    For a group without a backend for that device, as `LiveWorld` is, torch raises.
-
-    Args:
-        default: the default process group.
+    With Lightning it is bound to the rank's device, except on the CPU. torch then splits the communicator of each
+    further group off that of the default group, in which all ranks would have to participate, and some may be dead. For
+    a group without a backend for that device, such as `LiveWorld`, torch raises an error.
     """
     bound, default.bound_device_id = default.bound_device_id, None
     try:
@@ -99,12 +88,12 @@ def unbound(default: Any) -> Iterator[None]:
 
 
 def store_of(group: Any) -> Any:
-    """The store with which a process group was made."""
+    """Return the store with which a process group was created."""
     return distributed_c10d._world.pg_map[group][1]
 
 
 def collectives_of(group: Any) -> int:
-    """Return how many collectives of a process group this rank has begun; 0 if its backend does not count them."""
+    """Return the number of collectives of a process group begun by this rank; 0 if its backend does not count them."""
     try:
         return int(group._get_sequence_number_for_group())
     except (AttributeError, RuntimeError):
@@ -112,7 +101,7 @@ def collectives_of(group: Any) -> int:
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh that a mesh was taken out of, as ``mesh["data_parallel"]``; of one that was not, itself."""
+    """Return the mesh that a submesh such as ``mesh["data_parallel"]`` was taken from; any other mesh itself."""
     if hasattr(mesh, "_get_root_mesh"):
         root: DeviceMesh = mesh._get_root_mesh()
         return root
@@ -120,11 +109,10 @@ def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def forget_meshes() -> None:
-    """Lets a mesh that is made next be taken for itself, and not for an equal one of an earlier run.
+    """Clear torch's caches of sharding, so that a new mesh is not mistaken for an equal one of an earlier run.
 
-    torch remembers how operations on DTensors are sharded, and on which mesh, by meshes that are equal: those of the
-    same ranks. What comes out of an operation would lie on the earlier one, whose process groups are gone if that run
-    has failed.
+    Meshes of the same ranks are equal, so the result of an operation would be on the earlier mesh, whose process groups
+    are gone if that run has failed.
     """
     with suppress(AttributeError):
         DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
@@ -137,7 +125,7 @@ def forget_meshes() -> None:
 
 
 def all_reduce_hook_of(module: Any) -> Any:
-    """What ``set_all_reduce_hook`` has been told of an FSDPModule last, or None."""
+    """Return the hook last passed to ``set_all_reduce_hook`` of an FSDPModule, or None."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     hooks = (getattr(group, "_all_reduce_hook", None) for group in groups)
@@ -145,10 +133,7 @@ def all_reduce_hook_of(module: Any) -> Any:
 
 
 def put_in_order(module: Module, names: Sequence[str]) -> None:
-    """Have a module and its submodules hold what they have in the order of these names of tensors.
-
-    What has no tensors (an activation in a Sequential, say) keeps its place.
-    """
+    """Reorder the tensors of a module and of its submodules, in place, by these names; entries without tensors stay."""
     places: dict[str, int] = {}
     for place, name in enumerate(names):
         for end in (*(at for at, letter in enumerate(name) if letter == "."), len(name)):
@@ -165,16 +150,16 @@ def put_in_order(module: Module, names: Sequence[str]) -> None:
 
 @cache
 def wait_for_gloo_at_exit() -> None:
-    """Lets gloo's threads give back the tensors of the last collectives before the interpreter ends.
+    """Delay the interpreter's exit until gloo's threads have released the tensors of the last collectives.
 
-    A thread of gloo says that a collective is done, then drops its tensors. Those that Python has dropped already are
-    freed there, under the interpreter's lock; Python before 3.14 ends a thread that asks for it too late by unwinding
-    its stack, and C++ answers "terminate called without an active exception" and aborts. That takes a busy machine, or
-    a process that ends right after a collective.
+    A thread of gloo drops a collective's tensors after it has reported it as done. If Python has dropped them already,
+    the thread frees them under the interpreter's lock. Before Python 3.14, a thread that requests the lock too late is
+    ended by unwinding its stack, and C++ aborts with "terminate called without an active exception": on a busy machine,
+    or in a process that ends right after a collective.
 
-    torch's remedy, destroying the process groups, is none here: their threads live for as long as a process's
-    DistributedDataParallel holds the group, and joining them waits for ranks that may be dead. Only Linux says what a
-    thread does; elsewhere nothing is waited for.
+    Destroying the process groups, as torch advises, does not help: their threads live as long as a
+    DistributedDataParallel holds the group, and joining them waits for ranks that may be dead. Only Linux reports the
+    state of a thread; elsewhere the exit is not delayed.
     """
     atexit.register(_wait_for_gloo)
 
@@ -190,7 +175,7 @@ def _wait_for_gloo() -> None:
 
 
 def _states_of_gloo() -> Iterator[str]:
-    """What each of gloo's threads is doing, as in proc(5): S asleep, R running or ready to."""
+    """Yield the state of each of gloo's threads, as in proc(5): S for asleep, R for running or ready to run."""
     for task in Path("/proc/self/task").glob("*"):
         with suppress(OSError):
             if (task / "comm").read_text().strip() == GLOO_WORKER:

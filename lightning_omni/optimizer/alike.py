@@ -1,8 +1,8 @@
-"""Whether ranks have the same tensors, before the first collective over them; if they have not, it would never end.
+"""A comparison of tensors between ranks before the first collective over them, which never ends if they differ.
 
 Rule 1: one small collective compares digests. Ranks exchange names only where the digests differ.
-Rule 2: what is wrong is raised on all ranks, with the same words.
-Rule 3: an order alone (that of a set, say) is no difference: all ranks take that of the first one.
+Rule 2: an error is raised on all ranks, with the same message.
+Rule 3: a difference in order alone (that of a set, for example) is no error: all ranks take the first rank's order.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.optimizer._private import ignored_by_ddp, put_in_order
 
 Largest = Callable[[Sequence[int]], list[int]]
-"""Returns the largest of each number over all ranks that call it."""
+"""A function that returns the largest of each number over all ranks that call it."""
 _MOST_RANKS = 1 << 31
 
 
 def make_alike(module: Module, rank: int, largest: Largest, may_reorder: bool = True) -> None:
-    """Have the tensors of a module in one order on all ranks. All ranks call it.
+    """Bring the tensors of a module into the same order on all ranks. All ranks call it.
 
     Args:
-        module: the model of this rank.
-        rank: this one.
-        largest: over all ranks.
-        may_reorder: whether nothing depends yet on the order in which the module has its tensors.
+        module: this rank's model.
+        rank: this rank.
+        largest: the maximum over all ranks.
+        may_reorder: whether no code depends yet on the order of the tensors.
 
     Raises:
-        ConfigurationError: the module has other tensors on another rank.
+        ConfigurationError: the module has other tensors on another rank, or another order that may not be changed.
     """
     remedy = "all ranks train one model: build it alike on each of them"
     order = agree(_tensors_of(module), rank, largest, remedy)
@@ -47,14 +47,7 @@ def make_alike(module: Module, rank: int, largest: Largest, may_reorder: bool = 
 
 
 def check_all_shared(module: Module) -> None:
-    """Raise an error if ranks are to train weights of their own, which groups cannot exchange.
-
-    Args:
-        module: the model.
-
-    Raises:
-        UnsupportedError: the user has DistributedDataParallel ignore some of them.
-    """
+    """Raise `UnsupportedError` if the user has excluded trained weights from DDP, which groups cannot exchange then."""
     trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     if ignored := trained & ignored_by_ddp(module):
         raise UnsupportedError(
@@ -64,19 +57,19 @@ def check_all_shared(module: Module) -> None:
 
 
 def agree(found: Mapping[str, str], rank: int, largest: Largest, remedy: str) -> list[str] | None:
-    """Compare descriptions of things with those of the other ranks. All ranks call it.
+    """Compare named descriptions with those of the other ranks. All ranks call it.
 
     Args:
-        found: the description of each thing, by its name.
-        rank: this one.
-        largest: over all ranks.
-        remedy: the end of an error.
+        found: the description of each item, by name.
+        rank: this rank.
+        largest: the maximum over all ranks.
+        remedy: the end of an error message.
 
     Returns:
-        None if all ranks have the same in the same order; otherwise the names in the order of the first rank.
+        None if all ranks have the same order; otherwise the names in the order of the first rank.
 
     Raises:
-        ConfigurationError: another rank has something else.
+        ConfigurationError: another rank has other items or descriptions.
     """
     text = json.dumps(list(found.items()))
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
@@ -93,18 +86,18 @@ def agree(found: Mapping[str, str], rank: int, largest: Largest, remedy: str) ->
 
 
 def describe(tensor: Tensor) -> str:
-    """Return what ranks must have in common of a parameter or buffer."""
+    """Describe the properties of a parameter or buffer that must be equal on all ranks."""
     if is_lazy(tensor):
         return "of no shape yet"
     words = [f"{tensor.dtype} of shape {list(tensor.shape)}".removeprefix("torch.")]
     if tensor.layout != torch.strided:
         words.append(str(tensor.layout))
     elif tensor.requires_grad and not isinstance(tensor, DTensor) and not tensor.is_contiguous():
-        # DistributedDataParallel averages gradients as they lie in memory, and that is as the parameters do.
+        # DistributedDataParallel averages gradients in their memory order, which is that of the parameters.
         strides = [stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
         words.append(f"strides {strides}")
     elif shared := [dim for dim, size in enumerate(tensor.shape) if size > 1 and tensor.stride(dim) == 0]:
-        # It has memory for fewer numbers, which may not be those of a rank where it is not expanded.
+        # It stores fewer numbers than its shape has, so it may not be able to hold those of a rank that stores all.
         words.append(f"expanded along dimensions {shared}")
     if isinstance(tensor, Parameter):
         words.append("trained" if tensor.requires_grad else "frozen")
@@ -112,7 +105,7 @@ def describe(tensor: Tensor) -> str:
 
 
 def _tensors_of(module: Module) -> dict[str, str]:
-    """Describe a module's tensors by kind and name: each submodule's own before those inside it, no rank's own."""
+    """Describe a module's tensors by kind and name, except those that DDP ignores; parents precede children."""
     found: dict[str, Tensor] = {}
     for prefix, each in module.named_modules(remove_duplicate=False):
         for name, parameter in Module.named_parameters(each, prefix, recurse=False, remove_duplicate=False):
@@ -145,13 +138,7 @@ def _difference(mine: Mapping[str, str], theirs: Mapping[str, str], rank: int, f
 
 
 def _text_of(is_mine: bool, text: str, largest: Largest) -> str:
-    """Return the text of one rank on all ranks.
-
-    Args:
-        is_mine: whether it is this rank's.
-        text: on that rank; there are few of those, so each byte travels as a number.
-        largest: over all ranks.
-    """
+    """Return the text of one rank on all ranks; it is sent rarely, so each byte is sent as a number."""
     mine = text.encode() if is_mine else b""
     [length] = largest([len(mine)])
     return bytes(largest([*mine] or [0] * length)).decode()

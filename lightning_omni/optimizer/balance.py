@@ -1,9 +1,9 @@
-"""Ranks of different speed in one group: how long each works by itself, and what part of the batch it gets.
+"""Ranks of different speed in one group: the compute time of each, and its part of the group's batch.
 
-A rank's own time runs from the end of its last batch (loading data is its work, too, and so are hooks) to the end of
-this one. It stands still where the rank waits for its group or the server: while DDP shares buffers before the forward
-pass, from the last gradient to the end of the backward pass, in exchanges, and in collectives that go through the
-strategy. Of groups that exchange it ends with the last gradient.
+A rank's compute time runs from the end of its last batch (loading data and hooks count) to the end of this one. The
+timer pauses while the rank waits for its group or the server: while DDP broadcasts buffers before the forward pass,
+from the last gradient to the end of the backward pass, in exchanges, and in collectives of the strategy. In groups that
+exchange, the time ends with the last gradient.
 """
 
 from __future__ import annotations
@@ -28,27 +28,23 @@ from lightning_omni.performance import constants as c
 from lightning_omni.performance.batch_split import Balancer, Throughput
 
 FIRST = 1 + c.SPLIT_WARM_UP + c.SPLIT_FEWEST
-"""Batches after which the members of a group tell each other their speeds for the first time (an epoch's first batch
-is not measured)."""
+"""Batches before the members of a group exchange speeds for the first time (an epoch's first batch is not measured)."""
 EVERY = 5
-"""Batches between two such exchanges."""
+"""Batches between two exchanges of speeds."""
 
 
 class Balance:
-    """Measures this rank, and agrees with its group on which rank gets which part of the batch.
+    """The measurement of this rank's speed, and its group's agreement on each rank's part of the batch.
 
     Args:
-        rebalance: ``"auto"`` does all this, ``"off"`` nothing.
+        rebalance: ``"auto"`` measures and rebalances, ``"off"`` does nothing.
         info: logs a message for the user, on rank 0.
         only_measures: whether the split is left to other code, which reads ``measured``.
-        clock: where moments come from; None for the device's own.
+        clock: the source of timestamps; None for the device's own.
 
     Attributes:
-        measured: samples and seconds of this rank's compute time of every batch so far, if it ``only_measures``.
-        loading: seconds for which this rank has waited for its data loader so far; they are in its compute time, too.
-
-    Raises:
-        ConfigurationError: ``rebalance`` is something else.
+        measured: this rank's samples and compute seconds of every batch so far, if it ``only_measures``.
+        loading: seconds of waiting for the data loader so far; they are part of the compute time.
     """
 
     def __init__(
@@ -82,19 +78,19 @@ class Balance:
 
     @property
     def speed(self) -> float:
-        """This rank's samples per second; 0.0 if they are not known."""
+        """Return this rank's samples per second; 0.0 if unknown."""
         return self._throughput.speed
 
     # --- The run -----------------------------------------------------------------------------------------------------
 
     def begin(self, world: World, module: Module, leases: Callable[[], Leases | None], samples: int = 0) -> None:
-        """Training begins.
+        """Start measuring, when training begins.
 
         Args:
-            world: this rank's place.
-            module: what is trained.
-            leases: gives this rank's view of the data, if it is leased.
-            samples: of each batch where it is not, to measure what these take; 0 to do nothing then.
+            world: this rank's world.
+            module: the trained module.
+            leases: returns this rank's view of the data; None if it is not leased.
+            samples: samples in each batch of data that is not leased; 0 measures nothing then.
         """
         self._samples = samples
         if not self.is_on:
@@ -115,46 +111,43 @@ class Balance:
             self._own.start()
 
     def end(self) -> None:
-        """Training is over: nothing is left behind in the module."""
+        """Stop measuring, when training ends, and remove the hooks from the module."""
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
         self._world = self._module = None
 
     def regrouped(self) -> None:
-        """This rank has new peers. What is known of its speed remains."""
+        """Restart the balancing with new peers; the measured speed is kept."""
         self._balancer, self._until_agreement = Balancer(), c.SPLIT_FEWEST
         self._own.skip()
 
     def begin_epoch(self) -> None:
-        """An epoch begins: its first batch takes longer than others."""
+        """Begin an epoch; its first batch is not measured, because it takes longer than others."""
         self._own.skip()
         self._watch()
 
     # --- A batch -----------------------------------------------------------------------------------------------------
 
     def begin_fetch(self) -> None:
-        """The loader is asked for a batch."""
         self._asked = time.perf_counter()
 
     def end_fetch(self) -> None:
-        """It has answered."""
         self.loading += time.perf_counter() - self._asked
 
     def begin_batch(self) -> None:
-        """A batch is loaded."""
         if self._world is not None:
             self._exchanged, self._elsewhere = self._world.channel.traffic.seconds, 0.0
             self._reduced = self._until_gradient = self._world.reduction.seconds
 
     def begin_forward(self) -> None:
-        """The wrapped module is called: until the module itself is, the group may share buffers."""
+        """Pause between the calls of the wrapped module and the module itself: the group may broadcast buffers then."""
         if self._world is not None and len(self._world.members) > 1:  # alone, the module is not wrapped
             self._own.pause()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """What is done here waits for other ranks."""
+        """Pause in this context, in which the rank waits for others."""
         is_running = self._world is not None and self._own.is_running
         if is_running:
             self._own.pause()
@@ -165,7 +158,7 @@ class Balance:
                 self._own.work()
 
     def backward_done(self) -> None:
-        """A backward pass has ended, with its wait for the group. Said once more, it makes no difference."""
+        """Exclude the wait for the group at the end of a backward pass. A second call changes nothing."""
         if self._world is not None:
             self._own.pause_since_gradient()
             self._own.work()
@@ -173,13 +166,13 @@ class Balance:
             self._elsewhere = exchanged + self._until_gradient - self._reduced
 
     def end_batch(self) -> None:
-        """A batch has ended; every few, the members of the group tell each other what they manage."""
+        """Finish the measurement of a batch; every few batches, agree with the group on a new split."""
         leases = self._leases()
         if self._world is None or (leases is None and not self._samples):
             return
         if not self._world.executor.exchanges:  # the optimizer waits for no other rank
             if self._only_measures:
-                wait_for(self._world.device)  # what the batch took is to be known now
+                wait_for(self._world.device)  # the batch's time must be known now
             self._own.pause()
         trained = self._samples if leases is None else leases.samples
         for samples, seconds in self._own.finish(trained, self._elsewhere):
@@ -193,12 +186,11 @@ class Balance:
         self._own.start()
 
     def after_validation(self) -> None:
-        """What has been since the last batch was not this rank's training."""
+        """Restart the timer, because the time since the last batch was not this rank's training."""
         if self._world is not None:
             self._own.start()
 
     def metrics(self) -> dict[str, float]:
-        """What is logged while training: this rank's part of its group's batch."""
         leases = self._leases()
         if self._world is None or leases is None or leases.current is None:
             return {}
@@ -207,7 +199,7 @@ class Balance:
     # --- How ---------------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Hooks to the module, and to all parameters that have become trainable since this was last called."""
+        """Register hooks on the module, and on all parameters that have become trainable since the last call."""
         if self._module is None:
             return
         if self._module not in self._hooks:
@@ -217,17 +209,13 @@ class Balance:
                 self._hooks[parameter] = parameter.register_hook(lambda _: self._gradient())
 
     def _gradient(self) -> None:
-        """A gradient is there; what was averaged before it, this rank has waited for."""
+        """Note the moment of a gradient, and the seconds of the collectives before it, in which this rank waited."""
         self._own.gradient()
         if self._world is not None:
             self._until_gradient = self._world.reduction.seconds
 
     def _agree(self, world: World, leases: Leases) -> bool:
-        """Members agree on the split from a batch on that none of their loaders has taken yet.
-
-        Returns:
-            Whether all of them have been measured.
-        """
+        """Agree with the members on the split of batches that no loader has taken. Return whether all are measured."""
         gathered = gather(world, (self.speed, self._throughput.variance, leases.handed))
         speeds, variances, handed = zip(*gathered, strict=True)
         if (split := self._balancer.decide(leases.split, speeds, variances)) is not None:
@@ -239,17 +227,17 @@ class Balance:
         return all(speeds)
 
     def speeds_of_all(self, world: World) -> dict[int, float]:
-        """Samples per second of every live rank; all ranks ask at one point of their programs.
+        """Return the samples per second of every live rank. All ranks call it at the same point of their programs.
 
         Raises:
-            ConfigurationError: nothing is measured, or not for long enough.
+            ConfigurationError: speeds are not measured, or not for long enough.
         """
         if not self.is_on:
             raise ConfigurationError(
                 'by_speed=True: the speeds of ranks are measured with rebalance="auto" only; pass that to OmniStrategy,'
                 " or leave by_speed= out"
             )
-        # In millionths, and one more: what remains 0 is of a rank that was lost, whether this one knows it or not.
+        # In millionths, plus one: a slot that stays 0 belongs to a lost rank, even if this rank has not learned of it.
         slots = [0] * world.size
         slots[world.rank] = 1 + round(self.speed * 1e6)
         speeds = {rank: (speed - 1) / 1e6 for rank, speed in enumerate(world.all_reduce_max(slots)) if speed}
@@ -263,7 +251,7 @@ class Balance:
 
 
 def gather(world: World, numbers: Sequence[float]) -> list[list[float]]:
-    """The same few numbers of every member of this rank's group, in the order of ranks. All members call it."""
+    """Return these numbers of every member of this rank's group, in rank order. All members call it."""
     return [row.tolist() for row in _gathered(world, torch.tensor(list(numbers), dtype=torch.float64))]
 
 
@@ -275,13 +263,7 @@ def _gathered(world: World, mine: Tensor) -> list[Tensor]:
 
 
 def gather_values(world: World, value: Any, kind: Any) -> list[Any]:
-    """A value of every member of this rank's group, in the order of ranks. All members call it.
-
-    Args:
-        world: this rank's place.
-        value: anything that msgspec encodes.
-        kind: its type.
-    """
+    """Return a value of every member of this rank's group, in rank order, encoded by msgspec. All members call it."""
     mine = msgspec.msgpack.encode(value)
     lengths = [int(length) for [length] in gather(world, [len(mine)])]
     rows = _gathered(world, torch.frombuffer(bytearray(mine.ljust(max(lengths), b"\0")), dtype=torch.uint8))
@@ -293,11 +275,7 @@ def gather_values(world: World, value: Any, kind: Any) -> list[Any]:
 
 
 class OwnTime:
-    """A timer that runs while this rank works by itself, and stops while it waits for others.
-
-    Args:
-        clock: where moments come from.
-    """
+    """A timer that runs while this rank computes, and stops while it waits for others."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -308,35 +286,30 @@ class OwnTime:
         self._unread: deque[tuple[int, float, list[tuple[Any, Any]]]] = deque()
 
     def start(self) -> None:
-        """The time of the next batch begins."""
         self._intervals, self._since, self._gradient = [], None, None
         self._is_whole, self._was_backward = True, False
         self.work()
 
     def skip(self) -> None:
-        """The next batch does not count."""
+        """Exclude the batch that is being timed."""
         self._is_whole = False
 
     @property
     def is_running(self) -> bool:
-        """Whether the rank works by itself, as far as is known."""
         return self._since is not None
 
     def work(self) -> None:
-        """From here on the rank works by itself, if it does not already."""
         if self._since is None:
             self._since = self._clock.mark()
 
     def pause(self) -> None:
-        """From here on it waits."""
         self._pause_from(self._clock.mark())
 
     def gradient(self) -> None:
-        """A gradient is there, perhaps the last."""
         self._gradient = self._clock.mark(instead_of=self._gradient)
 
     def pause_since_gradient(self) -> None:
-        """It has been waiting since the last gradient."""
+        """Stop the timer as of the last gradient, since which the rank has waited."""
         if self._gradient is not None:
             self._pause_from(self._gradient)
             self._was_backward = True
@@ -347,14 +320,14 @@ class OwnTime:
         self._since = self._gradient = None
 
     def finish(self, samples: int, elsewhere: float = 0.0) -> list[tuple[int, float]]:
-        """A batch is done. What comes after its last pause does not count, nor does a batch without gradients.
+        """Finish a batch. Time after its last pause does not count, nor does a batch without gradients.
 
         Args:
-            samples: this rank's part of it.
-            elsewhere: seconds in which it waited although the timer was running.
+            samples: this rank's samples in the batch.
+            elsewhere: seconds of waiting during which the timer ran.
 
         Returns:
-            Samples and seconds of those batches whose time has become known.
+            Samples and seconds of each batch whose time is known now.
         """
         if self._is_whole and self._was_backward:
             self._unread.append((samples, elsewhere, self._intervals))

@@ -1,8 +1,4 @@
-"""A group's way to the parameter server: the leader asks, and its group gets the answer.
-
-`GroupMembers` is what the members tell each other meanwhile, `OtherGroups` the way to other groups, `ServerStore` what
-the servers hold of the run as a whole.
-"""
+"""A group's exchanges with the parameter server: the leader sends a request, and the whole group gets the answer."""
 
 from __future__ import annotations
 
@@ -40,18 +36,18 @@ from lightning_omni.protocol.wire_format import RAW, Memory, WireFormat, check_s
 _log = logging.getLogger(__name__)
 
 _NUMBERS = 96
-"""Where in front of an answer's tensors the note lies, in bytes; whole numbers come before it."""
+"""Offset of the note in the prefix of an answer's tensors, in bytes; whole numbers precede it."""
 _Answer = TypeVar("_Answer", bound=m.Message)
 
 
 @dataclass
 class Traffic:
-    """What all exchanges of a run took so far.
+    """The time and the bytes of all exchanges of a run so far.
 
     Attributes:
         seconds: time spent in them.
-        moved: bytes of tensors to and from the server, or other groups; only the leader of a group moves any.
-        shared: of these, bytes that lay in memory that leader and server share, and did not travel.
+        moved: bytes of tensors to and from the server or other groups; only the leader of a group moves any.
+        shared: the part of them that leader and server passed in shared memory.
     """
 
     seconds: float = 0.0
@@ -60,17 +56,14 @@ class Traffic:
 
 
 class Channel:
-    """What a rank exchanges with the server and with other groups. Every rank of a group makes the same calls.
-
-    Args:
-        place: this rank's, in the run.
+    """A rank's exchanges with the server and with other groups. Every rank of a group makes the same calls.
 
     Attributes:
-        traffic: what all exchanges took so far.
-        synchronizations: synchronization points so far, since the server was joined.
-        members: what the members of the group tell each other.
-        peers: what is exchanged with other groups.
-        store: what the servers hold of the run as a whole.
+        traffic: time and bytes of all exchanges so far.
+        synchronizations: synchronization points since this rank joined the server.
+        members: communication among the members of the group.
+        peers: communication with other groups.
+        store: access to the state that the servers hold of the run as a whole.
     """
 
     def __init__(self, place: Place) -> None:
@@ -88,7 +81,7 @@ class Channel:
     # --- Server -------------------------------------------------------------------------------------------------------
 
     def do(self, index: int, action: Action) -> Any:
-        """Does what the group's core says, for one optimizer, and returns the answer to its need.
+        """Perform an action of the group's core for one optimizer, and return the answer to its need.
 
         Raises:
             NonFiniteGradients: the server refused too many pushes in a row.
@@ -111,14 +104,14 @@ class Channel:
         raise TypeError(f"nothing is to be done for {action!r}")
 
     def ask_weights(self, ask: Ask) -> Pulled:
-        """Pushes or fetches for this group, and hears the server's answer."""
+        """Push or fetch for this group, and return the server's answer."""
         self.send(ask)
         return self.receive(ask.optimizer)
 
     def send(self, ask: Ask) -> None:
-        """Says to the server what is asked of it, and does not wait. `receive` hears the answer.
+        """Send a request to the server without waiting for its answer, which `receive` returns.
 
-        Of a group one exchange travels at a time: that of another optimizer is waited for.
+        A group has one exchange in flight: the answer to another optimizer's request is received first, and kept.
         """
         part = self._place.parts[ask.optimizer]
         if self._place.share is not None:
@@ -131,7 +124,7 @@ class Channel:
         self._under_way[ask.optimizer] = ask
 
     def _part_of_member(self, ask: Ask) -> Ask:
-        """An ask of which each member says its part: what the leader has measured, and of the data it alone speaks."""
+        """Return this member's request: with the note measured by the leader; leased data only on the leader."""
         need = ask.need
         if isinstance(need, Exchange) and need.note:
             note = msgspec.msgpack.decode(self.members.broadcast_bytes(msgspec.msgpack.encode(need.note)), type=float)
@@ -139,25 +132,21 @@ class Channel:
         return ask if self._place.is_leader else ask._replace(epoch=-1, trained=0)
 
     def receive(self, index: int) -> Pulled:
-        """The answer to what was sent last for an optimizer; every member of the group gets it.
-
-        Raises:
-            NonFiniteGradients: the server refused too many pushes in a row.
-        """
+        """Return the answer to the last request for an optimizer, on every member of the group."""
         ask, part = self._under_way.pop(index), self._place.parts[index]
         layout = part.replica.layout.fragment(ask.fragment, self._place.method.fragments)
         memory = part.memory(PREFIX, self._place.empty)[: PREFIX + (layout.nbytes if ask.pulls else 0)]
         return self._share(ask, layout, memory)
 
     def _room(self, ask: Ask, part: Part) -> Tensor | None:
-        """Memory for the tensors of an answer, as they travel. For leaders."""
+        """Return memory for the tensors of an answer, in their encoding, on ranks that exchange with the server."""
         if not ask.pulls:
             return None
         layout = part.replica.layout.fragment(ask.fragment, self._place.method.fragments)
         if (answers := self._answers(ask)) != RAW:
             part.coded = part.coded or Memory(self._place.empty)
             return part.coded.room(answers.sizes(layout)[1])
-        if not ask.waits:  # while the group trains on, its weights are compared with those that came last
+        if not ask.waits:  # meanwhile the group trains, and its weights are compared with the last answer's
             part.into, part.spare = part.spare, part.into
         return part.memory(PREFIX, self._place.empty)[PREFIX : PREFIX + layout.nbytes]
 
@@ -165,7 +154,7 @@ class Channel:
         return self._place.core.wire_format.answers if isinstance(ask.need, Exchange) else RAW
 
     def finish_exchanges(self) -> None:
-        """What is under way comes to its end, and the method applies the answer. On every rank of the group."""
+        """Wait for the exchanges in flight, and let the method apply the answers. All members of the group call it."""
         for index in list(self._under_way):
             self._place.core.apply_answer(index, self.receive(index))
 
@@ -176,7 +165,7 @@ class Channel:
         return self._place.core.send_parts(ask, self._place.split_of(part, servers), memories)
 
     def _rooms(self, ask: Ask, part: Part, servers: int) -> Sequence[Tensor | None] | None:
-        """Memory for the tensors of the answers of all servers, as they travel. For leaders."""
+        """Return memory for the tensors of all servers' answers; None if it is allocated when they arrive."""
         room = self._room(ask, part)
         if servers == 1:
             return [room]
@@ -185,11 +174,11 @@ class Channel:
         return self._place.split_of(part, servers).fragment(ask.fragment, self._place.method.fragments).memories(room)
 
     def fetch(self, index: int) -> Pulled:
-        """The server's weights for this group, which its method did not ask for."""
+        """Fetch the server's weights for this group, although its method did not request them."""
         return self.ask_weights(self._place.core.fetch(index))
 
     def ask(self, message: m.Message, expect: type[_Answer], payload: Tensor | None = None) -> tuple[_Answer, Tensor]:
-        """Asks the server on the data channel, the one that coordinates if there are several.
+        """Send a message on the data channel, to the coordinating server if there are several, and wait for its answer.
 
         Returns:
             The answer and its payload, uint8.
@@ -197,12 +186,12 @@ class Channel:
         return self._free_connections().coordinator.exchange(message, expect, payload)
 
     def bring(self, data: bytes) -> None:
-        """Bytes that the control channel does not take; what is said there next is about them. For every rank."""
+        """Upload bytes for the next control message, which are too large for its channel. Any rank may call it."""
         payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         self.ask(m.Bring(nbytes=payload.numel()), m.Brought, payload)
 
     def synchronize(self, what: str, payload: bytes) -> list[tuple[int, bytes]]:
-        """Bytes of every live rank; ``what`` is the same on all. All ranks call it, or wait for it."""
+        """Gather bytes of every live rank, in rank order. All call it, with the same ``what``, and wait for all."""
         assert self._place.control is not None
         brought = len(payload) > m.LARGEST_INLINE
         message = m.Contribute(number=self.synchronizations, what=what, brought=brought, where=self._place.where())
@@ -220,22 +209,22 @@ class Channel:
             try:
                 return control.request_payload(message, m.Gathered, timeout=timeout)
             except Refused as no:
-                if no.code != BROUGHT_ELSEWHERE:  # to a server that is gone
+                if no.code != BROUGHT_ELSEWHERE:  # otherwise the server that had the payload is gone
                     raise
         return control.request_payload(message, m.Gathered, payload, timeout=timeout)
 
     def gather(self, numbers: list[int]) -> list[list[int]]:
-        """Whole numbers of every live rank, in rank order."""
+        """Return the whole numbers of every live rank, in rank order."""
         return [json.loads(text) for _, text in self.synchronize("numbers", json.dumps(numbers).encode())]
 
     # --- Inside the group ---------------------------------------------------------------------------------------------
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Count time and bytes as those of exchanges.
+        """Count time and bytes in this context as those of exchanges.
 
-        The host waits for the device before it reads the clock, so that the rest of the backward pass does not count as
-        exchange. This costs nothing, because the copies of an exchange wait for the device in any case.
+        The host waits for the device before it reads the clock, so that the remaining backward pass does not count.
+        This costs nothing, because the copies of an exchange wait for the device in any case.
         """
         wait_for(self._place.device)
         began, requests, between = time.perf_counter(), self._requests, self.peers.moved
@@ -248,7 +237,7 @@ class Channel:
         self.traffic.moved += self.peers.moved - between
 
     def warn_of_refusal(self, applied: bool, in_row: int) -> None:
-        """Warns of the first of what was not finite."""
+        """Warn of the first refused push in a row: it was not finite."""
         if not applied and in_row == 1:
             _log.warning(
                 "group %d made a push that is not finite; it was refused, and the weights did not change",
@@ -256,13 +245,7 @@ class Channel:
             )
 
     def _share(self, ask: Ask, layout: Layout, memory: Tensor) -> Pulled:
-        """The leader hears the server's answer; its group gets it.
-
-        Args:
-            ask: what was asked.
-            layout: of the tensors that come.
-            memory: for what is said, and for them.
-        """
+        """Return the server's answer on all members of the group; the leader receives and broadcasts it."""
         part, by_member = self._place.parts[ask.optimizer], self._place.share is not None
         coded, answer = self._coded(ask, layout), None
         letter = memory if coded is None else part.handed.room(PREFIX + coded.nbytes)
@@ -287,7 +270,7 @@ class Channel:
         return pulled
 
     def _coded(self, ask: Ask, layout: Layout) -> CodedAnswer | None:
-        """The answer as the whole group gets it, where it travels in fewer bytes than its tensors have."""
+        """Return the encoded answer to broadcast, if it has fewer bytes than its tensors; otherwise None."""
         answers = self._answers(ask)
         if answers == RAW or not ask.pulls or len(self._place.members) == 1 or self._place.share is not None:
             return None
@@ -296,7 +279,6 @@ class Channel:
         return coded if coded.are_sizes_known and coded.nbytes < layout.nbytes else None
 
     def _divided(self, ask: Ask, layout: Layout, servers: int) -> Split:
-        """How the tensors of an answer are divided over the servers."""
         if servers == 1:
             return Split.whole(layout)
         return self._place.split_of(self._place.parts[ask.optimizer], servers).fragment(
@@ -304,14 +286,7 @@ class Channel:
         )
 
     def _receive(self, ask: Ask, layout: Layout, into: Tensor, coded: Sequence[Tensor] | None) -> m.Weights:
-        """The server's answer. For leaders.
-
-        Args:
-            ask: what was asked.
-            layout: of the tensors that come.
-            into: memory for them, as the layout has it.
-            coded: memory for each server's part of them, as they travel, in place of ``into``; or None.
-        """
+        """Receive the servers' answer into ``into``, or encoded into ``coded``, on ranks that exchange with them."""
         answers = self._answers(ask)
         is_flat = answers == RAW or not ask.pulls
         requests, part = self._servers(), self._place.parts[ask.optimizer]
@@ -321,7 +296,7 @@ class Channel:
         else:
             self._travels = None
             received = requests.receive(m.Weights, split.memories(into) if is_flat and ask.pulls else None)
-        check_alike(received if part.head is None else received[:1])  # of a merged head the others hold nothing
+        check_alike(received if part.head is None else received[:1])  # other servers hold nothing of a merged head
         payloads = [payload for _, payload in received]
         if not is_flat:
             for payload, share in zip(payloads, split.shares, strict=True):
@@ -338,7 +313,6 @@ class Channel:
     # --- Connections --------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Ends all connections; the next exchange makes new ones."""
         self._under_way.clear()
         self._arrived.clear()
         self._travels = None
@@ -352,11 +326,11 @@ class Channel:
 
     @property
     def is_free(self) -> bool:
-        """Whether the server answers at once: what is asked while an exchange is under way waits for its answer."""
+        """Return whether no exchange is in flight, so that the server answers the next request at once."""
         return self._travels is None
 
     def _free_connections(self) -> Requests:
-        """The data connections, with nothing under way: the answer to what was sent is waited for, and kept."""
+        """Return the data connections, once the answer of an exchange in flight has been received and kept."""
         requests = self._servers()
         if self._travels is not None:
             ask, self._travels = self._travels, None
@@ -375,7 +349,7 @@ class Channel:
         return self.members.largest([number])[0]
 
     def _connect(self, control: Control, timeout: float) -> list[Data]:
-        """To all servers that hold a share each; or to the one, by way of an aggregator if there is one."""
+        """Connect to all servers that hold a share each; or to the only one, perhaps through an aggregator."""
         if self._place.share is not None:
             return control.attach_all(timeout, self._place.share[0])
         connections = control.attach_all(timeout)
@@ -385,7 +359,7 @@ class Channel:
 
 
 def _write(answer: m.Weights, prefix: Tensor) -> None:
-    """Puts what an answer says beside its tensors in front of these, where `_read` finds it."""
+    """Write the fields of an answer other than its tensors into their prefix, which `_read` reads."""
     applied, stop, repeated = int(answer.applied), STOPS.index(answer.stop), int(answer.repeated)
     numbers = [answer.clock, answer.staleness, applied, answer.progress, stop, repeated, answer.refused_in_row]
     numbers += [answer.validations, answer.groups]
@@ -394,7 +368,6 @@ def _write(answer: m.Weights, prefix: Tensor) -> None:
 
 
 def _read(prefix: Tensor) -> tuple[int, LastAnswer, float]:
-    """The clock, what the group hears of the run, and the note."""
     numbers, notes = prefix[:_NUMBERS].view(torch.int64), prefix[_NUMBERS:].view(torch.float64)
     clock, staleness, applied, progress, stop, repeated, *counts = numbers[:9].tolist()
     return clock, LastAnswer(staleness, bool(applied), progress, STOPS[stop], bool(repeated), *counts), float(notes[0])

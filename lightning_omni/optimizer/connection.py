@@ -1,6 +1,6 @@
-"""How a rank comes to the parameter server and leaves it, and what becomes of a rank that must stop.
+"""How a rank joins and leaves the parameter server, and how the process of a rank that must stop is ended.
 
-The server may be this run's own, which rank 0 starts, or one that runs elsewhere.
+The server is embedded, started by rank 0 for this run, or a standalone one.
 """
 
 from __future__ import annotations
@@ -22,20 +22,16 @@ from lightning_omni.server.keys import load as load_key
 _log = logging.getLogger(__name__)
 
 GRACE = 10.0
-"""Seconds that a rank which must stop is given to find out by itself."""
+"""Seconds that a rank which must stop has to notice this, before its process is ended."""
 LEARN = 2.0
-"""Seconds in which a rank whose collective failed may hear from the server which other rank failed first."""
+"""Seconds in which a rank whose collective failed may learn from the server which other rank failed first."""
 
 
 class Connection:
-    """This rank's connection to the server, which is `Place.control` while it stands.
-
-    Args:
-        place: this rank's, in the run.
-        channel: what is exchanged over it.
+    """The connection of this rank to the server, stored as `Place.control` while it is open.
 
     Attributes:
-        on_stuck: called from a thread of its own with the reason why this process is about to be ended.
+        on_stuck: called in a separate thread, with the reason, before this process is ended.
     """
 
     def __init__(self, place: Place, channel: Channel) -> None:
@@ -44,26 +40,26 @@ class Connection:
         self.on_stuck: Callable[[OmniError], None] = lambda error: None
 
     def open(self) -> None:
-        """From now on a rank that must stop, and does not find out by itself, is ended."""
+        """Enable the end of this process, in case the rank must stop and does not notice."""
         self._closed.clear()
 
     def start_server(self) -> None:
-        """Rank 0 starts the embedded server; returns at once, so that it comes up while the model is built."""
+        """Start this rank's embedded servers without waiting, so that they start up while the model is built."""
         self._place.server.start(self._place.method, self._place.parts)
 
     # --- To join -----------------------------------------------------------------------------------------------------
 
     def join(self) -> None:
-        """Joins the server, which rank 0 starts or which runs elsewhere. All ranks call it, even with one group yet."""
+        """Join the server. All ranks call it, even while there is one group."""
         if self._place.control is None:
             self._join()
             self._place.process_groups.join(self._channel.synchronize, self._place.rank)
 
     def try_to_join(self) -> str:
-        """Joins the server if all ranks can; otherwise none has, and nothing is left of it. On all ranks, in one group.
+        """Join the server if all ranks can, and undo this otherwise. All ranks call it, while they are one group.
 
         Returns:
-            Why a rank could not, the same on all; or nothing.
+            The reason why a rank could not, the same on all ranks; empty on success.
         """
         place, groups = self._place, self._place.process_groups
         if place.control is not None:
@@ -71,7 +67,7 @@ class Connection:
         problem = ""
         try:
             self._join()
-        except Exception as error:  # whatever it is, the others wait to hear of it
+        except Exception as error:  # of any kind, because the other ranks wait for this one's result
             problem = str(error) or type(error).__name__
         mine = [int(rank == place.rank and problem != "") for rank in range(place.size)]
         failed = groups.largest(mine, groups.original)
@@ -83,9 +79,9 @@ class Connection:
         return problem
 
     def _take_back(self) -> None:
-        """As if no rank had come to the server, which is stopped. On all ranks, in one group."""
+        """Undo a join and stop the server. All ranks call it, while they are one group."""
         place = self._place
-        self._closed.set()  # that the others leave is no reason to end this process
+        self._closed.set()  # the departure of the others must not end this process
         if place.control is not None:
             place.control.close(reason="")
             place.control = None
@@ -95,14 +91,13 @@ class Connection:
         self._closed.clear()
 
     def _join(self) -> None:
-        """Starts the server, if it is this rank's to start and does not run, and connects this rank to it."""
         self.start_server()
         place, enlistment = self._place, self._place.enlistment
         address, key, run = place.server.find(place.broadcast_text) if enlistment is None else self._enlisted_at
         self._channel.synchronizations = 0
         specs = tuple(spec for part in place.parts for spec in part.replica.layout_with({}).specs)
         layout = Layout(specs, division=self._division)
-        size = 0 if place.goes_on else place.size  # ranks that are not announced
+        size = 0 if place.goes_on else place.size  # 0 if these ranks are not announced
         silence = enlistment.silence if enlistment is not None else 0.0
         try:
             if enlistment is not None:
@@ -126,7 +121,7 @@ class Connection:
 
     @property
     def _division(self) -> str:
-        """How the members of a group share the parameters; empty if each exchanges all of them."""
+        """Return a description of how a group's members share the parameters; empty if each exchanges all of them."""
         place = self._place
         if not place.is_sharded:
             return ""
@@ -134,7 +129,6 @@ class Connection:
 
     @property
     def _enlisted_at(self) -> tuple[str, bytes, str]:
-        """Address, key and name of the run that this group joins on its own."""
         place = self._place
         assert place.enlistment is not None
         assert place.options.server is not None
@@ -143,10 +137,10 @@ class Connection:
     # --- To leave ----------------------------------------------------------------------------------------------------
 
     def leave(self, reason: str = "", has_finished: bool = False) -> None:
-        """Says goodbye to the server, if this rank has joined it.
+        """Leave the server, if this rank has joined it.
 
         Args:
-            reason: why the run cannot go on without this rank; empty if it can.
+            reason: why the run cannot continue without this rank; empty if it can.
             has_finished: whether this rank has trained to the end.
         """
         self._closed.set()
@@ -155,7 +149,6 @@ class Connection:
             self._place.control.close(reason=reason)
 
     def close(self) -> None:
-        """Closes all connections of this rank."""
         place = self._place
         if place.enlistment is not None:
             place.enlistment.close()
@@ -165,10 +158,9 @@ class Connection:
         place.control = None
 
     def _on_end(self, error: OmniError) -> None:
-        """Called from the connection's thread: this rank must stop.
+        """End this process after a grace period, because the rank must stop. The connection's thread calls it.
 
-        The trainer finds out at its next exchange. If it is stuck in a collective with the dead it never does, so it
-        gets a moment and then no more.
+        The trainer notices at its next exchange, but not if it is stuck in a collective with dead ranks.
         """
         place = self._place
 

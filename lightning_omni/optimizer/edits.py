@@ -1,10 +1,8 @@
-"""What others write while training is under way: weights, buffers, optimizers and their state, in hooks of the user's.
+"""Writes of user code during training: to weights, buffers, optimizers and their state, in hooks for example.
 
-Under data parallelism every rank writes the same and there is no more to it. Among groups the server has to hear of it.
-
-Rule 1: at a synchronization point what was written is followed, as the recorder has it: on all ranks and at the server.
-Rule 2: while several groups train, written weights and states are refused in that very step, unless the method steps at
-    the workers: then they are the group's own, and weights are exchanged as such.
+Rule 1: at a synchronization point, the recorder's written values are copied to all ranks and to the server.
+Rule 2: while several groups train, a write to weights or states is refused in that very step, unless the method steps
+at the workers: then the weights are the group's own, and are exchanged as such.
 """
 
 from __future__ import annotations
@@ -30,23 +28,18 @@ from lightning_omni.optimizer.untrained import Untrained, buffers_of, parameters
 from lightning_omni.optimizer.values import contiguous
 
 _SAMPLED = 1 << 16
-"""Numbers of a tensor by which a synchronization point tells whether it was written."""
+"""Elements of a tensor that a synchronization point compares to detect a write."""
 
 
 class Edits:
-    """Finds what was written, and follows it.
-
-    Args:
-        place: this rank's, in the run.
-        channel: its way to the server.
-        states: what hands optimizer state over.
+    """The detection of user code's writes, and their distribution to all ranks and the server.
 
     Attributes:
-        buffers: the model's buffers.
-        others: the model's parameters, and averages of them that a callback keeps: what no optimizer moves may be
-            written all the same (a target network, say).
-        switched: whether the optimizers are others than those that were attached.
-        reattach: attaches them.
+        buffers: returns the model's buffers.
+        others: returns the model's parameters, and averages of them that a callback keeps; some are written although no
+            optimizer moves them (a target network, for example).
+        switched: returns whether the user has replaced attached optimizers.
+        reattach: attaches the present optimizers.
         are_validations_apart: whether one group validates while others train, so that no validation is for all groups.
     """
 
@@ -63,12 +56,12 @@ class Edits:
         self._attributes_seen: dict[Optimizer, dict[str, Any]] = {}
 
     def watch(self, module: Module | None) -> None:
-        """A loop without Lightning says which module it means, of whose parameters no optimizer may move some."""
+        """Watch the buffers and parameters of a module, in a loop without Lightning; None for no module."""
         self.buffers = tuple if module is None else lambda: buffers_of(module)
         self.others = tuple if module is None else lambda: parameters_of(module)
 
     def begin(self) -> None:
-        """Training begins, or goes on among new groups: what is there now is known everywhere."""
+        """Record that all ranks and the server have the present values, when training begins or new groups start."""
         for part in self._place.parts:
             part.replica.know()
         self._know_states()
@@ -77,7 +70,7 @@ class Edits:
     # --- A synchronization point --------------------------------------------------------------------------------------
 
     def others_written(self) -> list[Untrained]:
-        """Those of ``others`` that any rank has written since the last synchronization point. On all ranks."""
+        """Return those of ``others`` that any rank has written since the last synchronization. All ranks call it."""
         loaded = {
             id(parameter)
             for part in self._place.parts
@@ -89,11 +82,11 @@ class Edits:
         return found
 
     def others_followed(self) -> None:
-        """The groups are synchronized: buffers and others are the same on all ranks."""
+        """Record that the groups are synchronized: buffers and ``others`` are the same on all ranks."""
         self._buffers_seen, self._others_seen = _marks(self.buffers()), _marks(self.others())
 
     def follow(self) -> None:
-        """The groups are about to part: what was written since they synchronized is followed. On all ranks."""
+        """Distribute all writes since the last synchronization, before the groups separate. All ranks call it."""
         is_state_written = any(map(self._is_state_written, self._place.parts))
         is_other = is_state_written or any(map(self._changed_attribute, self._place.parts))
         written = [*self._written(), int(self.switched()), int(is_other)]
@@ -108,7 +101,7 @@ class Edits:
         self._know_states()
 
     def finish(self) -> None:
-        """Training has ended: what was written since the groups synchronized is that of the recorder, on all ranks."""
+        """Copy the recorder's writes since the last synchronization to all ranks, when training has ended."""
         weights, loose = self._all_reduce_max(self._written())
         if weights and self._place.share is not None:
             self._hand_over(keep_states=True)
@@ -121,10 +114,9 @@ class Edits:
     # --- A step -------------------------------------------------------------------------------------------------------
 
     def check(self, part: Part) -> None:
-        """Raises if this group's weights are not those that it read, so that its gradient is of other weights.
+        """Raise `UnsupportedError` if user code has written weights, state or attributes of a server-side optimizer.
 
-        Raises:
-            UnsupportedError: other code has written them.
+        This group's gradient would be of other weights than the server's.
         """
         place = self._place
         if (
@@ -172,7 +164,7 @@ class Edits:
         ]
 
     def _know_states(self) -> None:
-        """What state and attributes of optimizers are now, the server knows."""
+        """Record that the server has the present state and attributes of the optimizers."""
         self._states_seen = {part.optimizer: part.optimizer.state for part in self._place.parts}
         stepping = {part.optimizer for part in self._place.parts if self._place.steps_here(part)}
         self._attributes_seen = {
@@ -182,7 +174,7 @@ class Edits:
         }
 
     def _is_state_written(self, part: Part) -> bool:
-        """Whether others wrote the state of an optimizer that steps at the server, and so has none here."""
+        """Return whether user code wrote the state of an optimizer that steps at the server, and so has none here."""
         if self._place.steps_here(part):
             return False
         state: Any = part.optimizer.state
@@ -190,14 +182,14 @@ class Edits:
         return is_replaced or any(state.get(parameter) for parameter in part.replica.ordered)
 
     def _changed_attribute(self, part: Part) -> str:
-        """Return the name of an attribute that others changed of an optimizer that steps at the server, or ``""``."""
+        """Return the name of a user-changed attribute of an optimizer that steps at the server, or ``""``."""
         if not (seen := self._attributes_seen.get(part.optimizer)):
             return ""
         now = plain_attributes_of(part.optimizer)
         return next((name for name, then in seen.items() if repr(now.get(name)) != repr(then)), "")
 
     def _switch(self) -> None:
-        """Other optimizers take the place of those that were attached; those that stay get their state back."""
+        """Replace the attached optimizers by the user's new ones; those that remain get their state back."""
         place = self._place
         if place.share is not None:
             raise UnsupportedError(
@@ -212,7 +204,7 @@ class Edits:
             part.replica.clock = clock
 
     def _hand_over(self, keep_states: bool) -> None:
-        """The server, and every group's own weights, go on from the weights of the recorder."""
+        """Send the recorder's weights to the server, and let every group continue from them."""
         place = self._place
         for part in place.parts:
             part.replica.abandon()
@@ -229,7 +221,7 @@ class Edits:
             part.replica.load(self._channel.fetch(index))
 
     def _share_loose(self) -> None:
-        """Buffers, and parameters that no optimizer moves, become those of the recorder."""
+        """Copy the recorder's buffers, and its parameters that no optimizer moves, to all ranks."""
         others = list(self.others())
         trained = {id(parameter) for part in self._place.parts for parameter in part.replica.ordered}
         _check_whole(compress(others, self._are_written(others, trained)))
@@ -237,12 +229,7 @@ class Edits:
         self._share((each.name, each.tensor) for each in whole)
 
     def _are_written(self, others: Sequence[Untrained], known: Set[int]) -> list[bool]:
-        """Which of ``others`` were written since the groups synchronized last.
-
-        Args:
-            others: all of them.
-            known: identities of tensors whose values are known elsewhere.
-        """
+        """Return which of ``others`` were written since the last synchronization, without identities in ``known``."""
         seen = self._others_seen if len(self._others_seen) == len(others) else [0] * len(others)
         return [
             id(each.tensor) not in known and fingerprint(each.tensor, _SAMPLED) != then
@@ -263,7 +250,7 @@ def _marks(untrained: Iterable[Untrained]) -> list[int]:
 
 
 def _check_whole(written: Iterable[Untrained]) -> None:
-    """Raises `UnsupportedError` if a sharded tensor was written that no optimizer moves: each rank has rows of it."""
+    """Raise `UnsupportedError` if a sharded tensor that no optimizer moves was written: each rank has rows of it."""
     if any(isinstance(each.tensor, DTensor) for each in written):
         raise UnsupportedError(
             "a parameter that no optimizer moves was written in mid-run, and each rank of a group has a part of it;"

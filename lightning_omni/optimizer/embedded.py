@@ -1,4 +1,4 @@
-"""The parameter servers as a run sees them: processes that it starts, or an address at which one runs already."""
+"""The parameter servers of a run: processes that its ranks start, or a server that runs already at an address."""
 
 from __future__ import annotations
 
@@ -35,13 +35,11 @@ _log = logging.getLogger(__name__)
 
 
 class Keeper:
-    """Starts the embedded server again when its process has ended and the run has not.
-
-    Where that process only watches the one that serves (`supervisor`), both are gone then.
+    """A thread that restarts the embedded server when its process (with its supervisor) has ended and the run has not.
 
     Args:
-        process: the server.
-        again: what another one is told that is to go on in its place.
+        process: the server's process.
+        again: settings of a server that continues in its place.
     """
 
     def __init__(self, process: ServerProcess, again: ServerSettings) -> None:
@@ -51,13 +49,12 @@ class Keeper:
         threading.Thread(target=self._keep, name="omni-keeper", daemon=True).start()
 
     def stop(self) -> None:
-        """Ends the server, for good."""
         with self._lock:
             self._stopping = True
         self._process.stop()
 
     def _keep(self) -> None:
-        fallen = 0  # in a row, soon after they had been started
+        fallen = 0  # ends in a row, each soon after its start
         while fallen < RESTARTS:
             began = time.monotonic()
             status = self._process.wait()
@@ -80,18 +77,18 @@ class Keeper:
 
 
 class RunServer:
-    """Starts, finds and ends the server of a run, or the several that hold a share of the weights each.
+    """The server of a run, or its several servers with a share of the weights each: it starts, finds and ends them.
 
     Args:
-        rank: this rank; rank 0 starts the server, and with one for each node the first rank of each node that.
-        options: of the run.
+        rank: this rank. Rank 0 starts the server; with one server per node, the first rank of each node starts that.
+        options: the run's options.
         ranks_per_node: number of ranks on each node.
-        shares: servers that there must be, one for each share, where ranks hold a model together; None if there are as
-            many as the options say.
+        shares: required number of servers, one for each share, where ranks hold a model together; None for the number
+            in the options.
 
     Attributes:
-        transport: how it is spoken to.
-        process: of the embedded server, on rank 0; one that was started before it was needed may be put here.
+        transport: the transport to the servers.
+        process: process of the embedded server, on rank 0; a process that was started in advance may be set here.
     """
 
     def __init__(
@@ -101,7 +98,7 @@ class RunServer:
         self._key = b""
         self.transport = options.resolved_transport()
         self.process: ServerProcess | None = None
-        self._shares: dict[int, ServerProcess] = {}  # those that this rank starts beside it, by number
+        self._shares: dict[int, ServerProcess] = {}  # further servers that this rank starts, by number
         self._states: PrivateDirectory | None = None
         self._dismissed: list[tuple[list[ServerProcess], PrivateDirectory | None]] = []
         self._keeper: Keeper | None = None
@@ -110,35 +107,33 @@ class RunServer:
 
     @property
     def count(self) -> int:
-        """Servers that hold a share each, if the run starts them."""
+        """Return the number of servers that hold a share each, if the run starts them."""
         if self._needed is not None:
             return self._needed
         return self.nodes if self._options.servers == "per-node" else self._options.servers
 
     @property
     def nodes(self) -> int:
-        """On which the run's ranks are."""
         return len(self._ranks_per_node)
 
     @property
     def node(self) -> int | None:
-        """The node that all servers are on; None if it is unknown, or if each node has one."""
+        """Return the node that all servers are on; None if it is unknown, or if each node has a server."""
         return 0 if self._options.server is None and not self.per_node else None
 
     def nodes_of(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """The node of each rank; nothing if all are on one, or if some were started by themselves."""
+        """Return the node of each rank; empty if all are on one, or if some belong to another launcher."""
         known = [node for node, count in enumerate(self._ranks_per_node) for _ in range(count)]
         found = tuple(known[rank] for rank in ranks if rank < len(known))
         return found if len(found) == len(ranks) and len(set(found)) > 1 else ()
 
     @property
     def per_node(self) -> bool:
-        """Whether there is one server on each of several nodes."""
         return self._options.servers == "per-node" and self.count > 1
 
     @property
     def _own_shares(self) -> Sequence[int]:
-        """Numbers of the servers that this rank starts, beside the one that coordinates."""
+        """Return the numbers of the servers that this rank starts, without the coordinating one."""
         if self._options.servers != "per-node":
             return range(1, self.count) if self._rank == 0 else ()
         firsts = itertools.accumulate(self._ranks_per_node[:-1])
@@ -146,16 +141,11 @@ class RunServer:
 
     @property
     def is_on_this_node_only(self) -> bool:
-        """Whether all ranks are where rank 0 is."""
+        """Return whether all ranks are on the node of rank 0."""
         return self.nodes == 1
 
     def check(self, shards: int, address: str) -> None:
-        """Raises `ConfigurationError` if a server that was joined is not one of as many as there must be.
-
-        Args:
-            shards: servers that hold a share each, as it says.
-            address: of that server.
-        """
+        """Raise `ConfigurationError` if ``shards``, the number of servers at an address, is not the required one."""
         if self._needed is None or shards == self._needed:
             return
         if self._options.join:
@@ -171,7 +161,7 @@ class RunServer:
         )
 
     def start(self, method: Method, parts: Iterable[Part]) -> None:
-        """Starts the servers that are this rank's to start; returns at once, so that they come up meanwhile."""
+        """Start this rank's servers without waiting, so that they start up meanwhile."""
         if self._options.server is not None:
             return
         self._taught = method, list(parts)
@@ -190,25 +180,21 @@ class RunServer:
                 self._key = key_of_environment() or new_key()
                 self._states = self._states or self._place_for_states(self._taught[1])
                 self.process.configure(self._settings(method, self._taught[1]))
-        except (OSError, ConfigurationError) as error:  # the other ranks wait for the address, and are told there
+        except (OSError, ConfigurationError) as error:  # the other ranks wait in `find`, which reports it
             self._failure = error
 
     def share(self, address: str, key: bytes) -> None:
-        """The servers that this rank has started to hold a share each join the one that coordinates.
-
-        Args:
-            address: of that one.
-            key: of the run.
+        """Let the further servers that this rank has started join the coordinating one.
 
         Raises:
-            ConfigurationError: one of them could not.
+            ConfigurationError: a server could not be started.
         """
         if self._taught is None:
             return
         settings = self._settings(*self._taught)
         for number, process in self._shares.items():
             if not process.is_told:
-                # On this node it listens as the first does; elsewhere on the address by which that is reached.
+                # On rank 0's node it has the same host; elsewhere the address from which it reaches rank 0's server.
                 host = settings.host if self._rank == 0 else ""
                 own = {"key": key.hex(), "host": host, "shard": number, "coordinator": address, "record": ""}
                 process.configure(msgspec.structs.replace(settings, **own))
@@ -216,7 +202,7 @@ class RunServer:
             process.address()
 
     def dismiss(self) -> None:
-        """Servers that no rank has joined are told to end. No rank waits, for they may still be importing torch."""
+        """End servers that no rank has joined, without waiting: they may still be importing torch."""
         processes = [*([self.process] if self.process is not None else []), *self._shares.values()]
         for process in processes:
             process.dismiss()
@@ -224,10 +210,10 @@ class RunServer:
         self.process, self._states, self._shares, self._failure = None, None, {}, None
 
     def stop(self, has_failed: bool = False) -> None:
-        """Ends the embedded servers, if there are any, and waits for those that were dismissed.
+        """End the embedded servers, and wait for them and for those that were dismissed.
 
         Args:
-            has_failed: whether this rank has, and not the run: the weights' shares stay where they are.
+            has_failed: whether this rank has failed, and not the run: its further servers then continue.
         """
         if self._keeper is not None:
             self._keeper.stop()
@@ -248,13 +234,7 @@ class RunServer:
         self._shares, self._dismissed, self._failure = {}, [], None
 
     def find(self, broadcast_text: Callable[[str], str]) -> tuple[str, bytes, str]:
-        """Rank 0 tells all ranks where the server is; a failure on rank 0 is an error on all.
-
-        Args:
-            broadcast_text: gives every rank the text of rank 0.
-
-        Returns:
-            Its address, the key, and a name for the run.
+        """Return address, key and a name for the run, which rank 0 sends to all; its failure is an error on all ranks.
 
         Raises:
             ConfigurationError: there is no server, and none could be started.
@@ -267,7 +247,7 @@ class RunServer:
                     raise self._failure
                 if self._options.server is None:
                     assert self.process is not None
-                    # A key that all ranks were given does not travel: these connections are in the clear.
+                    # A key that all ranks were given is not sent, because these connections are not encrypted.
                     key = ENVIRONMENT if key_of_environment() else self._key.hex()
                     address = self.process.address()
                     if self._states is not None and self._taught is not None and self._keeper is None:
@@ -299,7 +279,7 @@ class RunServer:
         return key
 
     def published(self, address: str) -> str:
-        """An address of this machine as the other ranks can reach it."""
+        """Return an address of this machine as the other ranks can reach it."""
         return address.replace("//0.0.0.0:", f"//{_main_host()}:")
 
     def _settings(self, method: Method, parts: Sequence[Part]) -> ServerSettings:
@@ -328,7 +308,7 @@ class RunServer:
         )
 
     def _place_for_states(self, parts: Sequence[Part]) -> PrivateDirectory | None:
-        """Where the server saves its state; None if its loss is the end of the run."""
+        """Create the directory for the server's saved state; return None if the run ends with its server."""
         options = self._options
         goes_on = type(self.transport).serve_again is not Transport.serve_again
         if options.save_every is None or options.record or not goes_on or any(part.head for part in parts):
@@ -347,12 +327,12 @@ class RunServer:
         if self.is_on_this_node_only:
             return ""
         address = _resolve(_main_host())
-        # Many systems call themselves 127.0.1.1; the other nodes know this one by another address.
+        # Many systems resolve their own name to 127.0.1.1; other nodes reach this one at another address.
         return "0.0.0.0" if _is_loopback(address) and not _is_loopback(_main_host()) else address
 
 
 def _foreign(value: Method | WireFormat | Transport) -> tuple[str, ...]:
-    """The class that the server is to import for it, if it is none of this package."""
+    """Return the class that the server must import for a value; empty if it is one of this package."""
     kind = type(value)
     return () if kind.__module__.startswith("lightning_omni.") else (class_path(kind),)
 
@@ -362,7 +342,7 @@ def _main_host() -> str:
 
 
 def _resolve(host: str) -> str:
-    """The address of a host, that of version 4 if it has one; of one that is not known, all of this machine's."""
+    """Return the address of a host, IPv4 if it has one; for an unknown host, 0.0.0.0 (all of this machine)."""
     try:
         found = sorted(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM), key=lambda each: each[0])
     except OSError:

@@ -1,4 +1,4 @@
-"""The place of a group that joins a run on its own: asked for before it has a model."""
+"""The rank numbers of a group that joins a run on its own, which it requests before it has a model."""
 
 from __future__ import annotations
 
@@ -21,27 +21,24 @@ from lightning_omni.server.observer import Observer
 _log = logging.getLogger(__name__)
 
 _ASK_AGAIN = 0.5
-"""Seconds between two questions, while another group is about to begin the run."""
+"""Seconds between two requests, while another group is about to begin the run."""
 _CONNECT_TIME = 5.0
 """Seconds in which a machine must accept or reject a connection."""
 COMES_BACK = "OMNI_COMES_BACK_TO"
-"""Where a process that starts its command again for an evicted group says so, in the environment."""
+"""The environment variable of a process that restarts its command for an evicted group; `return_to` makes its value."""
 _UNSAVED = "unsaved"
 
 
 def comes_back_to() -> tuple[str, int]:
-    """Name of the run that this group was evicted from, and how often in a row it has come back; or "" and 0."""
+    """Return the run that this group was evicted from, and how often in a row it has rejoined it; or "" and 0."""
     name, count, *_ = [*os.environ.get(COMES_BACK, "").split(" "), ""]
     return name, int(count or 0)
 
 
 def return_to(run: str, count: int, is_saved: bool) -> str:
-    """Return the value of `COMES_BACK` for a group that joins a run again.
+    """Return the value of `COMES_BACK` for a group that rejoins a run for the ``count``-th time in a row.
 
-    Args:
-        run: its name.
-        count: how often in a row the group has joined it again.
-        is_saved: whether another server could continue the run.
+    With ``is_saved``, another server could continue the run.
     """
     return f"{run} {count}" if is_saved else f"{run} {count} {_UNSAVED}"
 
@@ -52,24 +49,24 @@ def run_is_saved() -> bool:
 
 
 class Enlistment:
-    """Numbers for the ranks of a group. All of its ranks make one.
+    """A reservation of rank numbers for a group. All of its ranks create one.
 
     Args:
-        options: of the run; ``server`` is where it is.
-        rank: this one, in its own torch.distributed world; rank 0 asks.
-        size: ranks of the group.
-        broadcast_text: gives every rank of the group the text of rank 0.
+        options: the run's options; ``server`` is its address.
+        rank: this rank, in its own torch.distributed world; rank 0 sends the request.
+        size: number of ranks in the group.
+        broadcast_text: returns the text of rank 0 on every rank of the group.
 
     Attributes:
-        run: the run's name.
+        run: name of the run.
         first: number of the group's first rank; the others' follow.
-        announced: ranks of the group that has begun the run.
-        begins: whether this group is to begin it.
+        announced: number of ranks in the group that has begun the run.
+        begins: whether this group begins the run.
         silence: seconds without a sign of life after which the server may end a connection; 0 for never.
 
     Raises:
-        OmniError: the server cannot be reached, refuses, or the run is over; or the run that this group was evicted
-            from is no more.
+        OmniError: the server cannot be reached or refuses; or the run is over, or is not the one that evicted this
+            group.
     """
 
     def __init__(self, options: WorldOptions, rank: int, size: int, broadcast_text: Callable[[str], str]) -> None:
@@ -122,36 +119,33 @@ class Enlistment:
         assert self._observer is not None
         try:
             return self._observer.enlist(size)
-        except ConnectionLost as error:  # another server may have taken the place of this one
+        except ConnectionLost as error:  # another server may have replaced this one
             _log.info("%s; it is looked for", error)
         except Refused as no:
-            if no.code != "stranger":  # so many ask that this connection was displaced
+            if no.code != "stranger":  # more recent connections have displaced this one
                 raise
         self._connect(options)
         return self._observer.enlist(size)
 
     def check_goes_on(self) -> None:
-        """Raises `RankLost` if the server has said since that the run is over; it may have ended with it."""
+        """Raise `RankLost` if the server has reported that the run is over; it may have ended with the run."""
         if self._observer is not None and (reason := self._observer.why_over()):
             raise RankLost(f"the run is over: {reason}")
 
     def close(self) -> None:
-        """The group takes part, or never will: its place is no longer held for it."""
+        """Release the reservation, once the group participates or never will."""
         if self._observer is not None:
             self._observer.close()
             self._observer = None
 
 
 def ask_for_all(broadcast_text: Callable[[str], str], asks: bool, ask: Callable[[], Any]) -> Any:
-    """What rank 0 of a group asks is answered to all of its ranks, and what is refused is refused to all. On all of it.
+    """Send a request from rank 0 of a group; return the answer, or raise the refusal, on all of its ranks.
 
     Args:
-        broadcast_text: gives every rank of the group the text of rank 0.
+        broadcast_text: returns the text of rank 0 on every rank of the group.
         asks: whether this is rank 0.
-        ask: asks; returns plain values.
-
-    Raises:
-        OmniError: it was refused, or failed.
+        ask: sends the request; returns plain values.
     """
     failure: OmniError | None = None
     result: dict[str, Any] = {}
@@ -167,7 +161,7 @@ def ask_for_all(broadcast_text: Callable[[str], str], asks: bool, ask: Callable[
 
 
 def _check_same(run: str, options: WorldOptions) -> None:
-    """Raises `Refused` if a group that comes back would begin or join another run than it was evicted from."""
+    """Raise `Refused` if a group that rejoins would begin or join another run than it was evicted from."""
     name, _ = comes_back_to()
     if name and origin(run) != origin(name):
         raise Refused(
@@ -178,7 +172,7 @@ def _check_same(run: str, options: WorldOptions) -> None:
 
 
 def _rejects_connections(address: str) -> bool:
-    """Return whether the machine of a server answers, and no process listens there on the server's port."""
+    """Return whether a server's machine is reachable, and no process listens there on the server's port."""
     parts = urlsplit(address)
     if parts.scheme != "tcp":
         return False

@@ -1,8 +1,6 @@
-"""How the ranks train together: as one group, which is plain data parallelism, or as several that exchange.
+"""The two ways in which ranks train together: as one group (plain data parallelism), or as several that exchange.
 
-`World` has one of each and asks that which its groups call for (`World.executor`). What is the same for both stands in
-`World`; what differs stands here. `Executor` itself is for one group, which does next to nothing, for no server is in
-its path; `Exchanging` is for several.
+`World` has one of each, and uses the one for its present groups (`World.executor`).
 """
 
 from __future__ import annotations
@@ -36,17 +34,17 @@ from lightning_omni.protocol.transport import Control
 
 
 class Executor:
-    """What ranks do in a way of training together; as it stands here, as one group.
+    """The operations in which one group and several groups differ; this base class is for one group.
 
-    That is DistributedDataParallel as it is: nothing is exchanged, so there is nothing to do.
+    One group is plain DistributedDataParallel: nothing is exchanged, so there is nothing to do.
 
     Args:
-        heads: the merged heads, which are modules like others with one group.
+        heads: the merged heads, which are ordinary modules with one group.
 
     Attributes:
         exchanges: whether several groups train and exchange.
-        is_stepping: whether an optimizer steps, or what steps in its place; not while its closure is called first.
-        is_called: whether `step` was called and has not returned: hooks and closures are called meanwhile, too.
+        is_stepping: whether an optimizer or its replacement steps; not while its closure is called before.
+        is_called: whether `step` was called and has not returned: it calls hooks and closures, too.
     """
 
     exchanges: ClassVar[bool] = False
@@ -57,72 +55,60 @@ class Executor:
 
     @property
     def control(self) -> Control | None:
-        """The connection on which data is leased and ranks synchronize while they train; None if neither needs one."""
+        """Return the connection for leases and synchronization while ranks train; None if neither needs one."""
         return None
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Raises `UnsupportedError` if this optimizer cannot be stepped so."""
+        """Raise `UnsupportedError` if this optimizer cannot be stepped in this way."""
 
     def check_parts(self) -> None:
-        """Raises `UnsupportedError` if what the optimizers hold cannot be trained so."""
+        """Raise `UnsupportedError` if the optimizers' parameters cannot be trained in this way."""
 
     def place_heads(self) -> None:
-        """Merged heads are put where they are trained."""
+        """Install or remove merged heads, depending on where they are trained."""
         for head in self._heads:
             head.remove()
 
     def not_reduced(self) -> list[Parameter]:
-        """Parameters whose gradients are none of DDP's."""
+        """Return the parameters whose gradients DDP does not average."""
         return []
 
     def enter_compute(self) -> None:
-        """The training epoch begins or goes on."""
+        """Begin or continue the training epoch."""
 
     def enter_world(self, module: Module | None, wants_stop: bool, what: str) -> bool:
-        """The ranks synchronize: see `World.enter_world`. Returns whether any of them wants to stop.
+        """Synchronize the ranks, see `World.enter_world`. Return whether any of them wants to stop.
 
         Args:
-            module: as there.
-            wants_stop: whether this rank does.
-            what: this rank calls; the same on all.
+            module: as in `World.enter_world`.
+            wants_stop: whether this rank wants to stop.
+            what: name of the call, the same on all ranks.
         """
         return False
 
     def is_finite(self, parameters: Iterable[Parameter]) -> bool:
-        """Whether the gradient of the last step was, known alike to all members of a group without a word.
-
-        Args:
-            parameters: of the model.
-        """
-        # The same gradient on every rank, and it is not finite if one rank's loss is not.
+        """Return whether the last step's gradient was finite; all members of a group agree without communication."""
+        # The averaged gradient is the same on every rank, and it is not finite if one rank's loss is not.
         gradients = [each.grad.detach() for each in parameters if each.grad is not None]
         return math.isfinite(sum(float(gradient.abs().float().sum()) for gradient in gradients))
 
     def step(
         self, index: int, optimizer: Optimizer, closure: Callable[[], Any] | None, arguments: Mapping[str, Any]
     ) -> Any:
-        """One step of an optimizer, on every rank of the group. Returns what the closure returns.
+        """Make one step of an optimizer, on every rank of the group. Return the closure's result.
 
         Args:
-            index: its number among the parts.
-            optimizer: the user's.
+            index: number of the optimizer among the parts.
+            optimizer: the user's optimizer.
             closure: computes loss and gradients, as for any torch optimizer.
-            arguments: further ones of its ``step``, by name.
+            arguments: further keyword arguments of its ``step``.
         """
         closures = () if closure is None else (closure,)
         return optimizer.step(*closures, **arguments)
 
 
 class Exchanging(Executor):
-    """Several groups, each of which trains by itself and exchanges with the server or with others.
-
-    Args:
-        place: this rank's, in the run.
-        channel: its way to the server and to other groups.
-        parameter_groups: follows the optimizers' parameter groups.
-        edits: follows what others write.
-        heads: the merged heads, which are at the server here.
-    """
+    """The operations of several groups, which train separately and exchange with the server or with each other."""
 
     exchanges = True
 
@@ -154,7 +140,7 @@ class Exchanging(Executor):
                 " (optimizer.register_step_post_hook), or use groups=1"
             )
         if self._place.enlistment is None and len(ranks_elsewhere(optimizer, ())) == self._place.size > 1:
-            _check_collectives(optimizer, ())  # of all ranks, whichever groups will be formed
+            _check_collectives(optimizer, ())  # with all ranks, whatever groups will be formed
         if self._place.is_sharded:
             check_by_parts(self._place.method, optimizer, shown(self._place.options.inside))
         if not self._place.steps_at_worker or isinstance(optimizer, torch.optim.SparseAdam):
@@ -203,7 +189,7 @@ class Exchanging(Executor):
         place = self._place
         if not place.is_computing and not place.is_entering:
             for head in self._heads:
-                head.remove()  # if weights were written, the server is given the submodule as it is
+                head.remove()  # if weights were written, the submodule itself is sent to the server
             self._edits.follow()
             self.place_heads()
         place.process_groups.use(place.compute_group)
@@ -233,13 +219,13 @@ class Exchanging(Executor):
         return stops
 
     def _pull(self) -> None:
-        """Every rank gets the weights to evaluate, of all optimizers."""
+        """Load the weights to evaluate, of all optimizers, on every rank."""
         place = self._place
         for index, part in enumerate(place.parts):
             if place.steps_here(part):
                 part.replica.stash()
             pulled = self._channel.ask_weights(place.core.synchronize(index))
-            if pulled.refused:  # the own weights are not finite, and not in the mean: they do not come back
+            if pulled.refused:  # the own weights are not finite, and not in the mean: they are dropped
                 part.replica.restart(pulled)
                 part.replica.abandon()
             else:
@@ -274,7 +260,7 @@ class Exchanging(Executor):
             return self._step(index, part, optimizer, closure, arguments)
 
         if not self._place.steps_here(part):
-            # Its twin steps elsewhere, and what users have hung on its steps is here: an average of weights, say.
+            # The optimizer steps at the server, but users' step hooks are on this rank: an average of weights, say.
             step = Optimizer.profile_hook_step(step)
         self.is_called = True
         try:
@@ -317,7 +303,7 @@ class Exchanging(Executor):
             self.is_stepping = False
 
     def _advance(self, index: int, gradient: Gradient) -> None:
-        """The group goes on from this gradient to the next."""
+        """Advance the group from this gradient to its next request for one."""
         core, channel = self._place.core, self._channel
         elsewhere = channel.traffic.seconds
         action = core.gradient(index, gradient)
@@ -332,13 +318,13 @@ class Exchanging(Executor):
 def evaluating(
     replica: Replica, closure: Callable[[], Any] | None, loss: Any, arguments: Mapping[str, Any] | None = None
 ) -> Iterator[None]:
-    """A context in which the worker's own optimizer may evaluate the loss once more, as SAM does.
+    """Let the worker's own optimizer evaluate the loss again in this context, as SAM does.
 
     Args:
-        replica: what it moves.
+        replica: the weights that it moves.
         closure: computes loss and gradients; None if the step has none.
-        loss: what it has just returned; the optimizer's first call gets that, with the gradients as they are.
-        arguments: further ones of the step, by name.
+        loss: the closure's last result, which the optimizer's first call returns, with the gradients as they are.
+        arguments: further keyword arguments of the step.
     """
     replica.closure, replica.loss, replica.arguments = closure, loss, arguments or {}
     try:
@@ -348,7 +334,7 @@ def evaluating(
 
 
 def _check_collectives(optimizer: Optimizer, members: Collection[int]) -> None:
-    """Raise `UnsupportedError` if an optimizer has collectives with ranks that are none of these, as ZeRO may."""
+    """Raise `UnsupportedError` if an optimizer has collectives with ranks other than these members, as ZeRO may."""
     if others := ranks_elsewhere(optimizer, members):
         raise UnsupportedError(
             f"a {type(optimizer).__name__} whose process group has ranks of other compute groups"

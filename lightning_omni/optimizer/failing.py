@@ -1,7 +1,7 @@
-"""Whether ranks that hold a model together have failed together: only then may they call collectives once more.
+"""A check that ranks which hold a model together have failed together: only then may they call collectives again.
 
-A rank that has failed alone, or was interrupted, is at another collective than its peers: its next one would be taken
-for theirs. What ranks say of it therefore does not go by a process group, but by the store with which that was made.
+A rank that has failed alone, or was interrupted, is at another collective than its peers, which would mistake its next
+one for theirs. Ranks therefore report failures through the store of a process group, and not through the group.
 """
 
 from __future__ import annotations
@@ -15,36 +15,31 @@ from lightning_omni.optimizer._private import store_of
 
 
 def forget(group: Any, rank: int) -> None:
-    """What this rank has said in an earlier run of this process counts no more.
-
-    Args:
-        group: a process group of all ranks.
-        rank: this one.
-    """
+    """Delete this rank's report from an earlier run of this process, in a process group of all ranks."""
     store_of(group).delete_key(_key(rank))
 
 
 def have_failed_alike(group: Any, rank: int, ranks: Sequence[int], where: str, within: float) -> bool:
-    """Whether all of some ranks say that they have failed at the same place; each waits for the others.
+    """Return whether all of these ranks report a failure at the same place; each waits for the others.
 
     Args:
-        group: a process group of theirs, and perhaps of others.
-        rank: this one.
-        ranks: all of them, this one among them.
-        where: this one has failed; see `place_of`.
-        within: seconds in which the others must have said so.
+        group: a process group that contains these ranks.
+        rank: this rank.
+        ranks: all of them, including this one.
+        where: place of this rank's failure; see `place_of`.
+        within: seconds to wait for the others' reports.
     """
     store, keys = store_of(group), [_key(each) for each in ranks]
     try:
         store.set(_key(rank), where)
         store.wait(keys, timedelta(seconds=within))
         return all(store.get(key) == where.encode() for key in keys)
-    except RuntimeError:  # one is elsewhere; or the process is gone that has the store
+    except RuntimeError:  # a rank has not reported in time, or the store's process is gone
         return False
 
 
 def place_of(error: BaseException) -> str:
-    """Where a program was when an error was raised."""
+    """Return the place in the program at which an error was raised."""
     frames = (f"{frame.f_code.co_filename}:{line}" for frame, line in traceback.walk_tb(error.__traceback__))
     return f"{type(error).__name__} at {' '.join(frames)}"
 

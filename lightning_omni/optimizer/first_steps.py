@@ -1,7 +1,6 @@
-"""Whether a loop without Lightning averages its gradients in the compute group alone, as first steps show.
+"""A check at first steps: a loop without Lightning must average its gradients in the compute group alone.
 
-Lightning's strategy wraps the module itself. In a loop the user does, and a module that is not wrapped trains, too:
-with the gradients of each group's leader, and without those of its other members.
+An unwrapped module trains, too: with the gradients of each group's leader, and without those of its other members.
 """
 
 from __future__ import annotations
@@ -22,25 +21,25 @@ from torch.utils.hooks import RemovableHandle
 from lightning_omni.errors import ConfigurationError, UnsupportedError
 
 _TOLERANCE = 1e-3
-"""By how much sums of averaged gradients may differ: members need not have devices of one kind."""
+"""Largest relative difference between sums of averaged gradients: members may have different kinds of devices."""
 
 
 def ranks_elsewhere(what: Module | Optimizer, members: Collection[int]) -> set[int]:
-    """Return the ranks beside these with which a module or optimizer has collectives, as DDP or ZeRO has them."""
+    """Return the ranks outside ``members`` with which a module or optimizer has collectives, as DDP or ZeRO has."""
     group = getattr(what, "process_group", None)
     try:
         return set(dist.get_process_group_ranks(group)) - {*members} if isinstance(group, dist.ProcessGroup) else set()
-    except KeyError:  # it was destroyed, when an earlier loop failed, say, and no rank waits in it
+    except KeyError:  # it was destroyed, for example by a failed loop, and no rank waits in it
         return set()
 
 
 class FirstSteps:
-    """Looks at each optimizer's first step, at the first one of other groups, and at the first of what is unfrozen.
+    """A check of gradients at an optimizer's first step: of the loop, of new groups, and of unfrozen parameters.
 
     Args:
         members: ranks of this rank's group.
         group: its process group.
-        check_reduced: raises an error if DDP has not averaged the gradients of these, for which other members wait.
+        check_reduced: raises an error if DDP has not averaged the gradients of these parameters, for which others wait.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class FirstSteps:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Modules that DDP has wrapped over ranks of other groups, too, are refused when they are called."""
+        """Refuse calls in this context to modules that DDP has wrapped over ranks of other groups."""
         try:
             self._find_wrapped()
             yield
@@ -60,19 +59,14 @@ class FirstSteps:
             self._forget_wrapped()
 
     def renew(self, members: Collection[int], group: Any) -> None:
-        """Other groups were formed, and modules that are wrapped over the earlier ones average among these still.
-
-        Args:
-            members: ranks of this rank's group now.
-            group: its process group.
-        """
+        """Check the first steps of newly formed groups; refuse modules that are still wrapped over the earlier ones."""
         self._members, self._group = members, group
         self._seen.clear()
         self._forget_wrapped()
         self._find_wrapped()
 
     def _find_wrapped(self) -> None:
-        # Hooks on those alone: one on all modules would have torch.compile warn.
+        # Only these modules get a hook, because torch.compile warns of a global one.
         wrapped = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
         self._handles = [
             each.register_forward_pre_hook(partial(_refuse, others))
@@ -91,12 +85,12 @@ class FirstSteps:
         """Compare gradients in the first step of each parameter; return the closure of the step, if there is one.
 
         Args:
-            index: the optimizer's number.
-            parameters: that it steps.
-            closure: computes their gradients; None: they are there.
+            index: number of the optimizer.
+            parameters: the parameters that it steps.
+            closure: computes their gradients; None if they are computed already.
 
         Raises:
-            ConfigurationError: the members of the group have not averaged them.
+            ConfigurationError: the members of the group have not averaged the gradients.
         """
         if len(self._members) == 1:
             return closure
@@ -123,7 +117,7 @@ class FirstSteps:
         return checked
 
     def _compare(self, parameters: Sequence[Parameter]) -> None:
-        """On all members of the group."""
+        """Compare the members' gradients. All members of the group call it."""
         self._check_reduced(parameters)
         gradients = [each.grad.detach() for each in parameters if each.grad is not None]
         sums = [torch.stack([each.real.sum().float(), each.abs().sum().float()]) for each in gradients]

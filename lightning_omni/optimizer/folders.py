@@ -1,7 +1,7 @@
-"""Checkpoints that are folders: torch's distributed checkpoint, laid out as Lightning's ModelParallelStrategy has it.
+"""Checkpoints that are folders: torch's distributed checkpoint, in the layout of Lightning's ModelParallelStrategy.
 
-Rule 1: each rank writes what it has and reads what it is to have. What is sharded is whole on no rank.
-Rule 2: a folder is there when it is complete, in the place of what was there before.
+Rule 1: each rank writes its own parts, and reads the parts that it is to have. No rank holds a whole sharded tensor.
+Rule 2: a folder takes the place of an earlier one once it is complete.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.split import over_parameters
 
 METADATA = "meta.pt"
-"""The file in the folder with what is neither weights nor optimizer state."""
+"""The file in the folder with all data except weights and optimizer state."""
 _TENSOR, _PLACE = "omni.tensor", "omni.place"
 
 
 def is_folder(path: Any) -> bool:
-    """Whether this is such a checkpoint.
+    """Return whether a path is such a checkpoint.
 
     Raises:
-        ConfigurationError: it is a folder, and none that is complete.
+        ConfigurationError: the path is an incomplete folder.
     """
     if "://" in str(path) or not Path(path).is_dir():
         return False
@@ -54,16 +54,16 @@ def is_folder(path: Any) -> bool:
 
 
 def save(path: Path, tensors: Mapping[str, Any], plain: Mapping[str, Any], group: Any) -> None:
-    """Saves a checkpoint; all ranks of a process group call it.
+    """Save a checkpoint. All ranks of a process group call it.
 
     Args:
-        path: of the folder, the same on all of them.
-        tensors: a tree of what each rank has: sharded tensors, and what is the same on all.
-        plain: all else, of which the first rank's counts.
+        path: path of the folder, the same on all of them.
+        tensors: a tree of this rank's sharded tensors, and of values that are the same on all ranks.
+        plain: all other data; those of the first rank are saved.
         group: the process group.
 
     Raises:
-        OSError: it could not be written, on all ranks; what was there before is as it was.
+        OSError: the checkpoint could not be written, on all ranks; an earlier one is unchanged.
     """
     partial = beside(path, "partial")
     is_first = dist.get_rank(group) == 0
@@ -80,9 +80,9 @@ def save(path: Path, tensors: Mapping[str, Any], plain: Mapping[str, Any], group
 
 
 class _Writer(FileSystemWriter):
-    """Writes to a folder beside the checkpoint, which takes its place when it is complete.
+    """A writer to a folder beside the checkpoint, which takes the checkpoint's place when it is complete.
 
-    What the first rank does alone is in `finish`: torch tells all ranks if that fails, so none waits for it.
+    The first rank's own operations are in `finish`: torch reports their failure to all ranks, so none waits for it.
     """
 
     def __init__(self, partial: Path, path: Path, plain: Mapping[str, Any]) -> None:
@@ -97,7 +97,7 @@ class _Writer(FileSystemWriter):
 
 
 def _free(partial: Path) -> str:
-    """How much room there is, as the end of a message: torch does not say that a disk is full."""
+    """Return the free disk space, as the end of a message: torch does not report that a disk is full."""
     try:
         return f" ({shutil.disk_usage(partial).free / 1e6:.1f} MB are free there)"
     except OSError:
@@ -105,14 +105,10 @@ def _free(partial: Path) -> str:
 
 
 def beside(path: Path, suffix: str) -> Path:
-    """A name beside a checkpoint for what is not the checkpoint, or not any more.
+    """Return a path beside a checkpoint, for a folder that is not the checkpoint yet, or not any more.
 
-    A process that is killed leaves it. Lightning looks for the last ``hpc_ckpt_N.ckpt`` of a folder, and takes all
-    digits of every name with ``ckpt_`` in it for such an N: this is none.
-
-    Args:
-        path: of the checkpoint.
-        suffix: of the name.
+    A process that is killed leaves it. Lightning searches for the last ``hpc_ckpt_N.ckpt``, and takes all digits of
+    every name with ``ckpt_`` in it for such an N; this name contains none.
 
     Example:
         >>> beside(Path("hpc_ckpt_2.ckpt"), "17.partial").name
@@ -133,27 +129,21 @@ def _replace(partial: Path, path: Path) -> None:
 
 
 def by_names(optimizer: Optimizer, state: Mapping[str, Any], names: Mapping[Any, str]) -> dict[str, Any]:
-    """An optimizer's ``state_dict``, with names of parameters in the place of their numbers.
-
-    Args:
-        optimizer: whose state it is.
-        state: its ``state_dict``.
-        names: of all parameters of the module.
-    """
+    """Return an optimizer's ``state_dict`` with names of parameters in place of their numbers."""
     held = [names[parameter] for parameter in held_by(optimizer)]
     groups = [{**group, "params": [held[place] for place in group["params"]]} for group in state["param_groups"]]
     return {"state": {held[place]: dict(values) for place, values in state["state"].items()}, "param_groups": groups}
 
 
 def without_tensors(tree: Any, layout: Layout, parameters: Sequence[Tensor], tensors: dict[str, Any]) -> Any:
-    """A tree of what a rank has, as plain data; references stand for its tensors, which go to those of the checkpoint.
+    """Return a tree as plain data, with references in place of its tensors, which are added to the checkpoint's.
 
     Args:
-        tree: one entry of it for each parameter, as `lightning_omni.protocol.split.Split.tree_parts`, is this rank's
-            part of it.
-        layout: of what this rank has of the parameters.
-        parameters: in the order of the layout.
-        tensors: of the checkpoint; changed in place.
+        tree: this rank's part, with one entry for each parameter, as in
+            `lightning_omni.protocol.split.Split.tree_parts`.
+        layout: layout of this rank's parts of the parameters.
+        parameters: the parameters, in the order of the layout.
+        tensors: tensors of the checkpoint; changed in place.
     """
 
     def put(value: Any, place: int | None) -> Any:
@@ -170,34 +160,25 @@ def without_tensors(tree: Any, layout: Layout, parameters: Sequence[Tensor], ten
 
 
 class Folder:
-    """A checkpoint that is read. What several ranks of a process group ask for, they ask for together.
-
-    Args:
-        path: of the folder.
-    """
+    """A checkpoint folder to read from. Ranks of a process group that read the same data do so together."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._known: Mapping[str, Any] = FileSystemReader(path).read_metadata().state_dict_metadata
 
     def metadata(self, **options: Any) -> dict[str, Any]:
-        """What is neither weights nor optimizer state; the options are those of ``torch.load``."""
+        """Return all data except weights and optimizer state; the options are those of ``torch.load``."""
         metadata: dict[str, Any] = torch.load(self.path / METADATA, map_location="cpu", **options)
         return metadata
 
     @property
     def optimizers(self) -> int:
-        """Number of optimizers whose states it has."""
         return len({name.split(".")[0] for name in self._known if name.startswith("optimizer_")})
 
     def weights(self, own: Mapping[str, Any]) -> dict[str, Any]:
-        """A ``state_dict``: what the folder has of a module's is read into the module's own memory.
+        """Read a module's weights into the memory of its ``state_dict``, sharded or not, and return one.
 
-        Args:
-            own: the module's ``state_dict``, sharded or not.
-
-        Returns:
-            That, without what the folder lacks, and with nothing under the names that the module lacks.
+        It has the entries of the folder, with an empty tensor under each name that the module lacks.
         """
         begin = "state_dict."
         saved = [name.removeprefix(begin) for name in self._known if name.startswith(begin)]
@@ -205,15 +186,15 @@ class Folder:
         return {name: read.get(begin + name, torch.empty(0)) for name in saved}
 
     def optimizer_state(self, number: int, optimizer: Optimizer, names: Mapping[Any, str]) -> dict[str, Any]:
-        """An optimizer's ``state_dict``, its tensors sharded as its parameters are.
+        """Return an optimizer's ``state_dict``, its tensors sharded as its parameters are.
 
         Args:
-            number: of the optimizer, in the checkpoint.
-            optimizer: that is to load it.
-            names: of all parameters of the module.
+            number: number of the optimizer in the checkpoint.
+            optimizer: the optimizer that is to load it.
+            names: names of all parameters of the module.
 
         Raises:
-            ConfigurationError: it has another number of parameter groups.
+            ConfigurationError: the checkpoint has another number of parameter groups.
         """
         own, held = optimizer.state_dict(), held_by(optimizer)
         places = {f"optimizer_{number}.state.{names[parameter]}.": place for place, parameter in enumerate(held)}
@@ -243,13 +224,7 @@ class Folder:
         return [{**groups[place], "params": group["params"]} for place, group in enumerate(own)]
 
     def filled(self, tree: Any, parameters: Sequence[Tensor], group: Any) -> Any:
-        """A tree that `without_tensors` has made plain, with its tensors again, sharded as their parameters are.
-
-        Args:
-            tree: plain data.
-            parameters: of the optimizer that it belongs to.
-            group: the process group whose ranks all ask for this.
-        """
+        """Return a tree of `without_tensors` with its tensors, sharded as parameters. All ranks of a group call it."""
         places: dict[str, int | None] = {}
 
         def note(leaf: Any) -> Any:
@@ -263,7 +238,7 @@ class Folder:
         return tree_map(lambda leaf: read[leaf[_TENSOR]] if _is_reference(leaf) else leaf, tree, is_leaf=_is_reference)
 
     def _room(self, name: str, parameter: Tensor | None = None) -> Any:
-        """Memory for something: sharded as the parameter that it is as large as, or else whole."""
+        """Allocate memory for an entry: sharded as its parameter if that has the same shape, otherwise whole."""
         known = self._known[name]
         if not isinstance(known, TensorStorageMetadata):
             return None

@@ -1,7 +1,4 @@
-"""How groups are formed: the recorder asks the server for them, out of the ranks that are alive, and tells the others.
-
-Weights, optimizer state and what is trained with them are not known here.
-"""
+"""The forming of groups: the recorder requests them from the server, out of the live ranks, and announces them."""
 
 from __future__ import annotations
 
@@ -19,12 +16,7 @@ from lightning_omni.topology import RECORDER, GroupId, Topology
 
 
 class Forming:
-    """Forms the groups of a run.
-
-    Args:
-        place: this rank's, in the run.
-        channel: its way to the server and to other groups.
-    """
+    """The procedure by which the ranks of a run form groups."""
 
     def __init__(self, place: Place, channel: Channel) -> None:
         self._place, self._channel = place, channel
@@ -32,13 +24,13 @@ class Forming:
     def form(
         self, groups: int | None = None, speeds: Mapping[int, float] | None = None, keeps_epoch: bool = False
     ) -> None:
-        """Groups stand, and each rank knows its own. All live ranks, which have joined the server, call it.
+        """Form groups, and set up this rank's own. All live ranks, which have joined the server, call it.
 
         Args:
             groups: the new number of groups; None forms the groups of ``Place.topology``.
-            speeds: each live rank's samples per second: groups are formed by them. None forms them in the order of
+            speeds: each live rank's samples per second, by which groups are formed. None forms them in the order of
                 ranks.
-            keeps_epoch: whether what is trained of the epoch is known to the server, and counts.
+            keeps_epoch: whether the new groups continue the epoch, whose trained part the server knows.
         """
         place = self._place
         assert place.control is not None
@@ -57,7 +49,7 @@ class Forming:
             place.control.check()
         place.make_groups(self._channel.gather)
         for part in place.parts:
-            # As formed, not as alive: peers hear of a loss at different moments, and must draw the same peer.
+            # As formed, not as alive: peers learn of a loss at different moments, and must draw the same peer.
             part.replica.group, part.replica.peers = place.group, place.topology.alive
         place.core.form(GroupId(str(place.group), incarnation))
         self._channel.peers.connect()
@@ -65,7 +57,7 @@ class Forming:
     def _form_until_accepted(
         self, groups: int | None, speeds: Mapping[int, float] | None, keeps_epoch: bool
     ) -> tuple[Topology, int]:
-        """The groups that stand now, and their incarnation."""
+        """Return the groups that the server has accepted, and their incarnation."""
         place = self._place
         while True:
             topology = place.topology if groups is None else self._topology_of_the_living(groups, speeds)
@@ -81,12 +73,12 @@ class Forming:
             try:
                 return topology, self._request(form, m.Formed).incarnation
             except Refused:
-                # A rank died this very moment and the notice is on its way: form without it.
+                # A rank has just died and the notice is in flight: form groups without it.
                 if groups is None or topology.ranks == place.live_ranks:
                     raise
 
     def _request(self, message: m.Message, expect: type[Answer]) -> Answer:
-        """A request on the control channel, however large."""
+        """Send a request of any size on the control channel."""
         assert self._place.control is not None
         data = m.encode(message)
         if len(data) > m.LARGEST_INLINE:

@@ -1,6 +1,6 @@
 """How the ranks of a group hold the model: each all of it, in DistributedDataParallel, or together, in shards.
 
-What is here comes before training: wrapping, sharding, and the weights that all begin with.
+This is set up before training: wrapping, sharding, and the common initial weights.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class HeldModel:
     """The model, as the members of this rank's group hold it.
 
     Args:
-        place: this rank's, in the run.
-        not_reduced: gives the parameters whose gradients are none of DDP's.
+        place: this rank's place in the run.
+        not_reduced: returns the parameters whose gradients DDP does not average.
 
     Attributes:
         sharded: the module that the members hold together; None if each has all of it.
@@ -40,7 +40,7 @@ class HeldModel:
     # --- Held by each rank -------------------------------------------------------------------------------------------
 
     def wrap(self, module: Module, ddp_options: dict[str, Any]) -> Module:
-        """Wraps a module into DistributedDataParallel over the compute group; a group of one needs none.
+        """Wrap a module into DistributedDataParallel over the compute group; a group of one needs none.
 
         Args:
             module: the model, with its initial weights.
@@ -57,11 +57,11 @@ class HeldModel:
         return wrapped
 
     def broadcast_initial(self, module: Module) -> None:
-        """All ranks get the parameters and buffers of rank 0; called before training begins, while all are here.
+        """Copy the parameters and buffers of rank 0 to all ranks, before training begins. All ranks call it.
 
         Raises:
-            UnsupportedError: one of them is sparse, or is left to each rank although there are several groups.
-            ConfigurationError: other ranks have others.
+            UnsupportedError: one of them is sparse, or is excluded from DDP although there are several groups.
+            ConfigurationError: another rank has other parameters or buffers.
         """
         ignored = ignored_by_ddp(module)
         if len(self._place.topology.alive) > 1:
@@ -84,10 +84,10 @@ class HeldModel:
     # --- Held together -----------------------------------------------------------------------------------------------
 
     def shard(self, module: Module) -> None:
-        """The members of this rank's group hold a module together from now on. All ranks call it, before training.
+        """Let the members of this rank's group hold a module together. All ranks call it, before training.
 
         Args:
-            module: see `lightning_omni.optimizer.sharding.shard`. With a `ModelParallel` it has been parallelized.
+            module: see `lightning_omni.optimizer.sharding.shard`. With a `ModelParallel` it is parallelized already.
 
         Raises:
             ConfigurationError: the module has other tensors on another rank.
@@ -99,7 +99,7 @@ class HeldModel:
         self.average_over_replicas()
 
     def average_over_replicas(self) -> None:
-        """Members of this rank's group that have the same of a sharded model average their gradients."""
+        """Let members of this rank's group with the same part of a sharded model average their gradients."""
         if self.sharded is not None:
             average_over_replicas(self.sharded, self._mean if self._place.replicas > 1 else None)
 
@@ -108,16 +108,16 @@ class HeldModel:
         gradient.div_(self._place.replicas)
 
     def share_initial(self) -> None:
-        """All groups get the weights with which the recorder's begins. All ranks call it, before training."""
+        """Copy the initial weights of the recorder's replica to all others. All ranks call it, before training."""
         place = self._place
-        # Other launchers' groups are not in this torch.distributed world: they read what the server is given.
+        # Other launchers' groups are not in this torch.distributed world: they read the server's weights.
         is_alone = len(place.holders.alive) == 1 and place.enlistment is None
         if self.sharded is not None and not is_alone and not place.ever_lost:
             share_initial(self.sharded, place.holders, place.torch_rank)
 
 
 def take_from_rank_zero(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Give all ranks of the default process group the values that rank 0 has."""
+    """Copy the values of rank 0 to all ranks of the default process group."""
     for name, tensor in named:
         with contiguous(tensor, name) as memory:
             dist.broadcast(memory, src=0)
@@ -125,7 +125,7 @@ def take_from_rank_zero(named: Iterable[tuple[str, Tensor]]) -> None:
 
 @contextmanager
 def frozen(parameters: Iterable[Parameter]) -> Iterator[None]:
-    """While DDP looks for what is trainable: it waits for each gradient, and those of merged heads never come."""
+    """Freeze parameters while DDP is constructed: it waits for gradients, and those of merged heads never arrive."""
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     try:
         for parameter in trainable:

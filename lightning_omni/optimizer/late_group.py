@@ -1,7 +1,4 @@
-"""A group that joins a run on its own, when others train already: what it asks, and what it takes over.
-
-The place that it gets is in `Enlistment`, which is there before the group's ranks know the server.
-"""
+"""A group that joins a run on its own while others train: its request, and the state that it takes over."""
 
 from __future__ import annotations
 
@@ -23,27 +20,21 @@ _log = logging.getLogger(__name__)
 
 
 class LateGroup:
-    """This rank's group, if it joins a run on its own.
-
-    Args:
-        place: this rank's, in the run.
-        channel: its way to the server.
-        connection: by which it joins that.
-    """
+    """The group of this rank, if it joins a run on its own. `Enlistment` has reserved its rank numbers."""
 
     def __init__(self, place: Place, channel: Channel, connection: Connection) -> None:
         self._place, self._channel, self._connection = place, channel, connection
 
     def take_part(self) -> m.Joined:
-        """This rank's group joins a run that goes on already, as soon as the groups of that have parted. On all of it.
+        """Join a running run, as soon as its groups train separately. All ranks of this group call it.
 
         Returns:
-            What the group has to know. What else was stored for it is read by `ServerStore.read_run_state`, and weights
-            are read when training begins.
+            The server's answer. `ServerStore.read_run_state` reads further state, and weights are read when training
+            begins.
 
         Raises:
-            ConfigurationError: the run exchanges otherwise than this group was told.
-            RankLost: it is over.
+            ConfigurationError: the run exchanges with other settings than this group.
+            RankLost: the run is over.
         """
         place = self._place
         self._connection.join()
@@ -65,7 +56,7 @@ class LateGroup:
         return joined
 
     def _ask_to_join(self) -> str:
-        """Waits until the group may join. By its leader; what all of it has to know, as text."""
+        """Wait until the group may join, on its leader; return the server's answer as text."""
         place = self._place
         assert place.control is not None
         _log.info("waiting to join the run until its groups train again")
@@ -73,7 +64,6 @@ class LateGroup:
         return m.encode(place.control.request(m.Join(ranks=place.members), m.Joined, timeout=timeout)).hex()
 
     def _check_alike(self, joined: m.Joined) -> None:
-        """Raises `ConfigurationError` if the groups of the run exchange otherwise than this one was told."""
         core = self._place.core
         mine = m.method_to_wire(core.method), to_wire(core.wire_format), core.overlaps
         theirs = joined.method, joined.wire_format, joined.overlap
@@ -82,14 +72,14 @@ class LateGroup:
                 raise ConfigurationError(f"{name}={own}: the run that this group joins has {other}; pass the same")
 
     def read_weights(self) -> None:
-        """The group that has joined begins with the weights that the server has now, and no state of optimizers."""
+        """Load the server's present weights into the group that has joined, without optimizer state."""
         for index, part in enumerate(self._place.parts):
             part.replica.load(self._channel.fetch(index))
 
     def read_again(self) -> None:
-        """Hooks have written weights of this group, which has joined, as those of the run had before: the run's hold.
+        """Load the server's weights again, if hooks have written this group's weights since it joined.
 
-        On all of the group.
+        The same hooks ran in the run's groups before these trained. All ranks of the group call it.
         """
         place = self._place
         written = torch.tensor(any(part.replica.written() for part in place.parts), device=place.device)

@@ -1,12 +1,12 @@
-"""Members of a compute group leave a loop without Lightning after the same number of steps, or their group ends.
+"""A check that members of a compute group leave a loop without Lightning after the same number of steps.
 
-They wait for each other in every step. If one of them has left its loop, by Ctrl-C or for want of data, another would
-wait in its next step until torch's collectives time out, and so would the first, where all ranks synchronize.
+If one of them has left its loop, after Ctrl-C or without further batches, another would wait in its next step until
+torch's collectives time out, and so would the first, where all ranks synchronize. The check ends their group instead.
 
-Rule 1: a step costs nothing. What members must know of each other goes by the store with which torch's process groups
-were made, and only once one of them has left its loop.
-Rule 2: a member that is slow is waited for. Only one that has begun a collective which the first will never join waits
-in vain, and process groups count their collectives.
+Rule 1: a step costs nothing. Members communicate by the store of torch's process groups, and only once one of them has
+left its loop.
+Rule 2: a slow member is waited for. Only a member that has begun a collective which the first will never join waits in
+vain, and process groups count their collectives.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lightning_omni.optimizer._private import collectives_of, store_of
 from lightning_omni.optimizer.place import Place
 
 WITHIN = 10.0
-"""Seconds in which all members of a group that was interrupted must have left their loops."""
+"""Seconds in which all members of an interrupted group must have left their loops."""
 POLL_S = 0.5
 """Seconds between two polls of whether another member has left its loop."""
 _REMEDY = (
@@ -39,13 +39,10 @@ _loops = count()
 
 
 class Leaving:
-    """Whether the members of this rank's group leave a loop together. All ranks make one for each loop.
-
-    Args:
-        place: this rank's, in the run.
+    """A check that the members of this rank's group leave a loop together. All ranks create one for each loop.
 
     Attributes:
-        steps: that this rank has begun.
+        steps: number of steps that this rank has begun.
     """
 
     def __init__(self, place: Place) -> None:
@@ -57,7 +54,7 @@ class Leaving:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Note Ctrl-C meanwhile, and members that leave the loop while this rank waits for them."""
+        """Watch in this context for Ctrl-C, and for members that leave the loop while this rank waits for them."""
         is_over = threading.Event()
         threading.Thread(target=self._watch_others, args=(is_over,), name="omni-leaving", daemon=True).start()
         try:
@@ -68,7 +65,7 @@ class Leaving:
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
-        """Note Ctrl-C, where Python's own handler would raise a KeyboardInterrupt, and raise it, too."""
+        """Note Ctrl-C in this context, where Python's own handler raises a KeyboardInterrupt, and raise it as well."""
         is_ours = threading.current_thread() is threading.main_thread()
         if not is_ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
             yield
@@ -85,12 +82,12 @@ class Leaving:
         signal.default_int_handler(number, frame)
 
     def step_done(self) -> None:
-        """A step of an optimizer is done, in which members have not all had the same collectives, perhaps."""
+        """Record the count of collectives after a step of an optimizer; members may have different ones within it."""
         if self._is_needed:
             self._collectives = self._count()
 
     def check(self) -> None:
-        """This rank has left its loop to synchronize with all others: wait for the members of its group to do so.
+        """Wait until the members of this rank's group leave the loop, too. Ranks call it before they synchronize.
 
         Raises:
             RankLost: another member waits for this one in a further step, has left after another number of steps, or
@@ -109,7 +106,7 @@ class Leaving:
             store.set(self._key("first"), f"{place.rank} {self.steps} {since}")
             while not _are_there(store, keys):
                 if control is None or control.cause is not None:
-                    return  # which this rank hears in its next call
+                    return  # this rank's next call raises the cause
                 if store.check([waits := self._key("waits")]):
                     self._end(is_interrupted, f"rank {store.get(waits).decode()} waits for it in a further step")
                 if time.monotonic() > limit:
@@ -117,10 +114,10 @@ class Leaving:
                         return
                     self._end(is_interrupted, f"other members of its compute group have not within {WITHIN:.0f} s")
             theirs = {member: int(store.get(key)) for member, key in zip(place.members, keys, strict=True)}
-            store.delete_key(self._key(place.rank, self._times - 1))  # which all have read that have come here
+            store.delete_key(self._key(place.rank, self._times - 1))  # read by all members, as they are here
         except RankLost:
             raise
-        except RuntimeError:  # the process is gone that has the store, which the server knows
+        except RuntimeError:  # the store's process is gone, and the server knows of it
             return
         for member, steps in theirs.items():
             if steps != self.steps:
@@ -134,7 +131,7 @@ class Leaving:
         raise RankLost(f"rank {self._place.rank} {left}, and {but}: {remedy}")
 
     def _watch_others(self, is_over: threading.Event) -> None:
-        """In a thread of its own: say so, if another member has left the loop, and this rank waits for it."""
+        """Report, in a separate thread, that this rank waits for another member which has left the loop."""
         before: tuple[int, int] | None = None
         while not is_over.wait(POLL_S):
             if not self._is_needed:
@@ -149,7 +146,7 @@ class Leaving:
                 if times == self._times and mine > (steps, since) and mine == before:
                     self._store.set(self._key("waits", times + 1), str(self._place.rank))
                 before = mine
-            except RuntimeError:  # the process is gone that has the store
+            except RuntimeError:  # the store's process is gone
                 continue
 
     @property
@@ -161,12 +158,11 @@ class Leaving:
         return store_of(self._place.process_groups.original)
 
     def _key(self, what: Any, times: int | None = None) -> str:
-        """Return the key under which the group says what it has to say of one of its leavings."""
         times = self._times if times is None else times
         return f"lightning-omni/left/{self._loop}/{times}/{self._place.members[0]}/{what}"
 
     def _count(self) -> int:
-        """Return how many collectives inside its compute group this rank has begun."""
+        """Return the number of collectives inside its compute group that this rank has begun."""
         try:
             return sum(map(collectives_of, self._place.groups_inside))
         except KeyError:  # other groups are formed at this moment

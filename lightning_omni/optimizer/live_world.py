@@ -1,9 +1,8 @@
-"""The live world: a torch process group whose collectives are arranged by the server.
+"""The live world: a torch process group whose collectives the server carries out.
 
-The server knows which ranks are alive, so no collective waits for dead ones, and all survivors see the same set of
-contributions. Small payloads go through the server's control socket, which is right for metrics, flags and checkpoints'
-names; larger ones through its data socket. Gradients never go this way. Ranks are numbered by their place among the
-living.
+The server knows which ranks are alive, so no collective waits for dead ranks, and all survivors get the same
+contributions. Small payloads (metrics, flags, names of checkpoints) are sent over the server's control socket, larger
+ones over its data socket, and gradients never. Ranks are numbered by their index among the live ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from lightning_omni.protocol.messages import LARGEST_BROUGHT
 BACKEND = "omni"
 
 Synchronize = Callable[[str, bytes], list[tuple[int, bytes]]]
-"""Contributes bytes for a stated purpose; returns those of all ranks, as (global rank, bytes) in rank order."""
+"""A function that contributes bytes for a stated purpose; it returns each live rank and its bytes, in rank order."""
 
 _REDUCE: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
     dist.ReduceOp.SUM: torch.add,
@@ -69,7 +68,7 @@ def _not_offered(name: str) -> Callable[..., dist.Work]:
 
 
 class LiveWorld(dist.ProcessGroup):
-    """All ranks that are alive, as a process group.
+    """A process group of all live ranks.
 
     Args:
         rank: this rank's global number.
@@ -78,18 +77,18 @@ class LiveWorld(dist.ProcessGroup):
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg, unused-ignore]
-        self._global_rank = rank  # or what `connect` says
+        self._global_rank = rank  # until `connect` sets another
         self._live: list[int] = list(range(size))
         self._synchronize: Synchronize | None = None
         self._name = ""
 
     def connect(self, synchronize: Synchronize, rank: int) -> None:
-        """From now on collectives go this way, and this is the number of this rank in them."""
+        """Set the function that carries out the collectives, and this rank's number in them."""
         self._synchronize, self._global_rank = synchronize, rank
 
     @property
     def ranks(self) -> Sequence[int]:
-        """Numbers of the ranks alive, as of the last collective."""
+        """Return the numbers of the live ranks, as of the last collective."""
         return self._live
 
     @ranks.setter
@@ -98,29 +97,26 @@ class LiveWorld(dist.ProcessGroup):
 
     @property
     def group_name(self) -> Any:
-        """By which functional collectives find it; torch's own property asks a backend, and there is none here."""
+        """Return the name by which functional collectives find this group; torch's own property needs a backend."""
         return self._name
 
     def _set_group_name(self, name: str) -> None:
         self._name = name
 
     def size(self) -> int:
-        """Ranks alive, as of the last collective."""
         return len(self._live)
 
     def rank(self) -> int:
-        """This rank's place among the living."""
         return self._live.index(self._global_rank)
 
     # --- Collectives, by the names that torch.distributed calls -------------------------------------------------------
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        """Waits until all live ranks are here."""
         self.contribute("barrier", b"")
         return _Done(None)
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
-        """Reduces in rank order, so every rank gets the same bits."""
+        """Reduce in rank order, so that every rank gets the same bits."""
         op = _op(opts)
         for tensor in tensors:
             parts = self._gather(f"all_reduce({_signature(tensor)}, {op})", tensor)
@@ -130,7 +126,7 @@ class LiveWorld(dist.ProcessGroup):
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Sequence[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
-        """Like `allreduce`; only the root keeps the result."""
+        """Reduce as `allreduce` does; only the root keeps the result."""
         op = _op(opts)
         for tensor in tensors:
             parts = self._gather(f"reduce({_signature(tensor)}, {op}, {opts.rootRank})", tensor)
@@ -139,7 +135,6 @@ class LiveWorld(dist.ProcessGroup):
         return _Done(list(tensors))
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
-        """Every rank gets the root's tensor."""
         root = self._live[opts.rootRank]
         for tensor in tensors:
             parts = self._gather(f"broadcast({_signature(tensor)}, {root})", tensor, only=root)
@@ -148,7 +143,7 @@ class LiveWorld(dist.ProcessGroup):
         return _Done(list(tensors))
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
-        """Every rank gets every rank's tensor. Places of ranks that died meanwhile are filled with zeros."""
+        """Gather every rank's tensor on every rank. If ranks have died meanwhile, the last outputs are zeros."""
         for places, tensor in zip(outputs, inputs, strict=True):
             parts = list(self._gather(f"all_gather({_signature(tensor)})", tensor).values())
             for index, place in enumerate(places):
@@ -156,7 +151,7 @@ class LiveWorld(dist.ProcessGroup):
         return _Done(list(outputs))
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
-        """Every rank gets every rank's tensor, one below the other; places of ranks that died meanwhile are zeros."""
+        """Gather every rank's tensor on every rank, concatenated. If ranks have died meanwhile, the end is zeros."""
         parts = list(self._gather(f"all_gather_single({_signature(input)})", input).values())
         flat = output.view(-1)
         flat.zero_()
@@ -169,13 +164,12 @@ class LiveWorld(dist.ProcessGroup):
     def allgather_into_tensor_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> dist.Work:
-        """Like `all_gather_single`, for each of several: what functional collectives call."""
+        """Call `all_gather_single` for each of several tensors; functional collectives use it."""
         for output, tensor in zip(outputs, inputs, strict=True):
             self.all_gather_single(output, tensor)
         return _Done(list(outputs))
 
     def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
-        """The root gets every rank's tensor."""
         for index, tensor in enumerate(inputs):
             parts = self._gather(f"gather({_signature(tensor)}, {opts.rootRank})", tensor)
             if self.rank() == opts.rootRank:
@@ -196,7 +190,7 @@ class LiveWorld(dist.ProcessGroup):
     # --- How ----------------------------------------------------------------------------------------------------------
 
     def _gather(self, what: str, tensor: Tensor, only: int | None = None) -> dict[int, Tensor]:
-        """Every rank's tensor of one collective, by global rank, on the CPU."""
+        """Return every rank's tensor of one collective, by global rank, on the CPU."""
         mine = tensor.detach().contiguous().view(-1).view(torch.uint8).cpu() if tensor.numel() else torch.empty(0)
         data = mine.numpy().tobytes() if only in (None, self._global_rank) else b""
         nbytes = tensor.numel() * tensor.element_size()
@@ -212,11 +206,11 @@ class LiveWorld(dist.ProcessGroup):
         return gathered
 
     def contribute(self, what: str, payload: bytes = b"") -> list[tuple[int, bytes]]:
-        """Wait until all live ranks are here.
+        """Wait for all live ranks, and return their payloads.
 
         Args:
-            what: it is, in words; if other ranks call something else, all are told so.
-            payload: that the others get.
+            what: description of the collective; if other ranks call another one, all ranks raise an error.
+            payload: this rank's bytes for the others.
 
         Returns:
             The payloads of all, as (global rank, bytes) in rank order.
@@ -229,7 +223,7 @@ class LiveWorld(dist.ProcessGroup):
 
 
 def register() -> None:
-    """Makes ``torch.distributed.new_group(backend="omni")`` give a `LiveWorld`."""
+    """Register the backend ``"omni"``, with which ``torch.distributed.new_group`` returns a `LiveWorld`."""
     if not hasattr(dist.Backend, BACKEND.upper()):
         dist.Backend.register_backend(BACKEND, _create, devices=device_types(torch.accelerator.current_accelerator()))
 
@@ -237,10 +231,7 @@ def register() -> None:
 def device_types(accelerator: torch.device | None) -> list[str]:
     """Return the types of the devices whose tensors a `LiveWorld` takes.
 
-    The type of an accelerator for which torch has no default backend is left out: torch would take this one for it.
-
-    Args:
-        accelerator: this machine's, if it has one.
+    The type of an accelerator without a default backend of torch is left out: torch would take this one as its default.
     """
     types = ["cpu", "cuda"]
     if accelerator is not None and accelerator.type in dist.Backend.default_device_backend_map:

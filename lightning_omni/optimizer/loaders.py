@@ -1,7 +1,7 @@
-"""A rank's view of leased data: which samples are in its next batch, and the DataLoader that loads them.
+"""A rank's view of leased data: the samples of its next batch, and the DataLoader that loads them.
 
 With one group the leases are drawn from a local book, and the batches are those of DistributedSampler. With several
-groups they come from the server's book. Either way the members of a group agree without a collective.
+groups they are drawn from the server's book. The members of a group agree without a collective.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from lightning_omni.protocol.transport import Control
 
 
 class Leases(Lessee):
-    """The batches of one rank, epoch after epoch; what is missing it draws, from the server's book or one of its own.
+    """The batches of one rank, epoch after epoch, drawn from the server's book or from a local one.
 
     Args:
         world_size: number of ranks N at the start.
         batch_size: samples in one rank's batch.
         total: positions in an epoch's permutation.
-        rank: this rank, dealt to as by DistributedSampler until `assign` says otherwise.
+        rank: this rank; it gets the samples of DistributedSampler until `assign` places it in a group.
         before_epoch: called with the epoch's number before samples are drawn from the server's book.
-        is_local: whether no server needs to be asked: one group, or samples that are dealt out beforehand.
-        shares: what each member of the group gets of a whole batch, if not the same; see `share_out`.
+        is_local: whether no server is needed: with one group, or with samples that are dealt out beforehand.
+        shares: each member's samples of a whole batch, if they differ; see `share_out`.
 
     Attributes:
-        generation: grows by one with every regrouping; what was drawn before is void.
-        is_as_ddp: whether batches are those of DistributedSampler: one group has the whole epoch, and not what several
-            have left of it.
+        generation: number of regroupings; batches that were drawn before one are void.
+        is_as_ddp: whether batches are those of DistributedSampler: one group has the whole epoch, and not the remainder
+            that several groups have left.
     """
 
     def __init__(
@@ -60,12 +60,12 @@ class Leases(Lessee):
 
     @property
     def place(self) -> tuple[int, int]:
-        """As the server is told: nothing is leased where no server is asked."""
+        """Return the epoch and its trained batches, for the server; (-1, 0) if leases are local."""
         return (-1, 0) if self.is_local else super().place
 
     @property
     def trained_spans(self) -> tuple[tuple[int, int], ...]:
-        """Ranges of the epoch that this rank knows to be trained (all of them, if the leases are local)."""
+        """Return the trained ranges of the epoch, if leases are local; otherwise the server knows them."""
         if self._book is None:
             return ()
         self._book.train(0, self.trained)
@@ -79,12 +79,12 @@ class Leases(Lessee):
         generation: int,
         shares: Sequence[int] = (),
     ) -> None:
-        """This rank is now ``member`` of a group of ``members``. What it held and has not trained goes back.
+        """Place this rank in a group. Its untrained batches return to the pool.
 
         Args:
-            member: place in the group.
+            member: index in the group.
             members: size of the group.
-            control: where leases are drawn; None if there is one group.
+            control: connection for drawing leases; None with one group.
             generation: the server's number for these groups.
             shares: as in `share_out`, from the first batch on.
         """
@@ -100,7 +100,7 @@ class Leases(Lessee):
         self.in_pairs = not is_as_ddp and self.batch_size > 1
 
     def begin_local(self, plan: EpochPlan, goes_on: bool = False) -> None:
-        """An epoch of one group begins; or, after a regrouping, goes on with what ``plan`` does not call trained."""
+        """Begin an epoch of one group; or, after a regrouping, continue it with the untrained positions of ``plan``."""
         self._book = LeaseBook(plan, {0: self._members * plan.ranks_per_batch})
         self._goes_on = goes_on
         self._deal(is_as_ddp=not goes_on)
@@ -109,7 +109,6 @@ class Leases(Lessee):
         self.interval = coming.interval if coming is not None else 0
 
     def iterate(self, epoch: int) -> None:
-        """The loader starts to iterate."""
         if not self.is_local:
             self._before_epoch(epoch)
         elif not self._goes_on:
@@ -117,7 +116,6 @@ class Leases(Lessee):
         self._goes_on = False
 
     def begin(self, plan: EpochPlan) -> None:
-        """An epoch begins."""
         if self._control is None:
             self.begin_local(plan)
             return
@@ -125,23 +123,23 @@ class Leases(Lessee):
         self.restart(plan.epoch)
 
     def hand_out(self) -> Batch | None:
-        """The next batch for the loader, or None if the pool is empty at the moment."""
+        """Return the next batch for the loader, or None if the pool is empty at the moment."""
         if not self._have(self.handed):
             return None
         self.handed += 1
         return self._batches[self.handed - 1]
 
     def peek(self) -> Batch | None:
-        """The batch after the current one, if there is one at the moment."""
+        """Return the batch after the current one, or None if the pool is empty at the moment."""
         return self._batches[self.trained] if self._have(self.trained) else None
 
     @property
     def has_unloaded(self) -> bool:
-        """Whether there are batches that the loader has not taken yet."""
+        """Return whether there are batches that the loader has not taken yet."""
         return self._have(self.handed)
 
     def ask(self) -> str:
-        """Waits until it is known what follows this validation interval: `lightning_omni.protocol.messages.Verdict`."""
+        """Wait for the decision after this validation interval: see `lightning_omni.protocol.messages.Verdict`."""
         if self._control is None:
             coming = self.peek()
             if coming is None:
@@ -154,17 +152,15 @@ class Leases(Lessee):
         return verdict
 
     def leave(self, stop: str) -> None:
-        """This rank's group leaves the epoch early."""
         if self._control is not None:
             self._control.request(self.leaving(stop), Left)
 
     def is_whole(self, batch: Batch) -> bool:
-        """Whether the group batch is as large as a group batch can be."""
         return batch.stop - batch.start == self._members * self.batch_size
 
     @property
     def split(self) -> tuple[int, ...]:
-        """What each member of the group gets of a whole batch, also if it is the same for all."""
+        """Return each member's samples of a whole batch, even if all get the same."""
         return apportion(self._members * self.batch_size, self.shares or (1,) * self._members)
 
     def _have(self, number: int) -> bool:
@@ -173,19 +169,20 @@ class Leases(Lessee):
         if self._control is None:
             assert self._book is not None
             self.drew(self._book.draw(0, number))
-        else:  # the current one may not be done
+        else:  # the current batch may not be finished
             self.drew(self._control.request(self.draw(number, trained=max(0, self.trained - 1)), Drawn).batches)
         return number < self.drawn
 
 
 class LeasedBatchSampler:
-    """Yields the dataset indices of this rank's leased batches.
+    """A batch sampler that yields the dataset indices of this rank's leased batches.
 
     Args:
-        sampler: Lightning's DistributedSampler; its permutation, seed and epoch are used, not its dealing.
-        leases: what to ask.
+        sampler: Lightning's DistributedSampler, for its permutation, seed and epoch; its division among ranks is not
+            used.
+        leases: the leases of this rank.
         drop_last: whether an incomplete last batch is dropped.
-        own_batches: gives how many batches this rank trains, from how many it would train under DDP.
+        own_batches: returns the number of batches that this rank trains, for the number that it would train under DDP.
     """
 
     def __init__(
@@ -199,7 +196,7 @@ class LeasedBatchSampler:
         self.batch_size = leases.batch_size
 
     def __len__(self) -> int:
-        # What each rank would train if all were equally fast: what DistributedSampler would give it.
+        # As many as each rank trains if all are equally fast, and as DistributedSampler would give it.
         mine = self.leases.total // self.leases.world_size
         return self._own_batches(mine // self.batch_size if self.drop_last else -(-mine // self.batch_size))
 
@@ -215,22 +212,22 @@ class LeasedBatchSampler:
 
 
 class _LeasedLoader:
-    """Mixed into the user's DataLoader class: goes on when samples come back, starts again when groups change."""
+    """A mixin for the user's DataLoader class: it continues when samples return, and restarts when groups change."""
 
     leases: Leases
     unleased: DataLoader[Any]
     is_for_user: Callable[[], bool]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Leases are of one run: a copy, here or in another process, is the loader that it was made of."""
+        """Copy or pickle the loader that this one was made of, because leases belong to one run."""
         return _itself, (self.unleased,)
 
     def __iter__(self) -> Iterator[Any]:
         if self.is_for_user():
             self.unleased.worker_init_fn = self.worker_init_fn  # type: ignore[attr-defined]  # set after it was leased
             return iter(self.unleased)
-        # As eager as the loader itself with one group, so that random numbers are drawn as under DDP; with several
-        # groups nothing may be drawn before the epoch is open.
+        # With one group, as eager as the loader itself, so that random numbers are drawn as under DDP; with several
+        # groups no samples may be drawn before the epoch is open.
         iterator = super().__iter__() if self.leases.is_local else None  # type: ignore[misc]
         return self._batches_from(iterator, self.leases.generation)
 
@@ -239,14 +236,14 @@ class _LeasedLoader:
         while True:
             generation = leases.generation
             if iterator is not None and made_for != generation:
-                # It was made before groups changed, and nothing was drawn from it: its twin draws no random numbers of
-                # its own.
+                # It was made before groups changed, and nothing was drawn from it: its replacement must not draw
+                # random numbers again.
                 state = torch.get_rng_state()
                 iterator = super().__iter__()  # type: ignore[misc]
                 torch.set_rng_state(state)
             made_for = generation
             iterator = iterator or super().__iter__()  # type: ignore[misc]
-            # Asked before the next batch is loaded: it would be drawn for groups that are no more.
+            # Checked before the next batch is loaded, which might be drawn for groups that no longer exist.
             while leases.generation == generation:
                 try:
                     batch = next(iterator)
@@ -268,21 +265,21 @@ def lease(
     own_batches: Callable[[int], int] = lambda batches: batches,
     **options: Any,
 ) -> DataLoader[Any]:
-    """The same DataLoader, with leased batches.
+    """Return the same DataLoader, with leased batches.
 
     Args:
         loader: a DataLoader whose sampler is Lightning's DistributedSampler.
-        is_for_user: tells, where it begins to be iterated, whether that is for code of the user, and not for training:
-            then it gives out what DistributedSampler deals to this rank, and nothing is drawn.
-        own_batches: as `LeasedBatchSampler` has it.
-        options: the arguments of `Leases` that the loader does not know.
+        is_for_user: returns, when an iteration begins, whether it is for code of the user, and not for training: then
+            the loader yields the samples of DistributedSampler, and nothing is drawn.
+        own_batches: as in `LeasedBatchSampler`.
+        options: further arguments of `Leases`.
     """
     sampler = loader.sampler
     assert isinstance(sampler, DistributedSampler)
     assert loader.batch_size is not None
     leases = Leases(sampler.num_replicas, loader.batch_size, sampler.total_size, **options)
-    # A copy with its class extended keeps whatever the user's own DataLoader class carries. DataLoader forbids to set
-    # batch_sampler after construction, lest a running iterator disagree with it; the copy has none.
+    # A copy with an extended class keeps all attributes of the user's own DataLoader class. DataLoader forbids setting
+    # batch_sampler after construction, because a running iterator might disagree with it; the copy has none.
     kind = type(f"Leased{type(loader).__name__}", (_LeasedLoader, type(loader)), {})
     leased: DataLoader[Any] = object.__new__(kind)
     vars(leased).update(
@@ -297,23 +294,24 @@ def lease(
 
 
 def can_lease(loader: object) -> bool:
-    """Whether a DataLoader is of the plain kind whose samples can be dealt out as leases."""
+    """Return whether a DataLoader is of the plain kind whose samples can be dealt out as leases."""
     return (
         isinstance(loader, DataLoader)
         and type(loader.sampler) is DistributedSampler
         and type(loader.batch_sampler) is BatchSampler
         and loader.batch_size is not None
         and getattr(loader, "in_order", True)
-        and not hasattr(loader, "load_state_dict")  # with a checkpoint it would find its place, and so do leases
-        and type(loader).__iter__ is DataLoader.__iter__  # one of its own may give out others than were drawn, or ahead
+        and not hasattr(loader, "load_state_dict")  # it would restore its position, and so do leases
+        and type(loader).__iter__ is DataLoader.__iter__  # another may yield other batches than drawn, or ahead
     )
 
 
 def permutation(sampler: DistributedSampler[Any]) -> Tensor:
-    """The epoch's order of dataset indices, padded, before DistributedSampler deals it out to ranks.
+    """Return the epoch's order of dataset indices, padded, before DistributedSampler divides it among ranks.
 
     Raises:
-        ConfigurationError: the dataset has grown, and samples would be left out, which DistributedSampler refuses, too.
+        ConfigurationError: the dataset has grown, so that samples would be left out; DistributedSampler refuses this,
+            too.
     """
     count = len(sampler.dataset)  # type: ignore[arg-type]
     if count > sampler.total_size and not sampler.drop_last:

@@ -1,7 +1,7 @@
-"""What the members of a group tell each other: what one of them has heard, and what they have to agree on.
+"""Communication inside a group: answers that one member has received for others, and numbers to agree on.
 
-One rank asks others, or the server, and the members that need the answer get it from that one: the leader for its whole
-group; where the members hold the model together, the rank that speaks for a share for those that have the same share.
+One rank exchanges with other groups or the server, and passes the answer on: the leader to its whole group; where the
+members hold the model together, the rank that exchanges a share to those with the same share.
 """
 
 from __future__ import annotations
@@ -18,47 +18,42 @@ from lightning_omni.optimizer.place import Place
 from lightning_omni.protocol.codec import Packed, pack, unpack
 
 PREFIX = 128
-"""Bytes in front of the tensors that a rank broadcasts to others: what else there is to say."""
+"""Bytes of further information in front of the tensors that a rank broadcasts."""
 _LETTER = 1024
-"""Bytes of a leader's note to its group that travel in one broadcast; longer ones take two."""
+"""Bytes of a leader's note that one broadcast holds; a longer note takes two."""
 
 
 class GroupMembers:
-    """The members of this rank's group. All of them make the same calls.
-
-    Args:
-        place: this rank's, in the run.
-    """
+    """The members of this rank's group. All of them make the same calls."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
 
     def broadcast(self, memory: Tensor) -> None:
-        """From the leader to its group."""
+        """Broadcast from the leader to its group."""
         if len(self._place.members) == 1:
             return
         self._broadcast(memory, self._place.compute_group)
 
     def broadcast_to_replicas(self, memory: Tensor) -> None:
-        """From the rank that speaks for a share of the model to those of its group that have the same share."""
+        """Broadcast from the rank that exchanges a share of the model to the members that have the same share."""
         if self._place.replicas > 1:
             self._broadcast(memory, self._place.replica_group)
 
     def _broadcast(self, memory: Tensor, group: Any) -> None:
-        """From the first rank of a process group."""
         shared = memory.to(self._place.device) if self._place.device.type != "cpu" else memory
         dist.broadcast(shared, group=group, group_src=0)
         if shared is not memory:
             memory.copy_(shared)
 
     def broadcast_bytes(self, note: bytes) -> bytes:
-        """A note from the leader to its group, which is what every member gets."""
+        """Return the leader's note, on every member of its group."""
         if len(self._place.members) == 1:
             return note
         return _broadcast_bytes(note if self._place.is_leader else None, self.broadcast)
 
     def broadcast_tree_to_replicas(self, tree: Any) -> Any:
-        """Plain data and tensors of the rank that speaks for a share of the model, at all that have the same share."""
+        """Return plain data and tensors of the rank that exchanges a share of the model, on all with the same share."""
         if self._place.replicas == 1:
             return tree
         packed, buffer = pack(tree if self._place.speaks else {})
@@ -71,17 +66,12 @@ class GroupMembers:
         return tree if self._place.speaks else unpack(packed, flat, copy=True)
 
     def largest(self, numbers: Sequence[int]) -> list[int]:
-        """The largest of each number over the ranks with which this one holds a replica of the model."""
+        """Return the largest of each number over the ranks with which this one holds a replica of the model."""
         return self._place.process_groups.largest(numbers, self._place.holder_group)
 
 
 def _broadcast_bytes(note: bytes | None, broadcast: Callable[[Tensor], None]) -> bytes:
-    """A note at all ranks of a process group.
-
-    Args:
-        note: on the rank that tells it; None on the others.
-        broadcast: from that rank to the others.
-    """
+    """Return the note of one rank, which is None on the others, on all ranks of a process group."""
     letter = torch.zeros(8 + _LETTER, dtype=torch.uint8)
     if note:  # torch takes no empty buffer
         beginning = torch.frombuffer(bytearray(note[:_LETTER]), dtype=torch.uint8)

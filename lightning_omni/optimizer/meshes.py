@@ -1,4 +1,4 @@
-"""The device mesh of a compute group: which of its ranks hold the model together, and which get the same samples."""
+"""The device mesh of a compute group: its ranks that hold the model together, and those that get the same samples."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from lightning_omni.errors import ConfigurationError
 from lightning_omni.topology import Topology
 
 DATA, TENSOR = "data_parallel", "tensor_parallel"
-"""What the dimensions of a mesh are called in ``self.device_mesh[...]``, as in Lightning's ModelParallelStrategy."""
+"""The names of a mesh's dimensions in ``self.device_mesh[...]``, as in Lightning's ModelParallelStrategy."""
 
 
 @dataclass(frozen=True)
 class ModelParallel:
-    """What Lightning's ModelParallelStrategy is told, of each compute group: FSDP2 and tensor parallelism inside it.
+    """The settings of Lightning's ModelParallelStrategy for each compute group: FSDP2 and tensor parallelism inside it.
 
     Args:
         data_parallel_size: ranks of the group that get samples of their own; ``"auto"`` is the number of nodes that the
             group is on.
-        tensor_parallel_size: ranks that compute one batch together; ``"auto"`` is the number of its ranks on each node.
+        tensor_parallel_size: ranks that compute one batch together; ``"auto"`` is the number of the group's ranks on
+            each node.
 
     Raises:
         ConfigurationError: a size is neither a positive number nor ``"auto"``.
@@ -53,19 +54,20 @@ class ModelParallel:
 
     @property
     def product(self) -> int | None:
-        """Ranks that hold a model together; None if it depends on the nodes that a group is on."""
+        """Return the number of ranks that hold a model together; None if it depends on the nodes that a group is on."""
         if self.data_parallel_size == "auto" or self.tensor_parallel_size == "auto":
             return None
         return self.data_parallel_size * self.tensor_parallel_size
 
     def sizes(self, ranks: Sequence[int]) -> tuple[int, int]:
-        """Both sizes as numbers.
+        """Return both sizes as numbers.
 
         Args:
-            ranks: of one group, on each of the nodes that it is on.
+            ranks: number of ranks of one group on each of its nodes.
 
         Raises:
-            ConfigurationError: the ranks are no multiple of their product; or not just that, if one is ``"auto"``.
+            ConfigurationError: the number of ranks is no multiple of the sizes' product; or differs from it, if a size
+                is ``"auto"``.
         """
         data = len(ranks) if self.data_parallel_size == "auto" else self.data_parallel_size
         tensor = max(ranks) if self.tensor_parallel_size == "auto" else self.tensor_parallel_size
@@ -78,16 +80,16 @@ class ModelParallel:
 
 
 Inside = Literal["ddp", "fsdp"] | ModelParallel
-"""How the members of a group hold the model."""
+"""The way in which the members of a group hold the model."""
 
 
 def shown(inside: Inside) -> str:
-    """The argument as the user has written it, for messages."""
+    """Return the argument as the user has written it, for messages."""
     return f'inside="{inside}"' if isinstance(inside, str) else f"inside={inside}"
 
 
 def evenly(ranks: int, groups: int, inside: Inside, shards: int | None) -> Topology:
-    """Groups of ranks whose sizes differ as little as can be, where so many neighbours hold a model together.
+    """Return groups whose sizes differ as little as possible, in units of neighbours that hold a model together.
 
     Args:
         ranks: number of ranks.
@@ -96,7 +98,7 @@ def evenly(ranks: int, groups: int, inside: Inside, shards: int | None) -> Topol
         shards: ranks that hold one model together, as the user has passed it.
 
     Raises:
-        ConfigurationError: there cannot be so many groups.
+        ConfigurationError: that number of groups is impossible.
 
     Example:
         >>> evenly(6, 2, "fsdp", shards=2)
@@ -104,7 +106,7 @@ def evenly(ranks: int, groups: int, inside: Inside, shards: int | None) -> Topol
     """
     together = shards or 1
     if isinstance(inside, ModelParallel) and (product := inside.product) is not None:
-        together = product if ranks % product == 0 and groups * product <= ranks else 1  # or `sizes_in` says why not
+        together = product if ranks % product == 0 and groups * product <= ranks else 1  # or `sizes_in` raises an error
     return Topology.even(ranks, groups, together)
 
 
@@ -115,9 +117,7 @@ def sizes_in(
     joins: bool = False,
     shards: int | None = None,
 ) -> tuple[int, int]:
-    """Of the ranks that hold one model together, how many get samples of their own, and how many compute one batch.
-
-    A group consists of one or more such replicas of the model.
+    """Return data-parallel and tensor-parallel size of a replica of the model; groups hold one or more replicas.
 
     Args:
         topology: the compute groups.
@@ -170,25 +170,25 @@ def sizes_in(
 
 
 def rows_of(topology: Topology, length: int) -> Topology:
-    """So many neighbours in each group: the ranks that compute one batch together, or that hold a model together."""
+    """Return each group's rows of neighbours, which compute one batch together, or hold a model together."""
     each = (topology.members(group) for group in topology.alive)
     return Topology(tuple(members[i : i + length] for members in each for i in range(0, len(members), length)))
 
 
 @lru_cache(maxsize=64)
 def columns_of(topology: Topology, length: int) -> Topology:
-    """The ranks of each group that have the same place in their rows of that length."""
+    """Return each group's columns: the ranks with the same position in their rows of that length."""
     each = (topology.members(group) for group in topology.alive)
     return Topology(tuple(members[i::length] for members in each for i in range(length)))
 
 
 def mesh_of(members: Sequence[int], groups: Sequence[Any], tensor: int, device: str) -> DeviceMesh:
-    """The mesh of ranks that hold a model together, on each; while the default process group is that of all ranks.
+    """Return the mesh of ranks that hold a model together. The default process group must be that of all ranks.
 
     Args:
         members: these ranks.
-        groups: process groups: of all of them, and if it is to have two dimensions, of this rank's column and row.
-        tensor: ranks of a row.
+        groups: process groups: of all of them; for two dimensions, also of this rank's column and row.
+        tensor: number of ranks in a row.
         device: kind of device.
     """
     if len(groups) == 1:

@@ -1,4 +1,4 @@
-"""A rank's copy of one optimizer's parameters: how they lie in flat memory to travel, and whether others wrote them."""
+"""A rank's copy of one optimizer's parameters: its flat layout for exchanges, and the detection of others' writes."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ from lightning_omni.protocol.split import Split, over_parameters
 from lightning_omni.protocol.wire_format import Memory
 
 _LARGE = 1 << 16
-"""Numbers in a weight from which on comparing all of it takes longer than a step should."""
+"""Elements of a weight above which a comparison of all takes too long for a step."""
 _FEW = 1 << 12
-"""Numbers of a frozen weight by which a step tells that it was written."""
+"""Elements of a frozen weight that a step compares to detect a write."""
 
 
 class ModelReplica(Replica):
     """The parameters of one optimizer on this rank.
 
     Args:
-        parameters: name and parameter, in the optimizer's order.
+        parameters: parameters by name, in the optimizer's order.
         optimizer: the worker's own optimizer over them.
-        is_shared: whether the group's members hold the parameters together, and each exchanges what it has of them.
+        is_shared: whether the group's members hold the parameters together, and each exchanges its part of them.
 
     Attributes:
-        parameters: names and parameters, in the order of the layout.
-        ever_held: the same parameters, also those that the optimizer has let go.
+        parameters: parameters by name, in the order of the layout.
+        ever_held: the set of these parameters, including those that the optimizer has released.
     """
 
     def __init__(self, parameters: Mapping[str, Parameter], optimizer: Optimizer, is_shared: bool = False) -> None:
@@ -60,18 +60,18 @@ class ModelReplica(Replica):
 
     @cached_property
     def layout(self) -> Layout:
-        """How the parameters lie in flat memory, or what this rank has of them."""
+        """Return the flat layout of this rank's part of the parameters."""
         return self._layout_of({name: here(parameter) for name, parameter in self.parameters.items()})
 
     def described(self) -> dict[str, Any]:
-        """The optimizer, with its state of what this rank has of the parameters, as a server is told of it."""
+        """Return the optimizer's description for a server, with the state of this rank's part of the parameters."""
         description = describe(self.optimizer, {parameter: name for name, parameter in self.parameters.items()})
         if self._is_shared:
             description["state"] = parts_of(description["state"])
         return description
 
     def part_of(self, tree: Any) -> Any:
-        """What this rank has of a tree of whole tensors, as `over_parameters` goes through it, or of sharded ones."""
+        """Return this rank's part of a tree of sharded tensors, or of whole ones, which `over_parameters` traverses."""
         if not self._is_shared or any(isinstance(leaf, DTensor) for leaf in tree_leaves(tree)):
             return parts_of(tree)
 
@@ -83,12 +83,11 @@ class ModelReplica(Replica):
         return over_parameters(tree, self.layout_with({}).specs, part)
 
     def on_device(self, tree: Any) -> Any:
-        """Return a tree with its tensors, which a checkpoint has on the CPU, on the device of the parameters."""
         device = self.ordered[0].device
         return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, tree)
 
     def sharded(self, tree: Any) -> Any:
-        """A tree of what this rank has, with tensors that are sharded as their parameters are. By the whole group."""
+        """Return a tree of this rank's parts as tensors, sharded as their parameters are. The whole group calls it."""
 
         def part(value: Any, place: int | None) -> Any:
             return value if place is None or not isinstance(value, Tensor) else like(value, self.ordered[place])
@@ -96,7 +95,7 @@ class ModelReplica(Replica):
         return over_parameters(tree, self.layout.specs, part)
 
     def layout_with(self, more: Mapping[str, Parameter]) -> Layout:
-        """The layout of whole parameters, if further ones come behind these."""
+        """Return the layout of the whole parameters, with more of them at its end."""
         return self._layout_of({**self.parameters, **more})
 
     def _layout_of(self, tensors: Mapping[str, Tensor]) -> Layout:
@@ -104,13 +103,12 @@ class ModelReplica(Replica):
         return Layout(plain.specs, self._version, self.first if self._version else 0, servers=self.servers)
 
     def here(self, tensor: Tensor) -> Tensor:
-        """What this rank has of a parameter, flat if it is sharded."""
         return here(tensor)
 
     # --- Parameters that come and go in mid-run ----------------------------------------------------------------------
 
     def hold(self, parameters: Mapping[str, Parameter]) -> None:
-        """These are the parameters, and nothing is remembered of others."""
+        """Replace the parameters, and forget the state of earlier ones."""
         self.parameters, self.ordered = dict(parameters), list(parameters.values())
         self.first = len(self.ordered)
         self.ever_held, self._released = set(self.ordered), set()
@@ -119,17 +117,16 @@ class ModelReplica(Replica):
         self._lay_out()
 
     def begin_layout(self) -> None:
-        """A server is about to be given the parameters as they are: its first version of their layout."""
+        """Begin the first version of the layout, before a server receives the present parameters."""
         self._version, self.first = 0, len(self.ordered)
         self._lay_out()
 
     def divide(self, servers: int) -> None:
-        """So many servers hold a share each of what this rank exchanges of the parameters."""
         self.servers = servers
         self._lay_out()
 
     def grow(self, more: Mapping[str, Parameter], version: int) -> None:
-        """Further parameters come behind the others; that is the version of the layout that the server gives it."""
+        """Append parameters, which gives the layout the version that the server has assigned."""
         self._version = version
         self.parameters.update(more)
         self.ordered.extend(more.values())
@@ -141,7 +138,7 @@ class ModelReplica(Replica):
         self._lay_out()
 
     def release(self, held: Set[Parameter]) -> None:
-        """The optimizer holds just these: the others stay as they are, and have no gradient."""
+        """Release all parameters that the optimizer does not hold: they stay as they are, and have no gradient."""
         self._released = self.ever_held - held
         park(self.optimizer, self._parked)
 
@@ -149,7 +146,7 @@ class ModelReplica(Replica):
         vars(self).pop("layout", None)
 
     def load(self, pulled: Pulled) -> None:
-        """Overwrites the weights, but for frozen ones that the group has written by itself: those are its own."""
+        """Overwrite the weights, except frozen ones that this group has written: those are its own."""
         if not pulled.tensors:
             return
         own = self.own_frozen()
@@ -162,20 +159,17 @@ class ModelReplica(Replica):
         self._writes.remember(self.ordered, pulled.tensors)
 
     def overwrite(self, values: Sequence[Tensor], fragment: int | None = None, of: int = 1) -> None:
-        """Overwrites the weights' pieces of a fragment, but for frozen ones that the group has written by itself."""
         with self._without_own_frozen():
             super().overwrite(values, fragment, of)
         self._writes.mark(self.ordered)
 
     def mix(self, pulled: Pulled, of: int, own: float = 0.0) -> None:
-        """Mixes weights with what was pulled, but for frozen ones that the group has written by itself."""
         with self._without_own_frozen():
             super().mix(pulled, of, own)
         self._writes.remember(self.ordered, self.weights())
 
     @contextmanager
     def _without_own_frozen(self) -> Iterator[None]:
-        """A context in which weights are written, and frozen ones that the group has written by itself stay so."""
         kept = {name: here(self.parameters[name]).clone() for name in self.own_frozen()}
         yield
         for name, value in kept.items():
@@ -183,25 +177,24 @@ class ModelReplica(Replica):
         complete(self.ordered)
 
     def agreed(self, fragment: int | None = None, of: int = 1) -> list[bool]:
-        """As of any replica; what the group has written by itself is not."""
+        """Return whether each piece is frozen, equals the server's, and was not written by this group."""
         own, names = self.own_frozen(), list(self.parameters)
         known = zip(super().agreed(fragment, of), self.pieces(fragment, of), strict=True)
         return [agreed and names[piece.place] not in own for agreed, piece in known]
 
     @property
     def loose(self) -> list[int]:
-        """As of any replica; what the group has written by itself is not."""
+        """Return the indices of frozen weights that differ from the server's, without those written by this group."""
         own, names = self.own_frozen(), list(self.parameters)
         return [place for place in super().loose if names[place] not in own]
 
     def take_frozen(self, pulled: Pulled) -> None:
-        """Frozen weights that are `loose` are the server's from now on, which these are."""
         super().take_frozen(pulled)
         complete(self.ordered)
         self._writes.mark(self.ordered)
 
     def know(self) -> None:
-        """What the weights are now, the server knows."""
+        """Record that the server has the present weights."""
         self.drift.read()
         self._know()
 
@@ -209,27 +202,26 @@ class ModelReplica(Replica):
         self._writes.remember(self.ordered, copies(self.weights()))
 
     def descend(self, gradient: Sequence[Tensor | None]) -> None:
-        """A local step between two fetches: it is the method that has written these weights."""
+        """Make a local step between two fetches, which counts as a write of the method."""
         super().descend(gradient)
         complete(self.ordered)
         self._know()
 
     def move(self, by: Sequence[Tensor], factor: float = 1.0) -> None:
-        """``weights += factor * by``, but for frozen ones."""
         super().move(by, factor)
         complete(self.ordered)
         self._writes.stepped(self.ordered)
 
     def written(self, in_passing: bool = False) -> list[str]:
-        """Names of trained weights that other code has written since they were loaded: see `Writes.of_trained`."""
+        """Return the names of trained weights that other code has written since the load; see `Writes.of_trained`."""
         return self._writes.of_trained(self.parameters, in_passing)
 
     def own_frozen(self) -> set[str]:
-        """Names of frozen weights that other code has written while they were frozen, so that they are this group's."""
+        """Return the names of weights that other code has written while frozen, so that they are this group's."""
         return self._writes.of_frozen(self.parameters)
 
     def gradients(self) -> list[Tensor | None]:
-        """The gradients, in order; None where a parameter took no part in the loss.
+        """Return the gradients, in order; None where a parameter took no part in the loss.
 
         Raises:
             UnsupportedError: a gradient is sparse.
@@ -247,7 +239,7 @@ class ModelReplica(Replica):
         return gradients
 
     def step(self, gradient: Sequence[Tensor | None]) -> None:
-        """A step of the worker's own optimizer along this gradient, of what this rank has of the parameters."""
+        """Make a step of the worker's own optimizer along this gradient, of this rank's part of the parameters."""
         if self._is_shared:
             gradient = [
                 parameter.grad if part is given else None if part is None else like(part, parameter)
@@ -256,26 +248,25 @@ class ModelReplica(Replica):
         super().step(gradient)
         self._writes.stepped(self.ordered)
 
-    # --- Synchronization: a group's own weights make way for those that are evaluated
-    # --------------------------------------
+    # --- Synchronization: evaluated weights replace a group's own for a time ------------------------------------------
 
     def stash(self) -> None:
-        """Keeps the own weights while others are evaluated in their place."""
+        """Keep the own weights while others are evaluated in their place."""
         if self._stashed is None:
             self._stashed, self._stashed_drift = Pulled(copies(self.weights()), self.clock), deepcopy(self.drift)
 
     def restore(self, but_frozen: bool = False) -> None:
-        """The own weights come back, if they were stashed.
+        """Restore the own weights, if they were stashed.
 
         Args:
-            but_frozen: not those that are frozen: all groups go on with what was evaluated of these.
+            but_frozen: whether frozen weights are left out: all groups continue with the evaluated ones.
         """
         if self._stashed is None:
             return
         pairs = zip(self.ordered, self.weights(), self._stashed.tensors, strict=True)
         back = [mine if but_frozen and not each.requires_grad else own for each, mine, own in pairs]
         drift = None if but_frozen else self._stashed_drift
-        if drift is None:  # what differs from what was evaluated is this group's own
+        if drift is None:  # weights that differ from the evaluated ones are this group's own
             drift = Drift()
             drift.move(
                 place
@@ -287,12 +278,12 @@ class ModelReplica(Replica):
         self._stashed = self._stashed_drift = None
 
     def abandon(self) -> None:
-        """The own weights do not come back: training goes on, or ends, with those that were evaluated."""
+        """Drop the stashed weights and the memory: training continues, or ends, with the evaluated weights."""
         self._stashed = None
         self.memory.clear()
 
     def own_state(self, whole: bool) -> dict[str, Any]:
-        """What this group alone knows: its memory, and if ``whole`` its own weights and optimizer state."""
+        """Return the state that only this group holds: its memory, and if ``whole`` its weights and optimizer state."""
         if not whole:
             return {"memory": self.memory}
         state = parts_of(self.state()) if self._is_shared else self.state()
@@ -301,7 +292,6 @@ class ModelReplica(Replica):
         return state
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Goes on from an `own_state` when training begins."""
         self.memory = self.on_device(state["memory"])
         if "weights" in state and len(state["weights"]) == len(self.ordered):
             self._stashed, self._stashed_drift = Pulled(copies(state["weights"]), int(state["clock"])), None
@@ -310,28 +300,28 @@ class ModelReplica(Replica):
 
 @dataclass
 class Part:
-    """One optimizer's share of the exchange."""
+    """One optimizer's part of the exchange."""
 
     optimizer: Optimizer
     replica: ModelReplica
     into: Tensor | None = None
     coded: Memory | None = None
     handed: Memory = field(default_factory=Memory)
-    """For an answer as it travels, with what else it says, on its way from a leader to its group."""
+    """Memory for an encoded answer and its prefix, which a leader broadcasts to its group."""
     spare: Tensor | None = None
-    """Takes the place of ``into`` while an exchange is under way."""
+    """Memory that takes the place of ``into`` while an exchange is in flight."""
     split: Split | None = None
-    """How its parameters are divided over the servers, as the last exchange had it."""
+    """The division of its parameters over the servers, at the last exchange."""
     staleness: Counter[int] = field(default_factory=Counter)
-    """How often each was, since the last report; a loop without Lightning asks for none."""
+    """Number of exchanges by staleness, since the last report; a loop without Lightning requests none."""
     head: tuple[str, Module] | None = None
-    """Name and submodule, if this is a merged head: it lives at the server, and nothing of it is pushed."""
+    """Name and submodule of a merged head, which is at the server and not pushed; None for other parts."""
     names: Callable[[], Mapping[Parameter, str]] = dict
-    """Names of all the model's parameters, as it is at the moment."""
+    """Returns the present names of all the model's parameters."""
     outside: Collection[Parameter] = ()
-    """What the optimizer holds and others than this part exchange."""
+    """Parameters of the optimizer that other parts exchange."""
     arranged: list[list[int]] = field(init=False)
-    """The `arrangement` that the server knows of."""
+    """The `arrangement` that the server has."""
 
     def __post_init__(self) -> None:
         self.arranged = self.arrangement
@@ -339,23 +329,21 @@ class Part:
         self._backs: list[Memory] = []
 
     def memory(self, before: int, empty: Callable[[int], Tensor]) -> Tensor:
-        """Memory for the tensors of an answer, with so many bytes before them, made by ``empty``."""
+        """Return memory for the tensors of an answer, after ``before`` bytes; ``empty`` allocates it."""
         nbytes = before + self.replica.layout.nbytes
         if self.into is None or self.into.numel() != nbytes:
             self.into = empty(nbytes)
         return self.into
 
     def outs(self, servers: int, empty: Callable[[int], Tensor]) -> list[Memory]:
-        """Memory for what each server is sent, made by ``empty``."""
         return _as_many(self._outs, servers, lambda: Memory(empty))
 
     def backs(self, servers: int) -> list[Memory]:
-        """Memory for what each server has answered, decoded."""
         return _as_many(self._backs, servers, Memory)
 
     @property
     def arrangement(self) -> list[list[int]]:
-        """Which parameters each parameter group holds, as identities: quick to compare."""
+        """Return the parameters of each parameter group, as identities for a quick comparison."""
         return [list(map(id, group["params"])) for group in self.optimizer.param_groups]
 
 
@@ -364,14 +352,15 @@ def _as_many(memories: list[Memory], count: int, make: Callable[[], Memory]) -> 
     return memories[:count]
 
 
-# --- What others write -----------------------------------------------------------------------------------------------
+# --- Writes of other code ---------------------------------------------------------------------------------------------
 
 
 class Writes:
-    """What the weights were when they were loaded. Parameters are named by their place, which never changes.
+    """A record of the weights as they were loaded. Parameters are identified by their index, which never changes.
 
-    Trained weights are compared with what was loaded. Frozen ones are not loaded with each exchange, so that a few of
-    their numbers are compared; one that was written belongs to the group that wrote it: a target network's, say.
+    Trained weights are compared with the loaded ones. Frozen weights are not loaded with each exchange, so a few of
+    their elements are compared; a frozen weight that was written belongs to the group that wrote it (a target network,
+    for example).
     """
 
     def __init__(self) -> None:
@@ -382,33 +371,32 @@ class Writes:
         self._checks = 0
 
     def forget(self) -> None:
-        """Nothing was loaded yet."""
         self._loaded = []
 
     def remember(self, parameters: Iterable[Parameter], loaded: Sequence[Tensor]) -> None:
-        """These were loaded, and are what the parameters hold; tensors are kept, not copied."""
+        """Record the loaded tensors, which the parameters now equal; they are kept, not copied."""
         parameters = list(parameters)
         self._loaded = list(loaded)
         self.mark(parameters)
 
     def mark(self, parameters: Sequence[Parameter]) -> None:
-        """The group's method, and no other code, has written them since."""
+        """Record that only the group's method has written the parameters since they were loaded."""
         self.stepped(parameters)
         self._marks = [0 if parameter.requires_grad else fingerprint(parameter, _FEW) for parameter in parameters]
 
     def stepped(self, parameters: Sequence[Parameter]) -> None:
-        """As `mark`, of those that are trained."""
+        """Record that only the group's method has written the trained parameters since they were loaded."""
         self._versions = [here(parameter)._version for parameter in parameters]
         marks = zip(parameters, self._marks, strict=False)
         self._marks = [0 if parameter.requires_grad else mark for parameter, mark in marks]
 
     def of_trained(self, parameters: Mapping[str, Parameter], in_passing: bool = False) -> list[str]:
-        """Names of trained weights that were written.
+        """Return the names of trained weights that other code has written.
 
         Args:
             parameters: all of them, in order.
-            in_passing: of each large weight that torch says is unwritten, compares an eighth, at another each time.
-                (What goes through ``.data`` torch does not count.)
+            in_passing: whether to compare only an eighth of each large weight that is unwritten by torch's count,
+                another eighth at each call. (torch does not count writes through ``.data``.)
         """
         self._checks += in_passing
         return [
@@ -418,7 +406,6 @@ class Writes:
         ]
 
     def of_frozen(self, parameters: Mapping[str, Parameter]) -> set[str]:
-        """Names of frozen weights that were written while they were frozen."""
         for place, (name, parameter) in enumerate(parameters.items()):
             if parameter.requires_grad:
                 self._frozen.discard(name)
@@ -443,7 +430,7 @@ class Writes:
 
 
 def fingerprint(tensor: Tensor, most: int) -> int:
-    """Tells, of about ``most`` numbers spread over it, whether a tensor was written."""
+    """Return a checksum of about ``most`` numbers spread over a tensor, by which a write is detected."""
     flat = here(tensor).flatten()
     some = flat[:: max(1, flat.numel() // most)].cpu().contiguous()
     return zlib.crc32(some.view(torch.uint8).numpy().tobytes()) if flat.numel() else 0

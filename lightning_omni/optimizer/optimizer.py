@@ -19,14 +19,14 @@ from lightning_omni.optimizer.sharding import state_like
 from lightning_omni.optimizer.world import World
 
 _STATE_DICTS = "torch.distributed.checkpoint.state_dict"
-"""A module of torch."""
+"""A module of torch whose functions step an optimizer without state."""
 
 
 class OmniOptimizer(Optimizer):
-    """Wraps any torch optimizer so that it steps across compute groups, with the method of the world.
+    """A wrapper of any torch optimizer that steps across compute groups, with the method of the world.
 
-    For loops without Lightning. Use it in place of the optimizer, also for schedulers. Where the method steps at the
-    parameter server, hyperparameters are sent with every push. Where it steps at the workers, the wrapped optimizer
+    It is for loops without Lightning. Use it in place of the optimizer, also for schedulers. Where the method steps at
+    the parameter server, every push contains the hyperparameters. Where it steps at the workers, the wrapped optimizer
     itself steps, and the groups exchange weights. With one group nothing is exchanged, and the wrapped optimizer steps,
     bit for bit.
 
@@ -38,7 +38,7 @@ class OmniOptimizer(Optimizer):
         merged: parameters of a merged head, which the server steps separately: see `World.attach_head`.
 
     Raises:
-        UnsupportedError: the optimizer cannot run at a server; the message says what to do instead.
+        UnsupportedError: the optimizer cannot run at a server; the message names an alternative.
         ConfigurationError: two parameters have one name; or an argument is wrong.
 
     Example:
@@ -76,25 +76,25 @@ class OmniOptimizer(Optimizer):
             )
         self._index = world.attach(optimizer, parameters, names_now, merged)
 
-    # --- What makes it a torch optimizer ------------------------------------------------------------------------------
+    # --- The interface of a torch optimizer ---------------------------------------------------------------------------
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The wrapped optimizer's parameter groups."""
+        """Return the wrapped optimizer's parameter groups."""
         return self.optimizer.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The wrapped optimizer's state: empty while the server holds it."""
+        """Return the wrapped optimizer's state: empty while the server holds it."""
         return self.optimizer.state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The wrapped optimizer's defaults."""
+        """Return the wrapped optimizer's defaults."""
         return self.optimizer.defaults
 
     def __getattr__(self, name: str) -> Any:
-        """There is no such attribute; what the wrapped optimizer has of its own may move weights without exchange."""
+        """Raise an AttributeError: an attribute of the wrapped optimizer might move weights without an exchange."""
         wrapped = self.__dict__.get("optimizer")
         where = (
             ""
@@ -107,10 +107,10 @@ class OmniOptimizer(Optimizer):
         raise AttributeError(f"'OmniOptimizer' object has no attribute '{name}'{where}", name=name, obj=self)
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's state_dict. While the server holds the state, call it on rank 0, which asks for it.
+        """Return the wrapped optimizer's state_dict. While the server holds the state, call it on rank 0.
 
-        Other ranks return their own, which is empty. Where ranks hold the model together, those that hold it with rank
-        0 call it, and each gets the state of its share.
+        Rank 0 then requests the state; other ranks return their own, which is empty. Where ranks hold the model
+        together, those that hold it with rank 0 call it, and each gets the state of its share.
         """
         own: dict[str, Any] = self.optimizer.state_dict()
         if self._is_at_server and self.world.hands_over:
@@ -123,14 +123,14 @@ class OmniOptimizer(Optimizer):
 
     @property
     def _is_at_server(self) -> bool:
-        """Whether the server holds the state, which the wrapped optimizer is without."""
+        """Return whether the server holds the state, and the wrapped optimizer has none."""
         return self.world.executor.control is not None and not self.world.steps_at_worker
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A copy, or what is pickled, is the wrapped optimizer: it belongs to no run, and exchanges nothing.
+        """Copy or pickle the wrapped optimizer alone: a copy belongs to no run, and exchanges nothing.
 
         Raises:
-            UnsupportedError: the server holds the state, which the copy would be without.
+            UnsupportedError: the server holds the state, which the copy would lack.
         """
         if self._is_at_server:
             raise UnsupportedError(
@@ -140,45 +140,45 @@ class OmniOptimizer(Optimizer):
         return _wrapped, (self.optimizer,)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state_dict. Call it before training begins: then the server is given the state."""
+        """Load a state_dict. Call it before training begins: then the server receives the state."""
         self.optimizer.load_state_dict(state_dict)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients."""
+        """Clear the gradients."""
         self.optimizer.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a parameter group, at any time. Call it on every rank, here or on the wrapped optimizer.
+        """Add a parameter group, at any time. Call it on every rank, here or on the wrapped optimizer.
 
         The parameters take the values that the server has for them, or this compute group's if it is the first to add
         them.
         """
         self.optimizer.add_param_group(param_group)
 
-    # --- Hooks: the wrapped optimizer's, which is what they are given -------------------------------------------------
+    # --- Hooks, which get the wrapped optimizer as their argument -----------------------------------------------------
 
     def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """Calls ``hook(optimizer, args, kwargs)`` before each step."""
+        """Register ``hook(optimizer, args, kwargs)``, to be called before each step."""
         return self.optimizer.register_step_pre_hook(hook)
 
     def register_step_post_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """Calls ``hook(optimizer, args, kwargs)`` after each step."""
+        """Register ``hook(optimizer, args, kwargs)``, to be called after each step."""
         return self.optimizer.register_step_post_hook(hook)
 
     def register_load_state_dict_pre_hook(self, hook: Callable[..., Any], prepend: bool = False) -> RemovableHandle:
-        """Calls ``hook(optimizer, state_dict)`` before a state_dict is loaded."""
+        """Register ``hook(optimizer, state_dict)``, to be called before a state_dict is loaded."""
         return self.optimizer.register_load_state_dict_pre_hook(hook, prepend)
 
     def register_load_state_dict_post_hook(self, hook: Callable[..., Any], prepend: bool = False) -> RemovableHandle:
-        """Calls ``hook(optimizer)`` after a state_dict was loaded."""
+        """Register ``hook(optimizer)``, to be called after a state_dict was loaded."""
         return self.optimizer.register_load_state_dict_post_hook(hook, prepend)
 
     def register_state_dict_pre_hook(self, hook: Callable[..., Any], prepend: bool = False) -> RemovableHandle:
-        """Calls ``hook(optimizer)`` before a state_dict is made."""
+        """Register ``hook(optimizer)``, to be called before a state_dict is made."""
         return self.optimizer.register_state_dict_pre_hook(hook, prepend)
 
     def register_state_dict_post_hook(self, hook: Callable[..., Any], prepend: bool = False) -> RemovableHandle:
-        """Calls ``hook(self, state_dict)`` when `state_dict` has the state, even while the server holds it."""
+        """Register ``hook(self, state_dict)``, to be called with the complete state, even while the server holds it."""
         handle = RemovableHandle(self._state_dict_hooks)
         self._state_dict_hooks[handle.id] = hook
         if prepend:
@@ -191,14 +191,14 @@ class OmniOptimizer(Optimizer):
     # --- The step -----------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:
-        """One step: the closure, then the exchange. On every rank of the group.
+        """Make one step: the closure, then the exchange. Call it on every rank of the group.
 
         Args:
             closure: computes loss and gradients, as for any torch optimizer.
             arguments: further arguments of the wrapped optimizer's step, if it steps on the ranks.
 
         Returns:
-            What the closure returns.
+            The result of the closure.
         """
         if self.world.executor.exchanges:
             self._check_is_of_training()
@@ -212,7 +212,7 @@ class OmniOptimizer(Optimizer):
         return loss
 
     def _check_is_of_training(self) -> None:
-        """Raises `UnsupportedError` if it is torch's that fills an optimizer's state, by a step with a rate of 0."""
+        """Raise `UnsupportedError` if torch makes this step, with a rate of 0, to create an optimizer's state."""
         if any(group.get("lr", 0.0) for group in self.param_groups):
             return
         frame: FrameType | None = sys._getframe()
@@ -227,12 +227,11 @@ class OmniOptimizer(Optimizer):
 
 
 def _wrapped(optimizer: Optimizer) -> Optimizer:
-    """What a copy of an `OmniOptimizer` is made of, and what it is."""
+    """Return the optimizer to which a copy or pickle of an `OmniOptimizer` is reduced."""
     return optimizer
 
 
 def _named(optimizer: Optimizer, names: Mapping[Parameter, str], merged: Collection[Parameter]) -> dict[str, Parameter]:
-    """What is exchanged of the parameters of an optimizer, by name, in its order."""
     found: dict[str, Parameter] = {}
     for number, group in enumerate(optimizer.param_groups):
         for place, parameter in enumerate(group["params"]):
@@ -250,5 +249,5 @@ def _named(optimizer: Optimizer, names: Mapping[Parameter, str], merged: Collect
 
 
 def names_of(module: torch.nn.Module) -> dict[Parameter, str]:
-    """Every parameter's name in a module, for `OmniOptimizer`."""
+    """Return every parameter's name in a module, for `OmniOptimizer`."""
     return {parameter: name for name, parameter in module.named_parameters()}

@@ -1,4 +1,4 @@
-"""What a run is told about itself, beside its size."""
+"""The settings of a run, except its size."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from lightning_omni.topology import check_groups
 class WorldOptions:
     """All settings of a run except its size, for `World`. All ranks must pass the same.
 
-    Each is described at length by `OmniStrategy`, whose arguments have the same names.
+    `OmniStrategy` describes each of them at length, as its argument of the same name.
 
     Attributes:
         groups: number of compute groups, or None for one group per node.
@@ -37,25 +37,24 @@ class WorldOptions:
         wire: encoding of pushes: ``"fp32"`` (uncompressed), ``"bf16"``, ``"fp16"``, ``"int8"`` or ``"topk:0.01"``, or a
             `lightning_omni.protocol.wire_format.WireFormat`; for pushes and answers ``{"push": "int8", "pull":
             "bf16"}``.
-        overlap: whether a group computes its next gradient during an exchange, which makes it one step staler;
-            for methods whose optimizer steps at the server.
+        overlap: whether a group computes its next gradient during an exchange, which makes it one step staler; for
+            methods whose optimizer steps at the server.
         all_reduce: how gradients are averaged inside a group: ``"fp32"`` (uncompressed), ``"bf16"``, ``"fp16"``, or
-            ``"powersgd:4"``, as products of matrices with 4 columns; or a
-            `lightning_omni.protocol.all_reduce.AllReduce`.
+            ``"powersgd:4"`` (products of matrices with 4 columns); or a `lightning_omni.protocol.all_reduce.AllReduce`.
         server: ``"tcp://host:port"`` of a running server; None starts one beside rank 0, the *embedded* server.
         servers: number of servers, each of which holds a share of the weights, so that no single link carries
             everything: a number, which rank 0 starts on its node, or ``"per-node"``, one on each node. A server that is
-            already running tells the ranks its number of servers.
+            already running reports its number of servers to the ranks.
         host: address that the embedded server binds. None uses no port at all on one node (sockets in a directory that
             only this user may enter), and on several the address at which the other nodes reach rank 0 (MASTER_ADDR).
-        encryption: of connections over the network: ``"curve"``, or ``"off"`` on a network whose every user you trust;
-            a server that is already running must use the same.
+        encryption: encryption of connections over the network: ``"curve"``, or ``"off"`` on a network whose every user
+            you trust; a server that is already running must use the same.
         transport: the connection between ranks and server; None is ZeroMQ, with that ``encryption``.
         save_every: seconds between two saves of the embedded server's state, from which rank 0 restarts it if it dies;
             with None nothing is saved, and the run ends if the server dies.
         record: file for a record of everything that changes the weights, written by the embedded server; see
             `lightning_omni.simulator.replay`.
-        server_threads: threads of the embedded server's arithmetic.
+        server_threads: number of threads for the embedded server's arithmetic.
         join: whether the ranks of this launcher are a group that joins the run of ``server`` on its own, at any time;
             see docs/joining.md.
         heartbeat_timeout: seconds of silence after which a rank counts as dead, at least 2.
@@ -65,8 +64,8 @@ class WorldOptions:
         max_nonfinite_pushes: number of pushes in a row with NaN or infinite gradients that a group may make before the
             run ends.
         inside: how the members of a group hold the model: ``"ddp"``, each the whole model; or sharded, each with a part
-            of every parameter, which it exchanges with its own server: ``"fsdp"``, rows; or a `ModelParallel`, as
-            which the module is parallelized on the group's mesh.
+            of every parameter, which it exchanges with its own server: ``"fsdp"``, in rows; or a `ModelParallel`, for a
+            module that is parallelized on the group's mesh.
         shards: with ``inside="fsdp"``, ranks that hold one replica of the model together; each group consists of one or
             more replicas. None is the size of the smallest group.
     """
@@ -97,7 +96,7 @@ class WorldOptions:
         if self.groups is not None:
             check_groups(self.groups, sys.maxsize)
         self._check_values()
-        key_of_environment()  # now, and not on the ranks once they have started
+        key_of_environment()  # raises its errors now, before the ranks are started
         transport = self.resolved_transport()
         if self.server is not None:
             transport.check_address(self.server)
@@ -118,7 +117,7 @@ class WorldOptions:
             method.check(self.groups)
 
     def _check_values(self) -> None:
-        """Each by itself: its kind and range."""
+        """Check each value by itself: its type and range."""
         text = (str, type(None))
         check_kind(
             "method", self.method, (str, Method), 'a name such as "hardsync", or a value such as DiLoCo(period=50)'
@@ -240,23 +239,23 @@ class WorldOptions:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the members of a group hold the model together."""
+        """Return whether the members of a group hold the model together."""
         return self.inside != "ddp"
 
     def resolved_method(self) -> Method:
-        """The method as a value."""
+        """Return the method as a value."""
         return method_named(self.method) if isinstance(self.method, str) else checked(self.method)
 
     def resolved_wire(self) -> WireFormat:
-        """The wire format as a value."""
+        """Return the wire format as a value."""
         return wire_of(self.wire)
 
     def resolved_all_reduce(self) -> AllReduce:
-        """The all-reduce format as a value."""
+        """Return the all-reduce format as a value."""
         return all_reduce_of(self.all_reduce)
 
     def resolved_transport(self) -> Transport:
-        """The transport as a value."""
+        """Return the transport as a value."""
         if self.transport is None:
             return ZeroMQ(encryption=self.encryption)
         check_kind("transport", self.transport, Transport, "a value, as lightning_omni.server.ZeroMQ(), or None")

@@ -1,4 +1,4 @@
-"""A group's way to other groups, with a method whose groups speak to each other: gossip."""
+"""A group's exchanges with other groups, for methods whose groups communicate with each other: gossip."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from lightning_omni.protocol.transport import Address, Control, Peers, PeersOfSh
 
 
 class OtherGroups:
-    """What a rank exchanges with other groups. Every rank of a group makes the same calls.
+    """A rank's exchanges with other groups. Every rank of a group makes the same calls.
 
     Args:
-        place: this rank's, in the run.
-        members: of its group.
+        place: this rank's place in the run.
+        members: communication among the members of its group.
         synchronize: `Channel.synchronize`.
-        timed: a context whose time and bytes are those of an exchange.
+        timed: `Channel.timed`.
     """
 
     def __init__(
@@ -42,11 +42,10 @@ class OtherGroups:
 
     @property
     def moved(self) -> int:
-        """Bytes of tensors to and from other groups, since groups were formed."""
         return self._peers.moved if self._peers is not None else 0
 
     def connect(self) -> None:
-        """New groups stand: where the method has them talk to each other, leaders say where they listen."""
+        """Connect newly formed groups, if the method has them exchange; their leaders announce addresses."""
         self.close()
         if not self._place.method.talks_to_peers or self._place.is_synchronous:
             return
@@ -67,7 +66,7 @@ class OtherGroups:
         return self._place.share[0] if self._place.share is not None else 0
 
     def _listen(self, control: Control) -> Peers:
-        """This rank's way to other groups: of a leader, or of a member to those that have the same share."""
+        """Open this rank's connection to other groups: as a leader, or as a member to those with the same share."""
 
         def is_lost(group: int) -> bool:
             return group not in self._place.live_groups
@@ -90,24 +89,20 @@ class OtherGroups:
         return Together(peers, self._place.group, self._members.largest, is_lost)
 
     def grow(self, index: int, layout: Layout) -> None:
-        """One optimizer's weights have another layout from now on; what peers have sent in the old one is gone."""
+        """Change the layout of one optimizer's weights; tensors that peers have sent in the old one are dropped."""
         if self._peers is not None:
             self._peers.grow(index, layout)
 
     def publish(self, index: int, tensors: Sequence[Tensor]) -> None:
-        """Other groups may read these weights."""
         if self._peers is not None:
             self._peers.publish(index, tensors)
 
     def send(self, index: int, group: int, tensors: Sequence[Tensor]) -> None:
-        """Weights for another group's inbox."""
         if self._peers is not None:
             with self._timed():
                 self._peers.send(group, index, tensors)
 
     def read(self, index: int, group: int) -> Sequence[Tensor] | None:
-        """What another group has published."""
-
         def read() -> tuple[Sequence[Tensor] | None, int]:
             assert self._peers is not None
             theirs = self._peers.read(group, index)
@@ -116,8 +111,6 @@ class OtherGroups:
         return self._share_tensors(self._place.parts[index], read)[0]
 
     def read_inbox(self, index: int) -> Inbox:
-        """What other groups have sent."""
-
         def read() -> tuple[Sequence[Tensor] | None, int]:
             assert self._peers is not None
             inbox = self._peers.read_inbox(index)
@@ -128,7 +121,7 @@ class OtherGroups:
     def _share_tensors(
         self, part: Part, read: Callable[[], tuple[Sequence[Tensor] | None, int]]
     ) -> tuple[Sequence[Tensor] | None, int]:
-        """The leader reads something, and a count, or each rank that speaks for a share; others like it get both."""
+        """Return tensors and a count on all members, read by the leader or by the rank that exchanges their share."""
         by_member = self._place.share is not None
         listeners = self._place.replicas if by_member else len(self._place.members)
         broadcast = self._members.broadcast_to_replicas if by_member else self._members.broadcast
@@ -149,7 +142,6 @@ class OtherGroups:
             return (views if count else None), count
 
     def close(self) -> None:
-        """Ends the connections to other groups."""
         if self._peers is not None:
             self._peers.close()
             self._peers = None

@@ -1,6 +1,7 @@
-"""Follows the user's optimizers when their parameter groups change in the midst of a run, as when a callback unfreezes.
+"""Changes of the user's parameter groups in the midst of a run, for example by a callback that unfreezes layers.
 
-Rule 1: every rank of a group comes to a change at the same step, and makes the same calls; the leader tells the server.
+Rule 1: every rank of a group arrives at a change at the same step, and makes the same calls; the leader sends the
+change to the server.
 Rule 2: a gradient counts only if it was computed at weights that the server held.
 """
 
@@ -29,7 +30,7 @@ from lightning_omni.protocol.codec import pack
 from lightning_omni.protocol.layout import Layout
 
 PATIENCE = timedelta(minutes=5)
-"""For how long a member of a group that has changed its parameter groups waits for the others to do so."""
+"""The longest wait of a member of a group for the others to change their parameter groups, too."""
 _UNLIKE = (
     "the ranks of one group have changed their optimizers' parameter groups differently, and they train as one: freeze,"
     " unfreeze and add_param_group on all ranks at the same batch"
@@ -37,18 +38,13 @@ _UNLIKE = (
 
 
 class ParameterGroups:
-    """Keeps this rank's parts, and the server, in step with what the user's optimizers hold.
-
-    Args:
-        place: this rank's, in the run.
-        channel: its way to the server.
-    """
+    """The agreement of this rank's parts, and of the server, with the parameter groups of the user's optimizers."""
 
     def __init__(self, place: Place, channel: Channel) -> None:
         self._place, self._channel = place, channel
 
     def renew(self) -> None:
-        """Before several groups train: what the optimizers hold now is what there is."""
+        """Adopt the parameters that the optimizers hold now, before several groups train."""
         for part in self._place.parts:
             part.replica.begin_layout()
             if part.arranged == part.arrangement:
@@ -64,7 +60,7 @@ class ParameterGroups:
             part.arranged = part.arrangement
 
     def agree(self) -> None:
-        """Before several groups train: bring what the optimizers hold into the first rank's order. On all ranks.
+        """Bring the optimizers' parameters into the first rank's order. All ranks call it before several groups train.
 
         Raises:
             ConfigurationError: an optimizer holds other parameters, or in other parameter groups, on another rank.
@@ -85,7 +81,7 @@ class ParameterGroups:
         self.renew()
 
     def _held(self) -> Iterator[tuple[str, Parameter]]:
-        """Yield all parameters that are exchanged, each with what an error calls it."""
+        """Yield each exchanged parameter with its name in error messages."""
         for number, part in enumerate(self._place.parts):
             known = self._place.names
             names = {parameter: known.get(parameter, name) for name, parameter in part.replica.parameters.items()}
@@ -95,16 +91,14 @@ class ParameterGroups:
 
     @property
     def first_layouts(self) -> list[list[str]]:
-        """Names of the parameters with which the server was given each optimizer last; further ones came to them."""
+        """Return the parameter names with which the server last received each optimizer, without those added later."""
         return [list(part.replica.parameters)[: part.replica.first] for part in self._place.parts]
 
     def begin_with(self, layouts: Sequence[Sequence[str]]) -> None:
-        """This rank's group has joined a run with these `first_layouts`, which are not those that it was begun with.
-
-        That is so where parameters have come to an optimizer, and a hook has written weights since.
+        """Adopt these `first_layouts` of the run that this rank's group has joined, if they differ from its own.
 
         Raises:
-            ConfigurationError: one of them is not in the model.
+            ConfigurationError: one of the parameters is not in the model.
         """
         for part, names in zip(self._place.parts, layouts, strict=True):
             if list(part.replica.parameters) == list(names):
@@ -119,24 +113,24 @@ class ParameterGroups:
             part.into = None
 
     def follow_all(self) -> bool:
-        """Follows all optimizers. Returns whether there are parameters that were not there before."""
+        """Follow changes of all optimizers. Return whether parameters were added."""
         grown = [self.follow(index) for index in range(len(self._place.parts))]
         return any(grown)
 
     def follow(self, index: int) -> bool:
-        """Follows one optimizer, while several groups train. On every rank of the group, between two gradients.
+        """Follow a change of one optimizer. All ranks of a group call it between two gradients.
 
         Returns:
-            Whether there are parameters that were not there before.
+            Whether parameters were added.
 
         Raises:
-            UnsupportedError: its parameter groups have changed in a way that cannot be followed; the message says why.
+            UnsupportedError: the change cannot be followed; the message names the reason.
         """
         part = self._place.parts[index]
         arrangement = part.arrangement
         if part.arranged == arrangement:
             return False
-        self._channel.finish_exchanges()  # it lies in the layout of before
+        self._channel.finish_exchanges()  # they have the earlier layout
         assert self._place.control is not None
         if self._place.control.shards > 1:
             instead = "servers=1" if self._place.share is None else 'inside="ddp"'
@@ -150,8 +144,8 @@ class ParameterGroups:
             grown = _layout_with(part, fresh)
             tree = self._tree(part, fresh)
         except UnsupportedError as error:
-            with suppress(UnsupportedError):  # the others may be gone, and what is wrong here is the reason
-                self._check_same_in_group(str(error))  # or they would see a connection end, and not the reason
+            with suppress(UnsupportedError):  # the others may be gone; this error is the reason
+                self._check_same_in_group(str(error))  # or they would see only the end of a connection
             raise
         self._check_same_in_group(_structure_of(tree))
         first = grown.offsets[start] if fresh else grown.nbytes
@@ -170,11 +164,7 @@ class ParameterGroups:
         return bool(fresh)
 
     def check_alike(self) -> None:
-        """At a synchronization point of all ranks: they must hold the same, or one would speak for others wrongly.
-
-        Raises:
-            ConfigurationError: they do not.
-        """
+        """Raise `ConfigurationError` at a synchronization point unless all ranks hold the same parameters."""
         mine = _digest(repr([(list(part.replica.parameters), self._places(part)) for part in self._place.parts]))
         largest, smallest = self._place.all_reduce_max([mine, -mine])
         if largest != -smallest:
@@ -184,7 +174,7 @@ class ParameterGroups:
             )
 
     def read_beyond(self) -> None:
-        """At a synchronization point: ranks that do not train yet what others train evaluate with their weights of it.
+        """Load weights that only other groups train so far, for an evaluation at a synchronization point.
 
         Only parameters that have a name in the model can be found.
         """
@@ -200,7 +190,7 @@ class ParameterGroups:
 
     @staticmethod
     def room_of(part: Part) -> int:
-        """Bytes of the model's parameters that the part does not hold, and that may come to it."""
+        """Return the bytes of the model's parameters that the part does not hold, and that may be added to it."""
         return sum(
             parameter.numel() * parameter.element_size()
             for parameter in part.names()
@@ -221,7 +211,7 @@ class ParameterGroups:
 
     @staticmethod
     def _named(part: Part, known: Mapping[str, Parameter]) -> dict[str, Parameter]:
-        """Parameters of the optimizer that are not known, by name, in its order."""
+        """Return the parameters of the optimizer that are not known, by name, in its order."""
         names, found = part.names(), dict[str, Parameter]()
         seen = {*known.values(), *part.outside}
         for number, group in enumerate(part.optimizer.param_groups):
@@ -234,7 +224,6 @@ class ParameterGroups:
         return found
 
     def _tree(self, part: Part, fresh: Mapping[str, Parameter]) -> dict[str, Any]:
-        """What the server is told."""
         here = self._place.steps_here(part)
         return {
             "groups": self._describe(part, fresh, are_needed=not here),
@@ -269,7 +258,7 @@ class ParameterGroups:
     # --- To the server ---------------------------------------------------------------------------------------------
 
     def _check_same_in_group(self, text: str) -> None:
-        """All members of the group must have come to the same change, or their collectives would pair with others."""
+        """Check that all members of the group are at the same change: otherwise their collectives would not match."""
         place = self._place
         if len(place.members) == 1:
             return
@@ -292,10 +281,10 @@ class ParameterGroups:
             raise UnsupportedError(f"{_UNLIKE}; they hold other parameters now")
 
     def _announce(self, index: int, tree: Any, nbytes: int) -> tuple[int, Tensor]:
-        """Tells the server.
+        """Send a change to the server.
 
         Returns:
-            The version of the layout, and the master weights that are new to this group; every member gets them.
+            The version of the layout, and the master weights that are new to this group, on every member.
         """
         place, theirs, reason, version = self._place, torch.zeros(nbytes, dtype=torch.uint8), "", 0
         if place.is_leader:
@@ -304,7 +293,7 @@ class ParameterGroups:
             try:
                 answer, theirs = self._channel.ask(message, m.Restructured, buffer)
                 version = answer.layout
-            except ProtocolError as error:  # the others, which wait here, must hear of it
+            except ProtocolError as error:  # the other members wait here, and must get it
                 reason = str(error)
         note = self._channel.members.broadcast_bytes(msgspec.msgpack.encode((reason, version)))
         reason, version = msgspec.msgpack.decode(note, type=tuple[str, int])
@@ -323,7 +312,7 @@ def _wait(work: dist.Work | None, patience: timedelta) -> None:
 
 
 def _structure_of(tree: Any) -> str:
-    """What the members of a group must have in common."""
+    """Return a description of a change, which must be equal on all members of a group."""
     places = [group["params"] for group in tree["groups"]]
     return repr((places, [(name, *value.shape, value.dtype) for name, value in tree["weights"].items()]))
 
@@ -340,7 +329,7 @@ def _layout_with(part: Part, fresh: Mapping[str, Parameter]) -> Layout:
 
 
 def _take_over(parameters: list[Parameter], values: list[Tensor]) -> None:
-    """Weights that others train already, or that were initialized here at random, become the server's."""
+    """Copy the server's weights into added parameters, which others train already or which are random here."""
     for parameter, value in zip(parameters, values, strict=True):
         own = parameter.detach()
         if not torch.equal(own, value := value.to(own.device)):

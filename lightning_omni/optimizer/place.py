@@ -1,8 +1,4 @@
-"""Which rank is where: this rank, its compute group, those that live, and what they agree on.
-
-What the parts of a run stand on (`Channel`, `States`, `ParameterGroups`, `Edits`, `RemoteHead`); `World` puts them
-together.
-"""
+"""The place of a rank in the run: this rank, its compute group, the live ranks, and their agreements."""
 
 from __future__ import annotations
 
@@ -40,12 +36,12 @@ from lightning_omni.topology import RECORDER, Topology
 
 
 class Communication(NamedTuple):
-    """How gradients and weights travel.
+    """The settings for the communication of gradients and weights.
 
     Attributes:
         method: how groups exchange.
-        wire_format: how pushes are put into bytes.
-        overlap: whether they travel while groups compute.
+        wire_format: encoding of pushes.
+        overlap: whether exchanges overlap the groups' computation.
         all_reduce: how the members of a group average their gradients.
     """
 
@@ -56,56 +52,47 @@ class Communication(NamedTuple):
 
 
 def default_device(backend: str, current_gpu: Callable[[], int] = torch.cuda.current_device) -> torch.device:
-    """Return the device of the weights of a caller that names none.
+    """Return the device of the weights for a caller that names none.
 
     The default process group decides: NCCL refuses tensors on the CPU, so a collective of flags would fail there.
 
     Args:
-        backend: of the default process group, as ``torch.distributed.get_backend`` returns it.
+        backend: backend of the default process group.
         current_gpu: returns the index of the GPU that this process computes on.
     """
     return torch.device("cuda", current_gpu()) if backend == dist.Backend.NCCL else torch.device("cpu")
 
 
 class Place:
-    """This rank's place among all ranks.
-
-    Args:
-        groups: number of compute groups, or None for one group for each node.
-        device: where the model's weights live; by default `default_device`.
-        options: the rest; ``groups`` overrides its ``groups``.
-        ranks_per_node: number of ranks on each node, in rank order; by default what torchrun says.
+    """The place of this rank among all ranks. The arguments are those of `World`.
 
     Attributes:
-        options: all settings; their ``groups`` is the number that was asked for.
-        device: where the model's weights live.
-        rank: this rank, as all groups of the run know it.
+        options: all settings; their ``groups`` is the requested number.
+        device: device of the model's weights.
+        rank: this rank, as all groups of the run number it.
         size: number of ranks that its launcher has started.
-        torch_rank: this rank, as torch.distributed numbers the ranks that its launcher has started.
+        torch_rank: this rank, as torch.distributed numbers it.
         topology: the compute groups.
-        generation: counts the formings of groups.
-        control: the connection by which ranks synchronize, if the server was joined.
-        parts: what each optimizer exchanges.
-        names: of parameters, in modules that a loop without Lightning has wrapped.
-        steps: optimizer steps of the run that were taken in one group, and that no clock of a server counts.
+        generation: number of times that groups were formed.
+        control: the connection by which ranks synchronize; None unless the server was joined.
+        parts: the exchanged part of each optimizer.
+        names: names of parameters in modules that a loop without Lightning has wrapped.
+        steps: optimizer steps of the run in one group, which no server's clock counts.
         core: this rank's view of its group.
-        server: where the server is.
-        shards: ranks that hold one replica of the model together; 1 where each rank has all of it.
+        server: the servers of the run.
+        shards: number of ranks that hold one replica of the model together; 1 where each has all of it.
         holders: ranks, as torch numbers them, by the replica of the model that they hold together.
-        tensor_parallel: of these, neighbours that get the same samples, and compute on them together.
-        process_groups: torch's groups.
+        tensor_parallel: number of neighbours among these that get the same samples, and compute on them together.
+        process_groups: torch's process groups.
         is_computing: whether the default process group is the compute group.
-        is_entering: whether the group has joined others that compute already, and is about to.
-        is_new: whether it has joined since the groups synchronized last.
+        is_entering: whether the group has joined others that train already, and is about to train.
+        is_new: whether the group has joined since the groups last synchronized.
         ever_lost: ranks that were lost in this loop or an earlier one.
-        failures: what was said of those among them that have failed by themselves.
+        failures: reasons of those among them that have failed by themselves.
         reduction: how the members of this rank's group average their gradients.
-        where: returns where this rank is in its loop, in words, for what others are told of it.
-        enlistment: the place of a group that joins on its own, whose own ranks torch.distributed knows only; None where
-            all ranks were started together.
-
-    Raises:
-        ConfigurationError: an argument is wrong.
+        where: returns this rank's position in its loop, in words, for messages to other ranks.
+        enlistment: the reservation of a group that joins on its own, whose ranks are the only ones in
+            torch.distributed; None where all ranks were started together.
     """
 
     def __init__(
@@ -161,12 +148,11 @@ class Place:
         self._mesh: DeviceMesh | None = None
         self.reduction = Reduction(options.resolved_all_reduce())
 
-    # --- Which rank is where
-    # ------------------------------------------------------------------------------------------------
+    # --- Which rank is where ------------------------------------------------------------------------------------------
 
     @property
     def method(self) -> Method:
-        """How groups exchange; set between two formings of groups, it is that of the next ones."""
+        """Return the method by which groups exchange. A new one applies when groups are formed next."""
         return self.core.method
 
     @method.setter
@@ -175,7 +161,7 @@ class Place:
 
     @property
     def communication(self) -> Communication:
-        """Set between two formings of groups, it is that of the next ones."""
+        """Return the settings for communication. New ones apply when groups are formed next."""
         return Communication(self.core.method, self.core.wire_format, self.core.overlap, self.reduction.format)
 
     @communication.setter
@@ -184,53 +170,50 @@ class Place:
 
     @property
     def group(self) -> int:
-        """Number of this rank's group."""
         return self.topology.group_of(self.rank)
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Ranks of this rank's group."""
         return self.topology.members(self.group)
 
     @property
     def torch_members(self) -> Sequence[int]:
-        """Ranks of this rank's group, as torch.distributed numbers them."""
+        """Return the ranks of this rank's group, as torch.distributed numbers them."""
         return self.members if self.enlistment is None else range(self.size)
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank speaks for its group."""
         return self.members[0] == self.rank
 
     @property
     def is_recorder(self) -> bool:
-        """Whether this rank speaks for the run: it forms groups, hands weights over, logs and saves.
+        """Return whether this rank is the recorder, which forms groups, transfers weights, logs and saves for the run.
 
-        Where groups join on their own, it is the lowest rank that lives. All ranks know alike which that is where they
-        synchronize; while they compute it stays so until `follow_recorder`, for a checkpoint is made of several calls.
+        Where groups join on their own, it is the lowest live rank. All ranks agree on it where they synchronize; while
+        they compute it stays the same until `follow_recorder`, because a checkpoint takes several calls.
         """
         if self.enlistment is not None and self.control is not None and not self.is_computing:
             self._records = self.rank == self.process_groups.live.ranks[0]
         return self._records
 
     def follow_recorder(self, asks: bool = False) -> bool:
-        """While groups compute, the one with the recorder may go: finds out whether it is now this rank.
+        """Check whether this rank is the recorder now: while groups compute, the recorder's group may leave.
 
         Args:
-            asks: asks the server, rather than go by what it has said last.
+            asks: whether to request the status from the server, instead of using the last one.
         """
         if self.enlistment is not None and self.control is not None and self.is_computing:
             status = self.control.request(m.AskStatus(), m.Status) if asks else self.control.status
             if status is not None:
-                self._records |= self.rank == status.recorder  # for good: what was said last may be old
+                self._records |= self.rank == status.recorder  # never reset, because the status may be old
         return self.is_recorder
 
     @property
     def is_with_recorder(self) -> bool:
-        """Whether this rank holds a replica of the model together with the recorder.
+        """Return whether this rank holds a replica of the model together with the recorder.
 
-        Where groups join on their own, all ranks know it alike where they synchronize, and while they compute the
-        members of a group since they have agreed on it: see `World.agree_on_recorder`.
+        Where groups join on their own, all ranks agree on it where they synchronize. While they compute, the members of
+        a group agree on it in `World.agree_on_recorder`.
         """
         if self.enlistment is None:
             return RECORDER in self.members and self.speaks
@@ -240,44 +223,43 @@ class Place:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether ranks hold the model together."""
         return self.options.is_sharded
 
     @property
     def share(self) -> tuple[int, int] | None:
-        """Where ranks that hold a model together exchange a share of it each: which one of how many is this rank's."""
+        """Return index and number of shares, where ranks that hold a model together exchange one each; or None."""
         if not self.is_sharded or (self.is_synchronous and self.enlistment is None and self.control is None):
             return None
         return self.members.index(self.rank) % self.shards, self.shards
 
     @property
     def replicas(self) -> int:
-        """How often this rank's group has what this rank has of the model."""
+        """Return the number of replicas of the model in this rank's group."""
         return len(self.members) // self.shards
 
     @property
     def data_place(self) -> tuple[int, int]:
-        """Which of how many parts of its group's samples this rank gets."""
+        """Return the index of this rank's part of its group's samples, and the number of parts."""
         return self.members.index(self.rank) // self.tensor_parallel, len(self.members) // self.tensor_parallel
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank speaks to the server for its group, or for its share of what that exchanges.
+        """Return whether this rank exchanges with the server, for its group or for its share of the parameters.
 
-        These are the ranks of the group's first replica; the others get from them what the server has said.
+        These are the ranks of the group's first replica; they pass the answers on to the others.
         """
         return self.members.index(self.rank) < self.shards
 
     @property
     def hands_over(self) -> bool:
-        """Whether this rank hands weights over to the server and takes them back, or its share of them."""
+        """Return whether this rank sends weights to the server and reads them back, or its share of them."""
         return self.is_recorder or (self.share is not None and self.is_with_recorder)
 
     @property
     def mesh(self) -> DeviceMesh:
-        """That of the ranks with which this one holds a replica of the model.
+        """Return the mesh of the ranks with which this one holds a replica of the model.
 
-        The first time, all ranks ask for it before training begins. It stays, whatever groups are formed.
+        The first access is made by all ranks, before training begins. The mesh stays, whatever groups are formed.
         """
         if self._mesh is None:
             for topology in self._parted:
@@ -291,33 +273,30 @@ class Place:
 
     @property
     def _parted(self) -> list[Topology]:
-        """Ranks that hold a replica of the model, and those parts of them that are tensor-parallel columns and rows."""
+        """Return the ranks that hold a replica of the model, and their tensor-parallel columns and rows, if any."""
         if not isinstance(self.options.inside, ModelParallel):
             return [self.holders]
         return [self.holders, *(part(self.holders, self.tensor_parallel) for part in (columns_of, rows_of))]
 
     @property
     def _compute_groups(self) -> Topology:
-        """The compute groups that torch knows, as it numbers their ranks."""
+        """Return the compute groups that torch knows, as it numbers their ranks."""
         return self.topology if self.enlistment is None else Topology.even(self.size, 1)
 
     @property
     def _alike(self) -> Topology:
-        """The ranks of each group that have the same of the model; if that is all of it, the groups."""
+        """Return the ranks of each group with the same part of the model; if that is all of it, the groups."""
         return columns_of(self._compute_groups, self.shards) if self.is_sharded else self._compute_groups
 
     @property
     def has_replicas(self) -> bool:
-        """Whether any group holds the model several times, in shards."""
+        """Return whether any group holds the model several times, in shards."""
         return self.is_sharded and any(len(members) > self.shards for members in self._compute_groups.groups)
 
     def make_groups(self, gather: Callable[[list[int]], list[list[int]]] | None = None) -> None:
-        """Makes the process groups of the compute groups, and of ranks in them that have the same of a sharded model.
+        """Create the process groups of the compute groups, and of their ranks with the same part of a sharded model.
 
-        All live ranks call it.
-
-        Args:
-            gather: as in `ProcessGroups.make`.
+        All live ranks call it; ``gather`` is as in `ProcessGroups.make`.
         """
         self.process_groups.make(self._compute_groups, gather)
         if self.has_replicas:
@@ -325,85 +304,83 @@ class Place:
 
     @property
     def groups_inside(self) -> list[Any]:
-        """This rank's process groups of members of its compute group, in which they wait for each other."""
+        """Return this rank's process groups of members of its compute group, in which they wait for each other."""
         if not self.is_sharded:
             return [self.compute_group]
         topologies = [self._compute_groups, *self._parted, *([self._alike] if self.has_replicas else [])]
         return list({id(group): group for group in map(self.process_groups.compute, topologies)}.values())
 
     def abandon_groups(self) -> None:
-        """This rank fails: ranks that wait for it inside its compute group fail at once."""
+        """Let ranks that wait for this one inside its compute group fail at once, because it fails."""
         for topology in (self._compute_groups, self._alike, *self._parted):
             self.process_groups.abandon(topology)
 
     @property
     def is_synchronous(self) -> bool:
-        """Whether there is just one group: plain synchronous training, with no server in the path."""
+        """Return whether there is one group only: plain synchronous training, with no server in the path."""
         return self.topology.is_synchronous
 
     @property
     def lost(self) -> tuple[int, ...]:
-        """Ranks lost so far."""
         return self.control.lost if self.control else ()
 
     @property
     def goes_on(self) -> bool:
-        """Whether this rank's group is to join a run that goes on already; see `LateGroup`."""
+        """Return whether this rank's group is to join a running run; see `LateGroup`."""
         return self.enlistment is not None and not self.enlistment.begins
 
     @property
     def takes_part(self) -> bool:
-        """Whether it has."""
+        """Return whether this rank's group has joined a running run."""
         return self.goes_on and self.control is not None
 
     @property
     def live_ranks(self) -> tuple[int, ...]:
-        """Ranks that are not lost; of a group that joined on its own, those of the group."""
+        """Return the ranks that are not lost; in a group that joined on its own, those of the group."""
         ranks = range(self.size) if self.enlistment is None else self.members
         return tuple(rank for rank in ranks if rank not in self.lost)
 
     @property
     def live_groups(self) -> tuple[int, ...]:
-        """Numbers of the groups that have lost no rank."""
+        """Return the numbers of the groups that have lost no rank."""
         lost = set(self.lost)
         return tuple(g for g in self.topology.alive if not lost.intersection(self.topology.members(g)))
 
     @property
     def steps_at_worker(self) -> bool:
-        """Whether the user's optimizer steps on every rank, and groups have weights of their own."""
+        """Return whether the user's optimizer steps on every rank, so that groups have weights of their own."""
         return self.method.steps_at == "worker"
 
     @property
     def servers(self) -> int:
-        """How many servers hold a share each of what a rank exchanges: of the model, or of its own share of that."""
+        """Return the number of servers that divide this rank's exchanged parameters among them."""
         return 1 if self.control is None or self.is_sharded else self.control.shards
 
     @property
     def server_address(self) -> str:
-        """Address of the parameter server, or an empty string while there is none."""
         return self.control.address if self.control else ""
 
     @property
     def compute_group(self) -> Any:
-        """The process group of this rank's compute group, which `broadcast_initial` and `regroup` make."""
+        """Return the process group of this rank's compute group, which `broadcast_initial` and `regroup` create."""
         return self.process_groups.compute(self.topology)
 
     @property
     def replica_group(self) -> Any:
-        """The process group of those ranks of the compute group that have the same of the model as this one."""
+        """Return the process group of the compute group's ranks that have the same part of the model as this one."""
         return self.process_groups.compute(self._alike)
 
     @property
     def holder_group(self) -> Any:
-        """The process group of the ranks with which this one holds a replica of the model."""
+        """Return the process group of the ranks with which this one holds a replica of the model."""
         return self.process_groups.compute(self.holders)
 
     def steps_here(self, part: Part) -> bool:
-        """Whether the user's optimizer steps this part on every rank."""
+        """Return whether the user's optimizer steps this part on every rank."""
         return self.steps_at_worker and part.head is None
 
     def split_of(self, part: Part, servers: int) -> Split:
-        """How the parameters of an optimizer are divided over so many servers."""
+        """Return the division of an optimizer's parameters over this number of servers."""
         layout = part.replica.layout
         if part.split is None or part.split.layout is not layout or len(part.split.shares) != servers:
             at_servers = None if self.steps_here(part) else part.optimizer
@@ -414,12 +391,12 @@ class Place:
         return part.split
 
     def empty(self, nbytes: int) -> Tensor:
-        """Memory for what is exchanged with the server: see `Control.empty`."""
+        """Return memory for exchanges with the server: see `Control.empty`."""
         assert self.control is not None
         return self.control.empty(nbytes)
 
     def learn_names(self, module: Module) -> None:
-        """Remember what a module calls its parameters, also where others of that name are in another module."""
+        """Record a module's names of its parameters, and make those unique that another module has, too."""
         taken = set(self.names.values())
         for name, parameter in module.named_parameters():
             if parameter not in self.names:
@@ -431,12 +408,12 @@ class Place:
     # --- Among all ranks ---------------------------------------------------------------------------------------------
 
     def all_reduce_max(self, numbers: Sequence[int]) -> list[int]:
-        """The largest of each number over all live ranks."""
+        """Return the largest of each number over all live ranks."""
         groups = self.process_groups
         return groups.largest(numbers, groups.live if self.control is not None else groups.original)
 
     def broadcast_text(self, text: str) -> str:
-        """Rank 0's text, on every rank; while there is one group, or none yet. All ranks call it."""
+        """Return rank 0's text on every rank, while there is one group, or none yet. All ranks call it."""
         if not self.is_synchronous:
             return self._broadcast_text_with_torch(text)
         return self.process_groups.broadcast_text(text, self.compute_group)
@@ -445,10 +422,10 @@ class Place:
         return self.process_groups.broadcast_text(text, self.process_groups.original)
 
     def broadcast_from_recorder(self, tree: Any) -> Any:
-        """What the recorder passes, on every live rank; what this rank passes, if the recorder has died meanwhile.
+        """Return the recorder's tree on every live rank; this rank's own, if the recorder has died meanwhile.
 
         Args:
-            tree: plain values and tensors; small ones, for each byte is sent as a number.
+            tree: plain values and tensors; small ones, because each byte is sent as a number.
         """
         packed, buffer = pack(tree)
         mine = msgspec.msgpack.encode((packed, bytes(buffer.numpy()))) if self.is_recorder else b""
@@ -460,11 +437,10 @@ class Place:
         return unpack(packed, torch.tensor([*values], dtype=torch.uint8), copy=True)
 
     def barrier(self) -> None:
-        """Every live rank waits for every other."""
         self.process_groups.barrier()
 
 
 def _count_ranks_per_node(size: int) -> list[int]:
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", size))  # torchrun's word
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", size))  # set by torchrun
     full, rest = divmod(size, local)
     return [local] * full + ([rest] if rest else [])

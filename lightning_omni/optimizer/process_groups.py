@@ -1,8 +1,8 @@
-"""torch.distributed's process groups: one for each compute group, one for all that live, and which is the default.
+"""torch.distributed's process groups: one for each compute group, one of all live ranks, and the current default.
 
-Compute groups are kept for the life of the process, for a later fit of the same script would have to make them again.
-Whether a topology's groups are there, or are to be made, all live ranks decide together, from what every one of them
-holds; how many groups a rank has made or destroyed before, on its user's behalf or ours, does not matter.
+Compute groups are kept for the life of the process, because a later fit of the same script would have to create them
+again. All live ranks decide together whether a topology's groups exist or must be created, from the groups that each of
+them holds; the groups that a rank has created or destroyed before do not matter.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from lightning_omni.optimizer.live_world import BACKEND, LiveWorld, Synchronize,
 from lightning_omni.topology import Topology
 
 MOST_KEPT = 16
-"""Topologies whose process groups are kept; each has sockets and threads."""
+"""The most topologies whose process groups are kept; each has sockets and threads."""
 
 Groups = tuple[tuple[int, ...], ...]
 Gather = Callable[[list[int]], list[list[int]]]
-"""Takes whole numbers of this rank, returns those of every live rank, in rank order."""
+"""A function that takes whole numbers of this rank, and returns those of every live rank, in rank order."""
 
 
 @dataclass
 class _Made:
-    """A process group, and the number that its members know it by."""
+    """A process group, and the number by which its members identify it."""
 
     number: int
     group: ref[Any]
 
 
 class _Cache:
-    """What was made beside one default process group. It is torch's: destroying the default destroys all of it.
+    """The process groups created beside one default process group. Destroying the default destroys all of them.
 
-    Nothing here keeps a process group alive, nor its store, which another default process group may need the port of.
+    The cache keeps no process group alive, nor its store, whose port another default process group may need.
     """
 
     def __init__(self, default: Any) -> None:
@@ -50,7 +50,6 @@ class _Cache:
         self.compute: dict[Groups, _Made] = {}
 
     def destroy(self, groups: Groups) -> None:
-        """Ends the process group of one topology, if it is there."""
         made = self.compute.pop(groups, None)
         group = made.group() if made is not None else None
         if group is not None and group is not dist.group.WORLD:
@@ -65,18 +64,13 @@ _survivors: tuple[ref[Any], tuple[int, ...]] | None = None
 
 
 def outlive(group: Any, lost: Sequence[int]) -> None:
-    """Note that a process group, which becomes the default one, is of the ranks that are left of a run.
-
-    Args:
-        group: theirs.
-        lost: the other ranks.
-    """
+    """Record that a process group, which becomes the default one, consists of the surviving ranks of a run."""
     global _survivors
     _survivors = ref(group), tuple(lost)
 
 
 def check_none_lost() -> None:
-    """Check that the default process group still has all ranks that the script has begun with.
+    """Check that the default process group still has all ranks with which the script has begun.
 
     Raises:
         RankLost: an earlier fit, or loop, has lost some, and Lightning and loaders would still count them.
@@ -92,7 +86,7 @@ def check_none_lost() -> None:
 
 
 def _cache_beside(default: Any) -> _Cache:
-    """What is kept beside a default process group; of one that was destroyed, nothing is."""
+    """Return the cache of a default process group, and drop that of an earlier one."""
     global _cache
     if _cache is None or _cache.default() is not default:
         _cache = _Cache(default)
@@ -100,13 +94,13 @@ def _cache_beside(default: Any) -> _Cache:
 
 
 class ProcessGroups:
-    """All process groups that a rank is in. The default process group is switched here and nowhere else.
+    """All process groups of a rank. No other class switches the default process group.
 
     Args:
         rank: this rank.
         size: number of ranks, dead or alive.
-        timeout: seconds after which a collective that does not complete is an error.
-        device: where tensors for the collectives of torch's own groups live.
+        timeout: time after which an incomplete collective is an error.
+        device: device of tensors for the collectives of torch's own groups.
         is_group: whether the default process group is that of one compute group, which has joined on its own.
     """
 
@@ -119,7 +113,7 @@ class ProcessGroups:
 
     @property
     def original(self) -> Any:
-        """The default process group as it was found: of all ranks, also of those that were lost since."""
+        """Return the default process group as it was found: of all ranks, including those lost since."""
         if self._found is None:
             self._found = dist.group.WORLD
         return self._found
@@ -135,18 +129,18 @@ class ProcessGroups:
 
     @property
     def live(self) -> LiveWorld:
-        """The group of all ranks that live; there is one once the server was joined."""
+        """Return the group of all live ranks, which exists once the server was joined."""
         live = self._cache.live() if self._cache.live is not None else None
         assert live is not None
         return live
 
     def make(self, topology: Topology, gather: Gather | None = None, stays: bool = False) -> None:
-        """Makes the process groups of a topology, unless all ranks have them. All live ranks call it.
+        """Create the process groups of a topology, unless all ranks have them. All live ranks call it.
 
         Args:
-            topology: every rank of it is here.
-            gather: how they hear of each other; None takes the default process group as it was found.
-            stays: whether it is kept to the end of the run, however many others are made.
+            topology: the topology; every rank of it calls this.
+            gather: exchanges numbers between the ranks; None uses the default process group as it was found.
+            stays: whether the groups are kept to the end of the run, whatever others are created.
         """
         members, kept = self._members(topology), self._cache
         if stays:
@@ -157,7 +151,7 @@ class ProcessGroups:
         offer = 1 + secrets.randbelow(1 << 62)
         of_all = (gather or self._gather)([held.number if held else 0, offer])
         if held is not None and all(theirs == held.number for theirs, _ in of_all):
-            kept.compute[topology.groups] = kept.compute.pop(topology.groups)  # the last used
+            kept.compute[topology.groups] = kept.compute.pop(topology.groups)  # it was used last
             return
         kept.destroy(topology.groups)
         before, number = dist.group.WORLD, of_all[0][1]
@@ -170,29 +164,28 @@ class ProcessGroups:
             kept.destroy(groups)
 
     def compute(self, topology: Topology) -> Any:
-        """The process group of this rank's group in a topology that was made."""
+        """Return the process group of this rank's group in a topology, which `make` has created."""
         members = self._members(topology)
         return self.original if len(members) == self._size else self._cache.compute[topology.groups].group()
 
     def _members(self, topology: Topology) -> Sequence[int]:
-        """Ranks of this rank's group, as torch numbers them."""
+        """Return the ranks of this rank's group, as torch numbers them."""
         if self._is_group and self._rank not in topology.ranks:  # the numbers are those of the run
             return range(self._size)
         return topology.members(topology.group_of(self._rank))
 
     def use(self, group: Any) -> None:
-        """Makes a process group the default of torch.distributed."""
         _ = self.original  # found before it is replaced
         dist.GroupMember.WORLD = group
 
     def join(self, synchronize: Synchronize, rank: int) -> None:
-        """From now on live ranks synchronize this way, in which this one has that number. All ranks call it."""
+        """Let live ranks synchronize by this function, in which this one has the number ``rank``. All ranks call it."""
         self.make_live_world()
         self.live.connect(synchronize, rank)
         dist.barrier()
 
     def make_live_world(self) -> None:
-        """Make the group of all ranks that live, unless there is one; the default process group is as it was found."""
+        """Create the group of all live ranks, unless it exists; the default process group is the original one."""
         register()
         self.use(self.original)
         if self._cache.live is None:
@@ -202,26 +195,25 @@ class ProcessGroups:
             self._cache.live = ref(made)
 
     def abandon(self, topology: Topology) -> None:
-        """This rank fails: ranks that wait for it inside its compute group fail at once."""
+        """Let ranks that wait for this one inside its compute group fail at once, because it fails."""
         self.use(self.original)
         self._cache.destroy(topology.groups)
 
     def leave(self) -> None:
-        """The run is over; what torch's default is now is found again by the next one."""
+        """End the run; the next run finds its own default process group."""
         self._found = None
         self._stay.clear()
 
     # --- Among all ranks -----------------------------------------------------------------------------------------
 
     def barrier(self) -> None:
-        """Every live rank waits for every other."""
         before = dist.group.WORLD
         self.use(self.live)
         dist.barrier()
         self.use(before)
 
     def largest(self, numbers: Sequence[int], group: Any) -> list[int]:
-        """The largest of each number over a group."""
+        """Return the largest of each number over a group."""
         device = torch.device("cpu") if isinstance(group, LiveWorld) else self._device
         tensor = torch.tensor(list(numbers), dtype=torch.int64, device=device)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
@@ -229,7 +221,7 @@ class ProcessGroups:
         return largest
 
     def broadcast_text(self, text: str, group: Any, by: int = 0) -> str:
-        """Text of one rank, as torch numbers them, on every rank of a group of torch's own."""
+        """Return the text of one rank, as torch numbers them, on every rank of a group of torch's own."""
         data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=self._device)  # may be empty
         size = torch.tensor(data.numel(), device=self._device)
         dist.broadcast(size, src=by, group=group)
@@ -239,7 +231,6 @@ class ProcessGroups:
         return bytes(data.cpu().numpy()).decode()
 
     def _gather(self, numbers: list[int]) -> list[list[int]]:
-        """Every rank's whole numbers, over the default process group as it was found."""
         mine = torch.tensor(numbers, dtype=torch.int64, device=self._device)
         places = [torch.empty_like(mine) for _ in range(self._size)]
         dist.all_gather(places, mine, group=self.original)

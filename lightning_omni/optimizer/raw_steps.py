@@ -1,7 +1,6 @@
-"""Weights that a loop without Lightning moves by itself, and that groups would not exchange.
+"""A guard against weights that a loop without Lightning moves by itself, and that groups would not exchange.
 
-Lightning's strategy takes the module's optimizers in itself. In a loop the user does, and with an optimizer that was
-not wrapped each group would train a model of its own, without any error.
+With an optimizer that the user has not wrapped, each group would train a model of its own, without any error.
 """
 
 from __future__ import annotations
@@ -29,12 +28,7 @@ _REMEDY = (
 
 
 class RawSteps:
-    """Refuses steps of optimizers that no `OmniOptimizer` of the world makes, while several groups train.
-
-    Args:
-        place: this rank's, in the run.
-        executor: returns how the ranks train together at the moment.
-    """
+    """A guard against steps without an `OmniOptimizer` of the world, while several groups train."""
 
     def __init__(self, place: Place, executor: Callable[[], Executor]) -> None:
         self._place, self._executor = place, executor
@@ -42,15 +36,12 @@ class RawSteps:
         self._stranger = ""
 
     def wrapped(self, module: Module) -> None:
-        """Note that the world has wrapped a module, whose weights its groups are to train together."""
+        """Record that the world has wrapped a module, whose weights its groups are to train together."""
         self._wrapped.append(ref(module))
 
     @contextmanager
     def watch(self, steps: Callable[[], int]) -> Iterator[None]:
-        """Watch the steps of all optimizers meanwhile.
-
-        Args:
-            steps: returns how many steps the optimizers of the world have made in this loop.
+        """Watch the steps of all optimizers in this context; ``steps`` returns the number of the world's own steps.
 
         Raises:
             ConfigurationError: the loop ends, and weights have moved in it by other means alone.
@@ -74,7 +65,7 @@ class RawSteps:
             )
 
     def _refuse(self, optimizer: Optimizer, *_: Any) -> None:
-        """An optimizer is about to step, whosever it is."""
+        """Refuse the step of an optimizer that would move weights without an exchange."""
         place, executor = self._place, self._executor()
         if not executor.exchanges or executor.is_called or (place.steps_at_worker and not place.is_computing):
             return
@@ -92,7 +83,7 @@ class RawSteps:
                     " call its step(closure), that of the OmniOptimizer, in which groups exchange, with a closure that"
                     " computes the loss and its gradients"
                 )
-        if not place.is_computing:  # evaluates the model, perhaps: with a classifier of its own on top of it
+        if not place.is_computing:  # perhaps the model is evaluated, by a classifier that is trained on top of it
             return
         if not place.parts or not moved.isdisjoint(self._weights()):
             raise ConfigurationError(f"{name}.step() of an optimizer that no OmniOptimizer wraps; {_REMEDY}")
@@ -104,5 +95,5 @@ class RawSteps:
                 yield from alive.parameters()
 
     def _sums(self) -> list[int]:
-        """Return a sum for each weight, over its bytes, which is another one once the weight has moved."""
+        """Return a sum over the bytes of each weight, which changes when the weight moves."""
         return [int(local_of(each).contiguous().view(-1).view(torch.uint8).sum()) for each in self._weights()]

@@ -1,10 +1,10 @@
 """How the members of a compute group average their gradients: an all-reduce format, in DistributedDataParallel.
 
-DDP calls a communication hook for each bucket of gradients, in one order on all ranks. What the format wants averaged
-goes through `torch.distributed.all_reduce` there and then, so that the order of collectives is the same on all ranks,
-also beside those of the module (SyncBatchNorm's). On a CUDA device they have a stream of their own, beside the backward
-pass; on a CPU the backward pass waits for all but the last bucket, which `Reduction.seconds` counts. So a CPU's
-gradients are in fewer buckets than DDP makes by itself (`Reduction.ddp_options`).
+DDP calls a communication hook for each bucket of gradients, in one order on all ranks. The hook averages the format's
+messages by `torch.distributed.all_reduce` at once, so that the order of collectives is the same on all ranks, also with
+those of the module (SyncBatchNorm's) in between. On a CUDA device they have a stream of their own, in parallel with the
+backward pass; on a CPU the backward pass waits for all but the last bucket, which `Reduction.seconds` counts, so the
+buckets are larger there (`Reduction.ddp_options`).
 """
 
 from __future__ import annotations
@@ -29,22 +29,23 @@ from lightning_omni.protocol.all_reduce import AllReduce, Exact, Memory, run_thr
 T = TypeVar("T")
 
 BUCKET_MB = 64
-"""Of gradients in one bucket on a CPU: there is nothing beside which smaller ones could travel, and each takes as many
-all-reduces as a format has messages, one after the other."""
+"""Megabytes of gradients in one bucket on a CPU: smaller buckets would overlap with nothing, and each takes as many
+successive all-reduces as the format has messages."""
 TIMED_BYTES = 1 << 26
-"""Of gradients with which arithmetic is timed: it goes with their number, and memory may be what is short."""
+"""Bytes of gradients with which arithmetic is timed: its time is proportional to their number, and memory may be
+short."""
 
 
 class Reduction:
-    """Averages a rank's gradients over its group, in whatever groups it is.
+    """The averaging of a rank's gradients over its group, whatever groups are formed.
 
     Args:
-        format_: of the all-reduce.
+        format_: the all-reduce format.
 
     Attributes:
-        format: of the all-reduce, from the next module that is wrapped.
-        seconds: that collectives have taken on a CPU so far.
-        memory: what this rank remembers, by parameter.
+        format: the all-reduce format of modules that are wrapped from now on.
+        seconds: seconds of collectives on a CPU so far.
+        memory: this rank's memory of the format, by parameter.
     """
 
     def __init__(self, format_: AllReduce) -> None:
@@ -55,44 +56,32 @@ class Reduction:
         self._wrapped: list[ref[DistributedDataParallel]] = []
 
     def ddp_options(self, module: torch.nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
-        """What DistributedDataParallel is made with.
-
-        Args:
-            module: to be wrapped.
-            given: what the user has said; what that leaves open may be added.
-        """
+        """Return the arguments of DistributedDataParallel: the user's, to which others may be added."""
         on_cpu = all(each.device.type == "cpu" for each in module.parameters())
         is_open = not isinstance(self.format, Exact) and on_cpu and "bucket_cap_mb" not in given
         return {**given, "bucket_cap_mb": BUCKET_MB} if is_open else dict(given)
 
     def install(self, module: Any, group: Any) -> None:
-        """From now on a module's gradients are averaged so. DDP has the exact format itself.
-
-        Args:
-            module: that was wrapped, or was not, because its group has one rank.
-            group: the process group of its compute group.
-        """
+        """Let DDP average a wrapped module's gradients in the present format; a group of one wraps none."""
         if not isinstance(module, DistributedDataParallel):
             self._wrapped = []
             self.forget()
             return
-        # Not what the garbage collector has left on some ranks: what is asked of these is a collective.
+        # Modules that the garbage collector has left on some ranks only are dropped: `check_reduced` is a collective.
         known = [(each, ddp) for each in self._wrapped if (ddp := each()) is not None]
         stay = [each for each, ddp in known if ddp.process_group is group and ddp.module is not module.module]
         self._wrapped = [*stay, ref(module)]
         if isinstance(self.format, Exact):
             self.forget()
             return
-        # A lambda, for torch compares annotations with types, and here they are texts.
+        # A lambda, because torch compares annotations with types, and in this file they are strings.
         module.register_comm_hook((self.format, group), lambda state, bucket: self._hook(state, bucket))
 
     def check_reduced(self, parameters: Collection[Parameter]) -> None:
-        """Raise torch's error if a backward pass has left gradients to be averaged, for which other members wait.
+        """Raise torch's error if a backward pass has left gradients unaveraged, for which other members wait.
 
         torch finds it in the next forward pass, before which the members would wait for each other in an exchange.
-
-        Args:
-            parameters: that are to be stepped. Of other modules the backward pass may be still to come.
+        Other modules than that of ``parameters`` are left out, because their backward pass may still follow.
         """
         wrapped = [module for each in self._wrapped if (module := each()) is not None]
         for module in wrapped:
@@ -100,13 +89,13 @@ class Reduction:
                 check_reduced(module)
 
     def forget(self) -> None:
-        """What was not sent yet belongs to gradients that are no more."""
+        """Clear the memory, because its residuals belong to gradients that no longer exist."""
         self.memory.clear()
 
     def _hook(self, state: tuple[AllReduce, Any], bucket: Any) -> torch.futures.Future[Tensor]:
-        """One bucket of gradients (a ``torch.distributed.GradBucket``), which becomes the mean."""
+        """Replace one bucket of gradients (a ``torch.distributed.GradBucket``) by the mean."""
         flat = bucket.buffer()
-        if flat.is_sparse:  # of one parameter; few of its rows have numbers, and the others need not travel
+        if flat.is_sparse:  # of one parameter; few of its rows have numbers, and only these are sent
             future: torch.futures.Future[Tensor] = allreduce_hook(state[1], bucket)
             return future
         if flat.is_cuda:
@@ -117,7 +106,7 @@ class Reduction:
         return _done(flat)
 
     def _beside(self, state: tuple[AllReduce, Any], bucket: Any, flat: Tensor) -> torch.futures.Future[Tensor]:
-        """In a stream of its own, which has waited for these gradients; DDP waits for the stream."""
+        """Average a bucket in a separate stream, which waits for its gradients; DDP waits for the stream."""
         device = flat.device
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
@@ -132,14 +121,14 @@ class Reduction:
         size = dist.get_world_size(group)
 
         def mean(message: Tensor) -> Tensor:
-            dist.all_reduce(message.div_(size), group=group)  # divided before, for 16 bits do not hold every sum
+            dist.all_reduce(message.div_(size), group=group)  # divided before, because 16 bits may not hold the sum
             return message
 
         run_through(format_.average(_reals(bucket), bucket.parameters(), self.memory), mean)
 
 
 def timed_part(items: Iterable[T], nbytes: Callable[[T], int]) -> list[T]:
-    """The largest of what there is that fit into `TIMED_BYTES` together; memory may be what is short."""
+    """Return the largest items that fit into `TIMED_BYTES` together, because memory may be short."""
     found, left = list[T](), TIMED_BYTES
     for item in sorted(items, key=nbytes, reverse=True):
         if nbytes(item) <= left:
@@ -149,12 +138,13 @@ def timed_part(items: Iterable[T], nbytes: Callable[[T], int]) -> list[T]:
 
 
 def seconds_of_arithmetic(format_: AllReduce, shapes: Iterable[Sequence[int]], device: torch.device) -> float:
-    """How long a rank computes to average its gradients once, but for what travels.
+    """Return the seconds that a rank computes to average its gradients once, without communication.
 
     Args:
-        format_: by which they are averaged.
-        shapes: of all parameters. The largest that fit into `TIMED_BYTES` are timed, and the rest is taken to be alike.
-        device: where the gradients are.
+        format_: the all-reduce format.
+        shapes: shapes of all parameters. The largest that fit into `TIMED_BYTES` are timed, and the others
+            extrapolated.
+        device: device of the gradients.
     """
     shapes = list(shapes)
     timed = [torch.ones(tuple(shape), device=device) for shape in timed_part(shapes, lambda each: 4 * math.prod(each))]
@@ -162,7 +152,7 @@ def seconds_of_arithmetic(format_: AllReduce, shapes: Iterable[Sequence[int]], d
     if not numbers:
         return 0.0
     memory: Memory = {}
-    for _ in range(2):  # the first time there is nothing to begin with
+    for _ in range(2):  # the first time, the memory is empty
         wait_for(device)
         began = time.perf_counter()
         run_through(format_.average(timed, range(len(timed)), memory), lambda message: message)
@@ -172,7 +162,6 @@ def seconds_of_arithmetic(format_: AllReduce, shapes: Iterable[Sequence[int]], d
 
 
 def _holds(module: torch.nn.Module, parameters: Iterable[Parameter]) -> bool:
-    """Return whether some of these parameters are a module's."""
     held = set(map(id, module.parameters()))
     return any(id(each) in held for each in parameters)
 
@@ -180,7 +169,7 @@ def _holds(module: torch.nn.Module, parameters: Iterable[Parameter]) -> bool:
 def _reals(bucket: Any) -> list[Tensor]:
     """Return the gradients of a bucket, in its memory; a complex number as two real ones, in one more dimension.
 
-    Of complex parameters torch has twice as many real numbers in the bucket, and ``gradients()`` has half of them.
+    For complex parameters torch has twice as many real numbers in the bucket, and ``gradients()`` returns half of them.
     """
     parameters: list[Tensor] = bucket.parameters()
     if not any(each.is_complex() for each in parameters):

@@ -1,8 +1,7 @@
-"""A rank's side of a merged head: activations go to the server, outputs come back, and so do their gradients.
+"""A rank's side of a merged head: it sends activations to the server, and gets outputs and gradients back.
 
-While several groups train, `RemoteHead` stands in the place of the submodule's ``forward``; a loss's backward pass runs
-through it as through any function of torch. The members' rows form one batch: the leader brings it to the head, and
-each member gets back its own rows.
+A loss's backward pass runs through it as through any function of torch. The members' rows form one batch: the leader
+sends it to the head, and each member gets its own rows back.
 """
 
 from __future__ import annotations
@@ -33,19 +32,19 @@ _Answer = TypeVar("_Answer", bound=m.Message)
 
 
 class RemoteHead:
-    """Stands in the place of a submodule's ``forward``.
+    """A replacement of a submodule's ``forward``, while several groups train.
 
     Args:
-        place: this rank's, in the run.
-        channel: its way to the server.
-        parameter_groups: what follows the optimizer's parameter groups.
-        part: the head's share of the exchange.
+        place: this rank's place in the run.
+        channel: its exchanges with the server.
+        parameter_groups: follows changes of the optimizer's parameter groups.
+        part: the head's part of the exchange.
         number: its number among the parts.
         name: the submodule's name in the model.
         module: the submodule.
 
     Attributes:
-        side: what this group says for it, and whether it has exclusive access.
+        side: this group's messages for the head, and whether it has exclusive access.
     """
 
     def __init__(
@@ -69,19 +68,18 @@ class RemoteHead:
         self._shapes: list[tuple[tuple[int, ...], torch.dtype]] = []
 
     def install(self) -> None:
-        """From now on the submodule is the server's, while several groups train. Done twice, it is done once."""
+        """Replace the submodule's forward pass by the server's, for several groups. A second call changes nothing."""
         if self._module.forward is not self:
             self._module.forward = self
             for parameter in self._parameters:
-                parameter.grad = None  # of steps that were made here
+                parameter.grad = None  # of earlier steps on this rank
 
     def remove(self) -> None:
-        """The submodule is its own again."""
         if self._module.forward is self:
             del self._module.forward
 
     def release(self) -> None:
-        """An access whose loss was never taken backward is given up."""
+        """Release an exclusive access without a backward pass."""
         if self.side.has_access:
             message = self.side.release()
             if self._place.is_leader:
@@ -94,7 +92,6 @@ class RemoteHead:
     # --- The submodule's forward -------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The head's output for this rank's rows."""
         if not self._place.is_computing:
             return self._own(*args, **kwargs)
         tree = (args, kwargs)
@@ -108,17 +105,17 @@ class RemoteHead:
         return with_tensors(self._output, outputs)
 
     def _evaluate(self, tree: Any) -> Any:
-        """The output of this rank's rows alone, which the head is not trained on: a rank may ask by itself."""
+        """Return the output for this rank's rows, on which the head is not trained; a rank may request it alone."""
         with self._channel.timed():
             answer, payload = self._ask(self._forward(tree, exclusive=False), m.HeadOutput)
         output = unpack(answer.packed, self.side.flat_of(answer.packed, payload))
         return with_tensors(output, [tensor.to(self._place.device) for tensor in tensors_of(output)])
 
     def step_done(self) -> None:
-        """A step has ended, and the submodule may be used again.
+        """End a step, after which the submodule may be used again.
 
         Raises:
-            UnsupportedError: a weight of the submodule got a gradient here, where no optimizer would step it.
+            UnsupportedError: a weight of the submodule got a gradient on this rank, where no optimizer would step it.
         """
         self.release()
         self.side.step_done()
@@ -131,11 +128,11 @@ class RemoteHead:
                 )
 
     def bring(self, tree: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The group's batch to the head, and back what is this rank's of each tensor of the output.
+        """Send the group's batch to the head, and return this rank's rows of each tensor of the output.
 
         Args:
             tree: arguments and keyword arguments.
-            tensors: what is to be put in the places of its tensors.
+            tensors: the tensors to put in the places of the tree's.
         """
         place = self._place
         with self._channel.timed():
@@ -151,7 +148,7 @@ class RemoteHead:
             views = packed.layout.views(payload) if place.is_leader else []
             self._shapes = shapes = [(spec.shape, DTYPES[spec.dtype]) for spec in packed.specs]
             self._output = unpack(packed, torch.zeros(packed.layout.nbytes, dtype=torch.uint8))
-            # Copies: torch takes a view that comes out of a function for something that must not be written to.
+            # Copies, because torch does not allow writes to a view that a function returns.
             return [tensor.clone() for tensor in self._scatter(views, shapes)]
 
     def _forward(self, tree: Any, exclusive: bool) -> ToHead:
@@ -169,11 +166,11 @@ class RemoteHead:
     def take_back(
         self, gradients: Sequence[Tensor | None], inputs: Sequence[tuple[torch.Size, torch.dtype]]
     ) -> list[Any]:
-        """The gradients of the output to the head, which is stepped; back those of this rank's inputs.
+        """Send the gradients of the output to the head, which makes a step; return those of this rank's inputs.
 
         Args:
             gradients: one for each tensor of the output; None if it took no part in the loss.
-            inputs: shape and dtype of each tensor that went in.
+            inputs: shape and dtype of each input tensor.
         """
         place = self._place
         self.side.end()
@@ -184,7 +181,7 @@ class RemoteHead:
             there, payload = b"", torch.empty(0)
             back: list[Any] = []
             if place.is_leader:
-                mean = 1 / len(place.members)  # as DDP takes it over ranks
+                mean = 1 / len(place.members)  # as DDP averages over ranks
                 answer, payload = self._ask(self.side.backward(whole, place.core.place, mean), m.HeadGradients)
                 back = unpack(answer.packed, self.side.flat_of(answer.packed, payload))
                 there = msgspec.msgpack.encode(
@@ -208,7 +205,7 @@ class RemoteHead:
         return len(self._place.members) > 1
 
     def _count_rows(self, tensors: Sequence[Tensor]) -> list[int]:
-        """Rows of each member's tensors."""
+        """Return the number of rows of each member's tensors; nothing in a group of one."""
         if not self._is_shared:
             return []
         sizes = {tensor.shape[0] if tensor.ndim else -1 for tensor in tensors}
@@ -223,8 +220,8 @@ class RemoteHead:
         return [int(rows) for rows in of_all]
 
     def _share_presence(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """What took no part in a member's loss, but did in another's, has a gradient of zeros there."""
-        if not self._is_shared or len(gradients) == 1:  # without any, no member comes here
+        """Return the gradients, with zeros for each that is missing on this member and present on another."""
+        if not self._is_shared or len(gradients) == 1:  # without it there is no backward pass
             return list(gradients)
         flags = torch.tensor([int(each is not None) for each in gradients], device=self._place.device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._place.compute_group)
@@ -235,7 +232,7 @@ class RemoteHead:
         ]
 
     def _gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """At the leader: all members' rows, one below the other."""
+        """Gather all members' rows at the leader, concatenated; other members return their own."""
         if not self._is_shared:
             return list(tensors)
         place, group = self._place, self._place.compute_group
@@ -252,12 +249,7 @@ class RemoteHead:
         return [torch.cat(block) for block in blocks]
 
     def _scatter(self, whole: Sequence[Tensor], shapes: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[Tensor]:
-        """From the leader: to each member its rows, on this rank's device.
-
-        Args:
-            whole: all rows; only the leader has them.
-            shapes: shape and dtype of each.
-        """
+        """Send each member its rows from the leader, the only one with all, and return them on this rank's device."""
         place, group = self._place, self._place.compute_group
         if not self._is_shared:
             return [tensor.to(place.device) for tensor in whole]

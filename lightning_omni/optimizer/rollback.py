@@ -1,7 +1,4 @@
-"""What a run in one group is rolled back to when it has diverged with what was chosen for it.
-
-What becomes of every other piece of a run's state, the table in ``docs/state.md`` says.
-"""
+"""The state to which a run in one group is rolled back; see the table in ``docs/state.md`` for all other state."""
 
 from __future__ import annotations
 
@@ -22,17 +19,17 @@ from lightning_omni.protocol.wire_format import State
 
 @dataclass(frozen=True)
 class RollbackPoint:
-    """What a run in one group is rolled back to when it has diverged with what was chosen for it. All else stays.
+    """The state to which a run in one group is rolled back when it has diverged with a chosen setting. All else stays.
 
-    It stands for long, and keeps values only: while several groups train, optimizer states that no rank has any use for
-    are not kept a second time.
+    It is kept for long, and holds values only: while several groups train, optimizer states that no rank uses are not
+    kept a second time.
 
     Attributes:
-        weights: parameters, and averages of them that callbacks keep, and what they held.
-        buffers: buffers, and what they held.
-        optimizers: each, and its states by parameter. Hyperparameters are not rolled back.
-        senders: what the sender of the group's pushes remembered, for each optimizer. What was given to it since are
-            gradients of weights that are no more.
+        weights: parameters, and averages of them that callbacks keep, each with its value.
+        buffers: buffers, each with its value.
+        optimizers: optimizers, each with its states by parameter. Hyperparameters are not rolled back.
+        senders: memory of the sender of the group's pushes, for each optimizer. Residuals that it has received since
+            belong to weights that no longer exist.
     """
 
     weights: tuple[tuple[Tensor, Tensor], ...]
@@ -44,13 +41,13 @@ class RollbackPoint:
     def of(
         cls, module: nn.Module, optimizers: Sequence[Optimizer], core: GroupCore, averages: Iterable[Tensor] = ()
     ) -> RollbackPoint:
-        """As it is now.
+        """Capture the present state.
 
         Args:
-            module: what is trained.
-            optimizers: that train it; the group has taken them in.
+            module: the trained module.
+            optimizers: its optimizers, which the group has attached.
             core: the group.
-            averages: of weights, which callbacks keep.
+            averages: averages of weights that callbacks keep.
         """
         return cls(
             weights=tuple((each, each.detach().clone()) for each in (*module.parameters(), *averages)),
@@ -63,26 +60,22 @@ class RollbackPoint:
 
     @property
     def is_spoilt(self) -> bool:
-        """Whether a number that was finite then is not now, as in the average of weights of which some were not."""
+        """Return whether a number that was finite then is not now, as in an average of weights that were not."""
         pairs = (*self.weights, *self.buffers)
         return any(bool((_are_finite(kept) & ~_are_finite(tensor.detach())).any()) for tensor, kept in pairs)
 
     @torch.no_grad()
     def keep_weights(self) -> None:
-        """The run has got on well so far: weights and buffers are those of now.
+        """Replace weights and buffers by the present ones, because the run has progressed well so far.
 
-        Optimizer states stay as they are. While several groups train, those of now are at the server or differ from
-        group to group, and a few steps make up for it.
+        Optimizer states stay. While several groups train, the present ones are at the server or differ between groups,
+        and a few steps compensate for that.
         """
         for tensor, kept in (*self.weights, *self.buffers):
             kept.copy_(tensor)
 
     def put_back(self, core: GroupCore) -> None:
-        """The run goes on from there, in one group.
-
-        Args:
-            core: the group.
-        """
+        """Roll the run back to this state, in one group."""
         with torch.no_grad():
             for tensor, kept in (*self.weights, *self.buffers):
                 write(tensor, kept)
@@ -95,10 +88,10 @@ class RollbackPoint:
 
 
 def _are_finite(tensor: Tensor) -> Tensor:
-    """Which elements are; of floats of 8 bits, too, of which torch cannot say it for all kinds."""
+    """Return which elements are finite, also of floats of 8 bits, for which torch does not support all kinds."""
     return (tensor.float() if tensor.is_floating_point() and tensor.element_size() == 1 else tensor).isfinite()
 
 
 def copied(tree: Any) -> Any:
-    """A tree of plain data and tensors that no other holds."""
+    """Copy a tree of plain data and tensors."""
     return tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, tree)

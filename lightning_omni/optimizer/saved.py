@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a run beside Lightning's own entries, which are those of plain DDP."""
+"""The state of a run in a checkpoint beside Lightning's own entries, which are those of plain DDP."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from lightning_omni.protocol.cut import Cut
 from lightning_omni.protocol.progress import Progress
 
 ENTRY = "omni"
-"""The name of what is added to a checkpoint."""
+"""The name of the entry that is added to a checkpoint."""
 NAME = "lightning_omni.run_state"
 VERSION = 2
-"""Of the entry. Before it had a name and a version it was 1."""
+"""The version of the entry. An entry without name and version counts as version 1."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A run, as a checkpoint has it.
+    """The state of a run in a checkpoint.
 
     Attributes:
-        cut: the moment of the server that it is of.
+        cut: the moment of the server at which it was saved.
         groups: number of groups.
-        progress: in samples and steps; None if the data were not leased.
-        method: how groups exchanged, as plain data; None if weights alone were saved, as all that follows.
+        progress: progress in samples and steps; None if the data were not leased.
+        method: how groups exchanged, as plain data; None, as are all that follow, if only weights were saved.
         parameters: names of the parameters of each optimizer.
-        server: what the method's server side remembers, for each optimizer.
-        states: of each group, what it alone knows: memory and senders, for each optimizer, and where optimizers step at
-            the workers its weights and optimizer state. Empty if several groups were training.
-        schedules: for each scheduler, what it counts, and what it would if it had kept pace until this very moment, of
-            which the rank that saves knew less; nothing for one that counts no steps.
-        folder: that has the tensors of ``server`` and ``states``; None if these have them.
+        server: state of the method's server side, for each optimizer.
+        states: for each group, the state that only it has: memory and senders, for each optimizer, and its weights and
+            optimizer state where optimizers step at the workers. Empty if several groups were training.
+        schedules: for each scheduler, its count, and its count if it had kept pace until the exact moment of the save,
+            of which the saving rank knew less; nothing for one that counts no steps.
+        folder: the folder with the tensors of ``server`` and ``states``; None if these contain them.
     """
 
     cut: Cut = field(default_factory=Cut)
@@ -49,7 +49,7 @@ class Saved:
     folder: Folder | None = None
 
     def to_plain(self) -> dict[str, Any]:
-        """As plain data and tensors, which ``torch.load(weights_only=True)`` reads."""
+        """Return plain data and tensors, which ``torch.load(weights_only=True)`` reads."""
         progress = self.progress
         run: dict[str, Any] = {
             "groups": self.groups,
@@ -65,7 +65,7 @@ class Saved:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Saved | None:
-        """From a checkpoint's entry, of this version or an earlier one; None if the entry is none of ours.
+        """Return the state in a checkpoint's entry, of this version or an earlier one; None if the entry is foreign.
 
         Raises:
             ConfigurationError: a later version has saved it.

@@ -1,4 +1,4 @@
-"""What a parameter server will take for a push, told before there is one: timed here, on a part of the weights."""
+"""A prediction of a parameter server's time for a push, before a server runs: measured on a part of the weights."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from lightning_omni.methods.master import Master, describe, held_by, hyperparame
 from lightning_omni.optimizer.reduction import timed_part
 
 TIMED_PUSHES = 3
-"""Of which the shortest counts: in the first one, the optimizer makes its state."""
+"""Pushes of which the shortest counts: in the first one, the optimizer creates its state."""
 
 
 def seconds_of_push(optimizer: Optimizer) -> float:
-    """How long a server handles one push of the gradients of all parameters, but for what travels.
+    """Return the seconds that a server takes for one push of the gradients of all parameters, without communication.
 
-    It takes the gradients over, lets the optimizer step, and copies the weights for the answer: on the CPU, in one
-    thread, as a server does by default.
+    It copies the gradients, lets the optimizer step, and copies the weights for the answer: on the CPU, in one thread,
+    as a server does by default.
 
     Args:
-        optimizer: the user's, which stays as it is. The largest of its parameters that fit into `TIMED_BYTES` are
-            timed, and the rest is taken to be alike.
+        optimizer: the user's optimizer, which stays unchanged. The largest of its parameters that fit into
+            `TIMED_BYTES` are timed, and the others extrapolated.
 
     Returns:
-        Seconds; 0 if no server can run this optimizer, or not without its state, or nothing is trained.
+        Seconds; 0 if no server can run this optimizer, or not without its state, or no parameter is trained.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(1000))
@@ -47,7 +47,7 @@ def seconds_of_push(optimizer: Optimizer) -> float:
     try:
         twin = rebuild(describe(optimizer, names, with_state=False), weights, lambda _: type(optimizer))
         seconds = _seconds_of_update(Master(weights, twin), twin)
-    except OmniError:  # also if it cannot step without what its constructor has made, as Adagrad of torch 2.7
+    except OmniError:  # also if it cannot step without its constructor's state, as Adagrad of torch 2.7
         return 0.0
     return seconds * (sum(each.numel() for each in every) / sum(each.numel() for each in names))
 
@@ -55,7 +55,7 @@ def seconds_of_push(optimizer: Optimizer) -> float:
 def _seconds_of_update(master: Master, twin: Optimizer) -> float:
     settings, seconds = hyperparameters_of(twin), math.inf
     came = [torch.full_like(weight, 1e-3) for weight in master.weights()]
-    pushed, answer = ([torch.empty_like(each) for each in came] for _ in range(2))  # memory that is used again
+    pushed, answer = ([torch.empty_like(each) for each in came] for _ in range(2))  # reused memory
     with one_thread():
         for _ in range(TIMED_PUSHES):
             began = time.perf_counter()
@@ -68,7 +68,7 @@ def _seconds_of_update(master: Master, twin: Optimizer) -> float:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """As a server computes by default."""
+    """Compute in one thread in this context, as a server does by default."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

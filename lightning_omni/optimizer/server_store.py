@@ -1,4 +1,4 @@
-"""What the servers hold of a run as a whole: read as of one moment, handed over, and stored for groups that join."""
+"""The state that the servers hold of a run as a whole: snapshots of one moment, seeds, and state for joining groups."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from lightning_omni.protocol.split import Split
 
 
 class ServerSnapshot(NamedTuple):
-    """Everything that the server holds, of one moment.
+    """The state that the servers hold at one moment.
 
     Attributes:
-        cut: which moment.
-        parts: of each optimizer ``{"weights": {name: tensor}, "state": {...}, "clock": 0, "method": {...}}``.
-        groups: of each group, the state that was gathered from it.
+        cut: the moment.
+        parts: for each optimizer ``{"weights": {name: tensor}, "state": {...}, "clock": 0, "method": {...}}``.
+        groups: for each group, the state that was gathered from it.
     """
 
     cut: Cut
@@ -34,22 +34,17 @@ class ServerSnapshot(NamedTuple):
 
 
 class ServerStore:
-    """Reads and writes what the servers hold, each its share. For ranks that speak.
-
-    Args:
-        place: this rank's, in the run.
-        connections: gives those to the servers, with nothing under way.
-    """
+    """The access to the state that the servers hold, each its share, on ranks that exchange with them."""
 
     def __init__(self, place: Place, connections: Callable[[], Requests]) -> None:
         self._place, self._connections = place, connections
 
     def snapshot(self, with_state: bool = True, version: int = 0) -> ServerSnapshot:
-        """Everything that the server holds, as of one moment, or what this rank has of it. For ranks that speak.
+        """Return the state that the servers hold at one moment, or this rank's share of it.
 
         Args:
-            with_state: also what optimizers and methods remember, and the gathered states of groups.
-            version: number of a validation: the moment at which this was first asked for that one. 0 is now.
+            with_state: whether to include the states of optimizers and methods, and the gathered states of groups.
+            version: number of a validation, for the moment of the first request with that number; 0 for now.
         """
         requests, take = self._connections(), m.TakeSnapshot(with_state=with_state, version=version)
         answers = requests.exchange([Outgoing(take)] * requests.count, m.Snapshot)
@@ -65,7 +60,6 @@ class ServerStore:
         return ServerSnapshot(cut, parts, first.get("groups", {}))
 
     def _whole(self, part: Part, shares: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """What the servers hold of an optimizer, each its share, put together."""
         if part.head is not None:  # the server that coordinates holds all of it
             return shares[0]
         split = self._place.split_of(part, len(shares))
@@ -80,10 +74,10 @@ class ServerStore:
         return whole
 
     def seed(self, parts: Sequence[dict[str, Any]]) -> None:
-        """Hands weights and optimizers over, to each server its share. By the recorder.
+        """Send weights and optimizers to the servers, to each its share. The recorder calls it.
 
         Args:
-            parts: of each optimizer, as `lightning_omni.protocol.snapshots.Snapshots.seed` takes them.
+            parts: for each optimizer, as `lightning_omni.protocol.snapshots.Snapshots.seed` takes them.
         """
         requests = self._connections()
         parts = [self._cut_again(self._place.parts[index], part, requests.count) for index, part in enumerate(parts)]
@@ -98,19 +92,19 @@ class ServerStore:
         requests.exchange(seeds, m.Seeded)
 
     def _cut_again(self, part: Part, seed: dict[str, Any], servers: int) -> dict[str, Any]:
-        """What an optimizer's servers are handed; a checkpoint may have fragments as other servers have cut them."""
+        """Return a seed in the fragments of the present servers; a checkpoint may have those of others."""
         if seed.get("method") is None or part.head is not None or self._place.share is not None:
             return seed
         split = self._place.split_of(part, servers) if servers > 1 else Split.whole(part.replica.layout)
         return {**seed, "method": split.recut(seed["method"])}
 
     def store_group_state(self, packed: Packed, buffer: Tensor) -> None:
-        """What this group alone knows, or what this rank has of it, becomes part of the next snapshot."""
+        """Store the state that only this group has, or this rank's share of it, for the next snapshot."""
         message = m.GroupState(packed=packed, nbytes=buffer.numel())
         self._connections().own.exchange(message, m.GroupStateStored, buffer)
 
     def _share_of(self, part: Part, seed: dict[str, Any], server: int, servers: int) -> dict[str, Any]:
-        """What one of several servers is handed of an optimizer; of a merged head, the one that coordinates all."""
+        """Return one server's share of an optimizer's seed; the coordinating server gets all of a merged head."""
         if part.head is not None:
             if server == 0:
                 return seed
@@ -129,22 +123,18 @@ class ServerStore:
         }
 
     def store_run_state(self, packed: Packed, buffer: Tensor) -> None:
-        """What a group that joins from here on is given beside the weights. By the recorder, when groups have parted.
+        """Store the state beside the weights for groups that join. The recorder calls it when groups separate.
 
-        Where its members hold something together, each stores its share with its own server, and the recorder last.
-
-        Args:
-            packed: the tree without its tensors, and ...
-            buffer: ... these: see `lightning_omni.protocol.codec.pack`.
+        Where its members hold the model together, each stores its share at its own server, and the recorder last.
         """
         message = m.StoreRunState(packed=packed, nbytes=buffer.numel())
         self._connections().own.exchange(message, m.RunStateStored, buffer)
 
     def read_run_state(self, share: bool = False) -> dict[str, Any]:
-        """What was stored for groups that join.
+        """Return the stored state for groups that join.
 
         Args:
-            share: reads what a member of the recorder's group has stored with this rank's own server.
+            share: whether to read the share that a member of the recorder's group has stored at this rank's own server.
         """
         requests = self._connections()
         connection = requests.own if share else requests.coordinator

@@ -1,10 +1,9 @@
 """A model that the members of a compute group hold together: torch's FSDP2 and tensor parallelism, by DTensors.
 
-Rule 1: what is exchanged of a parameter is what this rank has of it, flat (`here`), and no rank has more of it for
-longer than its block computes.
-Rule 2: what all ranks of a tensor-parallel row have alike (the parameters of a norm, say) each of them exchanges a part
-of, so that it travels once, and gives to the others what it was answered (`complete`), so that they stay alike.
-Rule 3: a checkpoint is whole, and is put together parameter by parameter on the CPU of one rank.
+Rule 1: a rank exchanges its own part of a parameter, flat (`here`), and holds more of it only while a block computes.
+Rule 2: parameters that all ranks of a tensor-parallel row have alike (those of a norm, for example) are divided for the
+exchange: each rank exchanges a part, and passes the answer on to the others (`complete`), so that they stay alike.
+Rule 3: a checkpoint has whole tensors, which are merged one by one on the CPU of one rank.
 """
 
 from __future__ import annotations
@@ -36,22 +35,18 @@ from lightning_omni.topology import RECORDER, Topology
 
 
 def is_sharded(module: Module) -> bool:
-    """Whether any parameter of a module is sharded, by `shard` or by the user's ``configure_model``."""
+    """Return whether any parameter of a module is sharded, by `shard` or by the user's ``configure_model``."""
     return any(isinstance(parameter, DTensor) for parameter in module.parameters())
 
 
 def shard(module: Module, mesh: DeviceMesh) -> None:
-    """Applies ``fully_shard`` to the blocks of a module's children and to these, unless any of it is sharded already.
+    """Apply ``fully_shard`` to a module's children and to their blocks, unless a parameter is sharded already.
 
-    Blocks are what lists and sequences of modules hold: the layers of a transformer, say. The module itself is left as
-    it is, with parameters of its own, for Lightning calls its ``training_step`` and not its ``forward``.
-
-    Args:
-        module: the LightningModule, or any that holds the model.
-        mesh: of this rank's compute group.
+    Blocks are the entries of lists and sequences of modules, such as the layers of a transformer. The module itself is
+    left as it is, with parameters of its own, because Lightning calls its ``training_step`` and not its ``forward``.
 
     Raises:
-        UnsupportedError: a parameter is of two children.
+        UnsupportedError: two children share a parameter.
     """
     if is_sharded(module):
         return
@@ -72,7 +67,7 @@ def shard(module: Module, mesh: DeviceMesh) -> None:
 
 
 def _blocks(child: Module) -> Iterator[Module]:
-    """What lists and sequences in a child hold, but for what shares a parameter with anything else in it."""
+    """Yield the entries of lists and sequences in a child, except those that share a parameter with others in it."""
     uses = Counter(parameter for _, parameter in child.named_parameters(remove_duplicate=False))
     for block in _listed(child):
         own = Counter(parameter for _, parameter in block.named_parameters(remove_duplicate=False))
@@ -91,11 +86,11 @@ def _listed(module: Module) -> Iterator[Module]:
 def check_sharded(
     parameters: Mapping[str, Parameter], mesh: DeviceMesh, inside: Inside, is_replicated: bool = False
 ) -> None:
-    """Raises `UnsupportedError` unless ranks hold every parameter that is exchanged together.
+    """Raise `UnsupportedError` unless ranks hold every exchanged parameter together.
 
     Args:
-        parameters: by name.
-        mesh: of these ranks.
+        parameters: parameters by name.
+        mesh: the mesh of these ranks.
         inside: as the user has passed it.
         is_replicated: whether a group has several replicas of the model, whose gradients FSDP2 is to average.
     """
@@ -106,7 +101,7 @@ def check_sharded(
                 " it into a submodule with a forward of its own, apply fully_shard to the module that holds it, on"
                 f' self.device_mesh["{DATA}"], or freeze it and leave it out of the optimizer'
             )
-        # Dimensions of one rank do not count: torch may have put an equal mesh of an earlier run in its place.
+        # Dimensions of size 1 do not count: torch may have replaced the mesh by an equal one of an earlier run.
         if not torch.equal(root_mesh(parameter.device_mesh).mesh.squeeze(), mesh.mesh.squeeze()):
             raise UnsupportedError(
                 f"{shown(inside)}: the parameter {name} lies on {parameter.device_mesh}, and its group's mesh is"
@@ -131,21 +126,16 @@ def check_sharded(
 
 
 def division_of(parameters: Iterable[Tensor], mesh: DeviceMesh) -> str:
-    """Which part of each parameter which member of a group has: the same text where all groups divide them alike.
+    """Return a description of each member's part of each parameter, equal where all groups divide them alike.
 
-    Args:
-        parameters: that are exchanged, in order.
-        mesh: of the group.
-
-    Returns:
-        Sizes of the mesh, and a digest of where each parameter lies on it.
+    It has the sizes of the group's mesh, and a digest of each parameter's placements on it.
     """
     lies = [str(each.placements) for each in parameters if isinstance(each, DTensor)]
     return f"{' x '.join(map(str, mesh.shape))} ranks, {hashlib.sha256(repr(lies).encode()).hexdigest()[:8]}"
 
 
 def check_clipping(optimizers: Iterable[Optimizer], inside: Inside) -> None:
-    """Raises `UnsupportedError` if gradients cannot be clipped by the norm of all parameters of an optimizer."""
+    """Raise `UnsupportedError` if gradients cannot be clipped by the norm of all parameters of an optimizer."""
     for optimizer in optimizers:
         meshes = {each.device_mesh for each in held_by(optimizer) if isinstance(each, DTensor) and each.requires_grad}
         if len(meshes) > 1:
@@ -158,10 +148,10 @@ def check_clipping(optimizers: Iterable[Optimizer], inside: Inside) -> None:
 
 
 def reshard(module: Module | None) -> None:
-    """What a forward pass without a backward pass has left gathered is given up: its weights may be of the past.
+    """Release parameters that a forward pass without a backward pass has left gathered, because they may be outdated.
 
-    Until then the module's parameters are the gathered ones, which a user may have frozen or unfrozen; so are the
-    sharded ones then.
+    Until then the module's parameters are the gathered ones. If the user has frozen or unfrozen these, so are the
+    sharded ones afterwards.
     """
     if module is None:
         return
@@ -175,14 +165,14 @@ def reshard(module: Module | None) -> None:
 
 
 def average_over_replicas(module: Module, mean: Callable[[Tensor], None] | None) -> None:
-    """Gradients are averaged over replicas of a sharded module, too, when FSDP2 has averaged them over its ranks.
+    """Let FSDP2 average gradients over the replicas of a sharded module, after it has averaged them over its ranks.
 
     Args:
-        module: sharded.
-        mean: makes what this rank has of a gradient the mean over the replicas, in place; None if there is just one.
+        module: a sharded module.
+        mean: replaces this rank's part of a gradient by the mean over the replicas; None with one replica.
 
     Raises:
-        UnsupportedError: this release of torch cannot do it, or a user's own hook would have to make way.
+        UnsupportedError: this release of torch cannot do it, or a user's own hook would be replaced.
     """
     for name, each in module.named_modules():
         if not isinstance(each, FSDPModule):
@@ -190,7 +180,7 @@ def average_over_replicas(module: Module, mean: Callable[[Tensor], None] | None)
         ours = vars(each).get(_AVERAGES)
         is_theirs = hasattr(each, "set_all_reduce_hook") and all_reduce_hook_of(each) not in (None, ours)
         if mean is None and (ours is None or is_theirs):
-            continue  # what a user has hung there stays
+            continue  # a user's own hook stays
         if is_theirs:
             raise UnsupportedError(
                 f"set_all_reduce_hook() of {name or type(each).__name__}, and several replicas of the model in a group:"
@@ -203,21 +193,19 @@ def average_over_replicas(module: Module, mean: Callable[[Tensor], None] | None)
                 " set_all_reduce_hook(), by which they average gradients; use a later release, or as many groups as"
                 " there are replicas"
             )
-        each.set_all_reduce_hook(mean)  # type: ignore[arg-type]  # of None it takes the hook away
+        each.set_all_reduce_hook(mean)  # type: ignore[arg-type]  # None removes the hook
         vars(each)[_AVERAGES] = mean
 
 
 _AVERAGES = "_omni_averages"
-"""Notes on a module by what its gradients are averaged over replicas: of a run that may be over."""
+"""The attribute of a module with the function that averages its gradients over replicas, perhaps that of an earlier
+run."""
 
 
 def share_initial(module: Module, holders: Topology, rank: int) -> None:
-    """All replicas begin with the parameters of the recorder's, share by share, and with the buffers of rank 0.
+    """Copy the parameters of the recorder's replica to all others, share by share, and the buffers of rank 0.
 
-    Args:
-        module: sharded.
-        holders: ranks that hold a replica together.
-        rank: this one. All ranks call it, while the default process group is that of all.
+    All ranks call it, while the default process group is that of all.
     """
     mine, first = holders.members(holders.group_of(rank)), holders.members(holders.group_of(RECORDER))
     place = mine.index(rank)
@@ -242,12 +230,12 @@ def share_initial(module: Module, holders: Topology, rank: int) -> None:
 
 
 def is_part(tensor: Tensor) -> bool:
-    """Whether the members of the group hold it together."""
+    """Return whether the members of the group hold a tensor together."""
     return isinstance(tensor, DTensor)
 
 
 def are_rows(tensors: Iterable[Tensor], ranks: int) -> bool:
-    """Whether so many ranks hold tensors together such that each has whole rows of them, in the order of the ranks."""
+    """Return whether that number of ranks holds the tensors together, each whole rows, in the order of the ranks."""
     return all(
         isinstance(each, DTensor) and each.device_mesh.size() == ranks and [*each.placements] == [Shard(0)]
         for each in tensors
@@ -255,30 +243,29 @@ def are_rows(tensors: Iterable[Tensor], ranks: int) -> bool:
 
 
 def _memory_of(tensor: Tensor) -> Tensor:
-    """All that this rank has of a tensor."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """All that this rank has of a tensor, flat, in the same memory; of one that is not sharded, it as it is."""
+    """Return all that this rank has of a sharded tensor, flat, in the same memory; another tensor as it is."""
     return _memory_of(tensor).reshape(-1) if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def here(tensor: Tensor) -> Tensor:
-    """Of what this rank has of a tensor, what it exchanges, and no other member; otherwise as `local_of`."""
+    """Return the part of a sharded tensor that this rank alone exchanges; another tensor as it is."""
     local = local_of(tensor)
     return _part(local, *_copy_of(tensor)) if isinstance(tensor, DTensor) else local
 
 
 def _is_replicated(tensor: DTensor, dim: str) -> bool:
-    """Whether ranks along a dimension of the group's mesh have the same of a tensor."""
+    """Return whether ranks along a dimension of the group's mesh have the same part of a tensor."""
     mesh = tensor.device_mesh
     names = mesh.mesh_dim_names or (DATA,)
     return dim not in names or tensor.placements[names.index(dim)].is_replicate()
 
 
 def _copy_of(tensor: DTensor) -> tuple[int, int]:
-    """Which of how many copies this rank has, in its tensor-parallel row."""
+    """Return the index of this rank's copy in its tensor-parallel row, and the number of copies."""
     mesh = root_mesh(tensor.device_mesh)
     names, coordinate = mesh.mesh_dim_names or (), mesh.get_coordinate()
     if TENSOR not in names or not _is_replicated(tensor, TENSOR):
@@ -293,11 +280,7 @@ def _part(flat: Tensor, number: int, of: int) -> Tensor:
 
 
 def complete(tensors: Iterable[Tensor]) -> None:
-    """What each rank of a tensor-parallel row has written `here`, the others get. All ranks of the row call it.
-
-    Args:
-        tensors: the same on all of them.
-    """
+    """Pass the parts that ranks have written `here` on to their tensor-parallel row. All ranks of the row call it."""
     copied: dict[torch.dtype, list[DTensor]] = {}
     for tensor in tensors:
         if isinstance(tensor, DTensor) and _copy_of(tensor)[1] > 1:
@@ -307,7 +290,7 @@ def complete(tensors: Iterable[Tensor]) -> None:
 
 
 def _exchange_in_row(tensors: Sequence[DTensor]) -> None:
-    """As `complete`, of tensors of one dtype that are copied, in one collective."""
+    """Complete copied tensors of one dtype in one collective."""
     number, of = _copy_of(tensors[0])
     flats = [local_of(tensor) for tensor in tensors]
     sizes = [-(-flat.numel() // of) for flat in flats]
@@ -323,12 +306,7 @@ def _exchange_in_row(tensors: Sequence[DTensor]) -> None:
 
 
 def fill(tensors: Mapping[str, Tensor], parts: Mapping[str, Tensor]) -> None:
-    """Overwrites what this rank has of some tensors.
-
-    Args:
-        tensors: by name.
-        parts: of some of them, as `local_of`.
-    """
+    """Overwrite this rank's part of some tensors, with values in the form of `local_of`."""
     with torch.no_grad():
         for name, part in parts.items():
             local = _memory_of(tensors[name])
@@ -336,7 +314,7 @@ def fill(tensors: Mapping[str, Tensor], parts: Mapping[str, Tensor]) -> None:
 
 
 def like(part: Tensor, parameter: Tensor) -> Tensor:
-    """A tensor that is sharded as a parameter is, of which this is `here`; what is none stays as it is.
+    """Return the tensor of which ``part`` is the part `here`, sharded as a parameter; any other value as it is.
 
     All ranks of a tensor-parallel row call it.
     """
@@ -354,14 +332,14 @@ def like(part: Tensor, parameter: Tensor) -> Tensor:
 
 
 def rows(whole: Tensor, parameter: Tensor) -> Tensor:
-    """A tensor as large as a parameter, sharded as that is; anything else stays as it is."""
+    """Return a tensor of a parameter's shape, sharded as the parameter; any other tensor as it is."""
     if not isinstance(parameter, DTensor) or isinstance(whole, DTensor) or whole.shape != parameter.shape:
         return whole
     mesh, local = parameter.device_mesh, whole
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     placed = list(zip(parameter.placements, coordinate, mesh.shape, strict=True))
-    # FSDP2 divides what tensor parallelism has left of the same dimension: it comes last then.
+    # FSDP2 divides the part that tensor parallelism has left of the same dimension, so it is applied last.
     for placement, place, of in sorted(placed, key=lambda each: getattr(each[0], "split_factor", 1) > 1):
         if not placement.is_replicate():
             dim = placement.dim  # type: ignore[attr-defined]
@@ -372,7 +350,7 @@ def rows(whole: Tensor, parameter: Tensor) -> Tensor:
 
 
 def gradient_of(parameter: Parameter) -> Tensor | None:
-    """A parameter's gradient, in the same places as the parameter.
+    """Return a parameter's gradient, with the placements of the parameter.
 
     Where each rank of a tensor-parallel row has computed a part of it, it is their sum: all of them call it.
     """
@@ -399,27 +377,27 @@ def _as_sharded(local: Tensor, parameter: DTensor) -> DTensor:
 
 
 def parts_of(tree: Any) -> Any:
-    """A tree with `here` in the place of each tensor that is sharded."""
+    """Return a tree with `here` in the place of each sharded tensor."""
     return tree_map(lambda leaf: here(leaf) if isinstance(leaf, DTensor) else leaf, tree)
 
 
 def state_like(state: Mapping[Any, Mapping[str, Any]], optimizer: Optimizer) -> dict[Any, dict[str, Any]]:
-    """An optimizer's state of what is `here`, by places, as the optimizer itself has it of its parameters."""
+    """Return a state of `here` parts, by parameter index, with tensors that are sharded as the optimizer's own."""
     return _converted(state, dict(enumerate(held_by(optimizer))), like)
 
 
 def load_state(optimizer: Optimizer, state: Mapping[Any, Mapping[str, Any]]) -> None:
-    """Gives an optimizer a state of what is `here`; its hyperparameters stay."""
+    """Load a state of `here` parts into an optimizer; its hyperparameters stay."""
     teach(optimizer, state_like(state, optimizer))
 
 
 def state_rows(saved: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """An optimizer's ``state_dict`` of whole parameters, with the state as the optimizer itself has it.
+    """Return a ``state_dict`` of whole parameters with its state sharded as the optimizer's own.
 
-    Its parameter groups say which number is which parameter: ModelParallelStrategy counts those that are frozen, too.
+    Its parameter groups number the parameters: ModelParallelStrategy counts frozen ones, too.
     """
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    held = dict(zip(numbers, held_by(optimizer), strict=False))  # torch says so if one of them is longer
+    held = dict(zip(numbers, held_by(optimizer), strict=False))  # torch raises an error if one is longer
     known = {number: values for number, values in saved["state"].items() if number in held}
     return {**saved, "state": {**saved["state"], **_converted(known, held, rows)}}
 
@@ -440,11 +418,11 @@ def _converted(
 
 
 def whole(tree: Any, keeps: bool) -> Any:
-    """A tree with whole tensors on the CPU in the place of sharded ones. Every member of the group calls it.
+    """Return a tree with whole tensors on the CPU in the place of sharded ones. Every member of the group calls it.
 
     Args:
-        tree: the same but for its numbers on all of them.
-        keeps: whether this rank wants it; elsewhere what is sharded is None.
+        tree: a tree that is the same on all of them, except for its numbers.
+        keeps: whether this rank keeps the tensors; elsewhere None takes the place of sharded ones.
     """
 
     def gathered(leaf: Any) -> Any:
@@ -457,7 +435,7 @@ def whole(tree: Any, keeps: bool) -> Any:
 
 
 def in_order(tree: Any) -> Any:
-    """A tree with what goes by numbers (groups, places) in their order, the same on all members."""
+    """Return a tree with mappings by number (groups, indices) in ascending order, the same on all members."""
     if isinstance(tree, Mapping):
         keys = sorted(tree) if all(isinstance(key, int) for key in tree) else list(tree)
         return {key: in_order(tree[key]) for key in keys}
@@ -467,7 +445,7 @@ def in_order(tree: Any) -> Any:
 
 
 def tensors_of(module: Module) -> dict[str, Any]:
-    """Return a module's state as torch reads it: its own tensors, by the names that they have in it.
+    """Return a module's own tensors by the names that they have in it, as torch reads them.
 
     A user's class may have a ``state_dict()`` that takes no arguments, and returns copies or other names.
     """
@@ -475,7 +453,7 @@ def tensors_of(module: Module) -> dict[str, Any]:
 
 
 def named_rows(state: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
-    """A ``state_dict`` of whole tensors, each sharded as the module's own of that name is."""
+    """Return a ``state_dict`` of whole tensors, each sharded as the module's own tensor of that name."""
     own = dict(tensors)
     return {
         name: rows(value, own[name]) if name in own and isinstance(value, Tensor) else value

@@ -1,4 +1,4 @@
-"""Optimizer state, weights and residuals on their way: to the server, back again, into a resumed run and new groups."""
+"""Transfers of optimizer state, weights and residuals: to the server and back, into a resumed run and new groups."""
 
 from __future__ import annotations
 
@@ -34,19 +34,15 @@ from lightning_omni.protocol.wire_format import RESIDUAL, to_wire
 _log = logging.getLogger(__name__)
 
 _SAMPLED = 1 << 16
-"""Numbers of a tensor by which ranks tell whether they have the same."""
+"""Numbers of a tensor by which ranks compare it."""
 
 
 class States:
-    """Hands optimizer state over, so that none is lost or kept twice.
+    """The transfer of optimizer state, so that none is lost or kept twice.
 
-    Rule 1: what the server steps has its state there, and none on any rank; with one group it is the other way round.
-    Rule 2: what steps on the ranks keeps its state there, the same on all members of a group.
-
-    Args:
-        place: this rank's, in the run.
-        channel: its way to the server.
-        residuals: what was not sent yet.
+    Rule 1: the state of an optimizer that steps at the server is there, and on no rank; with one group it is on the
+    ranks.
+    Rule 2: an optimizer that steps on the ranks has its state there, the same on all members of a group.
     """
 
     def __init__(self, place: Place, channel: Channel, residuals: Residuals) -> None:
@@ -56,11 +52,11 @@ class States:
     # --- A resumed run -----------------------------------------------------------------------------------------------
 
     def resume(self, saved: Saved) -> None:
-        """When training begins, go on from a checkpoint.
+        """Continue from a checkpoint, when training begins.
 
         Args:
-            saved: what the checkpoint says. What server and groups remembered counts only if method, number of groups
-                and parameters are the same again.
+            saved: the run's state in the checkpoint. The states of server and groups count only if method, number of
+                groups and parameters are the same again.
         """
         for part, clock in zip(self._place.parts, saved.cut.clocks, strict=False):
             part.replica.clock = clock
@@ -77,7 +73,7 @@ class States:
             self._residuals.leave_out(saved.states)
 
     def _filled(self, saved: Saved) -> Saved:
-        """With its tensors, if a folder has them: the server's, and those of this rank's group."""
+        """Return a saved state with its tensors, if a folder has them: the server's, and those of this rank's group."""
         if saved.folder is None:
             return saved
         folder, place = saved.folder, self._place
@@ -91,13 +87,13 @@ class States:
         return replace(saved, server=filled(saved.server), states=states)
 
     def forget(self) -> None:
-        """Training has begun: what was to be resumed is."""
+        """Drop the state to resume from, because training has begun."""
         self._resumed = Saved()
 
     # --- Groups are formed -------------------------------------------------------------------------------------------
 
     def hand_out(self) -> None:
-        """Training begins in several groups: the server gets the run's state, each group what it alone knew."""
+        """Distribute the run's state, when several groups begin to train: to the server, and to each group its own."""
         self.seed()
         states, group = self._resumed.states, self._place.group
         in_order = [states[number] for number in sorted(states)]  # numbers may have had gaps, where groups had died
@@ -108,10 +104,7 @@ class States:
             self._residuals.resume(index, own)
 
     def hand_over(self, was_synchronous: bool) -> tuple[tuple[int, int], ...]:
-        """Other groups stand: each piece of the state goes where it is from now on. On all ranks of them.
-
-        Args:
-            was_synchronous: whether there was one group before.
+        """Move each piece of the state to its new holder, when other groups are formed. All of their ranks call it.
 
         Returns:
             The ranges of the epoch that the server knows to be trained, if there is one group from here on.
@@ -127,9 +120,9 @@ class States:
         return self._take_back_everywhere() if self._place.is_synchronous else ()
 
     def agree(self) -> None:
-        """Members whose optimizer states differ take those of their group's first replica, as a loop begins.
+        """Load the optimizer state of a group's first replica into members with another one, as a loop begins.
 
-        An earlier loop in several groups may have left them so. All ranks call it.
+        An earlier loop in several groups may have left the difference. All ranks call it.
         """
         if not self._place.process_groups.had_several:
             return
@@ -145,7 +138,7 @@ class States:
     # --- To the server and back ---------------------------------------------------------------------------------------
 
     def seed(self) -> None:
-        """The recorder hands weights and optimizer states to the server; every rank's own state is given up."""
+        """Send the recorder's weights and optimizer states to the server, and clear every rank's own state."""
         if self._place.hands_over:
             parts = [
                 {
@@ -165,7 +158,7 @@ class States:
         self._place.barrier()
 
     def keep(self) -> None:
-        """What the server knows besides weights is handed back to it by the next `seed`."""
+        """Keep the server's state besides weights, for the next `seed`."""
         if self._place.hands_over:
             snapshot = self._channel.store.snapshot()
             self._give_back(snapshot)
@@ -174,7 +167,7 @@ class States:
                 part.replica.clock = clock
 
     def _take_back_everywhere(self) -> tuple[tuple[int, int], ...]:
-        """As `take_back`, on all ranks, which are one group; its first replica asks the servers for all."""
+        """Call `take_back` on all ranks, which are one group; its first replica requests the state for all."""
         if self._place.share is None:
             return self.take_back()
         mine = self.take_back() if self._place.speaks else ()
@@ -183,7 +176,7 @@ class States:
         return msgspec.msgpack.decode(spans, type=tuple[tuple[int, int], ...])
 
     def take_back(self) -> tuple[tuple[int, int], ...]:
-        """This rank's optimizers get the server's state, to step for themselves or to be saved.
+        """Load the server's state into this rank's optimizers, which then step by themselves or are saved.
 
         Returns:
             The ranges of the epoch that are trained.
@@ -193,7 +186,7 @@ class States:
         return snapshot.cut.trained
 
     def gather_group_state(self) -> None:
-        """At a synchronization point, on every rank: what each group alone knows is part of the next snapshot."""
+        """Store each group's own state for the next snapshot. All ranks call it, at a synchronization point."""
         if self._place.speaks:
             states = [
                 {**part.replica.own_state(whole=self._place.steps_here(part)), **self._residuals.saved(index)}
@@ -215,13 +208,9 @@ class States:
                 load_state(optimizer, self.whole(optimizer, snapshot.parts))
 
     def gathered(self, snapshot: ServerSnapshot) -> ServerSnapshot:
-        """Put together, on the recorder's CPU, what the recorder's group has of a snapshot, but for the weights.
+        """Return the `sharded` state, without weights, of the recorder's group, merged on the recorder's CPU.
 
-        Args:
-            snapshot: `sharded`. All members of the group call it.
-
-        Returns:
-            Elsewhere one with None in the place of what is sharded.
+        All members of the group call it; on the others None takes the place of sharded tensors.
         """
         parts = [
             {**theirs, "weights": dict.fromkeys(theirs["weights"]), "method": part.replica.sharded(theirs["method"])}
@@ -235,7 +224,7 @@ class States:
         return ServerSnapshot(snapshot.cut, whole(in_order(parts), keeps), whole(groups, keeps))
 
     def sharded(self, snapshot: ServerSnapshot) -> ServerSnapshot:
-        """A snapshot of what this member of the recorder's group has, its parameters' tensors sharded as they are."""
+        """Return a snapshot of this member of the recorder's group, its tensors sharded as their parameters are."""
         parts = []
         for part, theirs in zip(self._place.parts, snapshot.parts, strict=True):
             weights = part.replica.sharded(list(theirs["weights"].values()))
@@ -244,12 +233,7 @@ class States:
         return ServerSnapshot(snapshot.cut, parts, snapshot.groups)
 
     def whole(self, optimizer: Optimizer, parts: Sequence[Mapping[str, Any]]) -> dict[int, Any]:
-        """An optimizer's state as in its ``state_dict``: the server's, and this rank's own for what steps here.
-
-        Args:
-            optimizer: one that was attached.
-            parts: of a snapshot.
-        """
+        """Return an optimizer's state as in its ``state_dict``: the server's, or this rank's for parts stepped here."""
         state = dict(optimizer.state_dict()["state"])
         wholes = {parameter: place for place, parameter in enumerate(held_by(optimizer))}
         for part, theirs in zip(self._place.parts, parts, strict=True):
@@ -262,7 +246,7 @@ class States:
         return state
 
     def _share(self, parts: Sequence[Part]) -> None:
-        """Members of a new group may come from different ones: they take the optimizer state of its first replica."""
+        """Load the optimizer state of a new group's first replica into its members, which may come from others."""
         if self._place.replicas == 1:
             return
         for part in parts:
@@ -273,41 +257,28 @@ class States:
 
 
 class Residuals:
-    """Keeps what the senders of this rank's pushes remember, so that none of it is lost or sent twice.
+    """The memory of the senders of this rank's pushes, of which nothing may be lost or sent twice.
 
-    Rule 1: only a leader owes anything, for it alone sends; or where a model is sharded, the ranks that speak for a
-    share each. So what they owe is counted once.
-    Rule 2: a residual outlives its group. When other groups are formed, each new leader owes what the ranks of its
-    group owed together, or those of them that have the same share; while one group trains, which sends nothing, it goes
-    on owing it.
-    Rule 3: what is dropped is said: what is left when training ends, and what a checkpoint holds and this run cannot
-    restore. A rank that dies takes its residual along, as it does the gradient that it was computing.
-
-    Args:
-        place: this rank's, in the run.
+    Rule 1: only a leader has residuals, because it alone sends; where a model is sharded, each rank that exchanges a
+    share. So they are counted once.
+    Rule 2: a residual outlives its group. When other groups are formed, each new leader gets the sum of the residuals
+    of its group's ranks (with the same share); while one group trains, which sends nothing, it keeps them.
+    Rule 3: the loss of a residual is logged: of the remainder when training ends, and of one in a checkpoint that this
+    run cannot restore. A rank that dies takes its residual along, as it does the gradient that it was computing.
     """
 
     def __init__(self, place: Place) -> None:
         self._place = place
 
     def saved(self, index: int) -> dict[str, Any]:
-        """What the leader's sender of one optimizer remembers, for a checkpoint; nothing if its format remembers none.
-
-        Args:
-            index: number of the optimizer.
-        """
+        """Return the leader's sender memory of one optimizer, for a checkpoint; nothing if its format has none."""
         if not self._place.core.wire_format.pushes.is_stateful:
             return {}
         state = dict(self._place.core.sender_state(index))
         return {"sender": {"format": to_wire(self._place.core.wire_format), "state": state}}
 
     def resume(self, index: int, saved: Mapping[str, Any]) -> None:
-        """Goes on from `saved`, when training begins.
-
-        Args:
-            index: number of the optimizer.
-            saved: what the group knew by itself when the checkpoint was saved.
-        """
+        """Restore the sender's memory from the group's own state in a checkpoint, when training begins."""
         sender = saved.get("sender")
         if sender is None or not self._place.speaks:
             return
@@ -323,11 +294,7 @@ class Residuals:
             )
 
     def leave_out(self, states: Mapping[Any, Any]) -> None:
-        """What groups knew by themselves when a checkpoint was saved is not restored.
-
-        Args:
-            states: of each group, what it knew for each optimizer.
-        """
+        """Warn that residuals in a checkpoint are not restored."""
         senders = [each["sender"]["state"] for state in states.values() for each in state if "sender" in each]
         owed = max(map(_largest, senders), default=0.0)
         is_unread = any(isinstance(each, Mapping) for sender in senders for each in sender.get(RESIDUAL, ()))
@@ -339,7 +306,7 @@ class Residuals:
             )
 
     def carry_over(self) -> None:
-        """Other groups were formed, of the same ranks and perhaps fewer. On every rank of them."""
+        """Sum the residuals inside each newly formed group. All ranks of the groups call it."""
         if not self._place.core.wire_format.pushes.is_stateful:
             return
         for index in range(len(self._place.parts)):
@@ -348,7 +315,7 @@ class Residuals:
             self._place.core.load_sender_state(index, state)
 
     def warn_of_remainder(self) -> None:
-        """Training ends: what is left is not in the weights."""
+        """Warn of residuals that are not in the weights when training ends."""
         for index in range(len(self._place.parts)):
             if self._place.speaks and (largest := _largest(self._place.core.sender_state(index))):
                 _log.warning(
@@ -360,7 +327,7 @@ class Residuals:
                 )
 
     def _total(self, index: int) -> list[Tensor | None]:
-        """What the ranks of this group with the same share owe together: one tensor or None for each parameter."""
+        """Return the sum of residuals over this group's ranks with one share: a tensor or None for each parameter."""
         place = self._place
         parameters = place.parts[index].replica.ordered
         own: list[Tensor | None] = list(place.core.sender_state(index).get(RESIDUAL, ()))
@@ -382,7 +349,7 @@ class Residuals:
 
 
 def _mark(state: Mapping[Any, Any]) -> int:
-    """Return a number by which ranks tell whether they have the same optimizer state."""
+    """Return a checksum by which ranks compare their optimizer states."""
     tensors = [each for each in tree_leaves(state) if isinstance(each, Tensor)]
     return zlib.crc32(str([fingerprint(each, _SAMPLED) for each in tensors]).encode())
 
@@ -396,6 +363,5 @@ def _describe_head(part: Part) -> dict[str, Any] | None:
 
 
 def _largest(state: Mapping[str, Any]) -> float:
-    """The largest magnitude of what has not been sent, as far as it was read."""
     residual = [each for each in state.get(RESIDUAL, ()) if isinstance(each, Tensor) and each.numel()]
     return max((float(each.abs().max()) for each in residual), default=0.0)

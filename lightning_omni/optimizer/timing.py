@@ -9,28 +9,27 @@ import torch
 
 
 class HostClock:
-    """The processor's time, for devices that the host waits for."""
+    """The clock of the processor, for devices that the host waits for."""
 
     def mark(self, instead_of: Any = None) -> Any:
-        """Return this moment, which may take the place of one that is not needed any more."""
+        """Return this moment, which may replace one that is not needed any more."""
         return time.perf_counter()
 
     def seconds(self, since: Any, until: Any) -> float | None:
-        """Return the time between two moments, in seconds; None if it is not known yet."""
         return float(until - since)
 
 
 class EventClock:
-    """The time of a CUDA stream, whose moments are read when the device has reached them."""
+    """The clock of a CUDA stream, whose moments are read when the device has reached them."""
 
     def mark(self, instead_of: Any = None) -> Any:
-        """Return the moment at which the device will have done everything that was launched so far."""
+        """Return the moment at which the device will have completed all operations launched so far."""
         event = instead_of or torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def seconds(self, since: Any, until: Any) -> float | None:
-        """Return the time between two moments, in seconds; None if the device has not reached the later one."""
+        """Return the seconds between two moments; None if the device has not reached the later one."""
         return float(since.elapsed_time(until)) / 1e3 if until.query() else None
 
 
@@ -43,10 +42,10 @@ def clock_of(device: torch.device) -> Clock:
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until a device has done everything on the current stream; then the host's clock tells the device's time.
+    """Wait until a device has completed the current stream; then the host's clock shows the device's time.
 
     Args:
-        device: the host waits for a CUDA device; it never runs ahead of the CPU.
+        device: a CUDA device, for which the host waits; or the CPU, of which it never runs ahead.
     """
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()

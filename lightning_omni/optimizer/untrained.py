@@ -1,11 +1,11 @@
-"""What no optimizer moves, and what becomes of it where groups synchronize: buffers, frozen parameters, averages.
+"""Tensors that no optimizer moves (buffers, frozen parameters, averages), and their merge where groups synchronize.
 
-Inside an epoch they are each group's own. Then all ranks go on with the same: running statistics of normalization
-layers are the mean over the groups, for each group has seen other samples of the same distribution. A group in which
-they are not finite is left out: what it pushed then was refused, and its weights are sound again. All else is that of
-the recorder's group, as under DistributedDataParallel it is rank 0's: the mean of two queues, of two codebooks or of
-two vectors of unit length is none, and what belongs together (a queue and its pointer, a scale and its zero point)
-stays together.
+Inside an epoch they are each group's own; then all ranks continue with the same ones. Running statistics of
+normalization layers become the mean over the groups, because each group has seen other samples of the same
+distribution. A group in which they are not finite is left out: its push was refused then, and its weights are finite
+again. All others become those of the recorder's group, as under DDP those of rank 0: a mean of two queues, two
+codebooks or two vectors of unit length has no meaning, and tensors that belong together (a queue and its pointer, a
+scale and its zero point) stay together.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from lightning_omni.optimizer.values import write
 from lightning_omni.topology import RECORDER
 
 _STATISTICS = re.compile(r"(running|moving)_(mean|var|variance|std)")
-"""Buffers of normalization layers: torch's, and others that keep to its names."""
+"""Names of the statistics of normalization layers: torch's, and those of others with the same naming."""
 _BATCHES = "num_batches_tracked"
-"""What such a layer calls the number of batches that it has seen."""
+"""The name of such a layer's count of batches."""
 
 
 class Merge(Enum):
-    """What becomes of a tensor that groups have each for itself."""
+    """A rule for merging a tensor of which each group has its own."""
 
     MEAN = auto()
     LARGEST = auto()
@@ -48,9 +48,9 @@ class Untrained:
     """A tensor that no optimizer moves.
 
     Attributes:
-        name: what the module calls it.
+        name: name in the module.
         tensor: the tensor.
-        merge: what becomes of it at a synchronization point.
+        merge: the rule for merging it at a synchronization point.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Untrained:
 
 
 def buffers_of(module: Module) -> Iterator[Untrained]:
-    """The buffers of a module, in its order."""
+    """Yield the buffers of a module, in its order."""
     for name, buffer in module.named_buffers():
         own = name.rpartition(".")[2]
         if own == _BATCHES:
@@ -70,14 +70,14 @@ def buffers_of(module: Module) -> Iterator[Untrained]:
 
 
 def average_of(module: Module) -> Iterator[Untrained]:
-    """An average of the weights, which a callback keeps, and the buffers beside it: averaged over groups it is one."""
+    """Yield the tensors of a callback's average of the weights: their mean over groups is an average, too."""
     for name, parameter in module.named_parameters():
         yield Untrained(name, parameter, Merge.MEAN)
     yield from buffers_of(module)
 
 
 def parameters_of(module: Module) -> Iterator[Untrained]:
-    """The parameters of a module, in its order, but for those of which each rank has a part."""
+    """Yield the parameters of a module, in its order, except sharded ones."""
     averages = {id(held) for each in module.modules() if isinstance(each, AveragedModel) for held in each.parameters()}
     for name, parameter in module.named_parameters():
         if not isinstance(parameter, DTensor):
@@ -85,7 +85,7 @@ def parameters_of(module: Module) -> Iterator[Untrained]:
 
 
 def check_dense(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Raises `UnsupportedError` for a sparse tensor, which torch.distributed does not pass on."""
+    """Raise `UnsupportedError` for a sparse tensor, which torch.distributed does not transfer."""
     for name, tensor in named:
         if tensor.layout != torch.strided:
             raise UnsupportedError(
@@ -96,11 +96,11 @@ def check_dense(named: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def merge(place: Place, untrained: Iterable[Untrained]) -> None:
-    """What the groups had each for itself becomes the same on all ranks. On all of them, as one process group.
+    """Merge the groups' own tensors, so that all ranks have the same. All ranks call it, as one process group.
 
     Args:
-        place: this rank's, in the run.
-        untrained: in one order on all ranks.
+        place: this rank's place in the run.
+        untrained: the tensors, in one order on all ranks.
 
     Raises:
         UnsupportedError: one of them is sparse, or has another shape on another rank.
@@ -133,7 +133,6 @@ def _mark(tensor: Tensor) -> int:
 
 
 def _are_one(place: Place, marks: Sequence[int]) -> list[bool]:
-    """Whether each mark is the same on all ranks."""
     if not marks:
         return []
     largest, negated = place.all_reduce_max(marks), place.all_reduce_max([-mark for mark in marks])
@@ -146,7 +145,7 @@ def _average(place: Place, untrained: Sequence[Untrained]) -> None:
     flat = [each.tensor.double().cpu().flatten() for each in untrained]
     is_counted = _counts(place) and place.is_leader
     sound = [is_counted and bool(each.isfinite().all()) for each in flat]
-    # Not multiplied: infinities would become NaN. The last numbers count those that spoke: all divide by the same.
+    # A product with 0 would make infinities NaN. The last numbers are counts, so that all divide by the same.
     counted = [each if is_sound else torch.zeros_like(each) for each, is_sound in zip(flat, sound, strict=True)]
     summed = torch.cat([*counted, torch.tensor(sound).double()])
     dist.all_reduce(summed)
@@ -158,9 +157,10 @@ def _average(place: Place, untrained: Sequence[Untrained]) -> None:
 
 
 def _counts(place: Place) -> bool:
-    """Whether this rank's group counts in a mean over the groups. All ranks ask.
+    """Return whether this rank's group counts in a mean over the groups. All ranks call it.
 
-    One that has joined since they synchronized last began with the mean of that moment, from which others have gone on.
+    A group that has joined since the last synchronization began with the mean of that moment, from which the others
+    have continued.
     """
     if place.enlistment is None:
         return True
@@ -177,7 +177,7 @@ def _take_largest(untrained: Sequence[Untrained]) -> None:
 
 
 def _take_first(place: Place, untrained: Sequence[Untrained]) -> None:
-    """Those that differ become the recorder's. What is the same everywhere (a mask, say) need not travel."""
+    """Copy the recorder's tensors to all ranks where they differ. Equal ones (a mask, for example) need not be sent."""
     are_one = _are_one(place, [fingerprint(each.tensor, max(1, each.tensor.numel())) for each in untrained])
     differ = [each for each, is_one in zip(untrained, are_one, strict=True) if not is_one]
     if differ:

@@ -1,8 +1,8 @@
-"""A tensor's values on their way between ranks, however they lie in memory.
+"""The transfer of a tensor's values between ranks, whatever its layout in memory.
 
 gloo and NCCL read and write as many numbers as a tensor has, from its first one on. That is the tensor itself only if
-it is contiguous: a view with gaps has others in between, one in another order of dimensions would arrive scrambled, and
-behind an expanded one there is memory of something else.
+it is contiguous: a view with gaps has others in between, a tensor with another order of dimensions would arrive
+scrambled, and the memory after an expanded one belongs to other data.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from lightning_omni.errors import UnsupportedError
 
 @contextmanager
 def contiguous(tensor: Tensor, name: str) -> Iterator[Tensor]:
-    """Provide contiguous memory with a tensor's values, for a collective; afterwards the tensor has what is there.
+    """Provide contiguous memory with a tensor's values for a collective; afterwards the tensor has the memory's.
 
     Args:
         tensor: strided; if it is contiguous, the memory is its own.
-        name: for errors.
+        name: name for errors.
 
     Raises:
         UnsupportedError: the tensor cannot have these values.
@@ -45,15 +45,15 @@ def contiguous(tensor: Tensor, name: str) -> Iterator[Tensor]:
 
 
 def write(tensor: Tensor, values: Tensor, name: str = "a tensor") -> None:
-    """Overwrite a tensor, each number once where several of its places share one.
+    """Overwrite a tensor; a number that several of its elements share is written once.
 
     Args:
         tensor: strided.
-        values: of its shape, on any device.
-        name: for errors.
+        values: values of its shape, on any device.
+        name: name for errors.
 
     Raises:
-        UnsupportedError: places that share a number would get different ones.
+        UnsupportedError: elements that share a number would get different values.
     """
     once, part = tensor.detach(), values
     for dim, (size, stride) in enumerate(zip(once.shape, once.stride(), strict=True)):

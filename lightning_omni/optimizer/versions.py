@@ -1,6 +1,6 @@
-"""A group's part in validations while groups train: it takes one on, evaluates the weights of one moment, and says so.
+"""A group's part in validations while groups train: it claims one, evaluates the weights of one moment, and reports.
 
-Every rank of a group makes the same calls. What is evaluated and what comes of it is not known here.
+Every rank of a group makes the same calls. The evaluation itself and the use of its result are not handled here.
 """
 
 from __future__ import annotations
@@ -23,41 +23,35 @@ from lightning_omni.protocol.cut import Cut
 from lightning_omni.topology import RECORDER
 
 _SAMPLED = 1 << 12
-"""Numbers of a parameter by which it is known again."""
+"""Numbers of a parameter by which it is recognized."""
 _Answer = TypeVar("_Answer", bound=m.Message)
 
 
 class Versions:
-    """The published weights of validations, for one rank.
-
-    Args:
-        place: this rank's, in the run.
-        channel: its way to the server.
-        edits: follows what others write.
-    """
+    """The published weights of validations, for one rank."""
 
     def __init__(self, place: Place, channel: Channel, edits: Edits) -> None:
         self._place, self._channel, self._edits = place, channel, edits
         self._evaluated: list[list[int]] = []
 
     def claim(self, epoch: int, passed: int) -> int:
-        """This group has passed so many points of the epoch. Returns the validation that it is to evaluate, or 0."""
+        """Report that this group has passed ``passed`` validation points of the epoch.
+
+        Returns:
+            The number of the validation that it is to evaluate, or 0.
+        """
         message = m.ClaimValidation(epoch=epoch, generation=self._place.generation, passed=passed)
         return self._ask(message, m.ValidationClaimed).number
 
     def ask(self) -> m.Validations:
-        """How many validations are complete."""
         return self._ask(m.AskValidations(), m.Validations)
 
     @contextmanager
     def loaded(self, number: int) -> Iterator[Cut]:
-        """A context in which the model has the weights of a validation; then its group's own come back.
-
-        Args:
-            number: of the validation, which this group was given.
+        """Load the weights of a validation, claimed by this group, in this context; then restore the group's own.
 
         Yields:
-            Which moment they are of, for the leader; an empty one for its peers.
+            The moment of the weights, on the leader; an empty one on its peers.
         """
         for part in self._place.parts:
             self._edits.check(part)
@@ -74,9 +68,9 @@ class Versions:
 
     @contextmanager
     def own_weights(self) -> Iterator[None]:
-        """A context in which hooks may put weights back that they have kept when this group began to evaluate.
+        """Keep the group's weights if hooks in this context restore those that they have saved when a validation began.
 
-        Those are weights of a validation, and of the past by now: the group's own stay. Others are edits, as elsewhere.
+        Those are weights of the validation, and outdated. Other writes in this context are edits, as elsewhere.
         """
         if not self._evaluated:
             yield
@@ -90,7 +84,7 @@ class Versions:
                 weight.copy_(value)
 
     def forget_evaluated(self) -> None:
-        """Callbacks have heard of the end of all validations that this group has evaluated."""
+        """Forget the evaluated weights, once callbacks have handled the end of all validations of this group."""
         self._evaluated.clear()
 
     def _marks(self) -> list[int]:
@@ -109,14 +103,14 @@ class Versions:
         replica.load(Pulled(tensors, clock))
 
     def publish(self, number: int, result: dict[str, Any]) -> None:
-        """What came of a validation, for all ranks. The leader's counts."""
+        """Publish the result of a validation to all ranks. The leader's counts."""
         if self._place.is_leader:
             packed, buffer = pack(result)
             message = m.PublishEvaluation(number=number, packed=packed, nbytes=buffer.numel())
             self._channel.ask(message, m.EvaluationPublished, buffer)
 
     def read(self, number: int) -> dict[str, Any] | None:
-        """What came of a validation that is complete; None if its group died over it."""
+        """Return the result of a complete validation; None if its group died meanwhile."""
         evaluation, buffer = self._channel.ask(m.ReadEvaluation(number=number), m.Evaluation)
         if evaluation.is_void:
             return None
@@ -124,14 +118,14 @@ class Versions:
         return tree
 
     def ask_for_recorder(self) -> bool:
-        """Whether the recorder is one of this group, as the server says now."""
+        """Return whether the recorder is in this group, by the server's present status."""
         if self._place.enlistment is None:
             return RECORDER in self._place.members
         is_here = self._place.follow_recorder(asks=self._place.is_leader)
         return bool(self._channel.members.broadcast_bytes(b"here" if is_here else b""))
 
     def release(self, number: int) -> None:
-        """No checkpoint is saved of validations up to this one any more. By the recorder."""
+        """Report, on the recorder, that no checkpoint of validations up to this one is saved any more."""
         if self._place.is_recorder:
             self._ask(m.ReleaseVersion(number=number), m.VersionReleased)
 

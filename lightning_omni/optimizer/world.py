@@ -1,15 +1,10 @@
 """A rank's place in the run: its group, its phases, and the synchronization points of all ranks.
 
-`World` is what `OmniOptimizer` and the Lightning strategy stand on. It does no arithmetic on weights and knows no
-Lightning. One rule governs everything here: inside the training epoch the default process group of torch.distributed
+`OmniOptimizer` and the Lightning strategy are built on `World`. It does no arithmetic on weights, and does not depend
+on Lightning. One rule governs everything here: inside the training epoch the default process group of torch.distributed
 is the compute group; elsewhere it is the whole live world.
 
-What it is made of: `Place` (which rank is where, torch's groups, the control connection), `Channel` (what is
-exchanged with the server and with other groups), `Connection` (how a rank comes to the server and leaves it), `Forming`
-(how groups are formed), `LateGroup` (one that joins a run under way), `ParameterGroups` (those of optimizers, that
-change), `States` (optimizer state on its way), `Edits` (what others write), `Versions` (weights that are evaluated
-while groups train) and `HeldModel` (the model, whole or in shards). Each of them is given those before it, and none
-knows the world.
+Each part of the world, in the order of its constructor, gets those before it, and none depends on the world.
 """
 
 from __future__ import annotations
@@ -58,14 +53,14 @@ from lightning_omni.topology import Topology, check_groups
 _log = logging.getLogger(__name__)
 
 _END = "the end of training"
-"""Names the last collective of a loop, in the message to ranks that call another one."""
+"""The name of the last collective of a loop, in the message to ranks that call another one."""
 
 
 class World(Place):
-    """A run's compute groups, as seen from this rank. Create it after ``torch.distributed.init_process_group``.
+    """The compute groups of a run, as seen from this rank. Create it after ``torch.distributed.init_process_group``.
 
-    For loops without Lightning; with Lightning, use `OmniStrategy`. A loop needs `wrap`, `training`, `enter_world`,
-    `enter_compute` and perhaps `regroup`; the other methods are for `OmniStrategy`.
+    It is for loops without Lightning; with Lightning, use `OmniStrategy`. A loop needs `wrap`, `training`,
+    `enter_world`, `enter_compute` and perhaps `regroup`; the other methods are for `OmniStrategy`.
 
     Args:
         groups: number of compute groups, or None for one group per node.
@@ -129,18 +124,18 @@ class World(Place):
 
     @property
     def executor(self) -> Executor:
-        """How the ranks train together, in the groups that there are."""
+        """Return the way in which the ranks train together, for the present groups."""
         return self._local if self.is_synchronous and self.enlistment is None else self._exchanging
 
     # --- Life --------------------------------------------------------------------------------------------------------
 
     def dismiss_server(self) -> None:
-        """With one group, a server that was started because it might be needed, and that no rank joined, ends."""
+        """End a server that was started because it might be needed, if there is one group and no rank has joined it."""
         if self.control is None and not self.executor.exchanges:
             self.server.dismiss()
 
     def check_method(self, groups: int) -> None:
-        """Raises if there cannot be that many groups with this method."""
+        """Raise an error if the method does not allow this number of groups, or the server cannot import its class."""
         self.method.check(groups)
         for name, kind in (("method", type(self.method)), ("wire_format", type(self.core.wire_format))):
             if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
@@ -156,16 +151,13 @@ class World(Place):
         names: Callable[[], Mapping[Parameter, str]] = dict,
         outside: Collection[Parameter] = (),
     ) -> int:
-        """Takes an optimizer in, before training begins.
+        """Attach an optimizer, before training begins, and return its number.
 
         Args:
             optimizer: the optimizer.
-            parameters: what is exchanged of what it holds.
-            names: gives the names of all the model's parameters, for those that come in mid-run.
-            outside: what it holds besides.
-
-        Returns:
-            Its number.
+            parameters: its exchanged parameters, by name.
+            names: returns the names of all the model's parameters, for those that are added mid-run.
+            outside: its other parameters.
 
         Raises:
             UnsupportedError: a parameter is in another optimizer already.
@@ -181,9 +173,9 @@ class World(Place):
         return number
 
     def attach_head(self, name: str, model: Module, optimizers: Sequence[Optimizer]) -> RemoteHead:
-        """Takes a submodule in as a merged head, before training begins: see `lightning_omni.protocol.head_shard`.
+        """Attach a submodule as a merged head, before training begins: see `lightning_omni.protocol.head_shard`.
 
-        The optimizer that holds its parameters is attached for the others by `attach`, with these left out.
+        `attach` attaches the optimizer that holds its parameters, too, for the other parameters.
 
         Args:
             name: the submodule's name in the model.
@@ -191,7 +183,7 @@ class World(Place):
             optimizers: all optimizers; one of them holds all parameters of the submodule.
 
         Raises:
-            ConfigurationError: the submodule cannot be merged; the message says why.
+            ConfigurationError: the submodule cannot be merged; the message names the reason.
         """
         module = check_mergeable(name, model)
         optimizer, parameters = held_by_one(name, module, optimizers)
@@ -208,24 +200,23 @@ class World(Place):
         return self.core.attach(part.replica, is_head=part.head is not None)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Raises `UnsupportedError` if the method cannot step this optimizer across groups."""
+        """Raise `UnsupportedError` if the method cannot step this optimizer across groups."""
         self._exchanging.check_optimizer(optimizer)
 
     def detach_all(self) -> None:
-        """Forgets the optimizers and merged heads; others may be attached."""
         self.parts = []
         self.heads.clear()
         self.core.detach_all()
 
     def begin(self) -> None:
-        """Training begins on every rank: with several groups the server is joined and given those of the recorder."""
+        """Begin training, on every rank; with several groups, join the server and send it the recorder's weights."""
         self.connection.open()
         self.is_finished, self.is_begun = False, True
         self.steps, self.core.last_answer, self.channel.traffic = 0, LastAnswer(), Traffic()
-        if not self.takes_part:  # or the server is told of what has changed since it was asked, before the first batch
+        if not self.takes_part:  # otherwise the server gets changes since the group joined, before its first batch
             self.parameter_groups.renew()
         self.executor.check_parts()
-        self.held.average_over_replicas()  # a hook that the user has set meanwhile is refused
+        self.held.average_over_replicas()  # refuses a hook that the user has set meanwhile
         if self.executor.exchanges:
             self.check_method(len(self.topology.alive))
             if self.takes_part:
@@ -241,23 +232,22 @@ class World(Place):
             self.enlistment.close()
 
     def take_part(self) -> m.Joined:
-        """This rank's group joins a run that goes on already: see `LateGroup.take_part`. On all of it."""
+        """Join a running run with this rank's group: see `LateGroup.take_part`. All of its ranks call it."""
         self.executor.check_parts()
         return self.late_group.take_part()
 
     def agree_on_recorder(self) -> None:
-        """While groups compute, the recorder may go: its new group learns of it at one moment. On all of a group."""
+        """Agree inside a group on the recorder, which may change while groups compute. All members call it."""
         if self.enlistment is not None and self.share is not None and self.is_computing:
             self._is_with_recorder = self.channel.members.broadcast_bytes(str(self.is_recorder).encode()) == b"True"
 
     def wait_for_members(self) -> None:
-        """Until all of this rank's group are here."""
         dist.barrier(group=self.compute_group)
 
     def read_again(self) -> None:
-        """Hooks have written weights of this group, which has joined, as those of the run had before: the run's hold.
+        """Load the server's weights again, if hooks have written this group's weights since it joined.
 
-        On all of the group, before its first batch.
+        All ranks of the group call it, before its first batch.
         """
         self.late_group.read_again()
         self.states.forget()
@@ -265,13 +255,13 @@ class World(Place):
 
     @contextmanager
     def training(self) -> Iterator[World]:
-        """A context for the training loop, without Lightning. At its end every rank has the weights to evaluate.
+        """Provide the context for a training loop without Lightning. At its end every rank has the weights to evaluate.
 
-        It starts the server, and each group trains by itself at once. Buffers (BatchNorm's statistics) stay those that
-        each rank has; `enter_world` with the model merges them.
+        It starts the server, and each group trains separately at once. Buffers (BatchNorm's statistics) stay each
+        rank's own; `enter_world` with the model merges them.
 
-        Inside it `torch.distributed` has the ranks of this compute group, and so has a DistributedSampler that is made
-        there: to divide the samples among all ranks, make it before.
+        Inside it `torch.distributed` has the ranks of this compute group, and so has a DistributedSampler that is
+        created there: to divide the samples among all ranks, create it before.
 
         Raises:
             UnsupportedError: a wrapped optimizer steps by itself while groups exchange; DDP over ranks of several
@@ -320,18 +310,17 @@ class World(Place):
             raise
 
     def _forget_own(self) -> None:
-        """What this group alone remembers (an exchange that was under way, say) is none of a further loop's."""
+        """Drop the state that only this group has (an exchange in flight, for example): no further loop may use it."""
         self.is_computing = False
         for part in self.parts:
             part.replica.abandon()
 
     @property
     def _clocks(self) -> list[int]:
-        """How many updates of the server are in what each optimizer of this rank moves."""
         return [part.replica.clock for part in self.parts]
 
     def _warn_of_no_update(self, steps: int) -> None:
-        """Say so, if groups have trained in a loop in which the server has made no update, and all ranks have its."""
+        """Warn if groups have trained in a loop without an update of the server, whose weights all ranks have now."""
         if steps and self.executor.exchanges and self.method.evaluated != "mean" and self.is_recorder:
             _log.warning(
                 "world.training(): the parameter server has made no update in the %d steps of this rank's group, none"
@@ -342,7 +331,7 @@ class World(Place):
 
     @contextmanager
     def _guarded(self) -> Iterator[Leaving]:
-        """Refuses meanwhile what would have groups train by themselves."""
+        """Refuse in this context whatever would let groups train without exchanges."""
         if not self.options.is_sharded:
             self.first_steps = FirstSteps(self.members, self.compute_group, self.reduction.check_reduced)
         self._is_in_loop = True
@@ -358,12 +347,11 @@ class World(Place):
             self.edits.watch(None)
 
     def _check_left(self) -> None:
-        """Raises `RankLost` if this rank has left its loop, and other members of its group do not come."""
         if self._leaving is not None:
             self._leaving.check()
 
     def _share_weights(self) -> None:
-        """Groups begin with rank 0's weights: the module was not wrapped, perhaps, or loaded on some ranks since.
+        """Copy rank 0's weights to all ranks: the module may be unwrapped, or have been loaded on some ranks since.
 
         Raises:
             ConfigurationError: the optimizers of another rank hold other parameters.
@@ -375,9 +363,10 @@ class World(Place):
             take_from_rank_zero(named for part in self.parts for named in part.replica.parameters.items())
 
     def check_step(self) -> None:
-        """Raises `ConfigurationError` if a loop without Lightning steps while the groups are synchronized.
+        """Raise `ConfigurationError` if a loop without Lightning steps while the groups are synchronized.
 
-        They are until they part: later calls of `enter_world` would do nothing, and ranks would evaluate other weights.
+        They stay so until `enter_compute`. Later calls of `enter_world` would do nothing, and ranks would evaluate
+        other weights.
         """
         if self._leaving is not None:
             self._leaving.steps += 1
@@ -388,46 +377,40 @@ class World(Place):
             )
 
     def step_done(self) -> None:
-        """A step of an `OmniOptimizer` is done."""
         if self._leaving is not None:
             self._leaving.step_done()
 
     def explain(self, error: BaseException) -> None:
-        """If another rank's failure is the cause of this one, the error is told to name that; call it before `fail`.
+        """Name another rank's failure in this error, if it is the cause. Call it before `fail`.
 
-        A rank that waits in a collective sees no more than a broken connection, often before the server has heard why.
+        A rank that waits in a collective gets only a broken connection, often before the server knows the reason.
         """
         if not _is_of_a_collective(error):
             return
         if self.control is None:
-            time.sleep(LEARN)  # the process of the rank that failed first shall end first: a launcher names it
+            time.sleep(LEARN)  # the rank that failed first must end first: launchers name it
             return
         cause = self.control.wait_for_end(LEARN)
         if cause is not None:
             error.args = (f"{cause} (here: {error})",)
 
     def fail(self, error: BaseException, where: str = "") -> None:
-        """This rank cannot go on: says so to the server, so that no other waits for it.
-
-        Args:
-            error: by which it ends.
-            where: said after that.
-        """
+        """End this rank's run with an error, and report it to the server, so that no other rank waits for this one."""
         self.is_begun = False
         how = f"has lost its group: {error}" if _is_of_a_loss(error) else ending(error)
-        # A rank that has trained to the end has not failed, whatever comes then.
+        # A rank that has trained to the end has not failed, whatever happens afterwards.
         self.connection.leave("" if self.is_finished else f"rank {self.rank} {how}{where}")
         self._close_connections(has_failed=True)
         self.abandon_groups()
 
     def close(self) -> None:
-        """Leaves the run in good order and stops the embedded server. Gives the default process group back."""
+        """Leave the run in good order, stop the embedded server, and restore the default process group."""
         self.residuals.warn_of_remainder()
         groups, after = self.process_groups, self.process_groups.original
         try:
             if self.control is not None and self.enlistment is None:
-                # No rank stops the server while others still need it. Those here go on, if at all, without the lost;
-                # of a loss they may hear at different moments.
+                # No rank stops the server while others still need it. If the ranks here continue, they do so without
+                # the lost ones, of which they may learn at different moments.
                 live = tuple(rank for rank, _ in self.channel.synchronize(_END, b""))
                 if len(live) < self.size:
                     survivors = Topology((live,))
@@ -451,7 +434,7 @@ class World(Place):
     # --- Phases ------------------------------------------------------------------------------------------------------
 
     def enter_compute(self) -> None:
-        """From here on each group trains by itself: at the start of an epoch, or after a validation inside it."""
+        """Let each group train separately from here on: at the start of an epoch, or after a validation inside it."""
         if self.executor.exchanges and not self.is_begun:
             raise ConfigurationError(
                 "world.enter_compute() outside `with world.training():`, which calls it when it begins; call it there,"
@@ -461,16 +444,16 @@ class World(Place):
         self.executor.enter_compute()
 
     def enter_world(self, module: Module | None = None) -> None:
-        """The groups synchronize: every rank gets the weights to evaluate. Waits for all ranks.
+        """Synchronize the groups: every rank gets the weights to evaluate. This waits for all ranks.
 
-        What no optimizer moves becomes the same on all ranks: running statistics, and the parameters of an
+        Tensors that no optimizer moves become the same on all ranks: running statistics, and the parameters of a
         `torch.optim.swa_utils.AveragedModel`, the mean over the groups; other buffers, and other parameters that were
-        written (a target network's, say), those of rank 0. If the method has groups with weights of their own,
-        `enter_compute` restores these. If any rank ``wants_stop``, all are told, by ``on_stop``.
+        written (a target network's, for example), those of rank 0. If the method has groups with weights of their own,
+        `enter_compute` restores these. If any rank ``wants_stop``, ``on_stop`` is called on all.
 
         Args:
-            module: the model that is meant, with all that belongs to it (a ``ModuleList`` of the model and an average
-                of its weights, say); with None each group keeps its own.
+            module: the model, with all that belongs to it (a ``ModuleList`` of the model and an average of its weights,
+                for example); with None each group keeps its own tensors.
         """
         if self._is_in_loop and self.is_computing:
             self._check_left()
@@ -484,10 +467,10 @@ class World(Place):
             self.on_stop()
 
     def wrap(self, module: Module, **ddp_options: Any) -> Module:
-        """Wraps a module in DistributedDataParallel over the compute group.
+        """Wrap a module in DistributedDataParallel over the compute group.
 
         Initial weights are rank 0's. In a group of one rank the module itself is returned, and also where the members
-        of a group hold the model together: then it is sharded here, or has been on `mesh`.
+        of a group hold the model together: then it is sharded here, or was sharded on `mesh` before.
 
         Args:
             module: the model.
@@ -506,13 +489,13 @@ class World(Place):
         return module if self.options.is_sharded else self.held.wrap(module, ddp_options)
 
     def broadcast_initial(self, module: Module) -> None:
-        """All ranks get the parameters and buffers of rank 0: see `HeldModel.broadcast_initial`."""
+        """Copy the parameters and buffers of rank 0 to all ranks: see `HeldModel.broadcast_initial`."""
         self.held.broadcast_initial(module)
 
     # --- Regrouping --------------------------------------------------------------------------------------------------
 
     def check_regroup(self, groups: int) -> None:
-        """Raises if these ranks cannot form so many groups now: see `regroup`."""
+        """Raise an error if these ranks cannot form this number of groups now: see `regroup`."""
         if self.enlistment is not None:
             raise UnsupportedError(
                 "join=True: groups that have joined on their own cannot form other groups, for ranks of different"
@@ -534,10 +517,10 @@ class World(Place):
     def regroup(
         self, groups: int, module: Module | None = None, speeds: Mapping[int, float] | None = None
     ) -> tuple[tuple[int, int], ...]:
-        """Changes the number of groups, and keeps weights and optimizer state. For all live ranks, at the same step.
+        """Change the number of groups, and keep weights and optimizer state. All live ranks call it, at the same step.
 
-        In a loop without Lightning, then `wrap` the module again: ``model = world.wrap(net)``. What was wrapped before
-        averages gradients in the earlier groups, and a step with these is refused.
+        In a loop without Lightning, `wrap` the module again afterwards: ``model = world.wrap(net)``. A module that was
+        wrapped before averages gradients in the earlier groups, and a step with these is refused.
 
         Args:
             groups: the new number of groups.
@@ -581,19 +564,18 @@ class World(Place):
     def _form(
         self, groups: int | None = None, speeds: Mapping[int, float] | None = None, keeps_epoch: bool = False
     ) -> None:
-        """Groups stand: see `Forming.form`."""
         self._forming.form(groups, speeds, keeps_epoch)
         self.held.average_over_replicas()
 
 
 def _is_of_a_loss(error: BaseException) -> bool:
-    """Whether a collective has failed because another rank, or the link to it, is gone."""
+    """Return whether a collective has failed because another rank, or the link to it, is gone."""
     signs = ("connect", "network", "socket", "broken pipe", "timed out", "timeout")
     return _is_of_a_collective(error) and any(sign in str(error).lower() for sign in signs)
 
 
 def _is_of_a_collective(error: BaseException) -> bool:
-    """Whether torch.distributed raised it; gloo's errors have no class of their own."""
+    """Return whether torch.distributed raised an error; gloo's errors have no class of their own."""
     names = ("gloo", "nccl")
     return isinstance(error, dist.DistError) or (
         type(error) is RuntimeError and any(name in str(error).lower() for name in names)
