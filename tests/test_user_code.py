@@ -944,6 +944,24 @@ def test_a_tensor_of_all_ranks_is_gathered_among_all_groups_by_torchs_own_call()
 
 
 @pytest.mark.usefixtures("alone")
+def test_the_rank_that_was_to_get_a_sum_gets_it_though_another_dies_in_the_collective() -> None:
+    world = LiveWorld(2, 3)
+    mine, places = torch.tensor([1.0, 2.0]), [torch.zeros(2) for _ in range(3)]
+    reduce, gather = dist.ReduceOptions(), dist.GatherOptions()
+    collectives: list[tuple[Callable[[], Any], Any]] = [
+        (lambda: world.reduce([mine], reduce), reduce),
+        (lambda: world.gather([places], [mine], gather), gather),
+    ]
+    for collective, opts in collectives:
+        world.ranks = [0, 1, 2]
+        world.connect(lambda _, payload: [(0, payload), (2, payload)], 2)  # rank 1 dies
+        opts.rootRank = 2
+        collective()
+    assert mine.tolist() == [2.0, 4.0]
+    assert [place.tolist() for place in places] == [[2.0, 4.0], [2.0, 4.0], [0.0, 0.0]]
+
+
+@pytest.mark.usefixtures("alone")
 def test_a_collective_that_is_not_offered_among_all_groups_says_which_are() -> None:
     register()
     group, one = dist.new_group([0], backend="omni"), torch.ones(1)

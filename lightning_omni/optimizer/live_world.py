@@ -128,9 +128,10 @@ class LiveWorld(dist.ProcessGroup):
     def reduce(self, tensors: Sequence[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
         """Reduce as `allreduce` does; only the root keeps the result."""
         op = _op(opts)
+        root = self._live[opts.rootRank]  # before ranks may die in the collective
         for tensor in tensors:
-            parts = self._gather(f"reduce({_signature(tensor)}, {op}, {opts.rootRank})", tensor)
-            if self.rank() == opts.rootRank:
+            parts = self._gather(f"reduce({_signature(tensor)}, {op}, {root})", tensor)
+            if root == self._global_rank:
                 tensor.copy_(_reduced(parts, op))
         return _Done(list(tensors))
 
@@ -170,9 +171,10 @@ class LiveWorld(dist.ProcessGroup):
         return _Done(list(outputs))
 
     def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
+        root = self._live[opts.rootRank]  # before ranks may die in the collective
         for index, tensor in enumerate(inputs):
-            parts = self._gather(f"gather({_signature(tensor)}, {opts.rootRank})", tensor)
-            if self.rank() == opts.rootRank:
+            parts = self._gather(f"gather({_signature(tensor)}, {root})", tensor)
+            if root == self._global_rank:
                 for place, part in zip(outputs[index], parts.values(), strict=False):
                     place.copy_(part)
         return _Done(list(outputs))
