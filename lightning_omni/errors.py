@@ -13,7 +13,7 @@
     ├── CollectiveMismatch                       ranks called different collectives
     └── NonFiniteGradients                       gradients stayed NaN or infinite for too long
 
-The class indicates the place of the cause: a :class:`ConfigurationError` at the caller, a :class:`ProtocolError` at the
+The class indicates where the cause is: a :class:`ConfigurationError` at the caller, a :class:`ProtocolError` at the
 other process, a :class:`ConnectionLost` at the machine or network. docs/errors.md has remedies.
 """
 

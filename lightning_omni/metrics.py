@@ -73,8 +73,8 @@ class RunReport:
         ranks_lost: ranks that were lost during the run.
         bytes_per_step: bytes of tensors that rank 0's group exchanged with the server, in both directions, per batch;
             with gossip, those that it sent to other groups and read from them.
-        head_time: recent seconds of one exclusive access to the merged head; 0 without one.
-        serve_time: recent seconds of the server itself for one push; 0 without pushes.
+        head_time: recent seconds of one exclusive access to the merged head; 0 if there is none.
+        serve_time: recent seconds of the server itself for one push; 0 if there are none.
         total_momentum: recent estimate of explicit momentum plus that of asynchrony; None if it is unknown, because
             there were few pushes, the optimizer is not plain SGD, or it steps at the workers.
     """

@@ -42,8 +42,8 @@ class Death:
 
     Args:
         rank: Number of the rank.
-        time: Moment of the death.
-        until: Moment at which the group joins again; None for never.
+        time: Time of the death.
+        until: Time at which the group joins again; None for never.
     """
 
     rank: int
@@ -57,8 +57,8 @@ class SlowTime:
 
     Args:
         rank: Number of the rank.
-        start: Moment from which it is slow.
-        stop: Moment from which it is not.
+        start: Time from which it is slow.
+        stop: Time from which it is not.
         factor: Factor by which its times are longer.
     """
 
@@ -73,8 +73,8 @@ class ServerDeath:
     """The death of the parameter server, after which another one continues from the last save.
 
     Args:
-        time: Moment of the death.
-        until: Moment from which the other one serves.
+        time: Time of the death.
+        until: Time from which the other one serves.
     """
 
     time: Quantity

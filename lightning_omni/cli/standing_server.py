@@ -38,7 +38,7 @@ class Options:
         encryption: encryption of ZeroMQ, unless ``settings.transports`` names a transport of the user's.
         upstream: address of the server for which this one sums pushes, if it is an aggregator.
         once: whether to end after the first run.
-        http: port of the status pages; None for none.
+        http: port of the status pages; None if there are none.
         http_host: address of the status pages.
         key_file: file of the key, to be shown; None for the environment.
     """

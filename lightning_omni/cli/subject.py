@@ -97,7 +97,11 @@ def _is_lightnings(kind: type) -> bool:
 
 
 def names_of(option: str, text: str) -> tuple[str, ...]:
-    """Split names at commas, and check them."""
+    """Return the names in an option's text, which commas or spaces separate.
+
+    Raises:
+        ConfigurationError: a name is not one of `ALLOWABLE`.
+    """
     names = tuple(text.replace(",", " ").split())
     for name in names:
         if name not in ALLOWABLE:

@@ -42,7 +42,7 @@ class Agreement:
 
     Args:
         gap: distance of the two precisions' curves.
-        spread: distance of the own curve to the one from weights nudged by `ROUNDING`.
+        spread: distance of the first precision's curve to the one from weights nudged by `ROUNDING`.
         tolerance: tolerated distance.
 
     Example:

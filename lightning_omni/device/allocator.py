@@ -33,7 +33,7 @@ def can_keep_memory() -> bool:
 
 
 def keep_memory(keep: bool) -> None:
-    """Let the process keep freed memory for the next tensors, or return it to the kernel.
+    """Set whether the process keeps freed memory for the next tensors, or returns it to the kernel.
 
     glibc's growing threshold cannot be restored, so ``False`` sets its final value in a process that frees large
     tensors: 32 MiB, and 64 MiB for memory at the heap's end.

@@ -1,4 +1,4 @@
-"""Asynchronous SGD: the server applies every push at once, to the master weights of that moment."""
+"""Asynchronous SGD: the server applies every push at once, to the current master weights."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ The *server side* is a plain object: it receives a push and returns replies to t
 Rule 1: both sides keep all their state in `Replica.memory` and `ServerSide.state`, so that checkpoints, copies and
 simulation need no further code; a driver may discard a generator and start a new one whenever it requests a gradient.
 Rule 2: only the server side counts staleness, when a push arrives, against `Master.clock`.
-Rule 3: time is an event like any other. A server side reads it from `ServerSide.now` and requests a moment in
+Rule 3: time is an event like any other. A server side reads it from `ServerSide.now` and requests a time in
 `ServerSide.due`; its driver, in real or virtual time, calls `ServerSide.expire` then.
 Rule 4: no code changes weights behind the replica's or the master's back: both sides hand tensors over, and a side that
 keeps a tensor keeps a copy.
@@ -260,7 +260,7 @@ class ServerSide(ABC):
         return []
 
     def expire(self) -> list[Reply]:
-        """Handle the moment `due`. A push at the same moment may arrive before this call, but no later event."""
+        """Handle the time `due`. A push at the same time may arrive before this call, but no later event."""
         return []
 
     def idle(self, group: int) -> list[Reply]:
@@ -415,7 +415,7 @@ class Method(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
         """Return the number of local steps that a group makes before its next push of any fragment.
 
         Args:
-            replica: the group's replica, between two gradients.
+            replica: the group's replica, while the group waits for its next gradient.
         """
         return self.push_period - int(replica.memory.get("steps", 0)) % self.push_period
 

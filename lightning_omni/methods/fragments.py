@@ -2,8 +2,8 @@
 
 Rule 1: both sides cut in the same way, from the sizes of the tensors and the number of servers alone; offsets never
 travel.
-Rule 2: where several servers hold a share of the parameters each, each server cuts its share separately, and fragment k
-consists of the k-th fragments of all shares, one after the other.
+Rule 2: if several servers divide the parameters among them, each cuts its share separately, and fragment k consists of
+the k-th fragments of all shares, one after the other.
 Rule 3: parameters are cut once. A parameter added mid-run is appended whole to one fragment, whose earlier content
 stays at its beginning.
 """
@@ -33,19 +33,22 @@ Pieces = Sequence[Piece]
 """A fragment or a share: its pieces, in the order of the tensors, or share after share in that order."""
 
 UNIT = 64
-"""The numbers of a tensor that stay together where several servers hold a share each."""
+"""The consecutive elements of a tensor that stay together when tensors are divided over several servers."""
 FRAGMENTS = "fragments"
 """The key of the list of states per fragment in the state of a method's server side, if it has several."""
 
 
 def cut(sizes: Sequence[tuple[int, int]], of: int, first: int = 0, servers: int = 1) -> Sequence[Pieces]:
-    """Cut tensors into fragments of equal bytes, between numbers.
+    """Cut tensors into fragments of equal bytes, up to rounding to whole elements.
+
+    A tensor that was added later is whole in one fragment.
 
     Args:
-        sizes: for each tensor, the count of its numbers and the bytes of one of them.
+        sizes: for each tensor, the number of its elements and the bytes of one of them.
         of: number of fragments.
         first: number of tensors before any were added; 0 for all.
-        servers: number of servers that hold a share each, as from `divide`. With several, no tensors are added.
+        servers: number of servers, each of which holds a share as from `divide`. If there are several, no tensors are
+            added.
 
     Example:
         >>> cut([(6, 4), (2, 4)], of=2)
@@ -86,7 +89,7 @@ def _cut(sizes: Sequence[tuple[int, int]], of: int, first: int, servers: int) ->
 def divide(sizes: Sequence[tuple[int, int]], servers: int) -> list[list[Piece]]:
     """Divide tensors into shares of equal bytes, one for each server.
 
-    A tensor is cut at multiples of `UNIT` of its numbers. An empty tensor joins the share of the tensor before it.
+    A tensor is cut at multiples of `UNIT` elements. An empty tensor joins the share of the tensor before it.
 
     Args:
         sizes: as in `cut`.
@@ -112,7 +115,7 @@ def divide(sizes: Sequence[tuple[int, int]], servers: int) -> list[list[Piece]]:
 
 
 def _cut_at(at: int, count: int) -> int:
-    """Return the cut of a tensor of ``count`` numbers nearest to the end of a share at ``at``."""
+    """Return the cut of a tensor of ``count`` elements nearest to the end of a share at ``at``."""
     return min(count, max(0, at)) if not 0 < at < count else min(count, round(at / UNIT) * UNIT)
 
 
@@ -139,7 +142,7 @@ def states_in(state: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 
 
 def sizes_of(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """Return, for each tensor, the count of its numbers and the bytes of one of them."""
+    """Return, for each tensor, the number of its elements and the bytes of one of them."""
     return [(tensor.numel(), tensor.element_size()) for tensor in tensors]
 
 

@@ -204,7 +204,7 @@ class Master:
         return [parameter.detach() for parameter in self.fragment(fragment)]
 
     def snapshot(self) -> dict[str, Any]:
-        """Return weights, optimizer state and clock of the same moment. The tensors are the live ones."""
+        """Return weights, optimizer state and clock after the same update. The tensors are the live ones."""
         return {
             "weights": {name: parameter.detach() for name, parameter in self.parameters.items()},
             "state": self._state() if self.optimizer is not None else {},
@@ -350,7 +350,7 @@ def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def plain_attributes_of(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the own attributes that are plain values, as a copy."""
+    """Return an optimizer's own attributes that are plain values, as a copy."""
     return {key: _plain(value) for key, value in attributes_of(optimizer).items() if _is_plain(value)}
 
 

@@ -83,7 +83,7 @@ class Replica:
 
     Attributes:
         first: number of the parameters that existed before training began.
-        servers: number of servers that hold a share of the parameters each; fragments are cut from the shares.
+        servers: number of servers, each of which holds a share of the parameters; fragments are cut from the shares.
         clock: the server's clock when the weights were read.
         peers: numbers of the groups that are alive, this one included.
         drift: the weights that differ from the server's.
@@ -349,7 +349,7 @@ def is_sound(tensors: Sequence[Tensor] | None) -> bool:
 
     All members of a group that have the model in shares must get the same result.
     """
-    # The sum is fast, but in float16 it may overflow although all numbers are finite.
+    # The sum is fast, but in float16 it may overflow although all elements are finite.
     return tensors is not None and all(
         bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all()) for tensor in tensors
     )

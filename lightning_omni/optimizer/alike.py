@@ -97,7 +97,7 @@ def describe(tensor: Tensor) -> str:
         strides = [stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
         words.append(f"strides {strides}")
     elif shared := [dim for dim, size in enumerate(tensor.shape) if size > 1 and tensor.stride(dim) == 0]:
-        # It stores fewer numbers than its shape has, so it may not be able to hold those of a rank that stores all.
+        # It stores fewer elements than its shape has, so it may not be able to hold those of a rank that stores all.
         words.append(f"expanded along dimensions {shared}")
     if isinstance(tensor, Parameter):
         words.append("trained" if tensor.requires_grad else "frozen")

@@ -209,7 +209,7 @@ class Balance:
                 self._hooks[parameter] = parameter.register_hook(lambda _: self._gradient())
 
     def _gradient(self) -> None:
-        """Note the moment of a gradient, and the seconds of the collectives before it, in which this rank waited."""
+        """Record the time of a gradient, and the seconds of the collectives before it, in which this rank waited."""
         self._own.gradient()
         if self._world is not None:
             self._until_gradient = self._world.reduction.seconds

@@ -191,7 +191,15 @@ class Channel:
         self.ask(m.Bring(nbytes=payload.numel()), m.Brought, payload)
 
     def synchronize(self, what: str, payload: bytes) -> list[tuple[int, bytes]]:
-        """Gather bytes of every live rank, in rank order. All call it, with the same ``what``, and wait for all."""
+        """Gather the bytes of every live rank. All live ranks call it and wait for each other.
+
+        Args:
+            what: description of the collective, the same on all ranks.
+            payload: this rank's bytes.
+
+        Returns:
+            The number and the bytes of each live rank, in rank order.
+        """
         assert self._place.control is not None
         brought = len(payload) > m.LARGEST_INLINE
         message = m.Contribute(number=self.synchronizations, what=what, brought=brought, where=self._place.where())
@@ -349,7 +357,7 @@ class Channel:
         return self.members.largest([number])[0]
 
     def _connect(self, control: Control, timeout: float) -> list[Data]:
-        """Connect to all servers that hold a share each; or to the only one, perhaps through an aggregator."""
+        """Connect to all servers with a share of the weights; or to the only one, perhaps through an aggregator."""
         if self._place.share is not None:
             return control.attach_all(timeout, self._place.share[0])
         connections = control.attach_all(timeout)

@@ -77,7 +77,7 @@ class Keeper:
 
 
 class RunServer:
-    """The server of a run, or its several servers with a share of the weights each: it starts, finds and ends them.
+    """The server of a run, or its several servers, each with a share of the weights: it starts, finds and ends them.
 
     Args:
         rank: this rank. Rank 0 starts the server; with one server per node, the first rank of each node starts that.
@@ -107,7 +107,7 @@ class RunServer:
 
     @property
     def count(self) -> int:
-        """Return the number of servers that hold a share each, if the run starts them."""
+        """Return the number of servers, each of which holds a share of the weights, if the run starts them."""
         if self._needed is not None:
             return self._needed
         return self.nodes if self._options.servers == "per-node" else self._options.servers
@@ -184,7 +184,7 @@ class RunServer:
             self._failure = error
 
     def share(self, address: str, key: bytes) -> None:
-        """Let the further servers that this rank has started join the coordinating one.
+        """Configure the further servers that this rank has started to join the coordinating one, and wait for them.
 
         Raises:
             ConfigurationError: a server could not be started.

@@ -225,7 +225,7 @@ class Exchanging(Executor):
             if place.steps_here(part):
                 part.replica.stash()
             pulled = self._channel.ask_weights(place.core.synchronize(index))
-            if pulled.refused:  # the own weights are not finite, and not in the mean: they are dropped
+            if pulled.refused:  # the group's own weights are not finite, and not in the mean: they are dropped
                 part.replica.restart(pulled)
                 part.replica.abandon()
             else:
@@ -318,7 +318,7 @@ class Exchanging(Executor):
 def evaluating(
     replica: Replica, closure: Callable[[], Any] | None, loss: Any, arguments: Mapping[str, Any] | None = None
 ) -> Iterator[None]:
-    """Let the worker's own optimizer evaluate the loss again in this context, as SAM does.
+    """Provide the closure to the worker's own optimizer in this context: it may evaluate the loss again, as SAM does.
 
     Args:
         replica: the weights that it moves.

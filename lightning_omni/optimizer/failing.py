@@ -20,13 +20,13 @@ def forget(group: Any, rank: int) -> None:
 
 
 def have_failed_alike(group: Any, rank: int, ranks: Sequence[int], where: str, within: float) -> bool:
-    """Return whether all of these ranks report a failure at the same place; each waits for the others.
+    """Return whether all of these ranks report a failure at the same position in the program; each waits for the others.
 
     Args:
         group: a process group that contains these ranks.
         rank: this rank.
         ranks: all of them, including this one.
-        where: place of this rank's failure; see `place_of`.
+        where: position of this rank's failure; see `place_of`.
         within: seconds to wait for the others' reports.
     """
     store, keys = store_of(group), [_key(each) for each in ranks]
@@ -39,7 +39,7 @@ def have_failed_alike(group: Any, rank: int, ranks: Sequence[int], where: str, w
 
 
 def place_of(error: BaseException) -> str:
-    """Return the place in the program at which an error was raised."""
+    """Return the position in the program at which an error was raised."""
     frames = (f"{frame.f_code.co_filename}:{line}" for frame, line in traceback.walk_tb(error.__traceback__))
     return f"{type(error).__name__} at {' '.join(frames)}"
 

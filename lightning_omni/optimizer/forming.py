@@ -49,7 +49,7 @@ class Forming:
             place.control.check()
         place.make_groups(self._channel.gather)
         for part in place.parts:
-            # As formed, not as alive: peers learn of a loss at different moments, and must draw the same peer.
+            # As formed, not as alive: peers learn of a loss at different times, and must draw the same peer.
             part.replica.group, part.replica.peers = place.group, place.topology.alive
         place.core.form(GroupId(str(place.group), incarnation))
         self._channel.peers.connect()

@@ -26,7 +26,7 @@ class HeldModel:
     """The model, as the members of this rank's group hold it.
 
     Args:
-        place: this rank's place in the run.
+        place: this rank's position in the run.
         not_reduced: returns the parameters whose gradients DDP does not average.
 
     Attributes:
@@ -84,7 +84,7 @@ class HeldModel:
     # --- Held together -----------------------------------------------------------------------------------------------
 
     def shard(self, module: Module) -> None:
-        """Let the members of this rank's group hold a module together. All ranks call it, before training.
+        """Shard a module over the ranks that hold a replica of it together. All ranks call it, before training.
 
         Args:
             module: see `lightning_omni.optimizer.sharding.shard`. With a `ModelParallel` it is parallelized already.
@@ -99,7 +99,7 @@ class HeldModel:
         self.average_over_replicas()
 
     def average_over_replicas(self) -> None:
-        """Let members of this rank's group with the same part of a sharded model average their gradients."""
+        """Install or remove the hook by which a group's replicas of a sharded model average their gradients."""
         if self.sharded is not None:
             average_over_replicas(self.sharded, self._mean if self._place.replicas > 1 else None)
 

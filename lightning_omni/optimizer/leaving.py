@@ -165,7 +165,7 @@ class Leaving:
         """Return the number of collectives inside its compute group that this rank has begun."""
         try:
             return sum(map(collectives_of, self._place.groups_inside))
-        except KeyError:  # other groups are formed at this moment
+        except KeyError:  # other groups are being formed
             return 0
 
 

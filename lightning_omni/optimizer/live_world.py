@@ -83,7 +83,13 @@ class LiveWorld(dist.ProcessGroup):
         self._name = ""
 
     def connect(self, synchronize: Synchronize, rank: int) -> None:
-        """Set the function that carries out the collectives, and this rank's number in them."""
+        """Set the function that carries out the collectives, and this rank's number.
+
+        Args:
+            synchronize: the function.
+            rank: this rank's number in the run, as in the results of ``synchronize``; not its index among the live
+                ranks.
+        """
         self._synchronize, self._global_rank = synchronize, rank
 
     @property

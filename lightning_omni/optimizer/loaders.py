@@ -123,14 +123,14 @@ class Leases(Lessee):
         self.restart(plan.epoch)
 
     def hand_out(self) -> Batch | None:
-        """Return the next batch for the loader, or None if the pool is empty at the moment."""
+        """Return the next batch for the loader, or None if the pool is empty now."""
         if not self._have(self.handed):
             return None
         self.handed += 1
         return self._batches[self.handed - 1]
 
     def peek(self) -> Batch | None:
-        """Return the batch after the current one, or None if the pool is empty at the moment."""
+        """Return the batch after the current one, or None if the pool is empty now."""
         return self._batches[self.trained] if self._have(self.trained) else None
 
     @property

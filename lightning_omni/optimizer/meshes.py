@@ -170,7 +170,10 @@ def sizes_in(
 
 
 def rows_of(topology: Topology, length: int) -> Topology:
-    """Return each group's rows of neighbours, which compute one batch together, or hold a model together."""
+    """Return a topology whose groups are the rows of these groups: each row is ``length`` consecutive ranks.
+
+    ``length`` divides the size of every group.
+    """
     each = (topology.members(group) for group in topology.alive)
     return Topology(tuple(members[i : i + length] for members in each for i in range(0, len(members), length)))
 

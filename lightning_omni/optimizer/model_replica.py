@@ -251,12 +251,12 @@ class ModelReplica(Replica):
     # --- Synchronization: evaluated weights replace a group's own for a time ------------------------------------------
 
     def stash(self) -> None:
-        """Keep the own weights while others are evaluated in their place."""
+        """Store the group's own weights while others are evaluated instead."""
         if self._stashed is None:
             self._stashed, self._stashed_drift = Pulled(copies(self.weights()), self.clock), deepcopy(self.drift)
 
     def restore(self, but_frozen: bool = False) -> None:
-        """Restore the own weights, if they were stashed.
+        """Restore the group's own weights, if they were stashed.
 
         Args:
             but_frozen: whether frozen weights are left out: all groups continue with the evaluated ones.
@@ -309,7 +309,7 @@ class Part:
     handed: Memory = field(default_factory=Memory)
     """Memory for an encoded answer and its prefix, which a leader broadcasts to its group."""
     spare: Tensor | None = None
-    """Memory that takes the place of ``into`` while an exchange is in flight."""
+    """Memory that replaces ``into`` while an exchange is in flight."""
     split: Split | None = None
     """The division of its parameters over the servers, at the last exchange."""
     staleness: Counter[int] = field(default_factory=Counter)
@@ -430,7 +430,7 @@ class Writes:
 
 
 def fingerprint(tensor: Tensor, most: int) -> int:
-    """Return a checksum of about ``most`` numbers spread over a tensor, by which a write is detected."""
+    """Return a checksum of about ``most`` elements spread over a tensor, by which a write is detected."""
     flat = here(tensor).flatten()
     some = flat[:: max(1, flat.numel() // most)].cpu().contiguous()
     return zlib.crc32(some.view(torch.uint8).numpy().tobytes()) if flat.numel() else 0

@@ -24,7 +24,7 @@ class OtherGroups:
     """A rank's exchanges with other groups. Every rank of a group makes the same calls.
 
     Args:
-        place: this rank's place in the run.
+        place: this rank's position in the run.
         members: communication among the members of its group.
         synchronize: `Channel.synchronize`.
         timed: `Channel.timed`.

@@ -1,4 +1,4 @@
-"""The place of a rank in the run: this rank, its compute group, the live ranks, and their agreements."""
+"""The position of a rank in the run: this rank, its compute group, the live ranks, and their agreements."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def default_device(backend: str, current_gpu: Callable[[], int] = torch.cuda.cur
 
 
 class Place:
-    """The place of this rank among all ranks. The arguments are those of `World`.
+    """The position of this rank among all ranks. The arguments are those of `World`.
 
     Attributes:
         options: all settings; their ``groups`` is the requested number.
@@ -227,7 +227,7 @@ class Place:
 
     @property
     def share(self) -> tuple[int, int] | None:
-        """Return index and number of shares, where ranks that hold a model together exchange one each; or None."""
+        """Return index and number of shares, if each rank that holds a part of a model exchanges its own; or None."""
         if not self.is_sharded or (self.is_synchronous and self.enlistment is None and self.control is None):
             return None
         return self.members.index(self.rank) % self.shards, self.shards
@@ -311,7 +311,11 @@ class Place:
         return list({id(group): group for group in map(self.process_groups.compute, topologies)}.values())
 
     def abandon_groups(self) -> None:
-        """Let ranks that wait for this one inside its compute group fail at once, because it fails."""
+        """Destroy the process groups inside this rank's compute group, because this rank has failed.
+
+        With gloo, members that wait for it then fail at once. A group of all ranks that torch knows is not destroyed:
+        its members fail when this process ends. The original process group becomes the default one.
+        """
         for topology in (self._compute_groups, self._alike, *self._parted):
             self.process_groups.abandon(topology)
 

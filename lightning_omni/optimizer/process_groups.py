@@ -179,7 +179,14 @@ class ProcessGroups:
         dist.GroupMember.WORLD = group
 
     def join(self, synchronize: Synchronize, rank: int) -> None:
-        """Let live ranks synchronize by this function, in which this one has the number ``rank``. All ranks call it."""
+        """Create the group of all live ranks, and connect it to the function that carries out its collectives.
+
+        All ranks call it, and wait for each other.
+
+        Args:
+            synchronize: the function, see `LiveWorld.connect`.
+            rank: this rank's number in the run.
+        """
         self.make_live_world()
         self.live.connect(synchronize, rank)
         dist.barrier()
@@ -195,7 +202,11 @@ class ProcessGroups:
             self._cache.live = ref(made)
 
     def abandon(self, topology: Topology) -> None:
-        """Let ranks that wait for this one inside its compute group fail at once, because it fails."""
+        """Destroy this rank's process group in a topology, because this rank has failed.
+
+        With gloo, members that wait for it then fail at once. A group of all ranks that torch knows is not destroyed:
+        its members fail when this process ends. The original process group becomes the default one.
+        """
         self.use(self.original)
         self._cache.destroy(topology.groups)
 

@@ -62,7 +62,10 @@ class Reduction:
         return {**given, "bucket_cap_mb": BUCKET_MB} if is_open else dict(given)
 
     def install(self, module: Any, group: Any) -> None:
-        """Let DDP average a wrapped module's gradients in the present format; a group of one wraps none."""
+        """Install the hook by which DDP averages a wrapped module's gradients in the present format.
+
+        The exact format needs none, and neither does a module that DDP does not wrap, as in a group of one.
+        """
         if not isinstance(module, DistributedDataParallel):
             self._wrapped = []
             self.forget()
@@ -95,7 +98,7 @@ class Reduction:
     def _hook(self, state: tuple[AllReduce, Any], bucket: Any) -> torch.futures.Future[Tensor]:
         """Replace one bucket of gradients (a ``torch.distributed.GradBucket``) by the mean."""
         flat = bucket.buffer()
-        if flat.is_sparse:  # of one parameter; few of its rows have numbers, and only these are sent
+        if flat.is_sparse:  # of one parameter; few of its rows have values, and only these are sent
             future: torch.futures.Future[Tensor] = allreduce_hook(state[1], bucket)
             return future
         if flat.is_cuda:

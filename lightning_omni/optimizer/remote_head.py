@@ -35,7 +35,7 @@ class RemoteHead:
     """A replacement of a submodule's ``forward``, while several groups train.
 
     Args:
-        place: this rank's place in the run.
+        place: this rank's position in the run.
         channel: its exchanges with the server.
         parameter_groups: follows changes of the optimizer's parameter groups.
         part: the head's part of the exchange.
@@ -132,7 +132,7 @@ class RemoteHead:
 
         Args:
             tree: arguments and keyword arguments.
-            tensors: the tensors to put in the places of the tree's.
+            tensors: the tensors that replace those of the tree.
         """
         place = self._place
         with self._channel.timed():

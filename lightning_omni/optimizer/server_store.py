@@ -1,4 +1,4 @@
-"""The state that the servers hold of a run as a whole: snapshots of one moment, seeds, and state for joining groups."""
+"""The state that the servers hold of a run as a whole: consistent snapshots, seeds, and state for joining groups."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from lightning_omni.protocol.split import Split
 
 
 class ServerSnapshot(NamedTuple):
-    """The state that the servers hold at one moment.
+    """A consistent state of all servers.
 
     Attributes:
-        cut: the moment.
+        cut: the counts that describe the state.
         parts: for each optimizer ``{"weights": {name: tensor}, "state": {...}, "clock": 0, "method": {...}}``.
         groups: for each group, the state that was gathered from it.
     """
@@ -40,11 +40,11 @@ class ServerStore:
         self._place, self._connections = place, connections
 
     def snapshot(self, with_state: bool = True, version: int = 0) -> ServerSnapshot:
-        """Return the state that the servers hold at one moment, or this rank's share of it.
+        """Return a consistent state of the servers, or this rank's share of it.
 
         Args:
             with_state: whether to include the states of optimizers and methods, and the gathered states of groups.
-            version: number of a validation, for the moment of the first request with that number; 0 for now.
+            version: number of a validation, for the state at the first request with that number; 0 for the current one.
         """
         requests, take = self._connections(), m.TakeSnapshot(with_state=with_state, version=version)
         answers = requests.exchange([Outgoing(take)] * requests.count, m.Snapshot)

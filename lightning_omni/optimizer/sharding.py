@@ -42,8 +42,10 @@ def is_sharded(module: Module) -> bool:
 def shard(module: Module, mesh: DeviceMesh) -> None:
     """Apply ``fully_shard`` to a module's children and to their blocks, unless a parameter is sharded already.
 
-    Blocks are the entries of lists and sequences of modules, such as the layers of a transformer. The module itself is
-    left as it is, with parameters of its own, because Lightning calls its ``training_step`` and not its ``forward``.
+    Blocks are the outermost entries of every ModuleList, ModuleDict and Sequential in a child, such as the layers of a
+    transformer. Entries without parameters are left out, and so are entries that share a parameter with any other
+    module of the child. The module itself and its own parameters are left as they are, because Lightning calls its
+    ``training_step`` and not its ``forward``.
 
     Raises:
         UnsupportedError: two children share a parameter.
@@ -67,7 +69,11 @@ def shard(module: Module, mesh: DeviceMesh) -> None:
 
 
 def _blocks(child: Module) -> Iterator[Module]:
-    """Yield the entries of lists and sequences in a child, except those that share a parameter with others in it."""
+    """Yield the outermost entries of every ModuleList, ModuleDict and Sequential in a child.
+
+    Entries without parameters are left out, and so are entries that share a parameter with any other module of the
+    child.
+    """
     uses = Counter(parameter for _, parameter in child.named_parameters(remove_duplicate=False))
     for block in _listed(child):
         own = Counter(parameter for _, parameter in block.named_parameters(remove_duplicate=False))
@@ -165,11 +171,12 @@ def reshard(module: Module | None) -> None:
 
 
 def average_over_replicas(module: Module, mean: Callable[[Tensor], None] | None) -> None:
-    """Let FSDP2 average gradients over the replicas of a sharded module, after it has averaged them over its ranks.
+    """Install the hook by which FSDP2 averages gradients over replicas, after it has averaged them over the ranks.
 
     Args:
         module: a sharded module.
-        mean: replaces this rank's part of a gradient by the mean over the replicas; None with one replica.
+        mean: replaces this rank's part of a gradient by the mean over the replicas; None with one replica, which
+            removes the hook.
 
     Raises:
         UnsupportedError: this release of torch cannot do it, or a user's own hook would be replaced.
@@ -377,7 +384,7 @@ def _as_sharded(local: Tensor, parameter: DTensor) -> DTensor:
 
 
 def parts_of(tree: Any) -> Any:
-    """Return a tree with `here` in the place of each sharded tensor."""
+    """Return a tree in which `here` replaces each sharded tensor."""
     return tree_map(lambda leaf: here(leaf) if isinstance(leaf, DTensor) else leaf, tree)
 
 
@@ -418,11 +425,11 @@ def _converted(
 
 
 def whole(tree: Any, keeps: bool) -> Any:
-    """Return a tree with whole tensors on the CPU in the place of sharded ones. Every member of the group calls it.
+    """Return a tree in which whole tensors on the CPU replace sharded ones. Every member of the group calls it.
 
     Args:
-        tree: a tree that is the same on all of them, except for its numbers.
-        keeps: whether this rank keeps the tensors; elsewhere None takes the place of sharded ones.
+        tree: a tree that is the same on all of them, except for the values in its tensors.
+        keeps: whether this rank keeps the tensors; elsewhere None replaces sharded ones.
     """
 
     def gathered(leaf: Any) -> Any:

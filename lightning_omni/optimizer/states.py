@@ -34,7 +34,7 @@ from lightning_omni.protocol.wire_format import RESIDUAL, to_wire
 _log = logging.getLogger(__name__)
 
 _SAMPLED = 1 << 16
-"""Numbers of a tensor by which ranks compare it."""
+"""Number of a tensor's elements by which ranks compare it."""
 
 
 class States:
@@ -210,7 +210,7 @@ class States:
     def gathered(self, snapshot: ServerSnapshot) -> ServerSnapshot:
         """Return the `sharded` state, without weights, of the recorder's group, merged on the recorder's CPU.
 
-        All members of the group call it; on the others None takes the place of sharded tensors.
+        All members of the group call it; on the others None replaces sharded tensors.
         """
         parts = [
             {**theirs, "weights": dict.fromkeys(theirs["weights"]), "method": part.replica.sharded(theirs["method"])}

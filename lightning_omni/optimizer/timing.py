@@ -12,7 +12,7 @@ class HostClock:
     """The clock of the processor, for devices that the host waits for."""
 
     def mark(self, instead_of: Any = None) -> Any:
-        """Return this moment, which may replace one that is not needed any more."""
+        """Return the current time, in seconds."""
         return time.perf_counter()
 
     def seconds(self, since: Any, until: Any) -> float | None:
@@ -20,16 +20,16 @@ class HostClock:
 
 
 class EventClock:
-    """The clock of a CUDA stream, whose moments are read when the device has reached them."""
+    """The clock of a CUDA stream, whose timestamps are read when the device has reached them."""
 
     def mark(self, instead_of: Any = None) -> Any:
-        """Return the moment at which the device will have completed all operations launched so far."""
+        """Return a timestamp for the completion of all operations launched so far; it may reuse an old one, ``instead_of``."""
         event = instead_of or torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def seconds(self, since: Any, until: Any) -> float | None:
-        """Return the seconds between two moments; None if the device has not reached the later one."""
+        """Return the seconds between two timestamps; None if the device has not reached the later one."""
         return float(since.elapsed_time(until)) / 1e3 if until.query() else None
 
 

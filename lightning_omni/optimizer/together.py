@@ -1,7 +1,7 @@
 """The exchange between groups that have the model in shares: members of a group exchange together, or not at all.
 
 In gossip, member j of a group reads the share of member j of another group, or sends its own into that one's inbox. No
-rank gets more than its share. Members make each step together, but not at the same moment: one may find the last
+rank gets more than its share. Members make each step together, but not at the same time: one may find the last
 publication of the other group while another still finds the one before. Weights whose shares were averaged with
 different publications would belong to no group.
 

@@ -99,7 +99,7 @@ def merge(place: Place, untrained: Iterable[Untrained]) -> None:
     """Merge the groups' own tensors, so that all ranks have the same. All ranks call it, as one process group.
 
     Args:
-        place: this rank's place in the run.
+        place: this rank's position in the run.
         untrained: the tensors, in one order on all ranks.
 
     Raises:
@@ -145,7 +145,7 @@ def _average(place: Place, untrained: Sequence[Untrained]) -> None:
     flat = [each.tensor.double().cpu().flatten() for each in untrained]
     is_counted = _counts(place) and place.is_leader
     sound = [is_counted and bool(each.isfinite().all()) for each in flat]
-    # A product with 0 would make infinities NaN. The last numbers are counts, so that all divide by the same.
+    # A product with 0 would make infinities NaN. The last elements are counts, so that all divide by the same.
     counted = [each if is_sound else torch.zeros_like(each) for each, is_sound in zip(flat, sound, strict=True)]
     summed = torch.cat([*counted, torch.tensor(sound).double()])
     dist.all_reduce(summed)
@@ -159,7 +159,7 @@ def _average(place: Place, untrained: Sequence[Untrained]) -> None:
 def _counts(place: Place) -> bool:
     """Return whether this rank's group counts in a mean over the groups. All ranks call it.
 
-    A group that has joined since the last synchronization began with the mean of that moment, from which the others
+    A group that has joined since the last synchronization began with the mean of that synchronization, from which the others
     have continued.
     """
     if place.enlistment is None:

@@ -1,4 +1,4 @@
-"""A group's part in validations while groups train: it claims one, evaluates the weights of one moment, and reports.
+"""A group's part in validations while groups train: it claims one, evaluates a snapshot of the weights, and reports.
 
 Every rank of a group makes the same calls. The evaluation itself and the use of its result are not handled here.
 """
@@ -23,7 +23,7 @@ from lightning_omni.protocol.cut import Cut
 from lightning_omni.topology import RECORDER
 
 _SAMPLED = 1 << 12
-"""Numbers of a parameter by which it is recognized."""
+"""Number of a parameter's elements by which it is recognized."""
 _Answer = TypeVar("_Answer", bound=m.Message)
 
 
@@ -51,7 +51,7 @@ class Versions:
         """Load the weights of a validation, claimed by this group, in this context; then restore the group's own.
 
         Yields:
-            The moment of the weights, on the leader; an empty one on its peers.
+            The cut of the weights, on the leader; an empty one on its peers.
         """
         for part in self._place.parts:
             self._edits.check(part)

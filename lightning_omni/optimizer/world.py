@@ -1,4 +1,4 @@
-"""A rank's place in the run: its group, its phases, and the synchronization points of all ranks.
+"""A rank's position in the run: its group, its phases, and the synchronization points of all ranks.
 
 `OmniOptimizer` and the Lightning strategy are built on `World`. It does no arithmetic on weights, and does not depend
 on Lightning. One rule governs everything here: inside the training epoch the default process group of torch.distributed
@@ -410,7 +410,7 @@ class World(Place):
         try:
             if self.control is not None and self.enlistment is None:
                 # No rank stops the server while others still need it. If the ranks here continue, they do so without
-                # the lost ones, of which they may learn at different moments.
+                # the lost ones, of which they may learn at different times.
                 live = tuple(rank for rank, _ in self.channel.synchronize(_END, b""))
                 if len(live) < self.size:
                     survivors = Topology((live,))
@@ -434,7 +434,7 @@ class World(Place):
     # --- Phases ------------------------------------------------------------------------------------------------------
 
     def enter_compute(self) -> None:
-        """Let each group train separately from here on: at the start of an epoch, or after a validation inside it."""
+        """Begin to train each group separately, at the start of an epoch or after a validation inside it."""
         if self.executor.exchanges and not self.is_begun:
             raise ConfigurationError(
                 "world.enter_compute() outside `with world.training():`, which calls it when it begins; call it there,"

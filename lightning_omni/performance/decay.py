@@ -26,7 +26,7 @@ def shape_of(moments: Array, scale: Array, bend: Array) -> Array:
 
 @dataclass(frozen=True, eq=False)
 class DecayData:
-    """The losses of a curve over moments in units of the last one."""
+    """The losses of a curve over positions in units of the last one."""
 
     x: Array
     y: Array

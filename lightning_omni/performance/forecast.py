@@ -46,7 +46,7 @@ class Setting(Serializable):
         overlap: whether exchanges overlap computation.
         all_reduce: format in which the members of a group average gradients, as in ``OmniStrategy(all_reduce=...)``;
             empty for the run's own.
-        merged: name of the submodule that stays at the server if there are several groups; empty for none.
+        merged: name of the submodule that stays at the server if there are several groups; empty if there is none.
 
     Example:
         >>> str(Setting(groups=4, momentum=0.3, lr=0.025))

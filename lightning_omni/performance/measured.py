@@ -55,7 +55,7 @@ class Measured(Serializable):
         exchanges: for each group, seconds of each step in the exchange with the server; zeros if there is one group.
         serve: seconds that a server computes for one push, or for its share of one; 0 if unknown. With one group, the
             seconds that a single server would need.
-        head: seconds of exclusive access to a merged head; 0 without one.
+        head: seconds of exclusive access to a merged head; 0 if there is none.
         period: local steps between two exchanges, H.
         nbytes: bytes of one exchange, one way; 0 if unknown.
         servers: number of servers, each with a share of the weights; with one group, the number that several would use.

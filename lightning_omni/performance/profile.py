@@ -258,7 +258,7 @@ class Profile(Serializable):
                 own answers only, with equal bytes each way. With a pattern, the bottleneck is the part that would help
                 most if it were twice as fast.
             all_reduce: format of gradients in a group, as in ``OmniStrategy(all_reduce=...)``; ``"fp32"`` as measured.
-            head: merged submodule of several groups; None for none, or for the measured one.
+            head: merged submodule of several groups; None if there is none, or for the measured one.
             level: probability of the intervals, which cover noise in the measurements, not errors of the model.
 
         Raises:
@@ -377,7 +377,10 @@ class Profile(Serializable):
 
     @property
     def heads(self) -> Mapping[str, HeadMeasured]:
-        """Return by name the measured costs of merging a submodule."""
+        """Return the measured costs of merging, by the submodule's name.
+
+        They are from the latest measurement that has any; empty if none has.
+        """
         return next((each.heads for each in reversed(self.measured) if each.heads), {})
 
     @cached_property

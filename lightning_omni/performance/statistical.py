@@ -124,7 +124,7 @@ class LossCurve:
         return len(self.moments)
 
     def smoothed(self, window: int) -> LossCurve:
-        """Return the running means, each at the mean moment of its window (a trailing mean would lag).
+        """Return the running means, each at the mean position of its window (a trailing mean would lag).
 
         The losses equal torchmetrics' ``RunningMean(window)`` and thus a user's log; the metric itself takes half a
         millisecond per point. `fit_decay` needs the raw curve: smoothing correlates neighbours, and the errors would be
@@ -151,8 +151,8 @@ def level(moments: Array, losses: Array) -> tuple[float, float]:
     noisy.
 
     Args:
-        moments: moments of at least three points, shape (n,).
-        losses: finite losses at these moments, shape (n,).
+        moments: positions of at least three points, shape (n,).
+        losses: finite losses at these positions, shape (n,).
     """
     points = len(losses)
     design = np.stack([np.ones(points), moments - moments.mean()], axis=1)
@@ -169,7 +169,7 @@ class Diverged:
     """The verdict on a curve that rose or became infinite; such a curve reaches no target.
 
     Attributes:
-        at: moment from which the divergence shows.
+        at: position on the curve from which the divergence shows, in updates or samples.
         reason: explanation for users.
     """
 
@@ -187,14 +187,14 @@ class DecayFit:
 
     Attributes:
         floor: limit of the loss.
-        drop: loss at moment 0, less the floor.
+        drop: loss at position 0, less the floor.
         tau: time constant τ, in the curve's unit.
         power: power p; infinite for an exponential.
         noise: standard deviation of a fitted point about the curve.
         points: number of fitted points: means of neighbours, if the curve has more than 256.
         autocorrelation_time: number of points with the information of one independent point; large if the noise is
             correlated, or if the curve is not of this family.
-        end: last fitted moment; later losses are forecast.
+        end: last fitted position; later losses are forecast.
         skipped: start of the curve, if the family fits only the rest.
         draws: floor, drop, T and q of each draw, shape (draws, 4), with T in the curve's unit.
     """
@@ -230,13 +230,13 @@ class DecayFit:
             left = (target - floor) / drop
             speed = np.where(bend > 0, np.expm1(-bend * np.log(left)) / np.where(bend > 0, bend, 1), -np.log(left))
             updates = np.where(floor + drop <= target, 0.0, np.where(left > 0, scale * speed, np.inf))
-        # Moments before the fit are read off the skipped start, not extrapolated.
+        # Positions before the fit are read off the skipped start, not extrapolated.
         if not len(self.skipped):
             return updates
         return np.where(updates < self.skipped.moments[-1], self._seen(target), updates)
 
     def _seen(self, target: float) -> Array:
-        """Return the moment at which the skipped start was at a target, within the noise, shape (draws,).
+        """Return the position at which the skipped start was at a target, within the noise, shape (draws,).
 
         The method counts the points above the target, because noise makes the first point below it come too early.
         """

@@ -1,7 +1,7 @@
 """The encoding of a merged head's activations and gradients: floating-point in the run's wire format, others raw.
 
 Rule 1: no residual is kept, because the rounding error of these activations does not belong to those of the next batch.
-Rule 2: formats that leave numbers out (top-k) are not used here, because an incomplete activation is useless.
+Rule 2: formats that leave elements out (top-k) are not used here, because an incomplete activation is useless.
 Rule 3: integers and booleans (targets, token positions, masks) are sent unchanged.
 """
 

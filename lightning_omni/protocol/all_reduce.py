@@ -106,7 +106,7 @@ class RoundedBF16(_Sixteen, frozen=True, kw_only=True, tag="bf16"):
 
 
 class RoundedFP16(_Sixteen, frozen=True, kw_only=True, tag="fp16"):
-    """An average in float16: 11 bits of precision, up to 65,504; larger numbers become infinite."""
+    """An average in float16: 11 bits of precision, up to 65,504; larger elements become infinite."""
 
     dtype: ClassVar[torch.dtype] = torch.float16
 

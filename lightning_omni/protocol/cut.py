@@ -1,4 +1,4 @@
-"""The moment of a run at the server that a snapshot or checkpoint represents."""
+"""The consistent state of a run at the server that a snapshot or checkpoint represents."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from lightning_omni.protocol.progress import Progress
 
 
 class Cut(msgspec.Struct, frozen=True, kw_only=True):
-    """A moment at the server, described by the counts of everything handled before it.
+    """A consistent state of the server, described by the counts of everything handled before it.
 
-    A server handles one message at a time, so a moment between two of them is consistent over all optimizers. Several
-    servers that hold a share each must agree on a moment.
+    A server handles one message at a time, so its state between two of them is consistent over all optimizers. Several
+    servers, each of which holds a share of the weights, must agree on a cut.
 
     Attributes:
         clocks: updates in the weights of each optimizer.
@@ -31,7 +31,7 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True):
     trained: tuple[tuple[int, int], ...] = ()
 
     def progress(self, known: Progress) -> Progress:
-        """Return the run's progress at this moment: inside the epoch, a rank's own count of samples is approximate.
+        """Return the run's progress at this cut: inside the epoch, a rank's own count of samples is approximate.
 
         Example:
             >>> from lightning_omni.protocol.progress import ReferenceBatch

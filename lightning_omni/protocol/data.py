@@ -75,7 +75,7 @@ class DataLeasing(Service):
         return self._training.idle(sender.rank)
 
     def leave(self, sender: Sender, message: m.Leave, payload: Payload) -> list[Out]:
-        """Let a group leave the epoch early."""
+        """Remove a group from the epoch early, at its own request."""
         spans = self._notes.new_spans(sender.group, message)
         self._epochs.leave(sender.group, message)
         self._notes.train(sender.group, message.epoch, spans)

@@ -162,7 +162,7 @@ class Epochs:
         return batches
 
     def verdict_again(self, rank: int, question: Await) -> str:
-        """Return the verdict that a rank received on this question before; empty without one."""
+        """Return the verdict that a rank received on this question before; empty if there is none."""
         asked, verdict = self._told.get(rank, (None, ""))
         return verdict if asked == question else ""
 
@@ -263,7 +263,11 @@ class Epochs:
         self._dirty = True
 
     def go_back(self) -> None:
-        """Undo the training after the loaded state; groups keep the batches that they have drawn."""
+        """Discard the training that was recorded after the state was saved, because the weights do not contain it.
+
+        Batches trained since then return to the pool; a group keeps the batches that it has drawn and not trained.
+        Validation results that no rank has read become void.
+        """
         self.validations.go_back()
         if self.book is None or self._saved is None:
             return

@@ -1,9 +1,9 @@
 """The compute groups of a run: their ranks, names and leaders.
 
 Rule 1: an incarnation is used once in a run, a number once between two formings of groups.
-Rule 2: several servers that hold a share each receive their parts of a request from a group's leader. If groups were
-formed so, each server instead receives its part from the member of the same number, which counts as the leader there;
-further members send nothing there.
+Rule 2: several servers, each of which holds a share of the weights, receive their parts of a request from a group's
+leader. If groups were formed so, each server instead receives its part from the member of the same number, which counts
+as the leader there; further members send nothing there.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class FormedGroups:
 
         Args:
             group: number of the group.
-            server: number of the server, among those that hold a share each.
+            server: number of the server, among those that hold a share of the weights.
         """
         return self.members(group)[server if self.by_member else 0]
 

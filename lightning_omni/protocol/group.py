@@ -16,7 +16,7 @@ the same `Ask` and returns the same. The server applies each number once.
 Rule 4: needs of the method that the group can meet by itself, such as a step of its own optimizer, are met here.
 Rule 5: an exchange of an optimizer may overlap the computation of gradients. The driver receives its answer and passes
 it to `GroupCore.apply_answer` before the group waits for others (at a synchronization point, or for more data), before
-its parameters change, and before other groups are formed. So no exchange is under way at these moments.
+its parameters change, and before other groups are formed. So no exchange is under way at these times.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ class GroupCore:
     Args:
         method: the method.
         wire_format: encoding of its pushes.
-        max_nonfinite_pushes: the number of consecutive pushes with NaN or infinite numbers that ends the run; None for
+        max_nonfinite_pushes: the number of consecutive pushes with NaN or infinite elements that ends the run; None for
             no limit.
         overlap: whether exchanges overlap the computation of gradients, if the method's optimizer steps at the server;
             see `lightning_omni.methods.overlap`.
@@ -474,7 +474,7 @@ class GroupCore:
             half.need = next(half.side)
 
     def _as_peers_get(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Encode and decode weights, so that the sender continues with the same numbers as the receivers."""
+        """Encode and decode weights, so that the sender continues with the same values as the receivers."""
         pushes = self.wire_format.pushes
         if pushes == RAW:
             return weights

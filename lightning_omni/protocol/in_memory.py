@@ -228,7 +228,13 @@ class InMemoryServer:
         return len(self._controls) - 1
 
     def send(self, channel: m.Channel, number: int, message: m.Message, payload: Payload) -> None:
-        """Handle a rank's message, and deliver the server's messages that follow from it."""
+        """Handle a message of a rank or of another server, and deliver the messages that follow from it.
+
+        A message that is not allowed is answered with a refusal.
+
+        Raises:
+            ConnectionLost: this server is closed.
+        """
         if self._closed:
             raise ConnectionLost(f"the parameter server at {self.address} is gone; the run cannot go on")
         core, peer = self.link.core, b"%s%d" % (b"c" if channel == m.CONTROL else b"d", number)

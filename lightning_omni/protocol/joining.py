@@ -4,7 +4,7 @@ Rule 1: the server assigns rank numbers; the first group to request them begins 
 Rule 2: a group joins between two synchronization points of the others, after they have parted and the state for it was
 stored. Otherwise it would enter collectives that the others have begun or were called to without it. Until then it
 waits.
-Rule 3: it holds a batch from the moment it joins. Without one it would consider the epoch over.
+Rule 3: it holds a batch as soon as it joins. Without one it would consider the epoch over.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class AskedEntry(Entry, frozen=True):
 
 
 class ResolvedEntry(Entry, frozen=True):
-    """The moment of verdicts on the next step of waiting ranks."""
+    """The point in the order of entries at which waiting ranks received verdicts on their next step."""
 
     all_answered: bool
 

@@ -2,7 +2,7 @@
 
 Rule 1: both sides derive offsets from the same layout; offsets are never sent.
 Rule 2: a layout grows only at its end, and each growth gives a new version; earlier versions are prefixes of it.
-Rule 3: an entry is a tensor, or a range of its elements where several processes hold a part each.
+Rule 3: an entry is a tensor, or a range of its elements if each of several processes holds a part.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         first: number of entries in the first version; 0 if this is the first. Fragments divide these.
         division: how the members of a group share these tensors, as a text that must be the same for all groups; empty
             if each member exchanges all of them.
-        servers: number of servers that hold a share of these tensors each. Fragments divide the shares.
+        servers: number of servers, each of which holds a share of these tensors. Fragments divide the shares.
 
     Example:
         >>> layout = Layout.of({"w": torch.ones(2, 3), "b": torch.zeros(3)})
@@ -168,7 +168,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def reals(self) -> tuple[int, ...]:
-        """Return the number of real numbers of each entry: a complex number counts as two."""
+        """Return the number of real values of each entry: a complex element counts as two."""
         return tuple(prod(spec.local_shape) * (1 + DTYPES[spec.dtype].is_complex) for spec in self.specs)
 
     @cached_property
@@ -205,7 +205,10 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         return self._pieces[of][number]
 
     def fragment(self, number: int | None, of: int) -> Layout:
-        """Return the layout of one of ``of`` fragments, of equal bytes; its entries are whole ones and ranges.
+        """Return the layout of one of ``of`` fragments; its entries are whole ones and ranges.
+
+        Fragments of the first version's tensors have equal bytes, up to rounding. A tensor that was added later is
+        whole in one fragment.
 
         Args:
             number: number of the fragment, from 0; None for the whole layout.

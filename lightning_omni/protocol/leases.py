@@ -34,7 +34,7 @@ class EpochPlan(msgspec.Struct, frozen=True, kw_only=True):
         batch_size: samples in one rank's batch.
         ranks_per_batch: ranks of a group that get the same samples, and compute on them together.
         budget: positions to train in this epoch; less than ``total`` where the user limits the batches.
-        validate_every: positions between two validations inside the epoch; 0 for none.
+        validate_every: positions between two validations inside the epoch; 0 if there are none.
         validate_offset: positions that count towards the first validation already.
         trained: ranges that a resumed run had trained before.
     """
@@ -166,7 +166,7 @@ class LeaseBook:
         each validation interval, to reach the validation, or the end of the epoch, together with the others.
 
         Returns:
-            At least one batch; none if the pool is empty at the moment, except for batches kept for other groups.
+            At least one batch; none if the pool is empty now, except for batches kept for other groups.
 
         Raises:
             ProtocolError: the group is unknown, or skips a number.

@@ -73,7 +73,7 @@ class Lessee:
         return m.Draw(epoch=self.epoch, generation=self._formed, number=number, trained=done)
 
     def drew(self, batches: Sequence[Batch]) -> None:
-        """Add the answer to `draw`, which is empty if the pool is empty at the moment."""
+        """Add the answer to `draw`, which is empty if the pool is empty now."""
         self._batches += batches
 
     def question(self) -> m.Await:

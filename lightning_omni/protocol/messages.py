@@ -230,7 +230,7 @@ class Goodbye(Message, frozen=True, kw_only=True):
     """The departure of a rank, either done or failed.
 
     Attributes:
-        reason: reason of its failure; empty without one.
+        reason: reason of its failure; empty if it has not failed.
         finished: whether the run has ended, and not only this rank.
     """
 
@@ -319,7 +319,7 @@ class Welcome(Message, frozen=True, kw_only=True):
         mac: proof that the server holds the key, too.
         data_port: port of the data socket, on the same host; 0 if that is a file beside the control socket's.
         heartbeat_timeout: seconds of silence after which a rank counts as dead.
-        shards: number of servers that hold a share of the weights each, this one among them; see `AskShards`.
+        shards: number of servers, each of which holds a share of the weights, this one among them; see `AskShards`.
         patience: seconds for which a rank must look for the server again when it is gone, because its state is saved
             and another one will continue. 0 if none will.
         clock: updates in the weights.
@@ -371,14 +371,14 @@ class Status(Message, frozen=True, kw_only=True):
         refused: pushes refused because their gradients were not finite.
         strangers: messages refused because they were malformed or their sender had not been admitted.
         staleness: count of updates by staleness 0, 1, 2, ...
-        head_time: recent mean seconds of exclusive access to the merged head; 0 without one.
+        head_time: recent mean seconds of exclusive access to the merged head; 0 if there is none.
         serve_time: recent mean seconds of the server's own time for one push, from the arrival of the whole message
             until its answers are passed to the socket; 0 before the first, and in virtual time.
         total_momentum: explicit momentum plus that of asynchrony, measured recently over all pushes; None while it is
             unknown: too few pushes, an optimizer other than plain SGD, or one that steps at the workers.
         signal: the largest signal in the ranks' last heartbeats.
         recorder: the rank that logs and saves.
-        wanted_groups: number of groups that an observer has requested; 0 without a pending request.
+        wanted_groups: number of groups that an observer has requested; 0 if no request is pending.
     """
 
     sent: float
@@ -568,7 +568,7 @@ class Enlisted(Message, frozen=True, kw_only=True):
 
 
 class Shards(Message, tag="ShardAddresses", frozen=True, kw_only=True):
-    """The data addresses of the other servers that hold a share each, in the order of their numbers."""
+    """The data addresses of the other servers that hold a share of the weights, in the order of their numbers."""
 
     addresses: tuple[str, ...]
 
@@ -590,7 +590,7 @@ class EpochOpened(Message, frozen=True, kw_only=True):
 
 
 class Drawn(Message, frozen=True, kw_only=True):
-    """The batches from ``number`` on; none if the pool is empty at the moment."""
+    """The batches from ``number`` on; none if the pool is empty now."""
 
     number: int
     batches: tuple[Batch, ...]
@@ -682,7 +682,7 @@ class AttachProof(Message, frozen=True, kw_only=True):
 
 
 class Long(Message, frozen=True, kw_only=True):
-    """The announcement of a message larger than a frame: ``nbytes`` in chunks, then its payload. In both directions."""
+    """The announcement of a message larger than a frame: ``nbytes`` in chunks, then its payload. Both sides send it."""
 
     nbytes: int
 
@@ -878,10 +878,10 @@ class HeadRelease(Message, frozen=True, kw_only=True):
 
 
 class TakeSnapshot(Message, frozen=True, kw_only=True):
-    """A request for a snapshot: weights, optimizer states, clocks, of one moment. ``request`` is as in `PushMessage`.
+    """A request for a snapshot: weights, optimizer states, clocks, all consistent. ``request`` is as in `PushMessage`.
 
     Attributes:
-        version: number of a validation: the moment of the first request with this number; 0 for now.
+        version: number of a validation, for the state at the first request with this number; 0 for the current one.
     """
 
     with_state: bool = True
@@ -1011,7 +1011,7 @@ class HeadReleased(Message, frozen=True, kw_only=True):
 
 
 class Snapshot(Message, frozen=True, kw_only=True):
-    """A snapshot of one moment, the ``cut``; the tensors follow as payload."""
+    """A consistent snapshot, described by its ``cut``; the tensors follow as payload."""
 
     cut: Cut
     packed: Packed
@@ -1045,9 +1045,10 @@ class Evaluation(Message, frozen=True, kw_only=True):
 
 
 class ReadPublished(Message, frozen=True, kw_only=True):
-    """A request for a leader's published weights of one optimizer: held for this connection, or else the last.
+    """A request for the weights that a leader has published for one optimizer.
 
-    With ``holds``, the leader holds its current publication and returns its number without the weights.
+    With ``holds``, the leader answers with the number of its last publication and keeps that one for this connection.
+    The next request without ``holds`` gets it; if none is kept, it gets the last one.
     """
 
     optimizer: int

@@ -32,7 +32,7 @@ class Notes:
         shards: the shards that the events concern.
         epochs: the epochs, from which newly trained batches are read.
         now: returns the time of the current message.
-        servers: number of servers that hold a share of the weights each.
+        servers: number of servers, each of which holds a share of the weights.
 
     Attributes:
         record: as above.
@@ -65,7 +65,7 @@ class Notes:
             self.record(Event(kind=kind, time=self._now(), group=group, optimizer=optimizer, clock=clock, **more))
 
     def new_spans(self, group: int, message: m.Draw | m.Await | m.Leave | m.FetchMessage | m.HeadBackward) -> Spans:
-        """Return the batches that a message newly reports as trained; none without a recorder."""
+        """Return the batches that a message newly reports as trained; none if nothing is recorded."""
         if self.record is None or not self._epochs.holds(group, message.epoch):
             return ()
         return self._epochs.new_spans(group, message.epoch, message.trained)

@@ -195,7 +195,7 @@ class RunObservation(Service):
 
     @property
     def happenings(self) -> Sequence[Happening]:
-        """Return the log of the run, up to this moment."""
+        """Return the log of the run so far."""
         self.tick(self._now())
         return self._happenings
 

@@ -49,9 +49,10 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         method: for a seed or form, the method as plain data.
         wire_format: for a seed or form, the wire format as plain data; empty for raw tensors.
         overlap: for a seed or form, whether exchanges overlap the groups' computation.
-        servers: for a seed or form, the number of servers that hold a share of the weights each; the first one records.
+        servers: for a seed or form, the number of servers, each of which holds a share of the weights; the first one
+            records.
         parameters: for a restructuring, the names of the parameters that are new to the group.
-        param_groups: for a restructuring, the settings of each parameter group, with the places of its parameters as
+        param_groups: for a restructuring, the settings of each parameter group, with the indices of its parameters as
             ``params``; empty if the optimizer steps at the workers.
         present: for a push, one flag for each parameter (or entry of the first server's share): whether it has a
             tensor. Left out if it equals that of the group's last push, or if all have one in its first.

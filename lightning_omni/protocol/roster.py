@@ -69,7 +69,7 @@ class Roster:
         joining: whether groups join on their own.
         finished: whether the run was trained to its end.
         can_go_on: whether a group that joins can continue the run, even if no rank is left.
-        wanted_groups: number of groups that an observer has requested; 0 without a pending request.
+        wanted_groups: number of groups that an observer has requested; 0 if no request is pending.
         barred: lost ranks whose group must not rejoin by itself.
         barred_hosts: addresses from which no group may join.
     """

@@ -23,7 +23,7 @@ class RunContext(NamedTuple):
         epochs: the current epoch.
         notes: the event log of the weights.
         journal: the journal of decisions that ranks receive; it also marks when the state should be saved.
-        servers: the servers that hold a share each, to which changes that concern all of them are sent.
+        servers: the servers that hold a share of the weights, to which changes that concern all of them are sent.
         limits: time limits for waiting for ranks.
         now: returns the time of the current message.
     """

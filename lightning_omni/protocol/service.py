@@ -77,7 +77,7 @@ class Service:
         return []
 
     def state(self) -> Any:
-        """Return the state from which another server continues, as plain values and live tensors; None without one."""
+        """Return the state from which another server continues, as plain values and live tensors; or None."""
         return None
 
     def load(self, state: Any) -> None:

@@ -183,7 +183,7 @@ class Shard:
         """Change a group's optimizer to other parameter groups, or more parameters; see `read_structure` for the tree.
 
         Returns:
-            The place of the first parameter that is new to the group.
+            The index of the first parameter that is new to the group.
 
         Raises:
             ProtocolError: the change cannot be followed; nothing has changed.
@@ -561,7 +561,7 @@ def _fits(value: Any, present: Any) -> bool:
 
 
 def is_finite(layout: Layout, payload: Tensor) -> bool:
-    """Return whether all numbers of a payload with this layout are finite."""
+    """Return whether all elements of a payload with this layout are finite."""
     return _sums_up(layout, payload) or _is_finite(layout.views(payload))
 
 
@@ -576,7 +576,7 @@ def _sums_up(layout: Layout, payload: Tensor) -> bool:
 
 def _is_finite(tensors: Sequence[Tensor | None]) -> bool:
     present = [tensor for tensor in tensors if tensor is not None]
-    # This pass allocates nothing: a sum is finite only if every number is. Huge numbers may overflow it, so a second
+    # This pass allocates nothing: a sum is finite only if every element is. Huge elements may overflow it, so a second
     # pass follows.
     if all(torch.isfinite(tensor.sum()) for tensor in present):
         return True

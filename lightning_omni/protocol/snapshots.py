@@ -1,4 +1,4 @@
-"""Snapshots: uploads and downloads of the state of all optimizers at one moment."""
+"""Snapshots: uploads and downloads of a consistent state of all optimizers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lightning_omni.topology import Topology
 
 
 class Moment(NamedTuple):
-    """The complete state of one moment, as it is sent."""
+    """A complete and consistent state, as it is sent."""
 
     cut: Cut
     packed: Packed
@@ -114,7 +114,7 @@ class Snapshots(Service):
             raise ProtocolError(f"there is no validation {message.version} yet; {last} were given to groups")
 
     def take(self, sender: Sender, message: m.TakeSnapshot, payload: Payload) -> list[Out]:
-        """Answer with the state of this moment, or of a validation's moment."""
+        """Answer with the current state, or with that of a validation."""
         self.check_version(sender, message)
         if not message.version:
             moment = self._moment(message.with_state)
@@ -172,6 +172,6 @@ class Snapshots(Service):
 
 
 def _weights_of(moment: Moment) -> Moment:
-    """Return the same moment, without the states of optimizers and methods."""
+    """Return the same state, without the states of optimizers and methods."""
     parts = unpack(moment.packed, moment.buffer)["parts"]
     return Moment(moment.cut, *pack({"parts": [{**part, "state": {}, "method": {}} for part in parts]}))

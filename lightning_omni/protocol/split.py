@@ -1,6 +1,6 @@
 """Division of one optimizer's parameters, and of their states, over several servers.
 
-Rule 1: both sides of a run derive the same division from layout, number of servers and optimizer; places are never
+Rule 1: both sides of a run derive the same division from layout, number of servers and optimizer; it is never
 sent.
 Rule 2: if the optimizer treats each element independently, servers hold ranges of equal bytes, and a tensor may be cut.
 Otherwise, or if this is not known, they hold whole parameters.
@@ -50,7 +50,7 @@ class Split(msgspec.Struct, frozen=True, dict=True):
     Attributes:
         layout: layout of all parameters.
         shares: for each server, the layout of its share: an entry is a whole tensor, or a range of its elements.
-        places: for each entry of each share, the place of its parameter in ``layout``.
+        places: for each entry of each share, the index of its parameter in ``layout``.
 
     Example:
         >>> layout = Layout.of({"w": torch.ones(3, 64), "b": torch.ones(4)})
@@ -248,7 +248,7 @@ class Split(msgspec.Struct, frozen=True, dict=True):
     def tree_parts(self, tree: Any) -> list[Any]:
         """Split a tree, as in `lightning_omni.methods.ServerSide.state`, into one tree for each server.
 
-        A list with one entry per parameter is divided, and so is a dict keyed by their places, as in the state of
+        A list with one entry per parameter is divided, and so is a dict keyed by their indices, as in the state of
         torch's optimizers; every server gets all other values. Each fragment is divided as `fragment` divides it.
         """
         return [self._cut(tree, server) for server in range(len(self.shares))]
@@ -338,7 +338,7 @@ class Split(msgspec.Struct, frozen=True, dict=True):
         """Return a server's part of an optimizer's description; see `lightning_omni.methods.master.describe`."""
         if description is None:
             return None
-        held = [name for group in description["groups"] for name in group["params"]]  # states are keyed by places in it
+        held = [name for group in description["groups"] for name in group["params"]]  # states are keyed by indices in it
         states = description["state"]
         by_name = {name: states[place] for place, name in enumerate(held) if place in states}
         specs = {spec.name: (whole, spec) for spec, whole in self._specs_of(server)}
@@ -364,7 +364,7 @@ def over_parameters(tree: Any, specs: Sequence[TensorSpec], make: Callable[[Any,
     Args:
         tree: tree of the whole, or of one server.
         specs: the corresponding entries.
-        make: function of a value and the place of its parameter, which is None for a value of no parameter.
+        make: function of a value and the index of its parameter, which is None for a value of no parameter.
     """
     if _is_by_place(tree):
         return {place: {key: make(value, place) for key, value in values.items()} for place, values in tree.items()}
@@ -383,7 +383,7 @@ def is_elementwise(method: Method, optimizer: Optimizer | None) -> bool:
 
 
 def check_by_member(method: Method, inside: str) -> None:
-    """Raise `ConfigurationError` if members of a group cannot exchange a share of the model each with a method.
+    """Raise `ConfigurationError` unless a method allows each member of a group to exchange a share of the model.
 
     ``inside`` is the way in which they hold the model, as the user has passed it.
     """
@@ -531,7 +531,7 @@ def _joined_of(values: Sequence[Any], spec: TensorSpec) -> Any:
 
 
 def _is_by_place(tree: Any) -> bool:
-    """Return whether a tree is a dict of dicts keyed by places, like an optimizer's state."""
+    """Return whether a tree is a dict of dicts keyed by indices, like an optimizer's state."""
     return isinstance(tree, Mapping) and all(
         isinstance(place, int) and isinstance(value, Mapping) for place, value in tree.items()
     )

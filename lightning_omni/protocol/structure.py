@@ -28,7 +28,7 @@ class Structure(msgspec.Struct, frozen=True):
 
     Attributes:
         size: number of parameters in its layout.
-        groups: for each parameter group, the places of its parameters in that layout. Empty if the optimizer steps at
+        groups: for each parameter group, the indices of its parameters in that layout. Empty if the optimizer steps at
             the workers, because the server then does not need parameter groups.
 
     Example:
@@ -115,11 +115,11 @@ def read_structure(tree: Any, known: int) -> tuple[Structure, list[dict[str, Any
     """Read a group's description of an optimizer's parameter groups.
 
     Args:
-        tree: ``{"groups": [{..., "params": [places]}], "weights": {name: tensor}, "state": {place: {...}}}``.
+        tree: ``{"groups": [{..., "params": [indices]}], "weights": {name: tensor}, "state": {index: {...}}}``.
         known: number of parameters that the group had before; the weights are those of later ones.
 
     Returns:
-        The structure; settings and places of each parameter group; weights of the parameters that are new to the group;
+        The structure; settings and indices of each parameter group; weights of the parameters that are new to the group;
         and their optimizer state.
 
     Raises:

@@ -60,7 +60,7 @@ class ValidationBook:
         """Assign a validation to a group that has passed ``passed`` validation points of this epoch.
 
         Returns:
-            The number of the validation that the group must evaluate; 0 for none.
+            The number of the validation that the group must evaluate; 0 if there is none.
         """
         answer = self._answers.get(group)
         if answer is None or answer[:2] != (epoch, passed):
@@ -80,7 +80,7 @@ class ValidationBook:
 
     @property
     def last(self) -> int:
-        """Return the number of the last validation assigned to a group; 0 for none."""
+        """Return the number of the last validation assigned to a group; 0 if there is none."""
         return self._last
 
     @property

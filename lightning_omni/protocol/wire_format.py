@@ -255,7 +255,7 @@ def decode(wire_format: WireFormat, payload: Tensor, layout: Layout, memory: Mem
     """
     try:
         flat = wire_format.decode(payload, layout, memory)
-    except Exception as error:  # torch raises various errors on invalid places and counts
+    except Exception as error:  # torch raises various errors on invalid indices and counts
         raise Refused(
             "malformed", f"{payload.numel()} bytes are no push in the wire format {name_of(wire_format)}: {error}"
         ) from error

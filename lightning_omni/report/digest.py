@@ -107,7 +107,7 @@ class Digest:
 
     @property
     def seconds(self) -> Estimate | None:
-        """Return the seconds to the target with the choice; None without a target or a finite forecast."""
+        """Return the seconds to the target with the choice; None if there is no target or no finite forecast."""
         if self.forecast.samples is None:
             return None
         found = self.forecast.of(self.choice.setting).seconds

@@ -10,7 +10,7 @@ from lightning_omni.serialization import Serializable
 
 @dataclass(frozen=True)
 class RunTimes(Serializable):
-    """Seconds of a run, from the moment before its first batch on; rank 0's clock.
+    """Seconds of a run, from just before its first batch on; rank 0's clock.
 
     Args:
         training: seconds that belong to no search: batches, validations, checkpoints.

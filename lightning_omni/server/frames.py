@@ -2,7 +2,7 @@
 
 On the data channel a message is one frame. Its payload follows in ZeroMQ messages of two frames: an empty frame, and at
 most half a megabyte of bytes. (One frame of 100 MB is half as fast, because it cannot be copied out while the rest
-arrives.) If the payload is in memory that both processes share, a second frame of the message holds its place
+arrives.) If the payload is in memory that both processes share, a second frame of the message holds its range
 (`sharing`), and nothing follows. A larger message is announced by a `Long` and sent in such pieces, too. On the control
 channel, message and payload are the frames of one ZeroMQ message.
 """
@@ -71,7 +71,7 @@ class Assembly:
     Args:
         message: message that announced the payload.
         buffer: uint8, exactly as long as the payload.
-        places: places in shared memory that were sent with the message.
+        places: ranges of shared memory that were sent with the message.
     """
 
     def __init__(self, message: Message, buffer: Tensor, places: Places = NOWHERE) -> None:

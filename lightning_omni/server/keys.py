@@ -37,7 +37,10 @@ def new_key() -> bytes:
 
 
 def default_path() -> Path:
-    """Return the path of a user's key, which all machines share that share the home directory."""
+    """Return the default path of the user's key file: in ``XDG_CONFIG_HOME``, or in ``~/.config``.
+
+    Machines with a common home directory thus have the same key.
+    """
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "lightning-omni" / "key"
 
 

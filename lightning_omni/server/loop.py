@@ -281,7 +281,7 @@ class Server:
         is_kept = self.core.keeps_payload(message)
         buffer = torch.empty(nbytes, dtype=torch.uint8) if is_kept else self._buffer(peer, nbytes)
         assembly = Assembly(message, buffer, places)
-        if not isinstance(message, m.Long):  # a `Long` carries the places of the message that it announces
+        if not isinstance(message, m.Long):  # a `Long` carries the ranges of the message that it announces
             if places.payload is not None:
                 assembly.fill(self.shared.at(peer, places.payload))
             self._offer(peer, message, places.answer)
@@ -289,10 +289,10 @@ class Server:
         return assembly
 
     def _offer(self, peer: bytes, message: m.Message, place: Place | None) -> None:
-        """Store the place for the payload of an answer; it replaces that for an earlier answer."""
+        """Store the range for the payload of an answer; it replaces that for an earlier answer."""
         self._answer_places.pop(key := _key(peer, message), None)
         if place is not None:
-            self.shared.at(peer, place)  # raises now if the place does not exist
+            self.shared.at(peer, place)  # raises now if the range does not exist
             self._answer_places[key] = place
 
     def _buffer(self, peer: bytes, nbytes: int) -> Tensor:
@@ -369,7 +369,7 @@ class Server:
                 self._copies.send(socket, item.peer, part)  # the weights change while the sockets still send
 
     def _put(self, item: Out) -> Place | None:
-        """Copy an answer's payload to the place that its receiver offered; return the place, or None if none fits."""
+        """Copy an answer's payload to the range that its receiver offered; return the range, or None if none fits."""
         place = self._answer_places.pop(_key(item.peer, item.message), None)
         if place is None or len(item.payload) != 1:
             return None

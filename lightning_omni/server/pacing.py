@@ -4,7 +4,7 @@ A joining group reads all weights. Sent at once, these would occupy the server a
 one more group, and all other exchanges would wait. Sending costs a few times as much as a copy, whose duration is
 measured, and is spread over many times as long.
 
-Rule: an answer is of one moment. It is copied before the next message, and the weights may change while it is sent.
+Rule: an answer is consistent. It is copied before the next message, and the weights may change while it is sent.
 """
 
 from __future__ import annotations

@@ -260,7 +260,7 @@ class PeerConnections:
         self.dropped = self.moved = 0
 
     def read(self, group: int, optimizer: int) -> list[Tensor] | None:
-        """Return the weights that a group has published, as CPU tensors; None without a publication or a group."""
+        """Return the weights that a group has published, as CPU tensors; None if it has published none or is gone."""
         held = self._held.pop((group, optimizer), None)
         published, layout = self._ask(group, m.ReadPublished(optimizer=optimizer)), self._layouts[optimizer]
         if published is None or not published.number:
@@ -279,7 +279,7 @@ class PeerConnections:
         return layout.views(decode(self._format, assembly.buffer, layout, Memory()))
 
     def hold(self, group: int, optimizer: int) -> int:
-        """Fix the publication that the next `read` returns; return its number, or 0 for none."""
+        """Fix the publication that the next `read` returns; return its number, or 0 if there is none."""
         published = self._ask(group, m.ReadPublished(optimizer=optimizer, holds=True))
         self._held[group, optimizer] = published.number if published is not None else 0
         return self._held[group, optimizer]

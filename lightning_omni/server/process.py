@@ -35,11 +35,11 @@ class ServerSettings(msgspec.Struct, frozen=True):
         wire_formats: class paths of user-defined wire formats.
         transport: transport of the ranks, as plain data.
         transports: class path of a user-defined transport, if any.
-        shards: number of servers that hold a share of the weights each, including this one.
+        shards: number of servers, each of which holds a share of the weights, including this one.
         shard: number of this server; number 0 coordinates the others.
         coordinator: address of server 0, for the others.
         state: directory for the server's state, or its share of it; empty to save none.
-        restore: number of the save from which a server with a share continues; 0 for none.
+        restore: number of the save from which a server with a share continues; 0 if there is none.
         save_every: seconds between two saves.
         progress_timeout: as in `ServerCore`; None for infinite.
         joined_heartbeat_timeout: as in `ServerCore`.

@@ -9,8 +9,8 @@ Rule: the state is copied between two messages, while the server waits; a separa
 Rule: a failed save is repeated when the next one is due, and the last save stays until another one is written. If the
 journal lacks an entry, no server continues from an earlier save, because it would contradict answers that ranks have.
 
-Servers that hold a share of the weights each save at one moment, by a command of the coordinating server. A save counts
-once all servers have written theirs. Only the coordinating server has a journal.
+Several servers, each of which holds a share of the weights, save a consistent state by a command of the coordinating
+server. A save counts once all servers have written theirs. Only the coordinating server has a journal.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _BEGUN = "begun-"
 _GAP = "gap-"
 """Prefix that a journal gets when an entry could not be written: renaming needs no space on the disk."""
 _SHARE = "share-"
-"""Prefix of the directories of the other servers, which hold a share each."""
+"""Prefix of the directories of the other servers, each of which holds a share of the weights."""
 _ATTEMPTS = 5
 """Attempts to read a save while a server may write the next one."""
 _PAUSE = 0.25
@@ -88,10 +88,10 @@ class StateDirectory:
         path: the directory; it is created if missing, and only its user may enter it.
         every: seconds between two saves.
         patience: seconds for which ranks look for the server when it is gone.
-        servers: number of servers that hold a share of the weights each; this one coordinates.
+        servers: number of servers, each of which holds a share of the weights; this one coordinates.
 
     Attributes:
-        restored: number of the save that the server continues from; 0 for none.
+        restored: number of the save that the server continues from; 0 if there is none.
 
     Raises:
         ConfigurationError: the directory cannot be used, or another server uses it.
@@ -148,7 +148,7 @@ class StateDirectory:
         """Load the saved state of a run, if any, into the server, which then continues the run.
 
         Returns:
-            A sentence that describes the restored state; empty without a run.
+            A sentence that describes the restored state; empty if no run was saved.
 
         Raises:
             ConfigurationError: this server cannot continue the saved run.
@@ -181,12 +181,13 @@ class StateDirectory:
         )
 
     def _start(self) -> int:
-        """Return this server's start time in milliseconds, later than those before even if the clock was set back.
+        """Choose, record and return this server's start time in milliseconds, later than those before.
 
-        The lock file's modification time holds the last start: that needs no space on a disk that may be full.
+        The lock file's modification time stores it, so that it is later even if the clock was set back; that needs no
+        space on a disk that may be full. If it cannot be stored, only the clock orders the servers.
         """
         started = max(time.time_ns(), os.fstat(self._lock).st_mtime_ns + _MILLISECOND) // _MILLISECOND
-        with contextlib.suppress(OSError):  # the clock alone must do
+        with contextlib.suppress(OSError):
             os.utime(self._lock, ns=(started * _MILLISECOND, started * _MILLISECOND))
         return started
 
@@ -421,7 +422,7 @@ class ShareDirectory:
 
         Args:
             core: the server's state machine.
-            number: number of the save; 0 for none.
+            number: number of the save; 0 if there is none.
 
         Raises:
             ConfigurationError: the save does not exist.
@@ -487,7 +488,7 @@ def share_directory(path: str | Path, number: int) -> Path:
 def _take(lock: int) -> None:
     """Lock a file; raise `BlockingIOError` if another process does not release it.
 
-    A server in the place of one that was killed may start before the system has ended that one, which holds the lock
+    The successor of a server that was killed may start before the system has ended that one, which holds the lock
     until then.
     """
     deadline = time.monotonic() + _RELEASE
@@ -569,7 +570,7 @@ def saved_weights(path: str | Path) -> dict[str, Tensor]:
         path: the directory.
 
     Raises:
-        ConfigurationError: the directory has no readable save, or several servers have saved a share each.
+        ConfigurationError: the directory has no readable save, or the shares of several servers.
     """
     if any(Path(path).glob(f"{_SHARE}*")):
         raise ConfigurationError(

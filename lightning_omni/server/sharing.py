@@ -1,4 +1,4 @@
-"""Payloads that are not sent: a leader shares memory with a server on its machine, and messages hold places in it.
+"""Payloads that are not sent: a leader shares memory with a server on its machine, and messages hold ranges in it.
 
 The memory's descriptor is sent over a socket in the run's private directory, with a proof that the sender owns an
 admitted data connection. Messages on that connection then have a second frame, `Places`, instead of a payload, and so
@@ -56,11 +56,11 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Places(msgspec.Struct, frozen=True, array_like=True):
-    """The places of payloads in shared memory.
+    """The ranges of payloads in shared memory.
 
     Attributes:
-        payload: place of this message's payload; None if it follows, or the message has none.
-        answer: room for the answer's payload.
+        payload: range of this message's payload; None if it follows, or the message has none.
+        answer: range for the answer's payload.
     """
 
     payload: Place | None = None
@@ -88,7 +88,7 @@ class Share(msgspec.Struct, frozen=True, array_like=True):
     mac: bytes = b""
 
     def proof(self, secret: bytes, side: str) -> bytes:
-        """Return the MAC of one side."""
+        """Return the MAC by which ``side``, ``"rank"`` or ``"server"``, proves that it has the connection's secret."""
         return share_mac(secret, side, (self.rank, self.segment, self.nbytes, self.released))
 
 
@@ -133,7 +133,7 @@ class Sharing:
         self._count = 0
 
     def place(self, tensor: Tensor | None) -> Place | None:
-        """Return the place of a tensor of bytes for the server; None if its memory cannot be shared."""
+        """Return the range of a tensor of bytes for the server; None if its memory cannot be shared."""
         if not self._path or tensor is None or not tensor.numel() or (found := segments.find(tensor)) is None:
             return None
         segment, start = found
@@ -172,7 +172,7 @@ class SharedMemory:
     """The memory that leaders share with this server, by connection.
 
     Args:
-        find: returns the data connection of an admitted rank, and its secret; None without one.
+        find: returns the data connection of an admitted rank, and its secret; None if there is none.
         held: returns the bytes of the server's parameters.
     """
 
@@ -182,10 +182,14 @@ class SharedMemory:
         self._last: dict[Peer, int] = {}
 
     def take(self, share: Share, descriptor: int) -> Shared:
-        """Map a segment that a process passes to the server.
+        """Map a segment that a process passes to the server, after unmapping those that its rank released.
+
+        Returns:
+            The answer, with the server's proof.
 
         Raises:
-            Refused: the process may not share it, or not that much memory.
+            Refused: the proof is wrong, the segment's number is not higher than the last one, the connection would
+                share too many segments or bytes, or the memory is not safe to map.
         """
         peer, secret = self._find(share.rank) or (b"", b"")
         if not peer or not is_equal(share.mac, share.proof(secret, "rank")):
@@ -203,10 +207,10 @@ class SharedMemory:
         return Shared(mac=share.proof(secret, "server"))
 
     def at(self, peer: Peer, place: Place) -> Tensor:
-        """Return the bytes at a place. They may change at any time.
+        """Return the bytes of a range. They may change at any time.
 
         Raises:
-            MalformedMessage: the place does not exist.
+            MalformedMessage: the range does not exist.
         """
         segment = self._segments.get(peer, {}).get(place.segment)
         if segment is None or not 0 <= place.start <= place.start + place.nbytes <= segment.numel():

@@ -184,8 +184,8 @@ class Slowdown:
 
     Args:
         rank: number of the rank.
-        start: first moment, in seconds.
-        stop: first moment after the period, in seconds.
+        start: beginning of the period, in seconds.
+        stop: first time after the period, in seconds.
         factor: factor of its times, above 0.
     """
 
@@ -244,7 +244,7 @@ class Cluster:
         head_seconds_per_sample: time of a merged head for one sample, forward and backward, in seconds; one group at a
             time.
         events: failures and slowdowns of ranks, and restarts of the server.
-        servers: number of parameter servers, which hold a share of the weights each if there are several;
+        servers: number of parameter servers; if there are several, each holds a share of the weights;
             ``"per-node"``: one on each node, and a group's exchange with that of its own node crosses no link.
         nodes: number of nodes over which the devices are spread evenly, in the order of ranks, for
             ``servers="per-node"``; None: each device is a node of its own.
@@ -350,7 +350,7 @@ class Cluster:
             size: number of devices.
             seconds_per_sample: see `Device`.
             overhead: see `Device`.
-            jitter: see `Device`; None for none.
+            jitter: see `Device`; None if there is none.
             network: other arguments of the cluster.
         """
         check_whole("size", size, "the number of devices, 1 or more", 1)
@@ -371,7 +371,7 @@ class Cluster:
             speeds: one for each device, above 0; a device of speed 2 takes half the times.
             seconds_per_sample: time at speed 1, see `Device`.
             overhead: time at speed 1, see `Device`.
-            jitter: see `Device`; None for none.
+            jitter: see `Device`; None if there is none.
             network: other arguments of the cluster.
         """
         for speed in speeds:

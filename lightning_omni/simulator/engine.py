@@ -2,7 +2,7 @@
 
 A process is a generator. Its yields determine when it resumes:
 
-- a moment, in seconds: at that moment;
+- a time, in seconds: at that time;
 - another process: when that one has ended, with its return value;
 - None: when other code resumes it, with the value that this code passes.
 
@@ -20,10 +20,10 @@ from typing import Any
 
 
 class Priority(IntEnum):
-    """The order of events of one moment, before the order in which they were scheduled."""
+    """The order of events at the same time, before the order in which they were scheduled."""
 
     FAILURE = 0
-    """A rank dies; other events of its group at that moment do not happen."""
+    """A rank dies; other events of its group at that time do not happen."""
     EVENT = 1
     """All other events."""
 

@@ -6,7 +6,7 @@ Rule 1: messages on a card at the same time share it evenly, and cross their gro
 of an exchange, one for each server, share the group's link in proportion to their bytes, so that the exchange is never
 faster than the link carries the whole.
 Rule 2: a part that stays on its group's node crosses no link and no card.
-Rule 3: with one server, servers do not synchronize: each moment is bitwise the same as without support for several.
+Rule 3: with one server, servers do not synchronize: each time is bitwise the same as without support for several.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Queue:
         self._free_at = 0.0
 
     def serve(self, arrival: float, seconds: float) -> float:
-        """Serve a request that arrives at ``arrival`` and takes ``seconds``. Returns the time of its end."""
+        """Serve a request that arrives at ``arrival`` and takes ``seconds``; return the time of its end."""
         self._free_at = max(arrival, self._free_at) + seconds
         return self._free_at
 
@@ -45,9 +45,9 @@ class _Server:
 class Exchanges:
     """Exchanges with the servers, in virtual time.
 
-    A push ends when the last of its parts is served, and an answer when the last of its parts has arrived. Where
-    several servers hold a share each, the others report the arrival of their parts to the coordinator (server 0), which
-    informs them when all parts have arrived: one small message each way.
+    A push ends when the last of its parts is served, and an answer when the last of its parts has arrived. If
+    each of several servers holds a share of the weights, the others report the arrival of their parts to the
+    coordinator (server 0), which informs them when all parts have arrived: one small message each way.
 
     Args:
         engine: virtual time.
@@ -119,7 +119,7 @@ class Exchanges:
         return [place for place in range(len(self._shares)) if not self._is_at_home(group, place)]
 
     def _come(self, parts: _Parts) -> Timeline:
-        """Wait until all parts of a message have crossed a link, and then cards. Returns the arrival of each."""
+        """Wait until all parts of a message have crossed a link, and then cards; return the arrival of each."""
         delay = self._link.seconds(self._unshared(parts)), self._card.latency
         yield self._engine.now + delay[0] + delay[1] if parts else self._engine.now
         return (yield from self._cross(parts))
@@ -135,7 +135,7 @@ class Exchanges:
         return sum(nbytes for _, nbytes in parts) if math.isinf(self._card.bandwidth) else 0.0
 
     def _cross(self, parts: _Parts) -> Timeline:
-        """Wait until parts have crossed their cards and, at the same time, a link. Returns the end of each."""
+        """Wait until parts have crossed their cards and, at the same time, a link; return the end of each."""
         whole, now = sum(nbytes for _, nbytes in parts), self._engine.now
         if not whole or math.isinf(self._card.bandwidth):
             return [now] * len(parts)

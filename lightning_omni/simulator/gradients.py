@@ -146,7 +146,7 @@ class Carried(NamedTuple):
     """The size of one sample's data on the way to a merged head, or back.
 
     Attributes:
-        numbers: number of floating-point numbers.
+        numbers: number of floating-point elements.
         nbytes: their bytes in their own dtypes.
         others: bytes of all other tensors.
     """
@@ -194,7 +194,7 @@ class SimulatedHead:
         self._output: Any = None
 
     def part(self, seed: int) -> dict[str, Any]:
-        """Return the server's description of the head, without weights and optimizer."""
+        """Describe the head for the server: its name, its module, and the seed; without weights and optimizer."""
         return {"name": self.name, "module": describe_module(self._module), "seed": seed}
 
     def sizes(self, model: nn.Module, loss: Loss, batch: Any) -> tuple[Carried, Carried]:
@@ -290,10 +290,10 @@ class _Rounded(torch.autograd.Function):
 
 
 class Gradients:
-    """The source of gradients that each group computes by itself.
+    """A source of gradients for groups without a merged head: no part of a batch is computed at the server.
 
     Args:
-        engine: virtual time.
+        engine: event loop with virtual time.
         bench: computes the gradients.
     """
 
@@ -301,7 +301,7 @@ class Gradients:
         self._engine, self._bench = engine, bench
 
     def compute(self, work: Assignment) -> Timeline:
-        """Wait until the group has its gradient. Returns the `Result`."""
+        """Wait until the group has its gradient, and return the `Result`."""
         due, samples = self._engine.now + work.seconds, self._bench.samples
         indices = [samples.at(work.place[0], part) for part in work.parts]
         self._bench.begin(work.group, due, work.weights, indices)
@@ -313,10 +313,10 @@ class Gradients:
 
 
 class ThroughHead(Gradients):
-    """The source of gradients whose batches pass through a merged head at the server between forward and backward pass.
+    """A source of gradients whose batches pass through a merged head at the server between forward and backward pass.
 
     Args:
-        engine: virtual time.
+        engine: event loop with virtual time.
         bench: computes the gradients.
         head: the merged head.
         costs: durations of the travel to the head.
@@ -353,7 +353,7 @@ class ThroughHead(Gradients):
         yield from self._costs.to_head(work.group, self._inputs.on_wire(up, samples), answers, samples)
         if work.group in self._lost:
             return None
-        # The group has had exclusive access until now, so the whole batch may be computed at this moment.
+        # The group has had exclusive access until now, so the whole batch may be computed now.
         self._head.access_for(work.leader, *work.place)
         batch = self._bench.samples.batch(self._bench.samples.at(work.place[0], part))
         result: Result = self._bench.compute(work.weights, [batch])

@@ -2,7 +2,7 @@
 
 Rule: only its leader communicates with the server and with other groups. The leader broadcasts its messages to the
 other members, and the group continues when all have them. A message without weights takes the latency of the members'
-links. Where broadcasts take no time, or with one member, each moment is bitwise the same as if all members received the
+links. Where broadcasts take no time, or with one member, each time is bitwise the same as if all members received the
 messages.
 """
 
@@ -245,7 +245,7 @@ class SimulatedGroup:
     # --- Its gradients -----------------------------------------------------------------------------------------------
 
     def _compute(self, batch: Batch) -> Timeline:
-        """Wait until the group has its gradient. Returns the `Result`."""
+        """Wait until the group has its gradient, and return the `Result`."""
         around = self._around
         now = around.engine.now
         work = self.members.work(batch, now)
@@ -290,7 +290,7 @@ class SimulatedGroup:
     # --- Actions of its state machine --------------------------------------------------------------------------------
 
     def _do_at_once(self, action: Action) -> Action:
-        """Perform actions that take no time. Returns the first that does."""
+        """Perform actions that take no time, and return the first that does."""
         while True:
             answer: Answer = None
             match action:
@@ -305,7 +305,7 @@ class SimulatedGroup:
             action = self.core.answer(0, answer)
 
     def _wait_for(self, action: Action) -> Timeline:
-        """Perform an action that takes time. Returns its answer."""
+        """Perform an action that takes time, and return its answer."""
         match action:
             case Ask(waits=False):
                 return self._begin(action)
@@ -334,7 +334,7 @@ class SimulatedGroup:
         self._around.engine.resume(process)
 
     def _receive(self) -> Timeline:
-        """Wait for the answer to the push in flight. Returns the method's answer."""
+        """Wait for the answer to the push in flight, and return the method's answer."""
         assert self._under_way is not None
         assert self._exchange is not None
         ask, self._under_way = self._under_way, None
@@ -366,7 +366,7 @@ class SimulatedGroup:
         return (yield from self._until_answered(lambda: self._try_to_push(ask, done)))
 
     def _until_answered(self, attempt: Callable[[], Timeline]) -> Timeline:
-        """Repeat an attempt to exchange with the server until it is answered. Returns the answer."""
+        """Repeat an attempt to exchange with the server until it is answered, and return the answer."""
         around = self._around
         while True:
             if around.server.away_until is not None:
@@ -379,7 +379,7 @@ class SimulatedGroup:
                 return answer
 
     def _try_to_push(self, ask: Ask, done: Account) -> Timeline:
-        """Push once. Returns the server's answer."""
+        """Push once, and return the server's answer."""
         server, network, monitor, need = self._around.server, self._around.network, self._around.monitor, ask.need
         assert isinstance(need, Exchange)
         nbytes, outgoing = server.prepare(self.core, ask)
@@ -422,7 +422,7 @@ class SimulatedGroup:
         return (yield None)
 
     def _receive_answer(self, ask: Ask, answer: tuple[m.Weights, list[Tensor]]) -> Timeline:
-        """Broadcast the server's answer to all members. Returns the method's answer."""
+        """Broadcast the server's answer to all members, and return the method's answer."""
         message, tensors = answer
         if len(self.ranks) > 1 and (seconds := self._passed_on(self._bytes_of_answer(ask))):
             yield self._around.engine.now + seconds
@@ -443,7 +443,7 @@ class SimulatedGroup:
     # --- From group to group -----------------------------------------------------------------------------------------
 
     def _read_peer(self, number: int) -> Timeline:
-        """Wait for the published weights of a group. Returns None if it has none."""
+        """Wait for the published weights of a group, and return them; None if it has none."""
         yield self._around.network.to_peer()
         peer = self._around.groups.get(number)
         published = peer._published if peer is not None else None

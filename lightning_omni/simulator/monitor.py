@@ -54,7 +54,7 @@ class Monitor:
         engine: virtual time.
         limits: the run's limits; kept, as is `epoch_size`.
         cadence: the times of evaluations.
-        metrics: computes the present metrics; None for none.
+        metrics: computes the present metrics; None if there are none.
         clock: returns the clock of the master weights; None where groups exchange only with one another: then each step
             counts as an update.
         epoch_size: samples in an epoch.

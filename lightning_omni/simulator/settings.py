@@ -74,7 +74,7 @@ class RunLimits:
     Args:
         updates: the most updates.
         epochs: the most passes over the data.
-        seconds: the latest moment of virtual time.
+        seconds: the latest virtual time.
     """
 
     updates: float = math.inf

@@ -65,7 +65,7 @@ class SharedLink:
             limit: its most bytes per second.
 
         Returns:
-            A process that ends when the whole message has crossed, and returns that moment.
+            A process that ends when the whole message has crossed, and returns that time.
         """
         message = self._engine.start(until_resumed())
         self._go_on()

@@ -41,7 +41,7 @@ class Workload:
         model: the model.
         data: a map-style dataset; the tensors of a ``TensorDataset`` are indexed directly.
         loss: the mean loss of a batch, from the model and the batch.
-        evaluate: returns the metrics, by name, of a model in evaluation mode; None for none.
+        evaluate: returns the metrics, by name, of a model in evaluation mode; None if there are none.
         optimizer: makes a torch optimizer from parameters.
 
     Raises:

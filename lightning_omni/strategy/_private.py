@@ -171,7 +171,7 @@ def will_step(trainer: Trainer) -> bool:
 
 
 def is_inside_a_hook(trainer: Trainer) -> bool:
-    """Return whether Lightning is calling a hook of the module, a callback or the strategy at the moment."""
+    """Return whether Lightning is calling a hook of the module, a callback or the strategy now."""
     return trainer.lightning_module._current_fx_name is not None
 
 
@@ -476,7 +476,7 @@ def set_reload_epochs(trainer: Trainer, epochs: list[float]) -> None:
 
 
 def begin_at(trainer: Trainer, epoch: int, counters: list[int]) -> None:
-    """Let the fit loop begin with an epoch, without a sanity check.
+    """Set the fit loop to begin with an epoch, without a sanity check.
 
     ``counters`` are those of `progress_counters`, without the batches of this epoch.
     """
@@ -613,7 +613,7 @@ def _calls_of(trainer: Trainer) -> Any:
 def listen(trainer: Trainer, listener: Any) -> None:
     """Call the listener's methods of the same name before any callback's hooks, from now on.
 
-    The listener needs no place in ``trainer.callbacks``.
+    The listener need not be in ``trainer.callbacks``.
     """
     calls = _calls_of(trainer)
     if not isinstance(calls._call_callback_hooks, _Relay):
@@ -810,7 +810,7 @@ def _limited(epoch_loop: Any, max_steps: int | None) -> Iterator[None]:
 
 
 def control_loops(trainer: Trainer, control: LoopControl) -> None:
-    """Let ``control`` decide for the Trainer's loops, from now on. The loops' public interface stays Lightning's."""
+    """Install ``control``, which decides for the Trainer's loops from now on; their public interface stays the same."""
     epoch_loop = trainer.fit_loop.epoch_loop
     for loop, mixin in (
         (trainer, _ControlledTrainer),
@@ -866,7 +866,7 @@ class _Joined:
         sync()
         for name, sizes in of_each.items():
             if metric._reductions[name] is None and min(sizes)[0] >= 0:
-                lengths = [length for length, *_ in sizes]  # gathered entries are in the order of places, then ranks
+                lengths = [length for length, *_ in sizes]  # gathered entries are in the order of indices, then ranks
                 joined = enumerate(getattr(metric, name))
                 ours = [each for place, each in joined if place // len(lengths) < lengths[place % len(lengths)]]
                 setattr(metric, name, ours)
@@ -893,7 +893,7 @@ def _size(entries: list[Any]) -> tuple[int, int, int]:
 
 
 def join_lists(is_needed: Callable[[], bool]) -> None:
-    """Let metrics that store a list (of one tensor per batch or image) gather lists of different lengths, from now on.
+    """Patch metrics so that they can gather lists (of one tensor per batch or image) of different lengths.
 
     torchmetrics gathers the first tensor of all ranks, then the second, and so on; ranks with fewer tensors are in
     another collective by then. ``is_needed`` returns whether ranks may have trained different numbers of batches.

@@ -37,7 +37,7 @@ else:
 
 
 class Checkpoints:
-    """The checkpoints of one strategy. Several calls make one checkpoint, and all of it is of one moment.
+    """The checkpoints of one strategy. Several calls make one checkpoint, which is consistent.
 
     Args:
         info: logs a message for the user, on rank 0.
@@ -123,7 +123,7 @@ class Checkpoints:
         return snapshot._replace(groups={})
 
     def state_of(self, world: World, optimizer: Optimizer, own: dict[str, Any]) -> dict[str, Any]:
-        """Return the optimizer state of the same moment, from the server if the optimizer steps there.
+        """Return the optimizer state that belongs to the saved weights, from the server if the optimizer steps there.
 
         The hyperparameters are those of this rank. (The server's are those of the last push, one scheduler step
         behind.)

@@ -1,7 +1,7 @@
 """A check at the end of an epoch that ranks agree where they would agree under DDP, and the warning if they do not.
 
 Groups train different numbers of batches. A hook that acts at a batch number which it counts or stores itself therefore
-acts on some ranks only, or at different moments.
+acts on some ranks only, or at different times.
 """
 
 from __future__ import annotations

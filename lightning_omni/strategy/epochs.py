@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class Entered(NamedTuple):
-    """The moment of a run at which a group joins it.
+    """The position in a run at which a group joins it.
 
     Attributes:
         plan: plan of the current epoch.
@@ -114,7 +114,7 @@ class EpochDriver:
         batches_cut_short: batches of such an epoch that each rank of DDP would have trained.
         on_parted: function called on every rank each time the groups begin to compute.
         check_every: samples between two synchronization points inside an epoch of several groups that has no validation
-            for which all of them wait; 0 for none.
+            for which all of them wait; 0 if there is none.
         on_check: function called on every rank at these points.
     """
 
@@ -316,7 +316,11 @@ class EpochDriver:
 
     @property
     def _goes_on_alone(self) -> bool:
-        """Return whether one group resumes inside an epoch of several: its batch count does not tell their progress."""
+        """Return whether a single group resumes an epoch that several groups had begun.
+
+        The epoch then ends when its samples are trained, because the batch count in the checkpoint is that of one of
+        these groups.
+        """
         return self.data.kind == "dynamic" and not self.data.is_dynamic and self.run.is_resumed_inside
 
     def go_on(self) -> None:
@@ -640,7 +644,7 @@ class EpochDriver:
         return self.run.steps_at(self.run.now())
 
     def _pace(self) -> None:
-        """Let schedulers follow the progress of all groups, if groups may differ in speed."""
+        """Make schedulers follow the progress of all groups, if groups may differ in speed."""
         if self.leases is not None and self.data.kind == "dynamic":
             self.schedulers.keep_pace(self.data.is_dynamic or self.is_open_ended)
 

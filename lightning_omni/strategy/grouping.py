@@ -176,7 +176,7 @@ class GroupedStrategy(_Base):
         self.world.reduction.install(self.model, self.world.compute_group)
 
     def follow_edits(self) -> None:
-        """Let the world watch this Trainer's buffers, parameters and optimizers for changes by the user's code."""
+        """Register this Trainer's buffers, parameters and optimizers, which the world checks for users' changes."""
         edits = self.world.edits
         edits.buffers, edits.others = lambda: buffers_of(self.pl_module), self._others
         edits.switched = lambda: not self.proxies.are_of(self.real_optimizers)
@@ -210,7 +210,7 @@ class GroupedStrategy(_Base):
     # --- Groups -------------------------------------------------------------------------------------------------------
 
     def follow_recorder(self) -> None:
-        """Let this rank log and save if it has become the recorder, because the group of the former one is gone."""
+        """Begin to log and save if this rank has become the recorder, because the group of the former one is gone."""
         world = self.world
         if world.enlistment is not None and world.follow_recorder() and not self._is_told_to_record:
             self._is_told_to_record = self._took_over = True

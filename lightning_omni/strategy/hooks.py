@@ -81,13 +81,13 @@ class OmniStrategyHooks(SavingStrategy):
             proportion, where that makes the group more than 5 % faster; ``"off"`` gives all ranks equal parts. The loss
             must be a mean over the batch.
         validation: ``"wait"``: all groups synchronize and validate together. ``"published"``: one group does a
-            validation inside an epoch, with the weights of that moment, while the others train on; see
+            validation inside an epoch, with the weights of that time, while the others train on; see
             docs/validation.md.
         merged: name of a submodule that stays at the server, such as the last layers of a classifier. Each group's
             batch passes through it there, one group at a time: its weights are never stale and never sent, only
             activations and their gradients are. See docs/merged-head.md. With one group this has no effect.
         wire: encoding of pushes, for slow networks: ``"fp32"``, uncompressed; ``"bf16"`` or ``"fp16"``, half the bytes;
-            ``"int8"``, about a quarter; ``"topk:0.01"``, the largest hundredth of the numbers with their positions; or
+            ``"int8"``, about a quarter; ``"topk:0.01"``, the largest hundredth of the elements with their positions; or
             a value, see docs/wire-formats.md. The residual of a lossy format is added to the group's next push.
             ``{"push": "int8", "pull": "bf16"}`` sets the encoding of answers, too. With one group this has no effect.
         overlap: whether a group computes its next gradient during an exchange, which makes that gradient one step

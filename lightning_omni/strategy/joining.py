@@ -170,7 +170,7 @@ class RunStates:
     def _configured(self) -> dict[str, str]:
         """Return in words the settings that must be equal in all groups.
 
-        Otherwise groups would train differently or wait for each other in different places. The hyperparameters of
+        Otherwise groups would train differently or wait for each other in different collectives. The hyperparameters of
         optimizers and schedulers are not among them: a joining group gets those of the run.
         """
         strategy, trainer = self._strategy, self._strategy.pl_module.trainer

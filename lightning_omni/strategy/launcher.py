@@ -67,7 +67,7 @@ class ExitStatus:
 
 
 def end_with(code: int, reason: str) -> None:
-    """Let this process end with a status when its script ends. A second call has no effect."""
+    """Set the status with which this process ends when its script ends. A second call has no effect."""
     if not hasattr(sys, _STATUS):
         _log.error("%s; when the script has come to its end, this process ends with status %d", reason, code)
         setattr(sys, _STATUS, ExitStatus(code))

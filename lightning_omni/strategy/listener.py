@@ -107,7 +107,7 @@ class Listener:
         self._strategy.epochs.data.expect_others()
 
     def begin_epoch(self, iterate: Callable[[], None]) -> None:
-        """Let the groups compute by themselves after the hooks of the epoch's start, which are for all ranks."""
+        """Separate the groups after the hooks of the epoch's start, which all ranks call together."""
         strategy, loop = self._strategy, self._trainer.fit_loop
         if self._nested.is_running or loop.restarted_mid_epoch or loop.restarted_on_epoch_end:
             iterate()
@@ -190,7 +190,7 @@ class Listener:
         self._strategy.fails(exception)
 
     def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        """Let a group that has joined on its own obey a signal to leave while it validates for all groups."""
+        """Check for a signal to leave, if this group has joined on its own and validates for all groups."""
         if self._strategy.epochs.published.evaluates and self._strategy.world.enlistment is not None:
             self._signals.agree()
 

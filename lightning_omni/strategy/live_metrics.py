@@ -32,11 +32,11 @@ class _TimedBatch:
     """A batch whose times are read when the device has reached its end."""
 
     since: Any
-    """The moment when the rank began to work on it, which is the end of the batch before it."""
+    """The timestamp at which the rank began to work on it, which is the end of the batch before it."""
     waits: list[tuple[Any, Any]] = field(default_factory=list)
     """Start and end of each wait for other ranks, up to the end of the forward pass."""
     forward: Any = None
-    """The moment when the forward pass was done."""
+    """The timestamp at which the forward pass was done."""
     until: Any = None
     in_forward: float = 0.0
     """Seconds of exchanges in the forward pass, for exclusive access to a merged head."""
@@ -47,11 +47,11 @@ class _TimedBatch:
 class StepTimes:
     """The running means of this rank's times, in seconds, and the bytes that it exchanged.
 
-    Moments are those of the device; the host may run ahead of it. The means are over batches that the device has
+    Timestamps are those of the device; the host may run ahead of it. The means are over batches that the device has
     completed. `begin` and `end` enclose each batch; time between two batches belongs to the second one.
 
     Attributes:
-        clock: the source of the moments.
+        clock: the source of the timestamps.
     """
 
     def __init__(self, clock: Clock | None = None) -> None:

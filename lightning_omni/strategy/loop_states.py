@@ -1,4 +1,4 @@
-"""The progress of Lightning's loops in a checkpoint of Lightning 2.5 or later, set to another moment.
+"""The progress of Lightning's loops in a checkpoint of Lightning 2.5 or later, set to another position.
 
 This module does not import Lightning: the states are plain values, and a test compares them with checkpoints that
 Lightning saves.
@@ -17,7 +17,7 @@ def loops_at(
     """Return the progress of the loops between two batches, or at the beginning of an epoch.
 
     Args:
-        loops: loops of an earlier moment, from a checkpoint.
+        loops: loops at an earlier position, from a checkpoint.
         epoch: number of the epoch.
         batches: batches of the epoch that are trained; with 0 the epoch has not begun.
         before: batches that were trained in earlier epochs.

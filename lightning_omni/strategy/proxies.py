@@ -80,7 +80,7 @@ class Proxies:
                 _private.ignore_missing_step(optimizer)
 
     def unguard(self) -> None:
-        """Let the optimizers step by themselves again."""
+        """Restore the optimizers' own ``step``, and remove the hook."""
         for optimizer, own in self._own_steps.items():
             del optimizer.step
             if own is not None:

@@ -1,7 +1,7 @@
-"""Validation for which no group waits: one group evaluates the weights of one moment, and the others train on.
+"""Validation for which no group waits: one group evaluates a snapshot of the weights, and the others train on.
 
-At each validation point of the epoch, the first group that reaches it gets that validation. It loads the server's
-weights of that moment, runs Lightning's validation loop over all of the data on its own ranks, restores its own weights
+At each validation point of the epoch, the first group that reaches it gets that validation. It loads the
+server's current weights, runs Lightning's validation loop over all of the data on its own ranks, restores its own weights
 and trains on. The server passes the result to the ranks of all groups. Each of them ends the validation for its
 callbacks and loggers after one of its next batches, in the order of validations. At an epoch's end, where all groups
 synchronize anyway, they validate together.
@@ -52,8 +52,8 @@ class PublishedValidation:
 
     Attributes:
         is_on: whether several groups validate this way in this epoch.
-        evaluates: number of the validation that this group runs, or is about to run; 0 for none.
-        version: the validation whose end callbacks receive at this moment.
+        evaluates: number of the validation that this group runs, or is about to run; 0 if there is none.
+        version: the validation whose end callbacks receive now.
         follow_recorder: function called when the recorder may have changed.
         on_heard: function called on every rank when its callbacks have received a validation, with the metrics before
             it.

@@ -50,7 +50,7 @@ class RunSchedulers:
             self.bases = {**self.bases, **{each: (count, self._steps()) for each, count in counts.items()}}
 
     def keep_pace(self, is_paced: bool) -> None:
-        """Let schedulers follow the progress of all groups from now on; without pacing, store only their counts."""
+        """Make schedulers follow the progress of all groups from now on; without pacing, store only their counts."""
         trainer = self._trainer
         assert trainer is not None
         by_hand = not trainer.lightning_module.automatic_optimization
@@ -104,7 +104,7 @@ class RunSchedulers:
             reach_all(self._configs, all_reduce_max(counts), self._counts)
 
     def catch_up_in(self, checkpoint: dict[str, Any], progress: Progress | None) -> list[Counts]:
-        """Advance the schedulers in a checkpoint to its moment, in place; return their counts: see `Pacer.counts_at`.
+        """Advance the schedulers in a checkpoint to its progress, in place; return their counts: see `Pacer.counts_at`.
 
         The rank that saves may lag behind the weights of the checkpoint, or may have trained samples that these do not
         contain.

@@ -232,7 +232,7 @@ class Signals:
 
 
 def _requeue_job() -> None:
-    """Let SLURM requeue this process's job; SLURM then ends the job by SIGTERM."""
+    """Ask SLURM to requeue this process's job; SLURM then ends the job by SIGTERM."""
     task = os.environ.get("SLURM_ARRAY_TASK_ID")
     job = os.environ["SLURM_JOB_ID"] if task is None else f"{os.environ['SLURM_ARRAY_JOB_ID']}_{task}"
     try:

@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 class Advice:
-    """The advice about changes that need a new run and would make it clearly faster. On rank 0.
+    """The advice about changes that need a new run and would make it clearly faster, on rank 0.
 
     Computing it takes about as long as the choice itself, and the other ranks would wait for this one. So a thread
     computes it once nothing is timed any more, because it would disturb the timing.

@@ -51,7 +51,7 @@ class AppliedSetting:
         self._merged_before = self._run.strategy.merged.name or ""
 
     def apply(self, hyperparameters: Hyperparameters, command: Command) -> None:
-        """Train with the setting of a command from now on. On all ranks."""
+        """Train with the setting of a command from now on. All ranks call it."""
         state = self._run.state
         hyperparameters.set_momentum(command.setting.momentum)
         hyperparameters.make_default()
@@ -62,7 +62,7 @@ class AppliedSetting:
         self.form(command.setting, command.speeds, command.by_speed)
 
     def form(self, setting: Setting, speeds: Mapping[int, float] | None = None, by_speed: bool = False) -> None:
-        """Form the groups of a setting, with its exchange and its split of batches. On all ranks."""
+        """Form the groups of a setting, with its exchange and its split of batches. All ranks call it."""
         strategy, world, began = self._run.strategy, self._run.world, time.perf_counter()
         again = communicate(strategy, communication_of(setting, world.communication))
         again |= apply_further(self._run.options.further, world, setting)
@@ -80,7 +80,7 @@ class AppliedSetting:
             self.seconds_to_form = time.perf_counter() - began
 
     def _merge(self, name: str) -> bool:
-        """Merge a submodule in groups that are formed from now on; return whether that is a change. On all ranks.
+        """Merge a submodule in groups that are formed from now on; return whether that is a change. All ranks call it.
 
         After a change, all ranks are one group. An empty name merges none.
         """
@@ -92,7 +92,7 @@ class AppliedSetting:
         return True
 
     def split_by_speed(self) -> bool:
-        """Split batches by speed from now on, where that pays; return whether that is possible. On all ranks."""
+        """Split batches by speed from now on, where that pays; return whether that is possible. All ranks call it."""
         strategy = self._run.strategy
         if strategy.epochs.leases is None:
             return False
@@ -102,7 +102,7 @@ class AppliedSetting:
         return True
 
     def take_back(self) -> None:
-        """Restore the user's own setting, in one group. On all ranks."""
+        """Restore the user's own setting, in one group. All ranks call it."""
         run, own = self._run, self._run.own
         hyperparameters = run.hyperparameters()
         run.strategy.form_one()
@@ -162,7 +162,7 @@ class AppliedSetting:
         return self._guard.is_worse(*self._run.strategy.reduce(mean, reduce_op="sum").tolist())
 
     def keep_weights(self) -> None:
-        """Store the present weights in the rollback point, where the run has not diverged. On all ranks."""
+        """Store the present weights in the rollback point, where the run has not diverged. All ranks call it."""
         if self._guard is None or self._before is None:
             return
         # If one rank refuses, all do: a rollback would otherwise leave them with different weights.
@@ -170,7 +170,7 @@ class AppliedSetting:
             self._before.keep_weights()
 
     def roll_back(self) -> None:
-        """Restore the rollback point, in one group with the user's own setting. On all ranks.
+        """Restore the rollback point, in one group with the user's own setting. All ranks call it.
 
         A run that has diverged in one group, with the user's all-reduce and own dimensions, keeps its setting with
         smaller steps.
@@ -196,7 +196,7 @@ class AppliedSetting:
         return RollbackPoint.of(run.module, run.trainer.optimizers, run.world.core, averages_in(run.trainer))
 
     def return_to(self, point: RollbackPoint) -> None:
-        """Restore a rollback point, where all ranks are one group. On all ranks."""
+        """Restore a rollback point, where all ranks are one group. All ranks call it."""
         point.put_back(self._run.world.core)
         average_from_here(self._run.trainer)
         self._run.world.reduction.forget()
@@ -209,7 +209,7 @@ class AppliedSetting:
         return self._before is not None and self._merged_before == (self._run.strategy.merged.name or "")
 
     def begin_trial(self, starts_over: bool) -> RollbackPoint:
-        """Train with the user's own setting in one group. On all ranks.
+        """Train with the user's own setting in one group. All ranks call it.
 
         Args:
             starts_over: whether the trial begins from the rollback point instead of the present weights.
@@ -230,7 +230,7 @@ class AppliedSetting:
         return before
 
     def end_trial(self, to: RollbackPoint | None) -> None:
-        """Train with the setting before the trial again. On all ranks.
+        """Train with the setting before the trial again. All ranks call it.
 
         Args:
             to: the state to restore; None to continue from the state after the trial.
@@ -251,7 +251,7 @@ class AppliedSetting:
     # --- Giving groups up ---------------------------------------------------------------------------------------------
 
     def give_up_groups(self, setting: Setting) -> None:
-        """Train with a setting of one group from now on, and choose no other any more. On all ranks."""
+        """Train with a setting of one group from now on, and choose no other any more. All ranks call it."""
         run, state = self._run, self._run.state
         run.strategy.form_one()
         self._train_in_one_group(setting, setting.lr / run.own.lr / state.scaled)

@@ -104,7 +104,7 @@ class ByFirstBatches:
         self._time(spec)
 
     def begin_again(self, reason: str) -> None:
-        """Restore the user's own setting, in one group, and time it again. On all ranks.
+        """Restore the user's own setting, in one group, and time it again. All ranks call it.
 
         That nothing is faster is then decided only by the last decision: an effect that is new, or has misled the last
         ones, may show in few batches.
@@ -143,7 +143,11 @@ class ByFirstBatches:
             self._batches.interrupted()
 
     def batch_done(self, loss: Tensor | None) -> None:
-        """Record the loss of a batch, and decide if a decision is due."""
+        """Record the loss and the time of a batch, if batches are timed.
+
+        After a step of the optimizer, start a decision that is due, or poll the one in progress; not at the last batch
+        of an epoch. If no batches are timed, continue with the advice to the user. All ranks call it.
+        """
         batches, trainer = self._batches, self._run.trainer
         if batches is None:
             self._advice.batch_done()
@@ -189,7 +193,7 @@ class ByFirstBatches:
         self._poll_decision(decision)
 
     def _poll_decision(self, decision: _Decision) -> None:
-        """Poll whether rank 0 has decided, and conclude if it has. On all ranks."""
+        """Poll whether rank 0 has decided, and conclude if it has. All ranks call it."""
         began, run = time.perf_counter(), self._run
         is_over = False
         if run.broadcast(int(decision.found is not None and decision.found.done())):
@@ -205,7 +209,7 @@ class ByFirstBatches:
         self._run.leave_out(seconds)
 
     def _conclude(self, decision: _Decision) -> bool:
-        """Carry out a decision, or continue timing; return whether anything was decided. On all ranks."""
+        """Carry out a decision, or continue timing; return whether anything was decided. All ranks call it."""
         run, batches = self._run, self._batches
         assert batches is not None
         command = run.broadcast_command(self._command(decision, batches.spec))
@@ -233,7 +237,7 @@ class ByFirstBatches:
         return command is not None
 
     def epoch_done(self, is_last: bool) -> None:
-        """Adopt a postponed choice at the end of an epoch, unless the run ends here. On all ranks."""
+        """Adopt a postponed choice at the end of an epoch, unless the run ends here. All ranks call it."""
         if self._postponed is not None and not is_last:
             began, run = time.perf_counter(), self._run
             self.adopt(self._postponed)
@@ -286,7 +290,7 @@ class ByFirstBatches:
             self._time(before.spec, before)
 
     def adopt(self, command: Command) -> None:
-        """Train with the setting of a command from now on. On all ranks."""
+        """Train with the setting of a command from now on. All ranks call it."""
         run = self._run
         start = run.own if self._spec is None else self._spec.start  # a resumed run has no specification
         if command.setting == start and run.state.setting in (None, start):

@@ -24,7 +24,7 @@ def communication_of(setting: Setting, current: Communication) -> Communication:
 
 
 def communicate(strategy: OmniStrategyHooks, wanted: Communication) -> bool:
-    """Set the communication of groups formed from now on, and return whether that is a change. On all ranks.
+    """Set the communication of groups formed from now on, and return whether that is a change. All ranks call it.
 
     If all ranks are one group, its members average in the new format at once.
     """

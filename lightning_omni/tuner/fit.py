@@ -298,10 +298,10 @@ class TunedFit(Fit):
             self._react(self.check.validated, may_change, ends_epoch=False)
 
     def _react(self, reason: Callable[[], str], may_change: bool, ends_epoch: bool) -> None:
-        """Check whether the chosen setting is still right, after all groups have synchronized. On all ranks.
+        """Check whether the chosen setting is still right, after all groups have synchronized. All ranks call it.
 
         Args:
-            reason: returns why to choose again; empty for no reason.
+            reason: returns why to choose again; empty if there is no reason.
             may_change: whether more than a rollback is possible.
             ends_epoch: whether the epoch has ended, too.
         """

@@ -42,9 +42,9 @@ class FitSpace:
         self._run, self._has_no_server = run, False
 
     def has_server(self) -> bool:
-        """Join the parameter server, which several groups need; return whether that worked. On all ranks of one group.
+        """Join the parameter server, which several groups need; return whether that worked.
 
-        It is tried once in a fit; if it fails, rank 0 warns the user.
+        All ranks call it, while they are one group. It is tried once in a fit; if it fails, rank 0 warns the user.
         """
         run = self._run
         if not self._has_no_server and (problem := run.world.connection.try_to_join()):
@@ -56,7 +56,7 @@ class FitSpace:
         return not self._has_no_server
 
     def reachable(self, spec: SearchSpec) -> SearchSpec:
-        """Return the specification, restricted to one group if there is no server. On all ranks."""
+        """Return the specification, restricted to one group if there is no server. All ranks call it."""
         if max(spec.space.groups) == 1 or self.has_server():
             return spec
         return replace(spec, space=replace(spec.space, groups=(1,)))

@@ -50,7 +50,7 @@ class ForecastCheck:
         self._steps, self._next = 0, c.FEWEST_STEPS
 
     def step_done(self) -> str:
-        """Return why one group with the user's own setting is to be timed again, or "". On all ranks.
+        """Return why one group with the user's own setting is to be timed again, or "". All ranks call it.
 
         Its speed is compared with the forecast after 8 steps, and then whenever a fifth more steps are done: so a
         slowdown is found before as many steps again are lost. The comparisons until the steps have doubled share one
@@ -79,12 +79,15 @@ class ForecastCheck:
         return f"it trains {speed.rate:.3g} samples per second, and {predicted.value:.3g} were predicted"
 
     def epoch_done(self) -> str:
-        """Return why one group is to be timed again, by the speed of a whole epoch, or "". On all ranks."""
+        """Return why one group is to be timed again, by the speed of a whole epoch, or "". All ranks call it."""
         speed = self._retuning.speed
         return self._check(speed) if self._is_due and speed is not None else ""
 
     def validated(self) -> str:
-        """Return why one group is to be timed again, by a certain enough speed inside an epoch, or "". On all ranks."""
+        """Return why one group is to be timed again, by a certain enough speed inside an epoch; or "".
+
+        All ranks call it.
+        """
         if not self._is_due:
             return ""
         speed = self._retuning.speed_so_far()

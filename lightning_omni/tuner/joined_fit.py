@@ -126,7 +126,7 @@ class JoinedFit(Fit):
             self._follow(groups, self._hyperparameters)
 
     def _follow(self, groups: int, hyperparameters: Hyperparameters) -> None:
-        """Adapt momentum and learning rate to a new number of groups. On all members."""
+        """Adapt momentum and learning rate to a new number of groups. All members call it."""
         run, state = self.run, self.run.state
         setting = suited_to(run.own, groups, run.world.method, hyperparameters.scaling, self._space)
         hyperparameters.set_momentum(setting.momentum)

@@ -169,14 +169,14 @@ class Microbenchmarks:
         return 2 * there(1), seconds_per_byte(there, self.nbytes)
 
     def _seconds_of_links(self, pairs: Sequence[tuple[int, int]], count: int) -> list[float]:
-        """Return the seconds of ``count`` numbers over each link; links without a common end are timed together."""
+        """Return the seconds of ``count`` elements over each link; links without a common end are timed together."""
         seconds = [0.0] * len(pairs)
         for start in range(2):
             seconds[start::2] = self._seconds_between(pairs[start::2], count)
         return seconds
 
     def _seconds_between(self, pairs: Sequence[tuple[int, int]], count: int) -> list[float]:
-        """Return the seconds of ``count`` numbers from the first to the second member of each pair: half a round trip.
+        """Return the seconds of ``count`` elements from the first to the second member of each pair: half a round trip.
 
         All pairs send at once, so that each member is in one pair at most.
         """

@@ -86,7 +86,7 @@ class OmniTunerHooks(_CallbackBase):
             how groups exchange, and how their members average gradients, is searched unless you have chosen it
             (``method=``, ``wire=``, ``overlap=`` or ``all_reduce=`` of the strategy).
         budget: part of the run's time that choosing and forming groups may take, from 0 to below 1. 0 changes nothing.
-        retune_every: epochs between two checks whether the setting is still the best; None for no checks.
+        retune_every: epochs between two checks whether the setting is still the best; None to make no checks.
         mode: ``"min"`` or ``"max"``: whether a smaller or a larger ``monitor`` is better; None decides by its name
             (``"min"`` if it contains "loss" or "error", otherwise ``"max"``), and with a ``target`` a name that matches
             neither, such as "val_rmse", is refused.
@@ -94,7 +94,8 @@ class OmniTunerHooks(_CallbackBase):
 
     Attributes:
         choice: on rank 0, the latest choice, a `lightning_omni.search.Choice`.
-        searches: on rank 0, all searches of this fit.
+        searches: the run's searches so far, including those from the checkpoint that it resumed from; only rank 0's
+            list is complete.
         problem: why nothing was searched; empty if there was no problem.
         folder: on rank 0, the folder of the report; None if there is none.
 
@@ -170,7 +171,10 @@ class OmniTunerHooks(_CallbackBase):
 
     @property
     def searches(self) -> list[Search]:
-        """Return all searches of this fit, on rank 0."""
+        """Return the run's searches so far, including those from the checkpoint that it resumed from.
+
+        Only rank 0's list is complete.
+        """
         return self._found.searches if self._fit is None else self._fit.run.searches
 
     @property

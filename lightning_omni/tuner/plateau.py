@@ -87,7 +87,7 @@ class PlateauWatch:
             self._end(trial)
 
     def synchronized(self, ends_epoch: bool) -> None:
-        """Update the windows after a synchronization of all groups. On all ranks."""
+        """Update the windows after a synchronization of all groups. All ranks call it."""
         is_over = True
         if not self.is_trying and self._is_watched:
             is_over = self._follow(least=int(ends_epoch and not self._is_inside))
@@ -123,7 +123,7 @@ class PlateauWatch:
         return self._run.may_change_inside and is_chosen  # a trial ends inside an epoch
 
     def _follow(self, least: int) -> bool:
-        """Add as many windows as the recorded batches fill, and return whether there are any. On all ranks.
+        """Add as many windows as the recorded batches fill, and return whether there are any. All ranks call it.
 
         ``least`` windows are added even if they are short.
         """
@@ -171,7 +171,7 @@ class PlateauWatch:
         return later + (max(0.0, run.samples_per_epoch - epochs.samples) / self._batch if epochs.is_open else 0.0)
 
     def begin_trial(self) -> None:
-        """Begin a trial of the user's own setting. On all ranks."""
+        """Begin a trial of the user's own setting. All ranks call it."""
         run, curve = self._run, self._run.state.losses
         steps = self._length
         starts_over = not self.has_learnt and self._applied.may_start_over
@@ -185,7 +185,7 @@ class PlateauWatch:
         self._trial = OwnTrial(steps, steps, self._retuning.stash_speeds(), before)
 
     def ended(self) -> None:
-        """Restore the weights of before if training ends in a trial that has raised the loss. On all ranks."""
+        """Restore the weights of before if training ends in a trial that has raised the loss. All ranks call it."""
         trial, self._trial = self._trial, None
         if trial is None:
             return
@@ -202,7 +202,7 @@ class PlateauWatch:
         return losses
 
     def _end(self, trial: OwnTrial) -> None:
-        """Keep the user's own setting, extend the trial, or restore the setting before it. On all ranks."""
+        """Keep the user's own setting, extend the trial, or restore the setting before it. All ranks call it."""
         run, state = self._run, self._run.state
         losses = self._losses(trial)
         outcome = TrialOutcome.of(losses, state.losses)

@@ -24,7 +24,7 @@ class TunerReports:
         self._run = run
 
     def chosen(self, command: Command) -> None:
-        """Report a new setting. On all ranks."""
+        """Report a new setting. All ranks call it."""
         run, setting = self._run, command.setting
         run.info(f"OmniTuner: trains with {setting}: {command.why}")
         metrics = {

@@ -74,7 +74,7 @@ class Retuning:
         self._has_changed = self.speed is not None and not is_mixed and self._speeds.add(self.speed)
 
     def speed_so_far(self) -> Speed | None:
-        """Return the speed in a current epoch whose groups are all at a synchronization point. On all ranks."""
+        """Return the speed in a current epoch whose groups are all at a synchronization point. All ranks call it."""
         _, *counts = self._of_all(self.throughput.trained)
         return _speed(*counts)
 

@@ -25,7 +25,7 @@ class Command(Serializable):
         divergence_threshold: the training loss above which the run has diverged with that setting; NaN if unknown.
         learnt_below: the training loss below which it has learnt something with that setting; NaN if unknown.
         why: the reasons of the choice.
-        error: the message of an error that every rank raises; empty for none.
+        error: the message of an error that every rank raises; empty if there is none.
     """
 
     setting: Setting
@@ -69,7 +69,7 @@ class TunerState(Serializable):
         learnt_below: the training loss below which it has learnt something since the choice; NaN once it has.
         is_final: whether the run stays in one group: it had diverged with its choice, had learnt too slowly, or groups
             were not fast enough.
-        before_trial: the setting to restore if a trial is no better; None without a trial.
+        before_trial: the setting to restore if a trial is no better; None if there is no trial.
         losses: the training loss with the setting, window by window.
         samples: samples of the windows.
         forgotten: seconds of searches that are not kept.

@@ -13,12 +13,12 @@ from lightning_omni.protocol.wire_formats.lossy import Lossy
 
 @register
 class Int8(Lossy, frozen=True, kw_only=True, tag="int8"):
-    """A format of about a quarter of float32's bytes: one byte for each number, and a scale for each block of them.
+    """A format of about a quarter of float32's bytes: one byte for each element, and a scale for each block of them.
 
-    A block's scale is its largest magnitude over 127, so the error of each number is at most half a scale.
+    A block's scale is its largest magnitude over 127, so the error of each element is at most half a scale.
 
     Args:
-        block: numbers that share a scale, 8 or more.
+        block: number of elements that share a scale, 8 or more.
 
     Raises:
         ConfigurationError: the blocks are too small.
@@ -46,9 +46,9 @@ class Int8(Lossy, frozen=True, kw_only=True, tag="int8"):
 
     def compress(self, numbers: Tensor) -> list[Tensor]:
         rows = self._rows(numbers.float())
-        # A NaN or an infinity makes its block's scale non-finite, and so all numbers of the block.
+        # A NaN or an infinity makes its block's scale non-finite, and so all elements of the block.
         scales = (rows.abs().amax(1) / 127).view(torch.int32)
-        # With 16 bits of precision, 127 times a scale is exact, so decoded numbers are encoded to the same bytes again.
+        # With 16 bits of precision, 127 times a scale is exact, so decoded elements are encoded to the same bytes again.
         scales = scales.bitwise_and(-256).view(torch.float32)
         steps = torch.where(scales > 0, scales, 1.0)
         multiples = (rows / steps[:, None]).round().nan_to_num(0.0)

@@ -1,7 +1,7 @@
-"""The common part of lossy wire formats: one run of numbers, and error feedback at the sender.
+"""The common part of lossy wire formats: one run of elements, and error feedback at the sender.
 
-Rule: the part that a push leaves out is its sender's residual, which is added to the next push. So the decoded numbers
-and the residual add up to the pushed numbers in any format.
+Rule: the part that a push leaves out is its sender's residual, which is added to the next push. So the decoded
+elements and the residual add up to the pushed elements in any format.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from lightning_omni.protocol.wire_format import RESIDUAL, Encoded, Memory, State
 
 
 class Lossy(WireFormat, frozen=True, kw_only=True):
-    """A format that encodes the same numbers in fewer bytes.
+    """A format that encodes the same elements in fewer bytes.
 
-    A subclass encodes one run of real numbers, in float32, or in float64 if one of the tensors has that dtype. Complex
-    numbers are two real ones each.
+    A subclass encodes one run of real elements, in float32, or in float64 if one of the tensors has that dtype. A
+    complex element counts as two real ones.
     """
 
     def nbytes(self, count: int) -> int:
         raise NotImplementedError(f"{type(self).__name__} does not say how large its payloads are")
 
     def compress(self, numbers: Tensor) -> list[Tensor]:
-        """Return numbers, ``(count,)``, as tensors whose bytes travel in order. Non-finite numbers stay non-finite."""
+        """Return elements, ``(count,)``, as tensors whose bytes travel in order. Non-finite ones stay non-finite."""
         raise NotImplementedError(f"{type(self).__name__} cannot compress")
 
     def expand(self, payload: Tensor, count: int) -> Tensor:
-        """Return the numbers, ``(count,)``, that these bytes encode. May raise any exception on other bytes."""
+        """Return the elements, ``(count,)``, that these bytes encode. May raise any exception on other bytes."""
         raise NotImplementedError(f"{type(self).__name__} cannot expand")
 
     def check_answers(self, method: Method) -> None:
@@ -69,7 +69,7 @@ class Lossy(WireFormat, frozen=True, kw_only=True):
         return Encoded(payload if flat.is_cpu else room.copy_(payload), present, {RESIDUAL: owed})
 
     def decode(self, payload: Tensor, layout: Layout, memory: Memory) -> Tensor:
-        if payload.storage_offset():  # the bytes are read as wider numbers, which must be aligned
+        if payload.storage_offset():  # the bytes are read as wider elements, which must be aligned
             payload = payload.clone()
         buffer, views = memory.hold(layout)
         for view, part in zip(views, self.expand(payload, sum(layout.reals)).split(layout.reals), strict=True):
@@ -84,7 +84,7 @@ def _numbers(tensor: Tensor) -> Tensor:
 
 
 def _like(numbers: Tensor, tensor: Tensor) -> Tensor:
-    """Return real numbers in the shape of a tensor, in their own precision."""
+    """Return real elements in the shape of a tensor, in their own precision."""
     if tensor.is_complex():
         real, imaginary = numbers.reshape(*tensor.shape, 2).unbind(-1)
         return torch.complex(real, imaginary)  # no view, because views of complex numbers must be aligned

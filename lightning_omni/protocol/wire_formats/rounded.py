@@ -25,7 +25,7 @@ class Rounded(Lossy, frozen=True, kw_only=True):
 
     def compress(self, numbers: Tensor) -> list[Tensor]:
         largest = torch.finfo(self.dtype).max
-        # Only finite numbers are clamped, so that the server can detect the others.
+        # Only finite elements are clamped, so that the server can detect the others.
         return [torch.where(numbers.isfinite(), numbers.clamp(-largest, largest), numbers).to(self.dtype)]
 
     def expand(self, payload: Tensor, count: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""``topk``: only the numbers of the largest magnitude travel."""
+"""``topk``: only the elements of the largest magnitude travel."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lightning_omni.protocol.wire_formats.lossy import Lossy
 
 @register
 class TopK(Lossy, frozen=True, kw_only=True, tag="topk"):
-    """A format of the largest numbers of a push with their indices, 8 bytes each; the residual collects the others.
+    """A format of the largest elements of a push with their indices, 8 bytes each; the residual collects the others.
 
     Args:
-        fraction: fraction of the numbers that travel, above 0 to 1; at least one number travels.
+        fraction: fraction of the elements that travel, above 0 to 1; at least one travels.
 
     Raises:
         ConfigurationError: the fraction is out of range.
@@ -53,7 +53,7 @@ class TopK(Lossy, frozen=True, kw_only=True, tag="topk"):
         return 8 * self._most(count)
 
     def compress(self, numbers: Tensor) -> list[Tensor]:
-        # Non-finite numbers count as the largest, so that the server receives them.
+        # Non-finite elements count as the largest, so that the server receives them.
         magnitudes = numbers.abs().nan_to_num(nan=torch.inf)
         places = magnitudes.topk(self._most(numbers.numel()), sorted=False).indices.sort().values
         return [places.to(torch.int32), numbers[places].float()]
