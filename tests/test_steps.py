@@ -29,7 +29,7 @@ def cases(*names: str) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def fits(is_all: bool) -> Run:
-    return run("steps.py", {"servers": 38, "left_out": [] if is_all else ONLY_WITH_ALL}, timeout=230)
+    return run("steps.py", {"servers": 39, "left_out": [] if is_all else ONLY_WITH_ALL}, timeout=230)
 
 
 def of(fits: Run, name: str) -> list[dict[str, Any]]:
@@ -48,8 +48,19 @@ def test_where_groups_change_inside_an_epoch_max_steps_are_still_those_of_ddp(fi
 
 def test_ranks_of_different_groups_that_step_by_hand_end_together_once_they_are_one(fits: Run) -> None:
     one, other = of(fits, "by hand, windows")
-    assert one["steps"] == other["steps"]
+    assert (one["steps"], one["scheduled"]) == (other["steps"], other["scheduled"])
     assert len(one["samples"]["1"][5 * 8 :]) == len(other["samples"]["1"][5 * 8 :])
+
+
+def test_a_schedule_that_is_stepped_by_hand_counts_its_own_groups_steps_and_rank_0_warns_once(fits: Run) -> None:
+    one, other = of(fits, "by hand, scheduled")
+    for each in (one, other):
+        assert each["scheduled"] == [len(list(chain(*each["samples"].values()))) // 8]
+    assert one["scheduled"] > other["scheduled"]
+    assert one["saved"] == one["counted"], "a checkpoint has rank 0's, as it is"
+    [said] = one["said"]
+    assert "Step such a scheduler once an epoch" in said
+    assert other["said"] == []
 
 
 @pytest.mark.parametrize("name", ["by count", "by count of the loader"])
@@ -69,7 +80,7 @@ def test_ranks_that_do_not_end_an_epoch_alike_are_named_once_with_what_to_do(fit
     batches = [len(each["samples"]["0"]) // 8 for each in (one, other)]
     for rank, rate in enumerate(("0.025", "0.05")):
         assert f"rank {rank} has trained {batches[rank]} batches and has the learning rate {rate}" in said
-    assert "Ask trainer.is_last_batch" in said
+    assert "ask trainer.is_last_batch" in said
 
 
 def test_metrics_that_keep_lists_are_of_every_row_although_groups_have_trained_different_numbers_of_batches(

@@ -40,7 +40,8 @@ from lightning_omni.protocol.progress import Progress, ReferenceBatch
 from lightning_omni.strategy.epochs import EpochDriver
 from lightning_omni.strategy.leased import LeasedData
 from lightning_omni.strategy.proxies import Merged, Proxies
-from lightning_omni.strategy.schedulers import Pacer, StepCounts, arrive, reach_all
+from lightning_omni.strategy.run_schedulers import RunSchedulers
+from lightning_omni.strategy.schedulers import Pacer, arrive
 from lightning_omni.strategy.wrapped import check_wrapped
 
 
@@ -475,15 +476,14 @@ def test_a_schedule_that_is_told_its_epoch_goes_there_whatever_the_run_is_at() -
     pacer.release()
 
 
-@pytest.mark.parametrize("by_hand", [False, True])
 @pytest.mark.parametrize("frequency", [1, 4])
-def test_a_schedule_that_is_told_in_every_batch_where_to_go_stays_there(by_hand: bool, frequency: int) -> None:
+def test_a_schedule_that_is_told_in_every_batch_where_to_go_stays_there(frequency: int) -> None:
     """Epochs and fractions of them, say; the run counts batches, of which it has trained more than this group."""
     optimizer, here = torch.optim.SGD([Parameter(torch.ones(3))], lr=1.0), 0
     schedule = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 5)
     configs = [LRSchedulerConfig(schedule, interval="step", frequency=frequency)]
-    pacer = Pacer(configs, lambda: 3 * here, lambda: 1, (lambda: here) if by_hand else None)
-    pacer.count_from({schedule: (0, 0)})
+    pacer = Pacer(configs, lambda: 3 * here, lambda: 1)
+    bases = pacer.count_from({schedule: (0, 0)})
     pacer.pace()
     optimizer.step()
     for here in range(1, 9):
@@ -492,112 +492,34 @@ def test_a_schedule_that_is_told_in_every_batch_where_to_go_stays_there(by_hand:
         assert schedule.T_cur == here / 8
     pacer.catch_up()
     assert pacer.counts_at(configs, 30) == [()], "a checkpoint has it where it is"
+    assert bases == {}, "so has a group that joins"
     pacer.release()
     assert schedule.T_cur == 1.0
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.5 + 0.5 * math.cos(math.pi / 5))
 
 
-def test_groups_that_become_one_leave_a_schedule_where_it_was_told_to_go_until_it_counts_again() -> None:
+def test_schedules_that_the_module_steps_count_its_calls_and_go_on_as_the_furthest_where_groups_become_one() -> None:
     optimizer = torch.optim.SGD([Parameter(torch.ones(3))], lr=1.0)
-    schedule, counts = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 5), StepCounts()
-    configs = [LRSchedulerConfig(schedule, interval="step")]
-    pacer = Pacer(configs, lambda: 4, lambda: 1, counts=counts)
-    pacer.count_from({schedule: (0, 0)})
-    pacer.pace()
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    trainer: Any = SimpleNamespace(
+        lightning_module=SimpleNamespace(automatic_optimization=False),
+        lr_scheduler_configs=[LRSchedulerConfig(schedule, interval="step")],
+    )
+    run: Any = None
+    schedulers = RunSchedulers(run, lambda: 9)
+    schedulers.connect(trainer)
+    schedulers.keep_pace(is_paced=True)
     optimizer.step()
-    schedule.step(0.5)
-    reach_all(configs, [3], counts)
-    assert schedule.T_cur == 0.5
     schedule.step()
-    pacer.release()
-    reach_all(configs, [6], counts)
-    assert schedule.last_epoch == 6
+    schedulers.keep_up()
+    schedulers.catch_up()
+    assert (schedule.last_epoch, optimizer.param_groups[0]["lr"]) == (1, 0.5), "whatever the run is at"
+    schedulers.align(lambda counts: [count + 2 for count in counts])  # another rank has stepped it three times
+    assert (schedule.last_epoch, optimizer.param_groups[0]["lr"]) == (3, 0.125)
 
 
-@pytest.mark.parametrize(
-    ("every", "others", "expected"),
-    [(1, 1, 24), (3, 1, 8), (1, 2, 24), (6, 2, 4), (24, 1, 1)],
-)
-def test_a_schedule_that_is_stepped_by_hand_goes_as_far_as_under_ddp_whoever_trains_the_batches(
-    every: int, others: int, expected: int
-) -> None:
-    optimizer, here = torch.optim.SGD([Parameter(torch.ones(3))], lr=1.0), 0
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
-    pacer = Pacer([LRSchedulerConfig(schedule)], lambda: here * others, lambda: 1 + (here - 1) // 24, lambda: here)
-    pacer.count_from({})
-    pacer.pace()
-    optimizer.step()
-    for here in range(1, 24 // others + 1):  # the run has trained `others` times as many batches
-        if here % every == 0:
-            schedule.step()
-    pacer.catch_up()
-    pacer.release()
-    assert schedule.last_epoch == expected
-
-
-@pytest.mark.parametrize("batches", [36, 39, 40, 41, 44])
-def test_a_schedule_that_is_stepped_by_hand_now_and_then_loses_no_step_in_an_epoch_that_groups_divide_unevenly(
-    batches: int,
-) -> None:
-    """Every tenth batch, in three epochs in which each rank would train 40 under DDP."""
-    optimizer, epoch, batch = torch.optim.SGD([Parameter(torch.ones(3))], lr=1.0), 0, 0
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
-    configs = [LRSchedulerConfig(schedule)]
-
-    def made() -> Pacer:
-        return Pacer(
-            configs, lambda: epoch * 40 + batch * 40 // batches, lambda: epoch + 1, lambda: epoch * batches + batch
-        )
-
-    optimizer.step()
-    for epoch in range(3):
-        batch, pacer = 0, made()
-        pacer.count_from({})
-        pacer.pace()
-        for batch in range(1, batches + 1):
-            if batch % 10 == 0:
-                schedule.step()
-        pacer.catch_up()
-        pacer.release()
-        assert schedule.last_epoch == 4 * (epoch + 1)
-
-
-def test_a_schedule_that_is_stepped_by_hand_goes_no_further_when_the_user_stops_to() -> None:
-    optimizer, here = torch.optim.SGD([Parameter(torch.ones(3))], lr=1.0), 0
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
-    pacer = Pacer([LRSchedulerConfig(schedule)], lambda: here, lambda: 1 + (here - 1) // 20, lambda: here)
-    pacer.count_from({})
-    pacer.pace()
-    optimizer.step()
-    for here in range(1, 61):  # twice a batch, as two losses do; for a warm-up of 14 batches
-        for _ in range(2 if here <= 14 else 0):
-            schedule.step()
-        assert schedule.last_epoch == 2 * min(here, 14)
-        if here % 20 == 0:
-            pacer.catch_up()
-    assert schedule.last_epoch == 28
-    pacer.release()
-
-
-def test_a_schedule_that_is_stepped_by_hand_once_an_epoch_or_less_often_is_left_alone() -> None:
-    optimizer, epoch = torch.optim.SGD([Parameter(torch.ones(3))], lr=1.0), 0
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
-    pacer = Pacer([LRSchedulerConfig(schedule)], lambda: epoch * 24, lambda: epoch, lambda: epoch * 7)
-    pacer.count_from({})
-    pacer.pace()
-    optimizer.step()
-    for epoch in range(1, 7):
-        if epoch % 2 == 0:
-            schedule.step()
-        pacer.catch_up()
-    pacer.release()
-    assert schedule.last_epoch == 3
-
-
-@pytest.mark.parametrize(("by_hand", "frequency", "expected"), [(False, 1, 24), (False, 4, 6), (True, 1, 24)])
-def test_a_checkpoint_knows_what_schedules_count_at_its_own_moment(
-    by_hand: bool, frequency: int, expected: int
-) -> None:
+@pytest.mark.parametrize(("frequency", "expected"), [(1, 24), (4, 6)])
+def test_a_checkpoint_knows_what_schedules_count_at_its_own_moment(frequency: int, expected: int) -> None:
     """The rank that saves has heard of 20 steps when the server has 24."""
     optimizer, here = torch.optim.SGD([Parameter(torch.ones(3))], lr=1.0), 0
     schedule, told = (torch.optim.lr_scheduler.StepLR(optimizer, 1000) for _ in range(2))
@@ -605,7 +527,7 @@ def test_a_checkpoint_knows_what_schedules_count_at_its_own_moment(
         LRSchedulerConfig(torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)),
         LRSchedulerConfig(schedule, interval="step", frequency=frequency),
     ]
-    pacer = Pacer(configs, lambda: 2 * here, lambda: 1, (lambda: here) if by_hand else None)
+    pacer = Pacer(configs, lambda: 2 * here, lambda: 1)
     pacer.count_from({})
     pacer.pace()
     optimizer.step()
@@ -689,18 +611,16 @@ def rate_after(steps: int) -> float:
     return steps / 3 if steps < 3 else 0.5 ** (steps - 3)
 
 
-@pytest.mark.parametrize("by_hand", [False, True])
 @pytest.mark.parametrize("others", [1, 2])
-def test_a_schedule_that_does_not_count_its_warm_up_keeps_pace_as_under_ddp(others: int, by_hand: bool) -> None:
+def test_a_schedule_that_does_not_count_its_warm_up_keeps_pace_as_under_ddp(others: int) -> None:
     optimizer, schedule = warmed_up()
     config, here = LRSchedulerConfig(schedule, interval="step"), 0
-    pacer = Pacer([config], lambda: here * others, lambda: 1, (lambda: here) if by_hand else None)
+    pacer = Pacer([config], lambda: here * others, lambda: 1)
     pacer.count_from({})
     pacer.pace()
     for here in range(1, 9):  # the run has trained `others` times as many batches
         schedule.step()
-        if here > 1 or not by_hand:  # that it is stepped often shows with the second step
-            assert optimizer.param_groups[0]["lr"] == pytest.approx(rate_after(here * others))
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(rate_after(here * others))
     counts = pacer.counts_at([config], 8 * others + 1)
     state = schedule.state_dict()
     pacer.release()

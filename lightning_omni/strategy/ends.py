@@ -1,7 +1,8 @@
 """A check at the end of an epoch that ranks agree where they would agree under DDP, and the warning if they do not.
 
-Groups train different numbers of batches. A hook that acts at a batch number which it counts or stores itself therefore
-acts on some ranks only, or at different times.
+Groups train different numbers of batches. A scheduler that the user's code steps in each of them therefore has another
+learning rate on some ranks, and a hook that acts at a batch number which it counts or stores itself acts on some ranks
+only, or at different times.
 """
 
 from __future__ import annotations
@@ -64,10 +65,11 @@ class OwnEnd(NamedTuple):
         )
         return (
             f"epoch {self.epoch} has not ended alike on all ranks: {shown}. Groups train different numbers of batches,"
-            " so a hook that compares its batch number with one that it has kept, or counts by itself, does something"
-            " on some ranks only. Ask trainer.is_last_batch, or compare with trainer.num_training_batches in that very"
-            " batch, which is then that of this rank; return schedulers from configure_optimizers, which keep pace with"
-            " the run; and do what is to be done once an epoch in on_train_epoch_end"
+            " so a scheduler that your code steps in each of them goes further on some ranks, and a hook that compares"
+            " its batch number with one that it has kept, or counts by itself, does something on some ranks only. Step"
+            " such a scheduler once an epoch, or use automatic optimization, where Lightning steps it in pace with the"
+            " run; ask trainer.is_last_batch, or compare with trainer.num_training_batches in that very batch, which is"
+            " then that of this rank; and do what is to be done once an epoch in on_train_epoch_end"
         )
 
     def _of_all(self, world: World) -> dict[int, OwnEnd]:

@@ -247,7 +247,7 @@ def _schedulers(
     """Return the schedulers' states advanced to the run's progress; update the parameter groups of the optimizers."""
     found = []
     for kind, state, base in zip(tree["kinds"], tree["schedulers"], tree["schedule"], strict=True):
-        target = _target(kind, base, progress) if tree["automatic"] else -1
+        target = _target(kind, base, progress)
         own = scheduler_states.whole(kind["class"], state)
         found.append(_advanced(run, tree, kind, own, target, states, notes))
     if found and not tree["automatic"]:

@@ -122,7 +122,7 @@ class RunStates:
         entries = tensors_of(strategy.pl_module).items()
         own = {name: each for name, each in entries if isinstance(each, Tensor) and id(each) not in served}
         shared = {name: own.pop(name) for name in list(own) if is_part(own[name])}
-        bases = strategy.epochs.schedulers.counting
+        bases = strategy.epochs.schedule
         averages = _private.averaged_models(trainer)
         loops = self._sendable("the loops' progress", {"loops": checkpoint["loops"]})
         progress = strategy.epochs.progress

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning_omni.protocol.progress import Progress
-from lightning_omni.strategy import _private
 from lightning_omni.strategy.run_progress import RunProgress
 from lightning_omni.strategy.scheduler_states import Counts, Standing, caught_up, standing
 from lightning_omni.strategy.schedulers import Pacer, Schedule, StepCounts, arrive, counts_of, reach_all
@@ -50,15 +49,18 @@ class RunSchedulers:
             self.bases = {**self.bases, **{each: (count, self._steps()) for each, count in counts.items()}}
 
     def keep_pace(self, is_paced: bool) -> None:
-        """Make schedulers follow the progress of all groups from now on; without pacing, store only their counts."""
+        """Make schedulers follow the progress of all groups from now on; without pacing, store only their counts.
+
+        In manual optimization they count the steps of their own group, in which the user's code steps them.
+        """
         trainer = self._trainer
         assert trainer is not None
-        by_hand = not trainer.lightning_module.automatic_optimization
+        if not trainer.lightning_module.automatic_optimization:
+            return
         pacer = Pacer(
             self._configs,
             self._steps,
             lambda: trainer.current_epoch + 1,
-            (lambda: _private.batches_begun(trainer)) if by_hand else None,
             lambda frequency, steps: self._run.now().scheduled(frequency, steps),
             self._counts,
         )
@@ -71,11 +73,6 @@ class RunSchedulers:
     def note_synchronized(self) -> None:
         """Store the schedulers' states, since everything that groups have trained is exchanged."""
         self.synchronized = {each: standing(each) for each in self._pacer.schedulers} if self._pacer else {}
-
-    @property
-    def counting(self) -> Schedule:
-        """Return the `bases` of the schedulers that count steps, without those that were stepped to a given epoch."""
-        return {each: base for each, base in self.bases.items() if not self._counts.are_told(each)}
 
     @property
     def are_paced(self) -> bool:

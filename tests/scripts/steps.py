@@ -37,7 +37,7 @@ class ByEpoch(Net):
 
 
 class ByHand(Net):
-    """Steps after every fourth batch, or after each."""
+    """Steps after every fourth batch, or after each, and its schedule after each."""
 
     def __init__(self, window: int = 1) -> None:
         super().__init__()
@@ -48,6 +48,9 @@ class ByHand(Net):
         if batch_idx % self.window == 0:
             self.optimizers().step()
             self.optimizers().zero_grad()
+        self.lr_schedulers().step()
+
+    configure_optimizers = ByEpoch.configure_optimizers
 
 
 class ByCount(Net):
@@ -245,11 +248,28 @@ def limited(
 def by_count(known: str) -> dict[str, Any]:
     """A fit whose hooks compare numbers of batches, and what the user is warned of."""
     module = ByCount(known)
+    found = warned(module, Follows())
+    return {**found, "left": module.left, "rate": module.optimizers().param_groups[0]["lr"]}
+
+
+def by_hand() -> dict[str, Any]:
+    """A fit whose schedule is stepped in every batch, and what a checkpoint inside an epoch has of it."""
+    follows = Follows(save=(1, 9))
+    found = warned(ByHand(), follows)
+    [saved] = torch.load(FOLDER / "inside.ckpt", weights_only=True)["lr_schedulers"]
+    return {**found, "counted": follows.counted, "saved": saved["last_epoch"]}
+
+
+def warned(module: Net, follows: Follows) -> dict[str, Any]:
+    """A fit, and what the user is warned of."""
+    run = run_of(2, follows, max_epochs=2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = limited(module, 2, samples=256, max_epochs=2)
-    said = [str(each.message) for each in caught if "OmniStrategy" in str(each.message)]
-    return {**found, "left": module.left, "rate": module.optimizers().param_groups[0]["lr"], "said": said}
+        run.fit(module, *loaders(256))
+    return {
+        **facts(run, follows),
+        "said": [str(each.message) for each in caught if "OmniStrategy" in str(each.message)],
+    }
 
 
 def lists() -> dict[str, Any]:
@@ -343,6 +363,7 @@ FITS: dict[str, Callable[[], dict[str, Any]]] = {
     "regrouped at the end": lambda: limited(Net(), 1, regroup=(0, 19, 2), max_steps=20),
     "by hand, regrouped": lambda: limited(ByHand(), 2, regroup=(0, 4, 1), max_steps=20),
     "by hand, windows": lambda: limited(ByHand(4), 2, regroup=(1, 4, 1), max_steps=14),
+    "by hand, scheduled": lambda: by_hand(),
     "by count": lambda: by_count("trainer"),
     "by count of the loader": lambda: by_count("loader"),
     "by count of before": lambda: by_count("before"),
