@@ -113,7 +113,7 @@ class Machines:
             dies and is started again (time, until).
         servers: Number of parameter servers that share the weights; or per-node, one on each node.
         nodes: Nodes over which the devices are spread evenly, in the order of ranks; by default each device is a node.
-        aggregators: Number of aggregators between groups and the server, which sum pushes. 0 for none.
+        aggregators: Number of aggregators between groups and the server, which sum pushes; 0 if there are none.
         save_every: Time between two saves of the server's state, from which it continues after its death.
     """
 
@@ -155,7 +155,7 @@ class SimulationSettings:
             that node reach without a link.
         nodes: Nodes over which the devices are spread evenly, for per-node; by default each device is a node.
         aggregators: Number of aggregators between groups and the server, which sum pushes, for methods that need only
-            their sum. 0 for none.
+            their sum; 0 if there are none.
         cluster: A whole cluster with different devices, links and failures (best in YAML), instead of these settings.
         workload: Model and data: synthetic, or file.py:function or package.module:function that returns a
             lightning_omni.simulator.Workload.

@@ -180,9 +180,9 @@ class Applied(ExitStack):
 def align_layouts(optimizer: Optimizer, *_: Any) -> None:
     """Give gradients and optimizer state the memory layout of their weights.
 
-    torch's fused CPU kernels pair elements at equal positions in memory, whatever the strides: with a momentum loaded from
-    a checkpoint, or a gradient received over the network, they would silently mix up the elements of a channels_last
-    weight.
+    torch's fused CPU kernels pair elements at equal positions in memory, whatever the strides: with a momentum loaded
+    from a checkpoint, or a gradient received over the network, they would silently mix up the elements of a
+    channels_last weight.
     """
     for parameter in held_by(optimizer):
         if parameter.dim() not in _FORMATS:

@@ -194,7 +194,7 @@ class DecoupledDiLoCo(Method, frozen=True, kw_only=True, tag="decoupled_diloco")
         quorum: K, groups that a merge needs; None for more than half of the live groups. The smaller it is, the more
             often a fragment is merged, each time with the whole outer step.
         grace: how long a merge that has its quorum waits for more groups, as a fraction (from 0 to less than 1) of the
-            time until the first of the waiting groups needs its answer; 0 for no waiting.
+            time until the first of the waiting groups needs its answer; 0 to wait for none.
         delay: number of steps after which the merged fragment is loaded; None for H/P, when the next one is sent. With
             0 a group waits for the merge, as in `DiLoCo`.
         outer_lr: :math:`\eta_o`, above 0.

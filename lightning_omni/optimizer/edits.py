@@ -56,7 +56,7 @@ class Edits:
         self._attributes_seen: dict[Optimizer, dict[str, Any]] = {}
 
     def watch(self, module: Module | None) -> None:
-        """Watch the buffers and parameters of a module, in a loop without Lightning; None for no module."""
+        """Watch the buffers and parameters of a module, in a loop without Lightning; of none if it is None."""
         self.buffers = tuple if module is None else lambda: buffers_of(module)
         self.others = tuple if module is None else lambda: parameters_of(module)
 

@@ -39,7 +39,7 @@ class Keeper:
 
     Args:
         process: the server's process.
-        again: settings of a server that continues in its place.
+        again: settings of the server that replaces it.
     """
 
     def __init__(self, process: ServerProcess, again: ServerSettings) -> None:

@@ -20,7 +20,7 @@ def forget(group: Any, rank: int) -> None:
 
 
 def have_failed_alike(group: Any, rank: int, ranks: Sequence[int], where: str, within: float) -> bool:
-    """Return whether all of these ranks report a failure at the same position in the program; each waits for the others.
+    """Return whether all of these ranks report a failure at the same line of the program; each waits for the others.
 
     Args:
         group: a process group that contains these ranks.

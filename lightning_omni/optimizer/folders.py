@@ -1,7 +1,7 @@
 """Checkpoints that are folders: torch's distributed checkpoint, in the layout of Lightning's ModelParallelStrategy.
 
 Rule 1: each rank writes its own parts, and reads the parts that it is to have. No rank holds a whole sharded tensor.
-Rule 2: a folder takes the place of an earlier one once it is complete.
+Rule 2: a folder replaces an earlier one once it is complete.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def save(path: Path, tensors: Mapping[str, Any], plain: Mapping[str, Any], group
 
 
 class _Writer(FileSystemWriter):
-    """A writer to a folder beside the checkpoint, which takes the checkpoint's place when it is complete.
+    """A writer to a folder beside the checkpoint, which replaces the checkpoint when it is complete.
 
     The first rank's own operations are in `finish`: torch reports their failure to all ranks, so none waits for it.
     """

@@ -23,7 +23,7 @@ class EventClock:
     """The clock of a CUDA stream, whose timestamps are read when the device has reached them."""
 
     def mark(self, instead_of: Any = None) -> Any:
-        """Return a timestamp for the completion of all operations launched so far; it may reuse an old one, ``instead_of``."""
+        """Return a timestamp for the completion of all operations launched so far; ``instead_of`` is an old one."""
         event = instead_of or torch.cuda.Event(enable_timing=True)
         event.record()
         return event

@@ -46,7 +46,7 @@ class Together:
         is_lost: returns whether a group is gone, so that waiting for it is pointless.
 
     Attributes:
-        missed: exchanges that did not take place because the members could not agree.
+        missed: exchanges that did not happen because the members could not agree.
     """
 
     def __init__(

@@ -159,8 +159,8 @@ def _average(place: Place, untrained: Sequence[Untrained]) -> None:
 def _counts(place: Place) -> bool:
     """Return whether this rank's group counts in a mean over the groups. All ranks call it.
 
-    A group that has joined since the last synchronization began with the mean of that synchronization, from which the others
-    have continued.
+    A group that has joined since the last synchronization began with its mean, from which the others have
+    continued.
     """
     if place.enlistment is None:
         return True

@@ -1,8 +1,8 @@
 """The transfer of a tensor's values between ranks, whatever its layout in memory.
 
-gloo and NCCL read and write consecutive elements of memory, from a tensor's first one on, up to its size. That is the tensor itself only if
-it is contiguous: a view with gaps has others in between, a tensor with another order of dimensions would arrive
-scrambled, and the memory after an expanded one belongs to other data.
+gloo and NCCL read and write as many elements of memory as a tensor has, from its first one on. That is the tensor
+itself only if it is contiguous: a view with gaps has others in between, a tensor with another order of dimensions would
+arrive scrambled, and the memory after an expanded one belongs to other data.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class Versions:
         replica.load(Pulled(tensors, clock))
 
     def publish(self, number: int, result: dict[str, Any]) -> None:
-        """Publish the result of a validation to all ranks. The leader's counts."""
+        """Publish the result of a validation to all ranks. Every member calls it; the leader sends its own."""
         if self._place.is_leader:
             packed, buffer = pack(result)
             message = m.PublishEvaluation(number=number, packed=packed, nbytes=buffer.numel())

@@ -346,7 +346,7 @@ class BarrierExchange:
     """The cost of an exchange in which groups wait for each other, in seconds, each of shape (draws, groups).
 
     Args:
-        way: a push to the server and its answer, half each way.
+        way: a push to the server and its answer; half of it in each direction.
         serve: a push where pushes queue.
         send: an answer on the link that answers share: all arrive when the last one does.
     """

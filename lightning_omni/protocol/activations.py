@@ -107,7 +107,7 @@ def _is_raw(wire: WireFormat, packed: Packed) -> bool:
 
 
 def _flags(layout: Layout) -> tuple[list[bool], list[bool]]:
-    """Return which entries are floating-point numbers, and which are not."""
+    """Return which entries have floating-point elements, and which do not."""
     floats = [spec.dtype in DTYPES and DTYPES[spec.dtype].is_floating_point for spec in layout.specs]
     return floats, [not each for each in floats]
 

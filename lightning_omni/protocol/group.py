@@ -193,8 +193,8 @@ class GroupCore:
     Args:
         method: the method.
         wire_format: encoding of its pushes.
-        max_nonfinite_pushes: the number of consecutive pushes with NaN or infinite elements that ends the run; None for
-            no limit.
+        max_nonfinite_pushes: the number of consecutive pushes with NaN or infinite elements that ends the run; None if
+            there is no limit.
         overlap: whether exchanges overlap the computation of gradients, if the method's optimizer steps at the server;
             see `lightning_omni.methods.overlap`.
 

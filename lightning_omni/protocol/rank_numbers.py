@@ -16,7 +16,7 @@ MOST_RANKS = 1 << 16
 
 
 def origin(run: str) -> str:
-    """Return the original name of a run, which is the same for all runs that began again in its place."""
+    """Return the original name of a run, which is the same for all runs that replaced it."""
     return run.partition(AGAIN)[0]
 
 

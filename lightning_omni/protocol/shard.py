@@ -382,7 +382,7 @@ class Shard:
     # --- Sums of pushes ----------------------------------------------------------------------------------------------
 
     def layout_of_sum(self, parts: Sequence[SummedPush]) -> Layout:
-        """How the sum of some pushes lies in flat memory.
+        """Return the layout of the sum of some pushes.
 
         Raises:
             ProtocolError: one of them cannot be, or they cannot be added up.
@@ -397,7 +397,7 @@ class Shard:
         return self.layout.fragment(first.part, self._check_fragment(first)).subset(present)
 
     def take_sum(self, parts: Sequence[SummedPush], payload: Tensor) -> list[Reply]:
-        """Merges pushes whose sum this is, raw; `layout_of_sum` and `is_finite` were asked before."""
+        """Merge pushes, given their raw sum; the caller has checked them with `layout_of_sum` and `is_finite`."""
         views = iter(self.layout_of_sum(parts).views(payload))
         counts = [sum(flags) for flags in zip(*(part.push.present for part in parts), strict=True)]
         pushes = []

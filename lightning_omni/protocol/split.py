@@ -338,7 +338,7 @@ class Split(msgspec.Struct, frozen=True, dict=True):
         """Return a server's part of an optimizer's description; see `lightning_omni.methods.master.describe`."""
         if description is None:
             return None
-        held = [name for group in description["groups"] for name in group["params"]]  # states are keyed by indices in it
+        held = [name for group in description["groups"] for name in group["params"]]  # states are keyed by index in it
         states = description["state"]
         by_name = {name: states[place] for place, name in enumerate(held) if place in states}
         specs = {spec.name: (whole, spec) for spec, whole in self._specs_of(server)}

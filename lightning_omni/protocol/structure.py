@@ -119,8 +119,8 @@ def read_structure(tree: Any, known: int) -> tuple[Structure, list[dict[str, Any
         known: number of parameters that the group had before; the weights are those of later ones.
 
     Returns:
-        The structure; settings and indices of each parameter group; weights of the parameters that are new to the group;
-        and their optimizer state.
+        The structure; settings and indices of each parameter group; weights of the parameters that are new to the
+        group; and their optimizer state.
 
     Raises:
         MalformedMessage: the description is invalid.

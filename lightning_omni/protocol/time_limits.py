@@ -46,7 +46,7 @@ class TimeLimits:
 
     @property
     def silence_of_connections(self) -> float:
-        """Return the seconds for which a joining group's connection may be silent; 0 for no limit."""
+        """Return the seconds for which a joining group's connection may be silent; 0 if there is no limit."""
         return self._joined_heartbeat if self.hears_connections and math.isfinite(self._joined_heartbeat) else 0.0
 
 

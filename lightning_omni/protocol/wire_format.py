@@ -110,7 +110,7 @@ class WireFormat(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
     def activations(self) -> WireFormat:
         """Return the format of a merged head's activations in this direction; raw by default.
 
-        A format that encodes each number by itself may return itself: then the size of a payload depends only on the
+        A format that encodes each element separately may return itself: then the size of a payload depends only on the
         number of elements, and no state is needed.
         """
         return RAW

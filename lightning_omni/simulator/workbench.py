@@ -200,7 +200,7 @@ class Workbench:
         return [job, *(self._jobs[group] for _, group in heapq.nsmallest(self._width - 1, alike))]
 
     def _compute_together(self, jobs: list[_Computation]) -> bool:
-        """Compute all results at once; return whether the model can be batched."""
+        """Compute all results at once; return whether that was possible."""
         if len(jobs[0].parts) > 1:
             return False
         first = jobs[0].weights

@@ -1,7 +1,7 @@
 """Validation for which no group waits: one group evaluates a snapshot of the weights, and the others train on.
 
 At each validation point of the epoch, the first group that reaches it gets that validation. It loads the
-server's current weights, runs Lightning's validation loop over all of the data on its own ranks, restores its own weights
+server's current weights, runs Lightning's validation loop over all of the data on its own ranks, restores its weights
 and trains on. The server passes the result to the ranks of all groups. Each of them ends the validation for its
 callbacks and loggers after one of its next batches, in the order of validations. At an epoch's end, where all groups
 synchronize anyway, they validate together.

@@ -136,7 +136,7 @@ class SavingStrategy(GroupedStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the optimizer state that belongs to the saved weights, from the server if the optimizer steps there."""
+        """Return the optimizer state to the saved weights, from the server if the optimizer steps there."""
         own: dict[str, Any] = super().optimizer_state(optimizer)
         if self.run_states.is_described:
             return {"state": {}, "param_groups": own["param_groups"]}

@@ -238,7 +238,7 @@ def _is_dense(module: Module) -> bool:
 
 
 def _text_of_wire(given: Any) -> str:
-    """Return a wire format as a setting has it; empty for a format without a name."""
+    """Return a wire format as a setting has it; empty if the format has no name."""
     if isinstance(given, Mapping):
         given = "/".join(str(given.get(way, "fp32")) for way in ("push", "pull"))
     return given if isinstance(given, str) else ""

@@ -185,7 +185,10 @@ class PlateauWatch:
         self._trial = OwnTrial(steps, steps, self._retuning.stash_speeds(), before)
 
     def ended(self) -> None:
-        """Restore the weights of before if training ends in a trial that has raised the loss. All ranks call it."""
+        """Restore the weights from before a trial in which training ends, if it has raised the loss.
+
+        All ranks call it.
+        """
         trial, self._trial = self._trial, None
         if trial is None:
             return

@@ -48,7 +48,7 @@ class Int8(Lossy, frozen=True, kw_only=True, tag="int8"):
         rows = self._rows(numbers.float())
         # A NaN or an infinity makes its block's scale non-finite, and so all elements of the block.
         scales = (rows.abs().amax(1) / 127).view(torch.int32)
-        # With 16 bits of precision, 127 times a scale is exact, so decoded elements are encoded to the same bytes again.
+        # With 16 bits of precision, 127 times a scale is exact, so decoded ones are encoded to the same bytes again.
         scales = scales.bitwise_and(-256).view(torch.float32)
         steps = torch.where(scales > 0, scales, 1.0)
         multiples = (rows / steps[:, None]).round().nan_to_num(0.0)
