@@ -51,7 +51,6 @@ _OF_CLUSTER = (
     "head_seconds_per_sample",
     "servers",
     "nodes",
-    "aggregators",
 )
 """The settings whose place a whole cluster takes."""
 _POSITIVE = ("devices", "straggler", "batch_size", "epochs", "updates", "evaluate_every", "threads")
@@ -167,7 +166,6 @@ def cluster_of(settings: SimulationSettings) -> Cluster:
         head_seconds_per_sample=seconds_of("--head-seconds-per-sample", settings.head_seconds_per_sample),
         servers=settings.servers,
         nodes=settings.nodes,
-        aggregators=settings.aggregators,
     )
 
 
@@ -186,7 +184,6 @@ def _whole(machines: Machines) -> Cluster:
         tuple(_event(f"cluster.events[{place}]", event) for place, event in enumerate(machines.events)),
         machines.servers,  # type: ignore[arg-type]  # which it checks
         machines.nodes,
-        machines.aggregators,
         seconds_of("cluster.save_every", machines.save_every),
     )
 
