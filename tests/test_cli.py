@@ -159,13 +159,12 @@ def test_what_a_server_could_not_work_with_is_refused_before_it_listens(
     assert says in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("follows", [("--upstream",), ("--shards", "2", "--shard", "1", "--coordinator")])
 def test_a_server_says_for_which_other_one_it_waits(
-    follows: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("lightning_omni.server.shard_link.CONNECT_TIME", 1.0)
     given = ["serve", "--port", "0", "--key-file", str(tmp_path / "key")]
-    assert main([*given, *follows, "tcp://127.0.0.1:1"]) == 2
+    assert main([*given, "--shards", "2", "--shard", "1", "--coordinator", "tcp://127.0.0.1:1"]) == 2
     said = capsys.readouterr().err
     assert "waiting for the server at tcp://127.0.0.1:1, up to 1 s" in said
     assert "no parameter server answers at tcp://127.0.0.1:1" in said

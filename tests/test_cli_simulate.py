@@ -211,33 +211,6 @@ def test_several_servers_are_said_by_options_or_with_the_cluster(tmp_path: Path)
     assert (one["servers"], one["nodes"]) == ("per-node", 2)
 
 
-def test_aggregators_take_work_off_the_servers_card_and_methods_that_have_no_use_for_sums_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = ["simulate", "--method", "hardsync", "--devices", "16", "--jitter", "none", "--bandwidth", "10MB/s"]
-    command += [
-        "--server-bandwidth",
-        "1MB/s",
-        "--updates",
-        "6",
-        "--batch-size",
-        "8",
-        "--lr",
-        "0.1",
-        "--no-picture",
-        "--out",
-        str(tmp_path),
-    ]
-    assert main(command) == 0
-    [direct] = rows(capsys.readouterr().out)
-    assert main([*command, "--aggregators", "4"]) == 0
-    [added_up] = rows(capsys.readouterr().out)
-    assert float(added_up["virtual s"]) < 0.8 * float(direct["virtual s"])
-    said = refusal(capsys, "compare", "--methods", "hardsync, async_sgd", "--aggregators", "2")
-    assert "async_sgd: aggregators=2 with method=AsyncSGD(" in said
-    assert "which needs each push by itself: take hardsync" in said
-
-
 def test_compare_overlaps_what_it_can_and_says_which_methods_ran_without(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -370,7 +343,6 @@ def test_wrong_workloads_are_told(workload: str, capsys: pytest.CaptureFixture[s
         (("--jitter", "lognormal"), "pass lognormal:0.2"),
         (("--servers", "some"), "servers='some': pass a number of servers, 1 or more, or \"per-node\""),
         (("--servers", "per-node", "--nodes", "3"), "nodes=3: 8 devices cannot be spread over them evenly"),
-        (("--aggregators", "-1"), "aggregators=-1: pass"),
         (("--overlap", "--method", "diloco"), "overlap=True with DiLoCo"),
         (("--jitter", "much"), "--jitter much: pass none, exponential"),
         (("--jitter", "exponential:0.3"), "--jitter exponential:0.3: pass none, exponential"),

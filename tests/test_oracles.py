@@ -53,7 +53,7 @@ from lightning_omni.methods import (
     method_named,
     register,
 )
-from lightning_omni.methods.contract import GroupSide, Sum
+from lightning_omni.methods.contract import GroupSide
 from lightning_omni.methods.master import describe, hyperparameters_of, resolver
 from lightning_omni.methods.replica import Pulled, Replica, is_sound
 from lightning_omni.protocol import messages as m
@@ -1127,13 +1127,6 @@ def test_the_pace_of_groups_that_wait_for_each_other_is_remembered_and_forgotten
     resumed.evict(0)
     steps_at_barriers(resumed, 1)
     assert steps_at_barriers(resumed, 1) == [[0, 8, 4]]
-
-
-def test_the_pace_of_groups_whose_pushes_come_as_their_sum_is_known_too() -> None:
-    cluster = Cluster(LocalSGD(period=8, dynamic_steps=True), 3, [torch.zeros(1)])
-    parts = [Push(group, 0, (), note=note) for group, note in enumerate((0.5, 1.0, 4.0))]
-    replies = cluster.side.receive_sum(Sum(parts, [torch.ones(1)], [3]))
-    assert [(reply.group, reply.note) for reply in replies] == [(0, 8.0), (1, 4.0), (2, 1.0)]
 
 
 def test_a_mean_has_as_much_of_a_group_as_it_has_learned() -> None:

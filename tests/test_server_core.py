@@ -1149,7 +1149,6 @@ SAMPLES: dict[type[m.Message], m.Message] = {
         hello(1),
         m.Proof(mac=b"mac"),
         m.AskShards(),
-        m.AskAggregator(),
         m.Observe(version=m.VERSION, nonce=b"nonce"),
         m.ObserverProof(mac=b"mac"),
         m.AskOverview(),

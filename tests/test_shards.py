@@ -38,6 +38,7 @@ from lightning_omni.protocol import messages as m
 from lightning_omni.protocol import shard_messages as sm
 from lightning_omni.protocol.codec import pack, unpack
 from lightning_omni.protocol.group import Ask, Outgoing
+from lightning_omni.protocol.in_memory import InMemory
 from lightning_omni.protocol.journal import LostEntry
 from lightning_omni.protocol.layout import DTYPES, Layout
 from lightning_omni.protocol.leases import EpochPlan
@@ -931,6 +932,13 @@ def test_what_is_no_server_of_the_run_is_refused_as_one() -> None:
     handshake.join_as_shard(say, KEY, hello(1, 3))
     with pytest.raises(Refused, match="already"):
         handshake.join_as_shard(say, KEY, hello(1, 3))
+
+
+def test_a_server_that_coordinates_no_others_is_named_to_one_that_would_follow_it() -> None:
+    transport = InMemory()
+    server = transport.serve(ServerCore(KEY, os.urandom))
+    with pytest.raises(Refused, match="coordinates no others: start it with --shards 3"):
+        transport.follow(ServerCore(KEY, os.urandom, shards=3, shard=1), server.address)
 
 
 def test_a_server_that_holds_a_share_lets_no_stranger_in_and_takes_no_other_messages() -> None:

@@ -45,7 +45,7 @@ def loss(model: Any, batch: tuple[Tensor]) -> Tensor:
 
 
 def run(method: str, groups: int, *events: Failure | Slowdown | ServerRestart, **options: Any) -> Trace:
-    names = ("jitter", "link", "servers", "aggregators")
+    names = ("jitter", "link", "servers")
     network: dict[str, Any] = {name: options.pop(name) for name in names if name in options}
     network = {"save_every": SAVE_EVERY, **network, "events": events}
     options = {"max_epochs": 1, "batch_size": BATCH, "batched": False, **options}
@@ -233,7 +233,6 @@ def test_one_group_has_no_server_that_could_die() -> None:
         ({"merged": "counts"}, r"merged='counts' with a ServerRestart"),
         ({"record": print}, r"record=.*with a ServerRestart"),
         ({"servers": 2}, r"ServerRestart with servers=2"),
-        ({"method": "hardsync", "aggregators": 2}, r"aggregators=2: only one server"),
     ],
 )
 def test_what_cannot_go_on_with_another_server_is_refused_by_its_name(options: dict[str, Any], says: str) -> None:

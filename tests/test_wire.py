@@ -429,12 +429,12 @@ def test_ranks_are_told_why_the_server_failed_also_when_it_was_the_loss_of_a_gro
 @pytest.mark.skipif(sys.platform != "linux", reason="descriptors are found in /proc")
 @pytest.mark.parametrize("moment", ["while it waits", "between two pushes"])
 def test_a_data_connection_that_broke_is_noticed_while_the_control_connection_stands(
-    serving: Serving, moment: str
+    serving: Serving, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("lightning_omni.server.connection.GRACE", 0.0)
     with ranks(serving.address, 2) as (first, _):
         first.begin((0,), (1,), method=HardSync())
         buffer, _ = first.gradient(0)
-        first.data._grace = 0.0
         waits = first.push_message(0, buffer)
         if moment == "while it waits":  # for the other group
             first.data.send(waits, buffer)

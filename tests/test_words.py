@@ -241,9 +241,7 @@ def found_in(module: str, word: Replaced) -> list[str]:
 NAMESPACES = ("lightning.py", "pytorch_lightning.py", "either.py")
 """Modules of these names have the same classes, one each for the two packages that Lightning comes as, and for both."""
 SHARED = {
-    "Aggregator": "the state machine; and the message with its address, which is written `m.Aggregator` everywhere",
     "Place": "a rank's among the groups; and of a payload in shared memory, which rooms without sockets do not know",
-    "Sum": "of pushes, as methods take it; and the message that brings it, which is written `sm.Sum` everywhere",
 }
 """Names of two classes, and why no reader takes the one for the other."""
 

@@ -24,7 +24,7 @@ from lightning_omni.methods import Method, method_named
 from lightning_omni.methods.overlap import check_overlap
 from lightning_omni.palette import check_can_draw
 from lightning_omni.simulator import Cluster, Enough
-from lightning_omni.simulator.run import check_aggregators, check_restarts
+from lightning_omni.simulator.run import check_restarts
 from lightning_omni.topology import Topology
 from lightning_omni.trace import Trace, plot_comparison
 
@@ -71,9 +71,8 @@ class Entrant:
         return cls(name, method, topology)
 
     def check(self, cluster: Cluster) -> None:
-        """Raise a `ConfigurationError` if the method does not support the cluster's aggregators or restarts."""
+        """Raise a `ConfigurationError` if the method does not support the cluster's restarts."""
         try:
-            check_aggregators(cluster, self.topology, self.method)
             check_restarts(cluster, self.topology, self.method)
         except ConfigurationError as error:
             raise ConfigurationError(f"{self.name}: {error}") from error

@@ -38,7 +38,6 @@ def serve(
     shards_here: int = 0,
     shard: int = 0,
     coordinator: str = "",
-    upstream: str = "",
     http: int | None = None,
     http_host: str = "127.0.0.1",
     state: Path | None = None,
@@ -71,8 +70,6 @@ def serve(
             machines, each with its own number: lightning-omni serve --shards 4 --shard 1 --coordinator tcp://...
         shard: Number of the share that this server holds, if another one coordinates.
         coordinator: Address of the coordinating server.
-        upstream: Address of another server, for which this one sums the pushes of groups (an aggregator): it holds no
-            weights itself. Runs use the address of the other server.
         http: Port for /metrics (Prometheus), /status (JSON), /healthz and /readyz, which anyone who can connect may
             read; 0 selects a free one. By default the server has no HTTP port.
         http_host: Address for --http. Loopback by default: other machines can connect only if you set an address here.
@@ -92,10 +89,8 @@ def serve(
     _check_ports({"--port": port, "--data-port": data_port, "--http": http})
     check_above_zero({"threads": threads})
     here = _check_shards(shards, shards_here, shard, coordinator, record)
-    if upstream:
-        _check_upstream(shards, record, http, once)
     if state is not None:
-        _check_state(shards if here < shards else 1, upstream, record, transport, port)
+        _check_state(shards if here < shards else 1, record, transport, port)
     silence = seconds_of("--heartbeat-timeout", HEARTBEAT_TIMEOUT if heartbeat_timeout is None else heartbeat_timeout)
     if silence < 2:
         raise ConfigurationError(f"--heartbeat-timeout {heartbeat_timeout}: pass 2s or more: a busy rank may be late")
@@ -121,11 +116,10 @@ def serve(
         shards=shards,
         shard=shard,
         coordinator=coordinator,
-        adds_up=bool(upstream),
         state=str(state or ""),
         save_every=time_of("--save-every", save_every),
     )
-    options = Options(here, data_port, encryption, upstream, once, http, http_host, where)
+    options = Options(here, data_port, encryption, once, http, http_host, where)
     return stand(settings, options, Console(stderr=True))
 
 
@@ -166,26 +160,12 @@ def _check_shards(shards: int, here: int, shard: int, coordinator: str, record: 
     return 1 if shard else here or shards
 
 
-def _check_state(shards: int, upstream: str, record: Path | None, transport: str, port: int) -> None:
+def _check_state(shards: int, record: Path | None, transport: str, port: int) -> None:
     for option, given, why in (
         ("--shards-here or --shard", shards > 1, "servers on several machines do not save their shares"),
-        ("--upstream", upstream, "an aggregator holds nothing that could be saved; give --state to its server"),
         ("--record", record, "a record is of one server from beginning to end"),
         ("--transport", transport, "ranks find a server again where they speak to it over ZeroMQ"),
         ("--port 0", not port, "ranks look for the server at the same address: name a port"),
     ):
         if given:
             raise ConfigurationError(f"--state {option}: {why}; leave one of both out")
-
-
-def _check_upstream(shards: int, record: Path | None, http: int | None, once: bool) -> None:
-    for option, given in (
-        ("--shards", shards > 1),
-        ("--record", record),
-        ("--http", http is not None),
-        ("--once", once),
-    ):
-        if given:
-            raise ConfigurationError(
-                f"{option} --upstream: an aggregator holds no weights and ends with its server; give {option} to that"
-            )

@@ -113,7 +113,6 @@ class Machines:
             dies and is started again (time, until).
         servers: Number of parameter servers that share the weights; or per-node, one on each node.
         nodes: Nodes over which the devices are spread evenly, in the order of ranks; by default each device is a node.
-        aggregators: Number of aggregators between groups and the server, which sum pushes; 0 if there are none.
         save_every: Time between two saves of the server's state, from which it continues after its death.
     """
 
@@ -128,7 +127,6 @@ class Machines:
     ] = ()  # the parser takes the first that fits; a Death has a rank, too
     servers: int | str = 1
     nodes: int | None = None
-    aggregators: int = 0
     save_every: Quantity = 30.0
 
 
@@ -154,8 +152,6 @@ class SimulationSettings:
         servers: Number of parameter servers that share the weights; or per-node, one on each node, which the groups on
             that node reach without a link.
         nodes: Nodes over which the devices are spread evenly, for per-node; by default each device is a node.
-        aggregators: Number of aggregators between groups and the server, which sum pushes, for methods that need only
-            their sum; 0 if there are none.
         cluster: A whole cluster with different devices, links and failures (best in YAML), instead of these settings.
         workload: Model and data: synthetic, or file.py:function or package.module:function that returns a
             lightning_omni.simulator.Workload.
@@ -197,7 +193,6 @@ class SimulationSettings:
     head_seconds_per_sample: Quantity = 0.0
     servers: int | str = 1
     nodes: int | None = None
-    aggregators: int = 0
     cluster: Machines | None = None
     workload: str = "synthetic"
     batch_size: int = 32

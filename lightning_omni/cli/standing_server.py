@@ -36,7 +36,6 @@ class Options:
         here: number of servers on this machine that share the weights, this one included.
         data_port: port of the data socket; 0 selects a free one.
         encryption: encryption of ZeroMQ, unless ``settings.transports`` names a transport of the user's.
-        upstream: address of the server for which this one sums pushes, if it is an aggregator.
         once: whether to end after the first run.
         http: port of the status pages; None if there are none.
         http_host: address of the status pages.
@@ -46,15 +45,10 @@ class Options:
     here: int
     data_port: int
     encryption: str
-    upstream: str
     once: bool
     http: int | None
     http_host: str
     key_file: Path | None
-
-    @property
-    def role(self) -> str:
-        return "aggregator" if self.upstream else "parameter server"
 
 
 class StopSignals:
@@ -147,8 +141,7 @@ class StandingServer:
         except BaseException:
             self._close_web()
             raise
-        follows = settings.shard or options.upstream  # the other server logs the events
-        self._log = None if follows else RunLog(self._core, console)
+        self._log = None if settings.shard else RunLog(self._core, console)  # server 0 logs the events
         self._others = [self._start_share(settings, shard) for shard in range(1, options.here)]
         self._stopped = threading.Event()
         signals.listen(self._stopped.set)
@@ -156,9 +149,9 @@ class StandingServer:
     def _listen(self, settings: ServerSettings) -> Any:
         """Return the driver of the state machine, bound to its ports."""
         ports = settings.host, settings.port, self._options.data_port
-        if upstream := settings.coordinator or self._options.upstream:
-            log(self._console, f"waiting for the server at {upstream}, up to {shard_link.CONNECT_TIME:.0f} s")
-            return self._transport.follow(self._core, upstream, *ports)
+        if coordinator := settings.coordinator:
+            log(self._console, f"waiting for the server at {coordinator}, up to {shard_link.CONNECT_TIME:.0f} s")
+            return self._transport.follow(self._core, coordinator, *ports)
         return self._transport.serve(self._core, *ports)
 
     def _start_share(self, settings: ServerSettings, shard: int) -> ServerProcess:
@@ -191,15 +184,13 @@ class StandingServer:
         if self._core.gone:
             log(self._console, self._core.gone, style="red")
             return 1
-        if self._options.upstream and not self._signals:
-            log(self._console, f"the parameter server at {self._options.upstream} is gone")
-        log(self._console, f"{self._options.role} stopped")
+        log(self._console, "parameter server stopped")
         return 0
 
     def _announce(self) -> None:
         options = self._options
-        name = f"{options.role} for {options.upstream}" if options.upstream else options.role
-        log(self._console, f"{name} on {self._server.address}, key from {options.key_file or 'the environment'}")
+        where = options.key_file or "the environment"
+        log(self._console, f"parameter server on {self._server.address}, key from {where}")
         if options.key_file is not None and is_open_to_others(options.key_file):
             warning = "other users of this machine can read or write the key file: chmod 600"
             log(self._console, f"{warning} {options.key_file}", style="yellow")
@@ -229,7 +220,7 @@ class StandingServer:
     def _run_over(self) -> None:
         """Log the end of a run, and discard its saved state."""
         outcome = ""
-        if self._log is not None:  # an aggregator counts no updates, and servers of other shares no lost ranks
+        if self._log is not None:  # servers of other shares do not count lost ranks
             self._log.write(at_once=True)
             outcome = f": {self._core.clock} updates, ranks lost: {len(self._core.roster.lost)}"
         log(self._console, f"a run is over{outcome}")

@@ -51,7 +51,6 @@ _OF_CLUSTER = (
     "head_seconds_per_sample",
     "servers",
     "nodes",
-    "aggregators",
 )
 """Settings that a whole cluster replaces."""
 _POSITIVE = ("devices", "straggler", "batch_size", "epochs", "updates", "evaluate_every", "threads")
@@ -166,7 +165,6 @@ def cluster_of(settings: SimulationSettings) -> Cluster:
         head_seconds_per_sample=seconds_of("--head-seconds-per-sample", settings.head_seconds_per_sample),
         servers=settings.servers,
         nodes=settings.nodes,
-        aggregators=settings.aggregators,
     )
 
 
@@ -185,7 +183,6 @@ def _whole(machines: Machines) -> Cluster:
         tuple(_event(f"cluster.events[{place}]", event) for place, event in enumerate(machines.events)),
         machines.servers,  # type: ignore[arg-type]  # checked there
         machines.nodes,
-        machines.aggregators,
         seconds_of("cluster.save_every", machines.save_every),
     )
 

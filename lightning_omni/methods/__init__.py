@@ -32,7 +32,6 @@ from lightning_omni.methods.contract import (
     ServerSide,
     Step,
     StepTime,
-    Sum,
     with_period,
 )
 from lightning_omni.methods.decoupled_diloco import DecoupledDiLoCo
@@ -177,7 +176,6 @@ __all__ = [
     "SoftSync",
     "Step",
     "StepTime",
-    "Sum",
     "checked",
     "load",
     "method_named",

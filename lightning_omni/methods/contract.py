@@ -176,20 +176,6 @@ class Push(msgspec.Struct, frozen=True):
     fragment: int | None = None
 
 
-class Sum(msgspec.Struct, frozen=True):
-    """The sum that an aggregator has made of the pushes of several groups.
-
-    Attributes:
-        parts: the pushes, in order of arrival, all of the same fragment, and without tensors.
-        tensors: their sum, valid for as long as `Push.tensors`; None where no push had a tensor.
-        counts: for each tensor, the number of pushes that had it.
-    """
-
-    parts: Sequence[Push]
-    tensors: Tensors
-    counts: Sequence[int]
-
-
 class Reply(msgspec.Struct, frozen=True):
     """The server side's answer to a group.
 
@@ -250,10 +236,6 @@ class ServerSide(ABC):
     @abstractmethod
     def receive(self, push: Push) -> list[Reply]:
         """Merge a push, and return replies to the groups that now get an answer."""
-
-    def receive_sum(self, pushes: Sum) -> list[Reply]:
-        """Merge the sum of several pushes; called only where `Method.most_added` allows it."""
-        raise NotImplementedError(f"{type(self).__name__} needs each push by itself")
 
     def released(self) -> list[Reply]:
         """Return replies to groups that need not wait any more, after another has left or become idle."""
@@ -320,16 +302,6 @@ class Barrier(ServerSide):
 
     def receive(self, push: Push) -> list[Reply]:
         self._totals[push.fragment or 0].add(push.tensors)
-        return self._wait(push)
-
-    def receive_sum(self, pushes: Sum) -> list[Reply]:
-        *others, last = pushes.parts
-        self._totals[last.fragment or 0].add(pushes.tensors, counts=pushes.counts, pushes=len(pushes.parts))
-        for push in others:
-            self._waiting[push.group] = self.staleness_of(push)
-        return self._wait(last)
-
-    def _wait(self, push: Push) -> list[Reply]:
         self._waiting[push.group] = self.staleness_of(push)
         self._last[push.fragment or 0] = Push(
             push.group, push.read_at, (), push.hyperparameters, push.note, push.fragment
@@ -452,10 +424,6 @@ class Method(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
         By default this is one for each group if the server steps for each push, and else 1.
         """
         return groups if self.steps_at == "server" else 1
-
-    def most_added(self, groups: int) -> int:
-        """Return the largest number of pushes in one `Sum`; 0 if the server side needs each push separately."""
-        return 0
 
     def changes_with_period(self, period: int) -> dict[str, Any]:
         """Return the settings that change with ``period``. The number of fragments becomes one that divides it."""

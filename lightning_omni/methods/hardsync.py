@@ -37,6 +37,3 @@ class HardSync(Method, frozen=True, kw_only=True, tag="hardsync"):
 
     def updates_per_batch(self, groups: int) -> int:
         return 1
-
-    def most_added(self, groups: int) -> int:
-        return groups

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from lightning_omni.checks import check_choice, check_whole, counted
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.methods.contract import Method, Push, Reply, ServerSide, Sum
+from lightning_omni.methods.contract import Method, Push, Reply, ServerSide
 from lightning_omni.methods.totals import Total
 
 
@@ -33,15 +33,6 @@ class _EveryC(ServerSide):
         if self._total.count >= self.c:
             self._update()
         return [Reply(push.group, staleness)]
-
-    def receive_sum(self, pushes: Sum) -> list[Reply]:
-        staleness = [self.staleness_of(push) for push in pushes.parts]
-        self._total.add(pushes.tensors, counts=pushes.counts, pushes=len(pushes.parts))
-        self._staleness += sum(staleness)
-        self._hyperparameters = pushes.parts[-1].hyperparameters
-        if self._total.count >= self.c:
-            self._update()
-        return [Reply(push.group, stale) for push, stale in zip(pushes.parts, staleness, strict=True)]
 
     def released(self) -> list[Reply]:
         enough = 1 if self.groups <= self.idle_groups else self.c
@@ -92,9 +83,6 @@ class SoftSync(Method, frozen=True, kw_only=True, tag="softsync"):
         n: number of parts that the groups are split into, 1 to the number of groups.
         modulation: how staleness scales the learning rate.
 
-    With aggregators, which sum pushes (``lightning-omni serve --upstream``), an update is made of c or more gradients,
-    because a sum arrives whole. "each" cannot be used with aggregators.
-
     When all groups are idle (before a validation, for example), the gradients received so far are applied even if they
     are fewer than c, so that no sample is lost. The model that is evaluated is the server's.
 
@@ -132,7 +120,3 @@ class SoftSync(Method, frozen=True, kw_only=True, tag="softsync"):
 
     def updates_per_batch(self, groups: int) -> int:
         return groups // max(1, groups // self.n)
-
-    def most_added(self, groups: int) -> int:
-        """Return the number of gradients in an update; 0 if each is weighted by its own staleness."""
-        return 0 if self.modulation == "each" else max(1, groups // self.n)

@@ -22,7 +22,6 @@ from lightning_omni.methods.contract import (
     Send,
     Step,
     StepTime,
-    Sum,
     Tensors,
     check_fragments,
     check_period,
@@ -43,19 +42,11 @@ class PacedBarrier(Barrier):
         self._step_times: dict[int, tuple[float, int]] = {}  # by group: the mean, and of how many exchanges
 
     def receive(self, push: Push) -> list[Reply]:
-        self._remember_pace(push)
-        return super().receive(push)
-
-    def receive_sum(self, pushes: Sum) -> list[Reply]:
-        for push in pushes.parts:
-            self._remember_pace(push)
-        return super().receive_sum(pushes)
-
-    def _remember_pace(self, push: Push) -> None:
         if push.note > 0:
             mean, count = self._step_times.get(push.group, (0.0, 0))
             count = min(count + 1, STEADY)
             self._step_times[push.group] = mean + (push.note - mean) / count, count
+        return super().receive(push)
 
     def released(self) -> list[Reply]:
         replies = super().released()
@@ -135,9 +126,6 @@ class Streaming(Method, frozen=True, kw_only=True):
                 f"keep_steps=True with delay={self.delay} and alpha={self.alpha:g}: it keeps the steps that are made"
                 " while a fragment is in flight; pass a delay of 1 or more, and no alpha="
             )
-
-    def most_added(self, groups: int) -> int:
-        return groups
 
     @property
     def streams(self) -> bool:

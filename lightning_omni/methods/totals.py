@@ -37,33 +37,20 @@ class Total:
         self._sum.extend([None] * missing)
         self._counts.extend([0] * missing)
 
-    def add(
-        self,
-        tensors: Sequence[Tensor | None],
-        weight: float = 1.0,
-        counts: Sequence[int] | None = None,
-        pushes: int = 1,
-    ) -> None:
-        """Add ``weight * tensors`` to the sum; tensors that it keeps are copied.
-
-        Args:
-            tensors: tensors of one push, or the sum of several.
-            weight: weight of each of these pushes.
-            counts: for each tensor, the number of pushes that had it; None for one push.
-            pushes: number of pushes.
-        """
+    def add(self, tensors: Sequence[Tensor | None], weight: float = 1.0) -> None:
+        """Add ``weight * tensors``, of one push, to the sum; tensors that it keeps are copied."""
         self.reach(len(tensors))
         for index, tensor in enumerate(tensors):
             if tensor is None:
                 continue
-            self._counts[index] += 1 if counts is None else counts[index]
+            self._counts[index] += 1
             mine = self._sum[index]
             if mine is None:
                 self._sum[index] = tensor.detach().clone() if weight == 1.0 else tensor.detach() * weight
             else:
                 mine.add_(tensor, alpha=weight)
-        self.count += pushes
-        self.weight += weight * pushes
+        self.count += 1
+        self.weight += weight
 
     def scaled(self, factor: float) -> list[Tensor | None]:
         """Return the sum times a factor, in place; the total may only be cleared afterwards."""

@@ -14,7 +14,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from lightning_omni.errors import ConnectionLost, ProtocolError, Refused
+from lightning_omni.errors import ProtocolError, Refused
 from lightning_omni.methods import Exchange, Publish, Pulled, ReadInbox, ReadPeer, Receive, SendPeer
 from lightning_omni.optimizer.coded_answer import CodedAnswer, decoded
 from lightning_omni.optimizer.members import PREFIX, GroupMembers
@@ -27,10 +27,10 @@ from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.epochs import STOPS
 from lightning_omni.protocol.group import Action, Ask, LastAnswer, Outgoing
 from lightning_omni.protocol.layout import Layout
-from lightning_omni.protocol.requests import ByAggregator, Requests, check_alike
+from lightning_omni.protocol.requests import Requests, check_alike
 from lightning_omni.protocol.split import Split
 from lightning_omni.protocol.synchronization import BROUGHT_ELSEWHERE
-from lightning_omni.protocol.transport import Control, Data
+from lightning_omni.protocol.transport import Control
 from lightning_omni.protocol.wire_format import RAW, Memory, WireFormat, check_size
 
 _log = logging.getLogger(__name__)
@@ -329,9 +329,6 @@ class Channel:
             self._requests = None
         self.peers.close()
 
-    def _warn_of_aggregator(self, error: ConnectionLost) -> None:
-        _log.warning("group %d pushes directly to the parameter server from now on: %s", self._place.group, error)
-
     @property
     def is_free(self) -> bool:
         """Return whether no exchange is in flight, so that the server answers the next request at once."""
@@ -350,20 +347,12 @@ class Channel:
             assert self._place.control is not None
             timeout, by_member = self._place.options.timeout.total_seconds(), self._place.share is not None
             largest = self._largest_in_replica if by_member else int
-            self._requests = Requests(self._connect(self._place.control, timeout), by_member, largest)
+            share = None if self._place.share is None else self._place.share[0]
+            self._requests = Requests(self._place.control.attach_all(timeout, share), by_member, largest)
         return self._requests
 
     def _largest_in_replica(self, number: int) -> int:
         return self.members.largest([number])[0]
-
-    def _connect(self, control: Control, timeout: float) -> list[Data]:
-        """Connect to all servers with a share of the weights; or to the only one, perhaps through an aggregator."""
-        if self._place.share is not None:
-            return control.attach_all(timeout, self._place.share[0])
-        connections = control.attach_all(timeout)
-        if len(connections) == 1 and (aggregator := control.attach_aggregator(timeout)) is not None:
-            return [ByAggregator(connections[0], aggregator, self._warn_of_aggregator)]
-        return connections
 
 
 def _write(answer: m.Weights, prefix: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""How a rank joins and leaves the parameter server, and how the process of a rank that must stop is ended.
+"""The connection of a rank to the parameter server, and the end of a process whose rank must stop.
 
 The server is embedded, started by rank 0 for this run, or a standalone one.
 """

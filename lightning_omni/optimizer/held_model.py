@@ -1,4 +1,4 @@
-"""How the ranks of a group hold the model: each all of it, in DistributedDataParallel, or together, in shards.
+"""The model on the ranks of a group: each holds all of it, in DistributedDataParallel, or a shard of it.
 
 This is set up before training: wrapping, sharding, and the common initial weights.
 """

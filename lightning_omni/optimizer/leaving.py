@@ -5,7 +5,7 @@ torch's collectives time out, and so would the first, where all ranks synchroniz
 
 Rule 1: a step costs nothing. Members communicate by the store of torch's process groups, and only once one of them has
 left its loop.
-Rule 2: a slow member is waited for. Only a member that has begun a collective which the first will never join waits in
+Rule 2: the others wait for a slow member. Only a member that has begun a collective which the first will never join waits in
 vain, and process groups count their collectives.
 """
 

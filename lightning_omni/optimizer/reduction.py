@@ -1,4 +1,4 @@
-"""How the members of a compute group average their gradients: an all-reduce format, in DistributedDataParallel.
+"""The averaging of gradients by the members of a compute group: an all-reduce format, in DistributedDataParallel.
 
 DDP calls a communication hook for each bucket of gradients, in one order on all ranks. The hook averages the format's
 messages by `torch.distributed.all_reduce` at once, so that the order of collectives is the same on all ranks, also with

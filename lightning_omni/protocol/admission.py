@@ -46,10 +46,9 @@ class Admission:
 
     @property
     def attached(self) -> set[Peer]:
-        """Return the data connections of live ranks and of aggregators."""
+        """Return the data connections of live ranks."""
         out = self._roster.gone, self._roster.lost  # a server with a share receives the dead in the latter only
-        own = {peer for peer, rank in self._attached.items() if not any(rank in ranks for ranks in out)}
-        return own.union(self._servers.data_peers)
+        return {peer for peer, rank in self._attached.items() if not any(rank in ranks for ranks in out)}
 
     def find(self, channel: m.Channel, peer: Peer) -> Member | None:
         """Return the admitted rank behind a connection; None if there is none."""
@@ -113,21 +112,12 @@ class Admission:
     def attach(self, sender: Sender, message: m.AttachProof, payload: Payload) -> list[Out]:
         """Admit a data connection with a proof that the rank's own process is behind it."""
         attach, challenge = self._attaching.pop(sender.peer, (None, b""))
-        secret = self._secret_of(attach.rank) if attach is not None else b""
+        member = self._roster.members.get(attach.rank) if attach is not None else None
+        secret = member.session if member is not None else b""
         if attach is None or not secret or not is_equal(message.mac, attach_mac(secret, "rank", attach, challenge)):
             raise Refused("stranger", "this proof opens nothing")
         if attach.rank in self._data_peers:
             raise Refused("attached", f"rank {attach.rank} has a data connection already; it keeps that one")
-        if attach.rank < 0:
-            self._servers.attached(attach.rank, sender.peer)
-        else:
-            self._attached[sender.peer] = attach.rank
-            self._data_peers[attach.rank] = sender.peer
+        self._attached[sender.peer] = attach.rank
+        self._data_peers[attach.rank] = sender.peer
         return [Out(sender.peer, m.DATA, m.Attached(mac=attach_mac(secret, "server", attach, challenge)))]
-
-    def _secret_of(self, rank: int) -> bytes:
-        """Return the secret of an admitted rank or an aggregator; empty if there is none."""
-        if rank < 0:
-            return self._servers.secret_of(rank)
-        member = self._roster.members.get(rank)
-        return member.session if member is not None else b""

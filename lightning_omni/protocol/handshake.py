@@ -160,13 +160,8 @@ def shard_mac(key: bytes, side: Literal["shard", "coordinator"], hello: ShardHel
     return hmac.digest(key, msgspec.msgpack.encode(("between servers", side, hello, challenge)), hashlib.sha256)
 
 
-def aggregator_key(key: bytes, hello: ShardHello, challenge: bytes) -> bytes:
-    """Return the secret that an aggregator and its server share; it opens the aggregator's data connection."""
-    return derive(key, b"aggregator", msgspec.msgpack.encode((hello, challenge)))
-
-
-def join_as_shard(request: Request, key: bytes, hello: ShardHello, where: str = "") -> tuple[ShardWelcome, bytes]:
-    """Perform the handshake of a server with a share, or of an aggregator, with the coordinating server.
+def join_as_shard(request: Request, key: bytes, hello: ShardHello, where: str = "") -> ShardWelcome:
+    """Perform the handshake of a server that holds a share with the coordinating server.
 
     Args:
         request: sends to the coordinating server.
@@ -175,16 +170,25 @@ def join_as_shard(request: Request, key: bytes, hello: ShardHello, where: str = 
         where: address of the coordinating server, for messages.
 
     Returns:
-        The coordinating server's welcome, and the secret that opens an aggregator's data connection.
+        The coordinating server's welcome.
 
     Raises:
-        Refused: the coordinating server does not hold the key.
+        Refused: the coordinating server does not hold the key, or coordinates no others.
     """
-    challenge = request(hello, Challenge).nonce
+    try:
+        challenge = request(hello, Challenge).nonce
+    except Refused as no:
+        if no.code != "malformed":  # a server that coordinates no others knows no such message
+            raise
+        raise Refused(
+            "shard",
+            f"the server at {where} coordinates no others: start it with --shards {hello.shards}, or pass the address"
+            " of server 0",
+        ) from no
     welcome: ShardWelcome = request(ShardProof(mac=shard_mac(key, "shard", hello, challenge)), ShardWelcome)
     if not is_equal(welcome.mac, shard_mac(key, "coordinator", hello, challenge)):
         raise Refused("key", f"the server at {where} does not hold the run's key; it is not ours")
-    return welcome, aggregator_key(key, hello, challenge)
+    return welcome
 
 
 def derive(key: bytes, purpose: bytes, salt: bytes = b"", length: int = 32) -> bytes:
@@ -219,7 +223,7 @@ def version_problem(hello: Hello | Observe | ShardHello) -> str:
         case Observe():
             speaker = "the process that watches"
         case _:
-            speaker = f"server {hello.shard}" if hello.shards else "the aggregator"
+            speaker = f"server {hello.shard}"
     return (
         f"{speaker} speaks protocol version {hello.version}, the server {VERSION}; install the same version of"
         " lightning-omni on both sides"

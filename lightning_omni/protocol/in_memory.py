@@ -24,7 +24,6 @@ from lightning_omni.methods import Inbox
 from lightning_omni.methods.totals import Total
 from lightning_omni.protocol import handshake
 from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.aggregator import Aggregator
 from lightning_omni.protocol.arrivals import Arrivals
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.server import ServerCore
@@ -126,10 +125,6 @@ class InMemory(Transport, frozen=True, kw_only=True, tag="in_memory"):
         self, core: ServerCore, coordinator: str, host: str = "", port: int = 0, data_port: int = 0
     ) -> InMemoryServer:
         self.check_address(coordinator)
-        if isinstance(core.servers, Aggregator):
-            raise ConfigurationError(
-                "--upstream: inside one process there are no links that an aggregator could relieve; leave it out"
-            )
         server = self.serve(core)
         server.follow(self.servers[coordinator])
         return server

@@ -109,7 +109,6 @@ class Membership:
             )
         method = m.method_from_wire(message.method)
         wire_format.from_wire(message.wire_format)  # refuses an unknown format before anything has changed
-        self._servers.check_method(method, len(topology.alive))
         if message.by_member and any(len(topology.members(group)) % self._servers.count for group in topology.alive):
             raise ProtocolError(
                 f"the members of the groups {message.groups} exchange a share each, and there are {self._servers.count}"

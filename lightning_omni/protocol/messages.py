@@ -246,10 +246,6 @@ class AskShards(Message, frozen=True, kw_only=True):
     """A request for the addresses of the servers with a share, answered once all of them have admitted the rank."""
 
 
-class AskAggregator(Message, frozen=True, kw_only=True):
-    """A request for an aggregator to push to, answered once it has admitted the rank."""
-
-
 # --- Control, observer to server -------------------------------------------------------------------------------------
 
 
@@ -571,16 +567,6 @@ class Shards(Message, tag="ShardAddresses", frozen=True, kw_only=True):
     """The data addresses of the other servers that hold a share of the weights, in the order of their numbers."""
 
     addresses: tuple[str, ...]
-
-
-class Aggregator(Message, tag="AggregatorAddress", frozen=True, kw_only=True):
-    """The data address of the aggregator that this rank may push to; empty if there is none."""
-
-    address: str
-
-
-class PushDirectly(Message, frozen=True, kw_only=True):
-    """A report that this rank's aggregator is gone, so that it must push to the server itself."""
 
 
 class EpochOpened(Message, frozen=True, kw_only=True):
@@ -1081,8 +1067,8 @@ class Taken(Message, frozen=True, kw_only=True):
 
 ToControl = (
     Challenge | Welcome | RefusedMessage | Status | Formed | Joined | EpochOpened | Drawn | Verdict | Left | Gathered
-    | Notice | Acknowledged | Shards | Observing | Overview | Aggregator | PushDirectly | ValidationClaimed
-    | Validations | VersionReleased | Enlisted | ServerDescription | Echoed
+    | Notice | Acknowledged | Shards | Observing | Overview | ValidationClaimed | Validations | VersionReleased
+    | Enlisted | ServerDescription | Echoed
 )  # fmt: skip
 ToData = (
     AttachChallenge | Attached | Long | Seeded | Restructured | GroupStateStored | Weights | Snapshot | HeadOutput

@@ -18,8 +18,6 @@ LATELY = 64
 """Pushes over which their time is averaged: if groups synchronize, the last one takes far longer than the others."""
 RATE_WINDOW = 10.0
 """Seconds over which the rate of updates is measured."""
-_PARTS = (m.PushMessage, sm.Sum)
-"""Messages that contain a push, or this server's part of one."""
 _ENDS = (sm.ShardReady, sm.Decide)
 """Messages after which an earlier part is handled, because another server has its own part or the push was decided."""
 
@@ -47,7 +45,7 @@ class Monitoring(Service):
         self._handled = handled
         self._rate: deque[tuple[float, int]] = deque()
         self._began: float | None = None
-        self._is_part = False  # whether the current message contains a push
+        self._is_part = False  # whether the current message is a push, or this server's part of one
         self._handled_before = 0
         self._unfinished = 0.0  # duration of the parts of unfinished pushes
         self._serve_times: deque[float] = deque(maxlen=LATELY)
@@ -62,7 +60,7 @@ class Monitoring(Service):
 
     def begin(self, message: m.Message) -> None:
         """Start to measure a message."""
-        self._is_part = isinstance(message, _PARTS)
+        self._is_part = isinstance(message, m.PushMessage)
         self._began = self._clock() if self._is_part or isinstance(message, _ENDS) else None
         self._handled_before = self._handled()
 

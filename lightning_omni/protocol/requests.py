@@ -8,9 +8,8 @@ from typing import TypeVar
 import msgspec
 from torch import Tensor
 
-from lightning_omni.errors import ConnectionLost, ProtocolError, Refused
+from lightning_omni.errors import ProtocolError, Refused
 from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.aggregator import DIRECTLY
 from lightning_omni.protocol.group import Outgoing
 from lightning_omni.protocol.transport import Data, LastingData, ServerAway
 
@@ -181,72 +180,6 @@ class _Again:
             return [_received(connection.receive_part, expect, memory) for connection, memory in pairs]
         except ServerAway:
             return None
-
-
-class ByAggregator(Data):
-    """A data connection on which pushes go by way of an aggregator, for as long as there is one.
-
-    A push that the aggregator does not take, or whose answer it can bring no more, goes to the server itself. Its
-    number says whether it has counted, so that nothing is lost or counted twice.
-
-    Args:
-        server: the connection to the server.
-        aggregator: that to the aggregator.
-        on_end: told why, when the latter has ended.
-    """
-
-    def __init__(self, server: Data, aggregator: Data, on_end: Callable[[ConnectionLost], None]) -> None:
-        self._server, self._on_end = server, on_end
-        self._aggregator: Data | None = aggregator
-        self._by_aggregator = 0
-        self._pushed: tuple[m.PushMessage, Tensor | None, Tensor | None] | None = None
-
-    def send(self, message: m.Message, payload: Tensor | None = None, into: Tensor | None = None) -> None:
-        self._pushed = None
-        if self._aggregator is not None and isinstance(message, m.PushMessage):
-            try:
-                self._aggregator.send(message, payload, into)
-            except ConnectionLost as error:
-                self._give_up(error)
-            else:
-                self._pushed = message, payload, into
-                return
-        self._server.send(message, payload, into)
-
-    def receive(self, expect: type[Answer], into: Tensor | None = None) -> tuple[Answer, Tensor]:
-        if self._pushed is not None and self._aggregator is not None:
-            (message, payload, room), self._pushed = self._pushed, None
-            try:
-                answer = self._aggregator.receive(expect, room if into is None else into)
-                self._count()
-                return answer
-            except ConnectionLost as error:
-                self._give_up(error)
-            except Refused as no:
-                if no.code != DIRECTLY:
-                    raise
-            self._server.send(message, payload, room)
-        answer = self._server.receive(expect, into)
-        self._count()
-        return answer
-
-    def close(self) -> None:
-        if self._aggregator is not None:
-            self._aggregator.close()
-        self._server.close()
-
-    def _give_up(self, error: ConnectionLost) -> None:
-        """The aggregator is gone."""
-        assert self._aggregator is not None
-        self._by_aggregator += self._aggregator.moved
-        self._aggregator.close()
-        self._aggregator = None
-        self._on_end(error)
-
-    def _count(self) -> None:
-        aggregator = self._aggregator.moved if self._aggregator is not None else 0
-        self.moved = self._server.moved + self._by_aggregator + aggregator
-        self.shared = self._server.shared
 
 
 def _received(

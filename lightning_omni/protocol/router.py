@@ -22,8 +22,6 @@ from lightning_omni.errors import MalformedMessage, OmniError, ProtocolError, Re
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol import shard_messages as sm
 from lightning_omni.protocol.admission import Admission
-from lightning_omni.protocol.aggregator import Aggregator
-from lightning_omni.protocol.aggregators import Aggregators
 from lightning_omni.protocol.data import DataLeasing
 from lightning_omni.protocol.evaluations import Evaluations
 from lightning_omni.protocol.joining import Joining
@@ -56,7 +54,7 @@ class Role(Enum):
     RECORDER = auto()
     """The recorder: see `Roster.recorder`."""
     SHARD = auto()
-    """A server that holds a share of the weights, or an aggregator, which are no ranks."""
+    """A server that holds a share of the weights, and is no rank."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +124,6 @@ TABLE = (
     Row(m.AskStatus, CONTROL, Role.RANK, Monitoring, Monitoring.ask, when_over=True),
     # several servers
     Row(m.AskShards, CONTROL, Role.RANK, Servers, Servers.ask),
-    Row(m.AskAggregator, CONTROL, Role.RANK, Servers, Servers.ask_aggregator),
     # observation
     Row(m.Observe, CONTROL, Role.STRANGER, RunObservation, RunObservation.hello),
     Row(m.ObserverProof, CONTROL, Role.STRANGER, RunObservation, RunObservation.admit),
@@ -191,25 +188,6 @@ SHARD_TABLE = (
     Row(sm.ShardFailed, CONTROL, Role.SHARD, Coordinator, Coordinator.fail),
 )
 """Further messages that a coordinating server may receive."""
-
-AGGREGATORS_TABLE = (
-    Row(sm.ShardHello, CONTROL, Role.STRANGER, Aggregators, Aggregators.hello),
-    Row(sm.ShardProof, CONTROL, Role.STRANGER, Aggregators, Aggregators.admit),
-    Row(sm.ShardHeard, CONTROL, Role.SHARD, Aggregators, Aggregators.heard),
-    Row(sm.ShardFailed, CONTROL, Role.SHARD, Aggregators, Aggregators.fail),
-    Row(sm.Sum, DATA, Role.SHARD, Training, Training.push_sum, Training.check_sum, resolves=True),
-)
-"""What the one server may receive of aggregators besides."""
-
-AGGREGATOR_TABLE = (
-    Row(m.Hello, CONTROL, Role.STRANGER, Aggregator, Aggregator.hello),
-    Row(sm.ShardHello, CONTROL, Role.STRANGER, Aggregator, Aggregator.hello),
-    Row(m.Attach, DATA, Role.STRANGER, Admission, Admission.challenge),
-    Row(m.AttachProof, DATA, Role.STRANGER, Admission, Admission.attach),
-    Row(m.Long, DATA, Role.RANK, Synchronization, None, Synchronization.check_long, keeps=True),
-    Row(m.PushMessage, DATA, Role.RANK, Aggregator, Aggregator.push, Aggregator.check_push),
-)
-"""All that an aggregator may receive."""
 
 
 def types_on(channel: m.Channel, rows: Iterable[Row] = TABLE) -> tuple[type[m.Message], ...]:
@@ -284,7 +262,6 @@ class Router:
         """
         row = self._row(channel, message)
         if row.role is Role.STRANGER or row.role is Role.SHARD:
-            self._check_goes_on(row)
             return self._handle(row, Sender(peer), message, payload)
         if row.role is Role.OBSERVER:
             self._observation.check(peer)
@@ -360,9 +337,6 @@ class Router:
 
     def _check_payload(self, row: Row, peer: Peer, message: Any) -> int:
         assert row.payload is not None
-        if row.role is Role.SHARD:
-            self._check_goes_on(row)
-            return row.payload(self._services[row.service], Sender(peer), message)
         member = self._admission.member_of(DATA, peer)
         notice = self._membership.notice_for(member, row.when_lost, row.when_over)
         if notice is not None:
@@ -376,11 +350,6 @@ class Router:
     def keeps_payload(self, message: m.Message) -> bool:
         row = self._row(DATA, message)
         return row.keeps or (row.in_parts and self._servers.count > 1)
-
-    def _check_goes_on(self, row: Row) -> None:
-        """Raises `Refused` if a sum comes, and the run is over."""
-        if row.channel == DATA and row.role is Role.SHARD and self._membership.over:
-            raise Refused("over", self._membership.over)
 
     def _row(self, channel: m.Channel, message: m.Message, is_relayed: bool = False) -> Row:
         row = self._rows.get(type(message))

@@ -14,16 +14,12 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from lightning_omni.errors import CollectiveMismatch, MalformedMessage, OmniError, Refused
 from lightning_omni.methods.master import Resolve, resolver
 from lightning_omni.methods.modules import ResolveModule, module_resolver
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol import shard_messages as sm
 from lightning_omni.protocol.admission import Admission
-from lightning_omni.protocol.aggregator import Aggregator
-from lightning_omni.protocol.aggregators import Aggregators
 from lightning_omni.protocol.data import DataLeasing
 from lightning_omni.protocol.epochs import Epochs
 from lightning_omni.protocol.evaluations import Evaluations
@@ -37,11 +33,11 @@ from lightning_omni.protocol.observation import Happening, Observers, RunObserva
 from lightning_omni.protocol.persistence import Persistence, check_state
 from lightning_omni.protocol.record import Recorder
 from lightning_omni.protocol.roster import Roster
-from lightning_omni.protocol.router import AGGREGATOR_TABLE, AGGREGATORS_TABLE, SHARD_TABLE, TABLE, Router, Row
+from lightning_omni.protocol.router import SHARD_TABLE, TABLE, Router, Row
 from lightning_omni.protocol.run_context import RunContext
 from lightning_omni.protocol.service import Out, Payload, Peer, Service
 from lightning_omni.protocol.shard import Shard
-from lightning_omni.protocol.shard_servers import Coordinator, Follower, Servers
+from lightning_omni.protocol.shard_servers import Coordinator, Follower, OneServer, Servers
 from lightning_omni.protocol.shards import HeldShards
 from lightning_omni.protocol.snapshots import Snapshots
 from lightning_omni.protocol.synchronization import Synchronization
@@ -70,7 +66,6 @@ class ServerCore:
         services: your own services. Each is a class that is constructed once for every run, with this core.
         shards: servers that hold a share of the weights each, this one among them.
         shard: which of them this is; number 0 coordinates the others.
-        adds_up: whether it holds no weights, but adds up what groups push for another one: an aggregator.
 
     Attributes:
         journal: journal of decisions since the state was saved; the code that saves the `state` sets its destination.
@@ -104,7 +99,6 @@ class ServerCore:
         services: Sequence[Callable[[ServerCore], Service]] = (),
         shards: int = 1,
         shard: int = 0,
-        adds_up: bool = False,
         progress_timeout: float = math.inf,
         joined_heartbeat_timeout: float | None = None,
     ) -> None:
@@ -113,7 +107,7 @@ class ServerCore:
         # The coordinating server reports silent ranks to the others.
         self.limits = (
             TimeLimits()
-            if shard > 0 or adds_up
+            if shard > 0
             else TimeLimits(heartbeat_timeout, join_timeout, progress_timeout, joined_heartbeat_timeout)
         )
         self._resolve = resolve or resolver(())
@@ -124,9 +118,7 @@ class ServerCore:
         self._now = 0.0
         self.servers: Servers
         table: Sequence[Row] = TABLE
-        if adds_up:
-            self.servers, table = Aggregator(), AGGREGATOR_TABLE
-        elif shard > 0:
+        if shard > 0:
             self.servers = Follower(shard, shards)
         elif shards > 1:
             self.servers = Coordinator(
@@ -134,10 +126,7 @@ class ServerCore:
             )
             table = (*TABLE, *SHARD_TABLE)
         else:
-            self.servers = Aggregators(
-                key, random, heartbeat_timeout, self._last_now, lambda: self.data_port, record is not None
-            )
-            table = (*TABLE, *AGGREGATORS_TABLE)
+            self.servers = OneServer()
         self._table = (*table, *rows)
         self.strangers = 0
         self.data_port = 0
@@ -187,11 +176,6 @@ class ServerCore:
         )
         self._router = Router(self._table, [self._admission, self._membership, *services], self.roster, servers)
         servers.begin(self._membership.end, lambda: self.roster.live)
-        if isinstance(servers, Aggregators):
-            servers.serve(self.roster, self._shards)
-        elif isinstance(servers, Aggregator):
-            admission = self._admission
-            servers.watch(lambda rank: admission.data_connection(rank) is not None)
 
     # --- Called by the driver ----------------------------------------------------------------------------------------
 
@@ -239,7 +223,7 @@ class ServerCore:
     def follow(self, message: m.Message) -> list[Out]:
         """Handle a message of the coordinating server, on a server that holds a share."""
         servers = self.servers
-        assert isinstance(servers, (Follower, Aggregator))
+        assert isinstance(servers, Follower)
         if not isinstance(message, sm.Told):
             return []
         self._pass_time(message.now)
@@ -250,31 +234,18 @@ class ServerCore:
             servers.report()
         return self._sent(out)
 
-    def receive_answer(self, message: m.Message, payload: Tensor) -> list[Out]:
-        """The server for which this one adds up has said something on the data connection.
-
-        Args:
-            message: see `lightning_omni.protocol.shard_messages.decode_answer`.
-            payload: the bytes behind it; they are sent on before the next message in.
-        """
-        assert isinstance(self.servers, Aggregator)
-        return self._sent(self.servers.answered(message, payload))
-
     def shard_hello(self, address: str, nonce: bytes) -> sm.ShardHello:
         """Return this server's first message to the coordinating server, with its data socket's address for ranks."""
         servers = self.servers
-        shard, shards = (0, 0) if isinstance(servers, Aggregator) else (servers.number, servers.count)
-        return sm.ShardHello(version=m.VERSION, shard=shard, shards=shards, address=address, nonce=nonce)
+        return sm.ShardHello(
+            version=m.VERSION, shard=servers.number, shards=servers.count, address=address, nonce=nonce
+        )
 
-    def _done_also(self, servers: Follower | Aggregator, message: sm.Told) -> list[Out]:
-        if isinstance(servers, Aggregator) and not isinstance(message, (sm.Admit, sm.RunOver)):
-            if isinstance(message, sm.Lose):
-                self.roster.gone.add(message.rank)
-            return servers.told(message)
+    def _done_also(self, servers: Follower, message: sm.Told) -> list[Out]:
         match message:
             case sm.Expire():
                 return self._training.expire(message.now)
-            case sm.Decide() if isinstance(servers, Follower):
+            case sm.Decide():
                 return servers.decide(message)
             case sm.Idle():
                 return self._training.idle(message.rank)
@@ -302,14 +273,10 @@ class ServerCore:
         return []
 
     def _sent(self, out: list[Out]) -> list[Out]:
-        """What is sent: a server that holds a share has control connections to the one that coordinates only.
-
-        An aggregator also tells those who take it for the server that it is none.
-        """
-        out = [each for each in out if each.peer]  # none of those that have not come again to a server that goes on
+        """Return the messages to send; a server that holds a share has no control connections to ranks."""
+        out = [each for each in out if each.peer]  # ranks that have not reconnected have no peer
         if self.servers.number:
-            also = m.RefusedMessage if isinstance(self.servers, Aggregator) else ()
-            out = [each for each in out if each.channel == m.DATA or isinstance(each.message, also)]
+            out = [each for each in out if each.channel == m.DATA]
         return out + self.servers.drain()
 
     def handed_over(self) -> None:
@@ -348,8 +315,8 @@ class ServerCore:
         return self._sent(self._membership.hang_up(peer) + self.servers.hang_up(peer))
 
     def fail(self, reason: str) -> list[Out]:
-        """The server itself cannot go on: the run ends, and every rank is told."""
-        if isinstance(self.servers, (Follower, Aggregator)):
+        """End the run, because this server cannot continue; every rank is notified."""
+        if isinstance(self.servers, Follower):
             self.servers.fail(reason)
             return self._sent([])
         return self._sent(self._membership.end(f"the parameter server failed: {reason}"))
@@ -445,8 +412,6 @@ class ServerCore:
     def is_admitted(self, channel: m.Channel, peer: Peer) -> bool:
         """Return whether a connection is that of an admitted rank, server or observer."""
         if channel == m.CONTROL and (peer in self.servers.peers or self._observers.has(peer)):
-            return True
-        if channel == m.DATA and peer in self.servers.data_peers:
             return True
         return self._admission.find(channel, peer) is not None
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_omni.errors import MalformedMessage, ProtocolError, Refused
-from lightning_omni.methods import Master, Method, Push, Reply, Sum
+from lightning_omni.methods import Master, Method, Push, Reply
 from lightning_omni.methods.contract import Tensors
 from lightning_omni.methods.master import Resolve, check_state, describe, rebuild
 from lightning_omni.methods.totals import Total
@@ -24,7 +24,6 @@ from lightning_omni.protocol.layout import DTYPES, Layout, TensorSpec
 from lightning_omni.protocol.messages import PushMessage
 from lightning_omni.protocol.push_counts import PushCounts
 from lightning_omni.protocol.sensing import Sensing
-from lightning_omni.protocol.shard_messages import SummedPush
 from lightning_omni.protocol.structure import Structure, Structures, read_structure, settings_of, specs_of
 from lightning_omni.protocol.wire_format import RAW, Memory, WireFormat, decode
 
@@ -378,41 +377,6 @@ class Shard:
             replies = self.method_side.receive(push)
             self.sensing.after()
             return replies
-
-    # --- Sums of pushes ----------------------------------------------------------------------------------------------
-
-    def layout_of_sum(self, parts: Sequence[SummedPush]) -> Layout:
-        """Return the layout of the sum of some pushes.
-
-        Raises:
-            ProtocolError: one of them cannot be, or they cannot be added up.
-        """
-        first, newest = parts[0].push, self.structures.newest
-        for group, push in ((part.group, self._in_its_time(part.push)) for part in parts):
-            self.layout_of_push(group, push)
-            self._check(push, newest)
-            if push.fragment != first.fragment or self.structures.of(group) != newest:
-                raise ProtocolError("pushes of different parameters cannot be added up")
-        present = [any(flags) for flags in zip(*(part.push.present for part in parts), strict=True)]
-        return self.layout.fragment(first.part, self._check_fragment(first)).subset(present)
-
-    def take_sum(self, parts: Sequence[SummedPush], payload: Tensor) -> list[Reply]:
-        """Merge pushes, given their raw sum; the caller has checked them with `layout_of_sum` and `is_finite`."""
-        views = iter(self.layout_of_sum(parts).views(payload))
-        counts = [sum(flags) for flags in zip(*(part.push.present for part in parts), strict=True)]
-        pushes = []
-        for group, message in ((part.group, self._in_its_time(part.push)) for part in parts):
-            settings = self._in_newest(message, self.structures.newest)
-            pushes.append(Push(group, message.read_at, (), settings, message.note, message.part))
-            self.counts.accept(group)
-            self.counts.merge(group, self.method_side.staleness_of(pushes[-1]))
-        with torch.no_grad():
-            replies = self.method_side.receive_sum(
-                Sum(pushes, [next(views) if count else None for count in counts], counts)
-            )
-        if self.sensing is not None:  # it is sensed from pushes one by one
-            self.sensing.forget()
-        return replies
 
     # --- Answers -----------------------------------------------------------------------------------------------------
 

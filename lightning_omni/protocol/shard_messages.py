@@ -1,32 +1,29 @@
-"""What servers say to one another: those that hold a share of the weights each, and aggregators.
+"""Messages between servers that hold a share of the weights each; see `shard_servers`.
 
-What it means stands in `shard_servers`, `aggregators` and `aggregator`.
-
-Rule 1: one of them coordinates, and the others speak to it alone.
-Rule 2: what that one tells the others each of them does in the order in which it was told, and so do all of them.
+Rule 1: one server coordinates, and the others communicate only with it.
+Rule 2: every server executes the coordinating server's commands in the order in which they were sent.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.journal import JoinedEntry, LeftEntry, LostEntry
-from lightning_omni.protocol.layout import Layout
 
 # --- From a server that holds a share to the coordinating server -----------------------------------------------------
 
 
 class ShardHello(m.Message, frozen=True, kw_only=True):
-    """The first message of a server that holds a share, or of an aggregator.
+    """The first message of a server that holds a share.
 
     Attributes:
         version: as in `Hello`.
-        shard: its number, from 1; the one that coordinates is 0. Of an aggregator 0, and so is ...
-        shards: ... of how many.
-        address: of its data socket, as ranks can reach it.
+        shard: number of the server, from 1; the coordinating server is number 0.
+        shards: number of servers.
+        address: address of its data socket, for ranks.
         nonce: random bytes.
     """
 
@@ -77,17 +74,10 @@ class ShardFailed(m.Message, frozen=True, kw_only=True):
 
 
 class ShardWelcome(m.Message, frozen=True, kw_only=True):
-    """Let in; ``mac`` proves that the other side holds the key, too. What it is told from here on is counted.
-
-    Attributes:
-        data_port: as in `Welcome`, for an aggregator.
-        number: of an aggregator; it opens its data connection as the rank of this number, which is negative.
-    """
+    """The admission of a server. ``mac`` proves that the other side holds the key; later commands are counted."""
 
     mac: bytes
     heartbeat_timeout: float
-    data_port: int = 0
-    number: int = 0
 
 
 class Told(m.Message, frozen=True, kw_only=True):
@@ -178,80 +168,8 @@ class RunOver(Told, frozen=True, kw_only=True):
     reason: str = ""
 
 
-class Leader(msgspec.Struct, frozen=True, array_like=True):
-    """The rank that leads a group, and the group's incarnation."""
-
-    group: int
-    rank: int
-    incarnation: int
-
-
-class Gather(Told, frozen=True, kw_only=True):
-    """To an aggregator: add up what these groups push from now on.
-
-    Attributes:
-        method: as in `Form`, and so is ...
-        wire_format: ... this.
-        leaders: of all groups that take part.
-        layouts: of each optimizer's parameters; without entries for a merged head, to which no group pushes.
-    """
-
-    method: dict[str, Any]
-    wire_format: dict[str, Any]
-    leaders: tuple[Leader, ...]
-    layouts: tuple[Layout, ...]
-
-
-# --- Between an aggregator and its server, on the data channel -------------------------------------------------------
-
-
-class SummedPush(msgspec.Struct, frozen=True, array_like=True):
-    """A push that is in a sum: the number of its group, and what that has said."""
-
-    group: int
-    push: m.PushMessage
-
-
-class Sum(m.Message, frozen=True, kw_only=True):
-    """Pushes that an aggregator has added up. The payload is their sum, raw, of each tensor that one of them had.
-
-    Attributes:
-        number: counts the sums of this aggregator.
-        optimizer: of all of these pushes.
-        parts: the pushes, in the order in which they came.
-    """
-
-    number: int
-    optimizer: int
-    parts: Annotated[tuple[SummedPush, ...], msgspec.Meta(min_length=1)]
-    nbytes: int
-
-
-class Answered(msgspec.Struct, frozen=True, array_like=True):
-    """The answer to one push of a sum."""
-
-    group: int
-    incarnation: int
-    sequence: int
-    answer: m.Weights
-
-
-class Summed(m.Message, frozen=True, kw_only=True):
-    """Answers to pushes that an aggregator has added up; the payload, which is that of each of them, follows once."""
-
-    answers: tuple[Answered, ...]
-    nbytes: int
-
-
-class SumRefused(m.Message, frozen=True, kw_only=True):
-    """No push of this sum was applied: let each group push to the server itself."""
-
-    number: int
-    reason: str
-
-
 ToShard = (
-    ShardWelcome | Admit | Relay | Lose | Idle | Resume | Decide | Expire | RunOver | Gather | Save | Redo
+    ShardWelcome | Admit | Relay | Lose | Idle | Resume | Decide | Expire | RunOver | Save | Redo
     | m.Challenge | m.RefusedMessage | m.Acknowledged
 )  # fmt: skip
 """The messages of the coordinating server to the others."""
@@ -265,17 +183,4 @@ def decode(data: bytes | memoryview) -> ToShard:
         MalformedMessage: the bytes are no such message.
     """
     message: ToShard = m.decode_with(_decoder, data, "shard")
-    return message
-
-
-_sums = msgspec.msgpack.Decoder(Summed | SumRefused | m.AttachChallenge | m.Attached | m.Long | m.RefusedMessage)
-
-
-def decode_answer(data: bytes | memoryview) -> m.Message:
-    """Bytes as a message to an aggregator on its data connection.
-
-    Raises:
-        MalformedMessage: they are none.
-    """
-    message: m.Message = m.decode_with(_sums, data, m.DATA)
     return message

@@ -26,7 +26,6 @@ from typing import ClassVar, NamedTuple
 import msgspec
 
 from lightning_omni.errors import OmniError, ProtocolError, Refused
-from lightning_omni.methods import Method
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol import shard_messages as sm
 from lightning_omni.protocol.handshake import NONCE_BYTES, is_equal, shard_mac, version_problem
@@ -122,42 +121,7 @@ class Servers(Service, ABC):
     def refuse(self, rank: int, request: int, refusal: m.RefusedMessage) -> None:
         """Record that this server has refused its part of a request, so that all servers refuse theirs."""
 
-    # --- Aggregators between the one server and groups ----------------------------------------------------------------
-
-    def check_method(self, method: Method, groups: int) -> None:
-        """Raises `UnsupportedError` if so many groups cannot push to the aggregators that there are."""
-
-    def seeded(self) -> None:
-        """The weights are there."""
-
-    def pushed_directly(self, rank: int) -> None:
-        """A leader has pushed to this server itself."""
-
-    def secret_of(self, number: int) -> bytes:
-        """What opens the data connection of the aggregator of this number; nothing if there is none to open."""
-        return b""
-
-    def attached(self, number: int, peer: Peer) -> None:
-        """An aggregator's data connection is this one."""
-
-    @property
-    def data_peers(self) -> list[Peer]:
-        """Data connections of aggregators."""
-        return []
-
-    def check_adds_up(self, peer: Peer) -> None:
-        """Raises `Refused` unless a data connection is an aggregator's."""
-        raise Refused("stranger", "this data connection is of no aggregator")
-
     # --- Messages ----------------------------------------------------------------------------------------------------
-
-    def ask_aggregator(self, sender: Sender, message: m.AskAggregator, payload: Payload) -> list[Out]:
-        """A rank asks which aggregator it is to push to."""
-        return self.send_aggregator(sender)
-
-    def send_aggregator(self, sender: Sender) -> list[Out]:
-        """Which aggregator a rank is to push to, when that knows it."""
-        return [Out(sender.peer, m.CONTROL, m.Aggregator(address=""))]
 
     def ask(self, sender: Sender, message: m.AskShards, payload: Payload) -> list[Out]:
         """Answer a rank with the addresses of the other servers."""
@@ -272,12 +236,12 @@ class _Parts:
 
 
 class Newcomers:
-    """Servers and aggregators that have said hello, and have yet to prove that they hold the key.
+    """The servers that have sent a hello, and must still prove that they hold the key.
 
     Args:
         key: the run's shared secret.
-        random: draws that many random bytes (nonces).
-        most: how many are remembered: strangers may say hello, but not fill the memory.
+        random: returns a number of random bytes (nonces).
+        most: the most servers remembered, which bounds the memory that strangers can occupy.
     """
 
     def __init__(self, key: bytes, random: Callable[[int], bytes], most: int) -> None:
@@ -407,12 +371,6 @@ class Coordinator(_InParts):
     def admit(self, sender: Sender, message: sm.ShardProof, payload: Payload) -> list[Out]:
         """Admit a server that proves that it holds the key."""
         hello, challenge = self._newcomers.proved(sender.peer, message)
-        if not hello.shards:
-            raise Refused(
-                "shard",
-                f"this server coordinates {self.count} that hold a share each, and aggregators add up for one alone:"
-                " leave out --shards there, or --upstream here",
-            )
         if hello.shards != self.count or not 0 < hello.shard < self.count:
             raise Refused(
                 "shard",

@@ -97,7 +97,6 @@ class Snapshots(Service):
         formed = self._roster.formed.topology
         for number in range(len(self._shards.all)):
             self._notes.seed(number, formed.groups if formed else (), self._formed)
-        self._servers.seeded()
         self._journal.note(SeededEntry())
         self._journal.is_due = True
         return [Out(sender.peer, m.DATA, m.Seeded())]

@@ -53,8 +53,8 @@ class Training(Service):
         admission: service that returns the connection of each group's leader.
 
     Attributes:
-        handled: of each group, pushes that were handled since groups were formed, also those that were refused.
-        pushes: those and all before, each sum of an aggregator as one.
+        handled: for each group, the number of pushes handled since groups were formed, including refused ones.
+        pushes: number of all pushes handled so far.
     """
 
     def __init__(self, run: RunContext, admission: Admission) -> None:
@@ -63,7 +63,6 @@ class Training(Service):
         self._admission = admission
         self._deliveries = Deliveries()
         self._pending: dict[int, m.PushMessage] = {}  # group: the push that waits
-        self._via: dict[int, Peer] = {}  # group: the aggregator in whose sum that came
         self._idle_elsewhere: set[int] = set()
         self._idle: set[int] = set()  # groups that wait for others, and not for the answer to a push
         self.handled: Counter[int] = Counter()
@@ -79,7 +78,6 @@ class Training(Service):
         self.go_by(message)
         self._notes.form(topology.groups, message)
         self._pending.clear()
-        self._via.clear()
         self.handled.clear()
         self._deliveries.clear()
         self._idle_elsewhere.clear()
@@ -178,8 +176,6 @@ class Training(Service):
         shard = self._shards.shard(number)
         if shard.is_head:
             raise ProtocolError(f"optimizer {number} is a merged head; nothing is pushed to it")
-        self._via.pop(group, None)  # whatever came of that, the answer is wanted here
-        self._servers.pushed_directly(sender.rank)
         if (last := self._deliveries.check(group, self._roster.formed.identity(group), message)) is not None:
             return self._answer_again(sender, message, shard, last)
         if message.epoch >= 0:
@@ -203,54 +199,6 @@ class Training(Service):
         if group in self._pending:
             out += self._idle_at_others(group, number)
         return out
-
-    def check_sum(self, sender: Sender, message: sm.Sum) -> int:
-        """Bytes of a sum."""
-        self._servers.check_adds_up(sender.peer)
-        if not 0 <= message.nbytes <= self._shards.shard(message.optimizer).layout.nbytes:
-            raise MalformedMessage(f"{message.nbytes} bytes are the sum of no pushes to optimizer {message.optimizer}")
-        return message.nbytes
-
-    def push_sum(self, sender: Sender, message: sm.Sum, payload: Payload) -> list[Out]:
-        """Pushes that an aggregator has added up: all of them count, or none does."""
-        self._servers.check_adds_up(sender.peer)
-        number, parts, tensors = message.optimizer, message.parts, as_tensor(payload)
-        try:
-            shard = self._shards.shard(number)
-            self._check_parts(shard, message, tensors)
-        except OmniError as error:
-            return [Out(sender.peer, m.DATA, sm.SumRefused(number=message.number, reason=str(error)))]
-        replies = shard.take_sum(parts, tensors)
-        self.pushes += 1
-        for group, push in ((part.group, part.push) for part in parts):
-            self.handled[group] += 1
-            self._deliveries.count(group, push, applied=True)
-            if push.epoch >= 0:
-                self._epochs.train(group, push.epoch, push.trained)
-            self._pending[group], self._via[group] = push, sender.peer
-        out = self._answers(number, replies)
-        for part in parts:
-            if part.group in self._pending:
-                out += self._idle_at_others(part.group, number)
-        return out
-
-    def _check_parts(self, shard: Shard, message: sm.Sum, payload: Tensor) -> None:
-        """Raises `OmniError` unless every push of a sum counts. Nothing has changed then."""
-        groups = [part.group for part in message.parts]
-        if shard.is_head or len(set(groups)) < len(groups):
-            raise ProtocolError(f"the pushes of groups {groups} to optimizer {message.optimizer} cannot be added up")
-        if len(groups) > shard.method_side.method.most_added(len(self._roster.groups)):
-            raise ProtocolError(f"{len(groups)} pushes were added up, more than there may be in one update")
-        for group, push in ((part.group, part.push) for part in message.parts):
-            if group not in self._roster.groups or push.optimizer != message.optimizer:
-                raise Refused("late", f"group {group} takes no part any more")
-            if self._deliveries.check(group, self._roster.formed.identity(group), push) is not None:
-                raise Refused("late", f"push {push.sequence} of group {group} has counted")
-            if push.epoch >= 0:
-                self._epochs.check_trained(group, push.epoch, push.trained)
-        layout = shard.layout_of_sum(message.parts)
-        if payload.numel() != layout.nbytes or not is_finite(layout, payload):
-            raise MalformedMessage("the sum is not finite, or not as large as the tensors that its pushes speak of")
 
     def is_push_finite(self, sender: Sender, message: m.PushMessage, payload: Payload) -> bool:
         """Return whether this server's part of a push is finite."""
@@ -396,36 +344,15 @@ class Training(Service):
     # --- Answers -----------------------------------------------------------------------------------------------------
 
     def _answers(self, number: int, replies: list[Reply]) -> list[Out]:
-        out = []
-        sums: dict[tuple[Peer, int | None, bool, int], list[Reply]] = {}
-        for reply in replies:
-            aggregator, push = self._via.pop(reply.group, None), self._pending.get(reply.group)
-            if aggregator is None or push is None:
-                out.append(self._answer(number, reply, only=len(replies) == 1))
-            else:
-                sums.setdefault((aggregator, push.part, push.pull, push.layout), []).append(reply)
-        return out + [self._answer_sum(number, alike[0], theirs) for alike, theirs in sums.items()]
+        return [self._answer(number, reply, only=len(replies) == 1) for reply in replies]
 
-    def _answer_sum(self, number: int, peer: Peer, replies: list[Reply]) -> Out:
-        """One answer for several groups, by way of their aggregator: weights as they are, and what differs."""
-        answers, payload = [], None
-        for reply in replies:
-            push = self._pending[reply.group]
-            out = self._answer(number, reply, only=True, like=payload)
-            assert isinstance(out.message, m.Weights)
-            answers.append(sm.Answered(reply.group, push.incarnation, push.sequence, out.message))
-            payload = out.payload
-        assert payload is not None
-        return Out(peer, m.DATA, sm.Summed(answers=tuple(answers), nbytes=answers[0].answer.nbytes), payload)
-
-    def _answer(self, number: int, reply: Reply, only: bool, like: tuple[Payload, ...] | None = None) -> Out:
-        """The answer to the push that a group is waiting with.
+    def _answer(self, number: int, reply: Reply, only: bool) -> Out:
+        """Return the answer to a group's pending push.
 
         Args:
-            number: of the optimizer.
-            reply: from the method.
-            only: whether no other is made before this one is sent.
-            like: the payload, if another group has the same answer.
+            number: number of the optimizer.
+            reply: the method's reply.
+            only: whether this answer is sent before another one is made.
         """
         shard, peer = self._shards.shard(number), self._admission.leader_peer(reply.group)
         push = self._pending.pop(reply.group, None)
@@ -433,7 +360,7 @@ class Training(Service):
         if reply.group in self._idle_elsewhere:
             self._idle_elsewhere.discard(reply.group)
             self._resume_group(reply.group, but=number)
-        parts = _pulled(shard, reply, push, copies=not only) if like is None else like
+        parts = _pulled(shard, reply, push, copies=not only)
         fragment, refused = push.fragment if push is not None else -1, shard.counts.refused_in_row[reply.group]
         outcome = PushOutcome(reply.staleness, refused_in_row=refused, note=reply.note, fragment=fragment)
         return self._weights(peer, number, reply.group, parts, outcome)

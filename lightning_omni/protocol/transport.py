@@ -94,7 +94,6 @@ class Control(ABC):
         self.failures: tuple[str, ...] = ()
         self.signal = self.progress = 0
         self._is_judged = self._has_trained = False
-        self._pushes_directly = False
         self._timings = (0.0, 0.0, 0.0)
         self._ended: OmniError | None = None
         self._on_end = on_end or (lambda error: None)
@@ -237,17 +236,6 @@ class Control(ABC):
                 lost,
             )
 
-    def attach_aggregator(self, timeout: float = 300.0) -> Data | None:
-        """Opens this rank's data connection to the aggregator that the server tells it of.
-
-        Args:
-            timeout: seconds to wait for any one answer.
-
-        Returns:
-            None if there is no aggregator, or this transport has none.
-        """
-        return None
-
     def request(
         self, message: m.Message, expect: type[Answer], payload: bytes = b"", timeout: float = PATIENCE
     ) -> Answer:
@@ -267,12 +255,6 @@ class Control(ABC):
         self.progress += 1
         if self._ended is not None:
             raise self._ended
-
-    def check_aggregator(self) -> None:
-        """Raises what ended this rank's run, or `ConnectionLost` if the server says that its aggregator is gone."""
-        self.check()
-        if self._pushes_directly:
-            raise ConnectionLost("the aggregator is gone")
 
     def report_timings(self, compute: float, step: float, exchange: float) -> None:
         """Set seconds for the next heartbeat: compute time, whole step, exchange."""
@@ -308,10 +290,7 @@ class Control(ABC):
         """Handle a message of the server; return whether it is the answer to a request."""
         if isinstance(message, m.Status):
             self.status, self.lost = message, message.lost
-            return not message.sent  # the others answer heartbeats, or nothing
-        if isinstance(message, m.PushDirectly):
-            self._pushes_directly = True
-            return False
+            return not message.sent  # other statuses answer a heartbeat, or no request
         if not isinstance(message, m.Notice):
             return True
         self.lost = message.lost

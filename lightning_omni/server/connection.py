@@ -201,20 +201,6 @@ class ControlConnection(Control):
             self.check()
             time.sleep(_PAUSE)
 
-    def attach_aggregator(self, timeout: float = 300.0) -> DataConnection | None:
-        address = self.request(m.AskAggregator(), m.Aggregator).address
-        if not address:
-            return None
-        session = dataclasses.replace(self.session, address=beside(address, self.address), memory="")
-        try:
-            return DataConnection(session, self.check_aggregator, timeout, grace=0.0)
-        except (ConnectionLost, Refused) as error:
-            self.check()
-            _log.warning(
-                "pushes go directly to the parameter server, because the aggregator does not admit this rank: %s", error
-            )
-            return None
-
     def empty(self, nbytes: int) -> Tensor:
         if self.session.memory:
             try:
@@ -415,19 +401,14 @@ class DataConnection(Data):
         session: session of the control connection.
         check: called while waiting; raises if waiting is of no use any more.
         timeout: seconds to wait for any one answer.
-        grace: seconds to wait for an answer after the connection has broken; meanwhile ``check`` may report that
-            another server continues.
 
     Attributes:
         moved: bytes of payload sent and received.
         shared: the part of ``moved`` in memory shared with the server.
     """
 
-    def __init__(
-        self, session: Session, check: Callable[[], None], timeout: float = 300.0, grace: float = GRACE
-    ) -> None:
-        self._check, self._grace = check, grace
-        self._timeout = timeout
+    def __init__(self, session: Session, check: Callable[[], None], timeout: float = 300.0) -> None:
+        self._check, self._timeout = check, timeout
         self._context = zmq.Context()
         try:
             self._dialed, _ = dial(
@@ -508,7 +489,7 @@ class DataConnection(Data):
     def _raise_why_it_broke(self) -> NoReturn:
         """Raise the error of the control connection, on which an ending server soon sends its reason."""
         clock = AwakeClock()
-        deadline = clock() + min(self._grace, TOLD_WHY)
+        deadline = clock() + min(GRACE, TOLD_WHY)
         while clock() < deadline:
             self._check()
             time.sleep(_PAUSE)
@@ -521,7 +502,7 @@ class DataConnection(Data):
             self._check()
             if self._has_broken:
                 broke = min(broke, clock())
-            if clock() >= broke + self._grace:
+            if clock() >= broke + GRACE:
                 raise ConnectionLost(_BROKEN)
             if clock() > deadline:
                 raise ConnectionLost(

@@ -162,9 +162,7 @@ def dial(
         time.sleep(random.uniform(0.5, 1.5) * _PAUSE)
 
 
-def attach(
-    attempt: Dialed, deadline: float, secret: bytes, number: int, check: Callable[[], None] = lambda: None
-) -> None:
+def attach(attempt: Dialed, deadline: float, secret: bytes, number: int, check: Callable[[], None]) -> None:
     """Authenticate both sides of a data connection, or of one between leaders, by their shared secret."""
     handshake.attach(
         lambda message, expect: attempt.ask(message, expect, deadline, check),

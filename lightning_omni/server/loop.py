@@ -16,7 +16,6 @@ from torch import Tensor
 from lightning_omni.errors import ConfigurationError, MalformedMessage, ProtocolError, Refused
 from lightning_omni.protocol import Out, ServerCore
 from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.aggregator import DIRECTLY, Aggregator
 from lightning_omni.protocol.shard_messages import ShardProof
 from lightning_omni.protocol.shard_servers import COORDINATOR
 from lightning_omni.protocol.transport import refusal
@@ -38,7 +37,7 @@ from lightning_omni.server.guard import ConnectionGuard
 from lightning_omni.server.keys import RunKeys
 from lightning_omni.server.pacing import PacedAnswers
 from lightning_omni.server.rate_limits import RefusalLog
-from lightning_omni.server.shard_link import ShardLink, UpstreamLink, reachable
+from lightning_omni.server.shard_link import ShardLink, reachable
 from lightning_omni.server.sharing import NOWHERE, Place, Places, SegmentSocket, SharedMemory
 from lightning_omni.server.versions import about
 
@@ -130,7 +129,7 @@ class Server:
         self._guard.start()
 
     def follow(self, coordinator: str) -> None:
-        """Join a coordinating server, for which this one holds a share or sums pushes; `run` returns when it is gone.
+        """Join a coordinating server, for which this one holds a share; `run` returns when it is gone.
 
         Args:
             coordinator: its address.
@@ -140,8 +139,7 @@ class Server:
             Refused: it rejects this server; the error holds the reason.
         """
         own = self._sockets[m.DATA].getsockopt_string(zmq.LAST_ENDPOINT)
-        kind = UpstreamLink if isinstance(self.core.servers, Aggregator) else ShardLink
-        self._coordinator = kind(self.core, coordinator, reachable(own, coordinator), self._encryption)
+        self._coordinator = ShardLink(self.core, coordinator, reachable(own, coordinator), self._encryption)
 
     def run(self, until: Callable[[], bool]) -> None:
         """Serve until ``until()`` returns true; it is called several times a second."""
@@ -182,8 +180,6 @@ class Server:
         for message in coordinator.receive():
             self._send(self.core.follow(message))
             self.core.handed_over()
-        for message, payload in coordinator.receive_answers():
-            self._send(self.core.receive_answer(message, payload))
 
     def farewell(self, reason: str) -> None:
         """Report to the other ranks, unless the run is over, that rank 0, which owns this server, has ended."""
@@ -345,7 +341,7 @@ class Server:
     def _send(self, out: list[Out]) -> None:
         for item in out:
             if self._coordinator is not None and item.peer == COORDINATOR:
-                self._coordinator.send(item.message, item.payload)
+                self._coordinator.send(item.message)
                 continue
             if isinstance(item.message, m.RefusedMessage) and not self._worth_an_answer(item):
                 continue
@@ -385,8 +381,6 @@ class Server:
 
     def _worth_an_answer(self, item: Out) -> bool:
         assert isinstance(item.message, m.RefusedMessage)
-        if item.message.code == DIRECTLY:  # an aggregator's ordinary answer needs no warning
-            return True
         self._refusals[item.peer] += 1
         # After a server's restart, ZeroMQ may deliver earlier messages before the rank itself has reconnected.
         is_usual = item.message.code == "stranger" and self.core.goes_on

@@ -43,7 +43,6 @@ class ServerSettings(msgspec.Struct, frozen=True):
         save_every: seconds between two saves.
         progress_timeout: as in `ServerCore`; None for infinite.
         joined_heartbeat_timeout: as in `ServerCore`.
-        adds_up: whether the server is an aggregator, which sums the pushes of groups for another server.
         again: address of an earlier server that is gone and whose run this one continues.
     """
 
@@ -69,7 +68,6 @@ class ServerSettings(msgspec.Struct, frozen=True):
     progress_timeout: float | None = None
     restore: int = 0
     joined_heartbeat_timeout: float | None = None
-    adds_up: bool = False
 
 
 class Ready(msgspec.Struct, frozen=True):

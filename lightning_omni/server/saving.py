@@ -46,7 +46,7 @@ EVERY = 30.0
 PATIENCE = 300.0
 """Seconds for which ranks look for a standalone server that is gone."""
 EMBEDDED_PATIENCE = 60.0
-"""The same for an embedded server, which rank 0 starts again."""
+"""Seconds for which ranks look for an embedded server that is gone; rank 0 starts it again."""
 SHARE = 0.02
 """The largest fraction of its time that the server spends on saves; it saves a larger state less often."""
 ENDED = "ended"

@@ -40,5 +40,4 @@ def core_from(settings: ServerSettings) -> ServerCore:
         record=RecordFile(settings.record) if settings.record else None,
         shards=settings.shards,
         shard=settings.shard,
-        adds_up=settings.adds_up,
     )

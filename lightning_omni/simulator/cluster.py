@@ -248,14 +248,12 @@ class Cluster:
             ``"per-node"``: one on each node, and a group's exchange with that of its own node crosses no link.
         nodes: number of nodes over which the devices are spread evenly, in the order of ranks, for
             ``servers="per-node"``; None: each device is a node of its own.
-        aggregators: number of processes between groups and the one server that sum pushes and forward answers. Groups
-            are spread evenly over them, in the order of ranks. Each has a card like ``server`` and a ``link`` to it.
         save_every: seconds between two saves of the server's state, from which a replacement continues.
 
     Raises:
         ConfigurationError: ``devices`` is empty, an event names no rank of the cluster, the devices cannot be spread
             evenly over the nodes, or a server restart begins before the last one has ended or is combined with several
-            servers or aggregators.
+            servers.
 
     Example:
         >>> Cluster.of_speeds([1, 2], seconds_per_sample=0.01).devices[1].seconds_per_sample
@@ -271,7 +269,6 @@ class Cluster:
     events: tuple[Failure | Slowdown | ServerRestart, ...] = ()
     servers: int | Literal["per-node"] = 1
     nodes: int | None = None
-    aggregators: int = 0
     save_every: float = 30.0
 
     def __post_init__(self) -> None:
@@ -300,10 +297,10 @@ class Cluster:
         check_number("save_every", self.save_every, "seconds, above 0", above=0, below=math.inf)
         if not (restarts := self.restarts):
             return
-        if self.servers != 1 or self.aggregators:
+        if self.servers != 1:
             raise ConfigurationError(
-                f"events: a ServerRestart with servers={self.servers!r} and aggregators={self.aggregators}: only one"
-                " server that groups push to directly is started again; leave servers= and aggregators= out"
+                f"events: a ServerRestart with servers={self.servers!r}: only one server is started again; leave"
+                " servers= out"
             )
         for first, then in pairwise(restarts):
             if then.time <= first.until:
@@ -321,12 +318,6 @@ class Cluster:
     def _check_servers(self) -> None:
         if self.servers != "per-node":
             check_whole("servers", self.servers, 'a number of servers, 1 or more, or "per-node"', 1)
-        check_whole("aggregators", self.aggregators, "how many add pushes up before the server, 0 for none")
-        if self.aggregators and self.servers != 1:
-            raise ConfigurationError(
-                f"aggregators={self.aggregators} with servers={self.servers!r}: aggregators add up for one server;"
-                " leave either out"
-            )
         if self.nodes is not None:
             count = len(self.devices)
             check_whole("nodes", self.nodes, f"a number of nodes, 1 to {count}, or None", 1, count)
@@ -423,8 +414,7 @@ class Cluster:
             '8 devices, 1 of them 4× as slow, gamma jitter 0.3; link 10 Gbit/s, 0.05 ms'
         """
         servers = f"{self.server_count} servers" if self.server_count > 1 else ""
-        between = counted(self.aggregators, "aggregator") if self.aggregators else ""
-        parts = (self._devices_in_words, self._link_in_words, servers, between, self._events_in_words)
+        parts = (self._devices_in_words, self._link_in_words, servers, self._events_in_words)
         return "; ".join(filter(None, parts))
 
     @property
@@ -459,8 +449,6 @@ class Cluster:
         plain["devices"] = [{"count": count, **asdict(device)} for device, count in Counter(self.devices).items()]
         if self.server_count == 1:  # the form from before there could be several servers
             del plain["servers"], plain["nodes"]
-        if not self.aggregators:
-            del plain["aggregators"]
         if not self.restarts:
             del plain["save_every"]
         return plain

@@ -108,9 +108,6 @@ class Exchanges:
         """Return the seconds in which the leader of a group broadcasts an answer to its members."""
         return self._cluster.group_link.broadcast_seconds(nbytes, members)
 
-    def resolve_pending(self) -> None:
-        """React to groups that have become idle or left; without aggregators nothing is pending."""
-
     def begin_again(self) -> None:
         """Reset the servers' queues and cards after a restart."""
         self._servers = [_Server(self._engine, self._card) for _ in self._shares]

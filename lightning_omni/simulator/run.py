@@ -136,7 +136,6 @@ def simulate(
     wire_format.check(chosen)
     if overlap:
         check_overlap(chosen)
-    check_aggregators(cluster, topology, chosen)
     check_restarts(cluster, topology, chosen, merged, record)
     formation = Formation(chosen, topology, merged, wire_format, overlap, all_reduce_of(all_reduce))
     if topology.is_synchronous:
@@ -148,18 +147,6 @@ def simulate(
         run = Simulation(workload, cluster, formation, batches, limits, cadence, record)
         with progress_of(progress) as shown:
             return run.run(shown, returns_if_interrupted=progress is not False)
-
-
-def check_aggregators(cluster: Cluster, topology: Topology, method: Method) -> None:
-    """Raise `ConfigurationError` if the cluster has aggregators, but the method needs each push separately."""
-    groups = len(topology.alive)
-    if not cluster.aggregators or groups == 1:
-        return
-    if not method.most_added(groups):
-        raise ConfigurationError(
-            f"aggregators={cluster.aggregators} with method={method!r}, which needs each push by itself: take hardsync,"
-            " local_sgd, diloco or softsync:modulation=average, or leave aggregators= out"
-        )
 
 
 def check_restarts(

@@ -274,7 +274,6 @@ class SimulatedNetwork:
                 self._engine.start(self._send(group, process, answer))
             elif isinstance(item.message, m.Verdict):
                 self._engine.resume_at(self._engine.now, process, item.message.next)
-        self.costs.resolve_pending()
         if (due := self._server.core.due) < self._due:
             self._due = due
             self._engine.start(self._expire(due))

@@ -18,8 +18,6 @@ from lightning_omni.protocol.group import GroupCore
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.record import Recorder
 from lightning_omni.protocol.split import Split, is_elementwise
-from lightning_omni.protocol.wire_format import RAW
-from lightning_omni.simulator.aggregation import AggregatedExchanges
 from lightning_omni.simulator.cluster import Cluster, Failure, ServerRestart
 from lightning_omni.simulator.engine import Engine, Priority, Timeline
 from lightning_omni.simulator.exchange import Exchanges
@@ -83,7 +81,7 @@ class Simulation:
         split = self._split(layout, between.server_count)
         self._servers = len(split.shares)
         self._wire_format = by_share(formation.wire_format, formation.method, split)
-        self._costs = self._exchanges(between, split, layout)
+        self._costs = Exchanges(self._engine, between, split.fractions)
         self._network = SimulatedNetwork(self._engine, between.link, self.server, self._costs)
         self._gradients = self._new_gradients(workload)
         self._form()
@@ -105,15 +103,6 @@ class Simulation:
         method = self._formation.method
         at_servers = self._optimizer if method.steps_at == "server" else None
         return Split.of(layout, servers, is_elementwise(method, at_servers)) if servers > 1 else Split.whole(layout)
-
-    def _exchanges(self, between: Cluster, split: Split, layout: Layout) -> Exchanges:
-        if not between.aggregators:
-            return Exchanges(self._engine, between, split.fractions)
-        is_raw = self._formation.wire_format.pushes == RAW
-        sum_bytes = None if is_raw else layout.nbytes // self._formation.method.fragments
-        return AggregatedExchanges(
-            self._engine, between, split.fractions, lambda: self.server.shard.method_side, sum_bytes
-        )
 
     def _new_gradients(self, workload: Workload) -> Gradients:
         batches, topology, head = self._batches, self._formation.topology, self._head

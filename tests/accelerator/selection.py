@@ -38,7 +38,6 @@ NO_DEVICE = "the processes that it starts compute nothing on a device"
 ALIKE = "ranks do with devices what they do in the files that are selected, and it takes too long"
 FILES_LEFT_OUT = {
     "all_reduce": "one script trains all its cases, one of them with sparse gradients, and the device has none",
-    "aggregators": "the tree of servers is on the CPU, and its ranks exchange as those of other files",
     "doctor": NO_DEVICE,
     "ends": NO_DEVICE,
     "exported": "the file is written by a server, and loaded by fits on the CPU",

@@ -15,18 +15,19 @@ from lightning_omni.protocol.codec import Packed
 
 
 def _numbered(names: str) -> dict[str, int]:
-    return {name: number for number, name in enumerate(names.split())}
+    words = enumerate(names.split())
+    return {f"-{number}" if name == "-" else name: number for number, name in words}
 
 
 TYPES = _numbered(
     """
-    About Acknowledged Aggregator AskAggregator AskOverview AskServer AskShards AskStatus AskValidations Attach
+    About Acknowledged - - AskOverview AskServer AskShards AskStatus AskValidations Attach
     AttachChallenge AttachProof Attached AverageMessage Await Batch Bring Brought Challenge ClaimValidation
     Collect Collected Contribute Cut Draw Drawn Echo Echoed Enlist Enlisted EpochOpened EpochPlan Evaluation
     EvaluationPublished Event Evict FetchMessage Form Formed Gathered Goodbye GroupOverview GroupState
     GroupStateStored GroupStatus HeadBackward HeadForward HeadGradients HeadOutput HeadRelease HeadReleased
     Heartbeat Hello Join Joined Leave Left LogEntry Long Lost Notice Observe ObserverProof Observing OpenEpoch
-    Overview Packed PeerMessage Proof PublishEvaluation Published PushDirectly PushMessage ReadBrought
+    Overview Packed PeerMessage Proof PublishEvaluation Published - PushMessage ReadBrought
     ReadEvaluation ReadPublished ReadRunState RefusedMessage ReleaseVersion Restructure Restructured
     RunStateStored SaveNow Seed Seeded ServerDescription SetGroups Shards Snapshot Status StoreRunState
     StoredRunState TakeSnapshot Taken TensorSpec ValidationClaimed Validations Verdict VersionReleased Weights

@@ -796,15 +796,14 @@ def travels() -> Outcome:
 
 OBSERVING = ("Observe", "ObserverProof", "Observing", "AskOverview", "Overview", "Evict", "SetGroups", "SaveNow")
 ASKING = ("AskServer", "ServerDescription", "Echo", "Echoed")
-AGGREGATING = ("AskAggregator", "Aggregator", "PushDirectly")
 ENLISTING = ("Enlist", "Enlisted", "StoreRunState", "RunStateStored", "ReadRunState", "StoredRunState")
 TRAVELLING = (
     *(m.Long, m.ReadPublished, m.PeerMessage, m.Published, m.Taken),
-    *(getattr(m, name) for name in (*OBSERVING, *ASKING, *AGGREGATING, *ENLISTING)),
+    *(getattr(m, name) for name in (*OBSERVING, *ASKING, *ENLISTING)),
 )
 """Messages that no transcript holds: those from leader to leader, the one that announces others, those of observers
-(tests/test_observation.py and test_doctor.py have them), of aggregators (tests/test_aggregators.py), and of groups that
-come on their own (tests/test_joining.py)."""
+(tests/test_observation.py and test_doctor.py have them), and of groups that come on their own
+(tests/test_joining.py)."""
 
 
 def sessions() -> dict[str, Callable[[], Session]]:
