@@ -124,7 +124,11 @@ def serve(
 
 
 def _listed(option: str, given: str) -> tuple[str, ...]:
-    """Split class paths at commas, and check their form."""
+    """Return the class paths in an option's text, which commas separate.
+
+    Raises:
+        ConfigurationError: one of them is not of the form module:Class.
+    """
     paths = tuple(path.strip() for path in given.split(",")) if given else ()
     for path in paths:
         module, _, name = path.partition(":")

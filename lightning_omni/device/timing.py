@@ -88,7 +88,7 @@ class Comparison:
 
     @property
     def is_clear(self) -> bool:
-        """Return whether more pairs would add no information."""
+        """Return whether enough pairs were timed, and all of them are clearly faster, or none is faster at all."""
         low, high = self.spread
         return len(self.ratios) >= FEWEST and (low >= 1 + CLEAR or high <= 1)
 

@@ -218,7 +218,7 @@ class Replica:
         self.drift.read(pulled.fragment)
 
     def agreed(self, fragment: int | None = None, of: int = 1) -> list[bool]:
-        """Return whether each piece of a fragment is frozen and equals the server's; None for all parameters."""
+        """Return whether each piece of a fragment, or of all parameters, is frozen and equals the server's."""
         return [self._is_agreed(piece.place, fragment) for piece in self.pieces(fragment, of)]
 
     def _is_agreed(self, place: int, fragment: int | None = None) -> bool:

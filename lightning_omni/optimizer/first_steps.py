@@ -117,7 +117,7 @@ class FirstSteps:
         return checked
 
     def _compare(self, parameters: Sequence[Parameter]) -> None:
-        """Compare the members' gradients. All members of the group call it."""
+        """Raise `ConfigurationError` if the members have different gradients. All members of the group call it."""
         self._check_reduced(parameters)
         gradients = [each.grad.detach() for each in parameters if each.grad is not None]
         sums = [torch.stack([each.real.sum().float(), each.abs().sum().float()]) for each in gradients]

@@ -5,8 +5,8 @@ torch's collectives time out, and so would the first, where all ranks synchroniz
 
 Rule 1: a step costs nothing. Members communicate by the store of torch's process groups, and only once one of them has
 left its loop.
-Rule 2: the others wait for a slow member. Only a member that has begun a collective which the first will never join waits in
-vain, and process groups count their collectives.
+Rule 2: the others wait for a slow member. Only a member that has begun a collective which the first will never join
+waits in vain, and process groups count their collectives.
 """
 
 from __future__ import annotations

@@ -198,7 +198,10 @@ class LiveWorld(dist.ProcessGroup):
     # --- How ----------------------------------------------------------------------------------------------------------
 
     def _gather(self, what: str, tensor: Tensor, only: int | None = None) -> dict[int, Tensor]:
-        """Return every rank's tensor of one collective, by global rank, on the CPU."""
+        """Return every rank's tensor of one collective, by global rank, on the CPU.
+
+        With ``only``, just that rank sends its tensor. A rank that dies before all of its bytes arrive is left out.
+        """
         mine = tensor.detach().contiguous().view(-1).view(torch.uint8).cpu() if tensor.numel() else torch.empty(0)
         data = mine.numpy().tobytes() if only in (None, self._global_rank) else b""
         nbytes = tensor.numel() * tensor.element_size()

@@ -258,7 +258,7 @@ class ParameterGroups:
     # --- To the server ---------------------------------------------------------------------------------------------
 
     def _check_same_in_group(self, text: str) -> None:
-        """Check that all members of the group are at the same change: otherwise their collectives would not match."""
+        """Raise `UnsupportedError` unless all members of the group make this change: their collectives must match."""
         place = self._place
         if len(place.members) == 1:
             return

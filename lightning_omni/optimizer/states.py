@@ -278,7 +278,10 @@ class Residuals:
         return {"sender": {"format": to_wire(self._place.core.wire_format), "state": state}}
 
     def resume(self, index: int, saved: Mapping[str, Any]) -> None:
-        """Restore the sender's memory from the group's own state in a checkpoint, when training begins."""
+        """Restore the sender's memory from the group's own state in a checkpoint, when training begins.
+
+        A residual of another wire format is not restored; the user is warned of its loss.
+        """
         sender = saved.get("sender")
         if sender is None or not self._place.speaks:
             return

@@ -105,7 +105,7 @@ class Together:
         self._peers.send_part(group, optimizer, tensors, self._group, self._sent[group, optimizer])
 
     def read_inbox(self, optimizer: int) -> Inbox:
-        """Empty the inbox, and return its messages."""
+        """Empty the inbox, and return its messages; none if the members could not agree on them."""
         with self._peers.arrivals(optimizer) as arrivals:
             seen = arrivals.seen()
         upto = dict(zip(self._others, self._largest([seen.get(group, 0) for group in self._others]), strict=True))

@@ -48,6 +48,8 @@ class Deliveries:
     def check(self, group: int, identity: GroupId, message: PushMessage) -> Delivery | None:
         """Return the last delivery if this push repeats it; None if the push is the next one.
 
+        After a restart, the first push of a group may leave a gap: an earlier server has answered the missing ones.
+
         Args:
             group: number of the sending group.
             identity: identity of that group.

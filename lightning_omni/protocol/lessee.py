@@ -98,7 +98,7 @@ class Lessee:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Return the epoch, and its batches trained with the current computation; -1 if none is leased."""
+        """Return the epoch, -1 if none is leased, and the number of its batches trained, with the current one."""
         return self.epoch, self.trained
 
     @property

@@ -78,6 +78,8 @@ class Observers:
     def admit(self, peer: Peer, proof: m.ObserverProof) -> bytes:
         """Admit an observer that proves that it holds the key; return the server's own proof.
 
+        Beyond `MOST_OBSERVERS`, the observer that was admitted first loses its admission.
+
         Raises:
             Refused: the proof is wrong.
         """

@@ -88,7 +88,19 @@ class Dialed:
             raise
 
     def ask(self, message: m.Message, expect: type[Answer], deadline: float, check: Callable[[], None]) -> Answer:
-        """Send a message and return its answer."""
+        """Send a message and return its answer.
+
+        Args:
+            message: the message.
+            expect: the kind of the answer.
+            deadline: time, on the monotonic clock, after which the answer is too late.
+            check: called while waiting; raises if waiting is of no use any more.
+
+        Raises:
+            TimeoutError: no answer has arrived before the deadline.
+            Refused: the other side refuses the message.
+            MalformedMessage: the answer is of another kind.
+        """
         try:
             self.wire.send(m.encode(message), zmq.NOBLOCK)
         except zmq.Again:  # the CURVE handshake has failed for good

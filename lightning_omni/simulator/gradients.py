@@ -130,7 +130,7 @@ class Assignment(NamedTuple):
         leader: its leader's rank.
         weights: weights at which it is computed.
         parts: positions of each member's samples, or of all samples together.
-        place: epoch, and number of its batches that are trained with this one.
+        place: number of the epoch, and number of its batches that the group has trained with this one.
         seconds: time that the group takes for it.
     """
 

@@ -159,7 +159,10 @@ class PublishedValidation:
     # --- Evaluating --------------------------------------------------------------------------------------------------
 
     def is_due(self, coming: Batch | None) -> bool:
-        """Return whether this group is to validate after this batch, before its next one. All its members call it."""
+        """Return whether this group is to validate before its next batch, ``coming``.
+
+        At a validation point, this claims the validation from the server. All members of the group call it.
+        """
         if coming is None or (point := self._point(coming.start)) <= self._passed:
             return False
         assert self._plan is not None

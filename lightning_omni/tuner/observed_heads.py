@@ -32,7 +32,7 @@ class ObservedHead:
         self._hook = module.register_forward_hook(self._note, with_kwargs=True)
 
     def _note(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Record a call; of its inputs only the shapes are kept, as tensors on the CPU."""
+        """Count a call with gradients; of the first, keep the inputs' shapes, as CPU tensors, and outputs' bytes."""
         if not torch.is_grad_enabled():
             return
         self._count += 1

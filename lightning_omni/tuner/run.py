@@ -145,7 +145,7 @@ class TunedRun:
         self.rounds.append(Round(search, self.trainer.current_epoch, seconds))
 
     def conclude(self, search: Search) -> Command:
-        """Return the command for the choice of a search."""
+        """Record the choice of a search, and return the command to train with it."""
         self.choice = search.choice()
         self.state.segments = search.segments
         setting = replace(self.choice.setting, groups=min(self.choice.setting.groups, len(self.world.live_ranks)))
