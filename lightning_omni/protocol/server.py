@@ -424,7 +424,7 @@ class ServerCore:
         Raises:
             ConfigurationError: it is no state that this server can go on from.
         """
-        check_state(state, "server", "start the server in an empty directory")
+        check_state(state)
         self.reset()
         self._now, self.goes_on = now, True
         self._persistence.load(state, journal, now)

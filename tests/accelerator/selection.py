@@ -41,7 +41,6 @@ FILES_LEFT_OUT = {
     "aggregators": "the tree of servers is on the CPU, and its ranks exchange as those of other files",
     "doctor": NO_DEVICE,
     "ends": NO_DEVICE,
-    "exported": "the file is written by a server, and loaded by fits on the CPU",
     "faces": ALIKE,
     "first_batches": ALIKE,
     "hostile": NO_DEVICE,
