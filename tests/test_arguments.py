@@ -145,13 +145,6 @@ def test_every_argument_has_values_that_are_refused(make: Any) -> None:
     assert set(own) <= set(BAD[make])
 
 
-def test_an_argument_by_its_deprecated_name_counts_and_warns() -> None:
-    with pytest.warns(DeprecationWarning, match="refusals=7 is deprecated.*pass max_nonfinite_pushes=7") as warned:
-        strategy = OmniStrategy(refusals=7)
-    assert strategy._world_options.max_nonfinite_pushes == 7
-    assert warned[0].filename == __file__
-
-
 def test_good_values_are_taken() -> None:
     numpy = pytest.importorskip("numpy")
     OmniTuner(target=numpy.float32(0.5), budget=0, seed=numpy.int64(3), retune_every=None, space={"groups": [1, 2]})

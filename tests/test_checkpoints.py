@@ -58,13 +58,6 @@ def test_groups_resume_with_the_servers_clock_state_and_schedule(saved: Run) -> 
     assert later["val_loss"] < rank0(saved, "groups half")["val_loss"]
 
 
-def test_groups_resume_from_a_checkpoint_of_before_its_entry_had_a_version(saved: Run) -> None:
-    later = rank0(saved, "groups from the first version")
-    assert later["adam_steps"] == [later["omni"]["run"]["cut"]["clocks"][0]] * 4
-    assert later["adam_steps"][0] == 2 * rank0(saved, "groups half")["adam_steps"][0]
-    assert later["lr"] == rank0(saved, "ddp whole")["lr"]
-
-
 def test_groups_resume_with_the_momentum_of_the_fragments_that_their_servers_have_cut(saved: Run) -> None:
     half, later, at_one = (
         rank0(saved, name) for name in ("fragments half", "fragments from fragments", "fragments at one server")

@@ -24,7 +24,7 @@ COMMAND = [sys.executable, "-m", "lightning_omni"]
 START = 150.0
 
 
-@pytest.mark.parametrize("command", ["serve", "top", "doctor", "checkpoint", "simulate", "compare", "device", "plan"])
+@pytest.mark.parametrize("command", ["serve", "top", "doctor", "simulate", "compare", "device", "plan"])
 def test_the_help_of_a_command_is_its_whole_docstring_without_python_types(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -48,7 +48,7 @@ import sys, contextlib, io
 from lightning_omni.cli import command as commands
 from lightning_omni.cli import main
 for arguments in (["--help"], ["--version"], ["simulate", "--help"], ["compare", "--help"], ["plan", "--help"],
-                  ["device", "--help"], ["serve", "--help"], ["checkpoint", "--help"]):
+                  ["device", "--help"], ["serve", "--help"]):
     with contextlib.redirect_stdout(io.StringIO()) as said:
         try:
             main(arguments)

@@ -155,22 +155,9 @@ def test_what_a_checkpoint_says_of_a_run_is_saved_and_sent_as_plain_data(travels
     assert list(again.schedules) == list(saved.schedules)
 
 
-def test_an_entry_of_before_it_had_a_version_is_read() -> None:
-    plain = {"groups": 2, "clocks": [7, 3], "epoch": 1, "total": 64, "trained": [[0, 8], [16, 24]]}
-    known = {"method": SAVED.method, "parameters": SAVED.parameters, "server": SAVED.server, "states": STATES}
-    weights, whole = Saved.from_plain(plain), Saved.from_plain({**plain, **known})
-    before = msgspec.structs.replace(CUT, pushes={})
-    assert weights == Saved(before, 2)
-    assert whole is not None
-    assert (whole.cut, whole.method, whole.parameters) == (before, SAVED.method, SAVED.parameters)
-    assert whole.states is STATES
-    assert whole.server is SAVED.server
-
-
-def test_an_entry_of_a_later_version_is_refused_and_one_of_others_left_alone() -> None:
-    with pytest.raises(
-        ConfigurationError, match="has version 3, and this one reads up to 2; upgrade lightning-omni, or"
-    ):
-        Saved.from_plain({"name": NAME, "version": 3, "whatever": 1})
+@pytest.mark.parametrize("version", [VERSION - 1, VERSION + 1])
+def test_an_entry_of_another_version_is_refused_and_one_of_others_left_alone(version: int) -> None:
+    with pytest.raises(ConfigurationError, match=f"has version {version}, and this one reads {VERSION}; use the"):
+        Saved.from_plain({"name": NAME, "version": version, "whatever": 1})
     assert Saved.from_plain({}) is None
     assert Saved.from_plain({"name": "others"}) is None

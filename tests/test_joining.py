@@ -867,6 +867,27 @@ def test_a_group_that_joins_a_run_says_so_where_it_was_started(joined: Run) -> N
 
 @pytest.mark.slow
 @pytest.mark.processes
+def test_groups_that_join_go_on_from_a_checkpoint_of_the_midst_of_an_epoch(run: Run, tmp_path: Path) -> None:
+    first = run.start("a", {"epochs": 3, "steps": 1})
+    assert first.end(PATIENCE) == 0, first.output
+    path = tmp_path / "steps" / "epoch=1-step=24.ckpt"
+    spans = torch.load(path, weights_only=True)["omni"]["run"]["cut"]["trained"]
+    trained = sum(stop - start for start, stop in spans)
+    assert 0 < trained < 128
+    folder = tmp_path / "again"
+    folder.mkdir()
+    again = Run(folder)
+    try:
+        begins, joins = again.train_together({"epochs": 3, "hold": [1], "path": str(path)})
+    finally:
+        again.close()
+    assert (begins["weights"], begins["epochs"]) == (joins["weights"], 3)  # epochs that the callback has counted
+    assert Counter(epoch for epoch, _ in again.trained) == {1: 128 - trained, 2: 128}
+    assert set(again.trained.values()) == {1}
+
+
+@pytest.mark.slow
+@pytest.mark.processes
 def test_three_launchers_train_one_run_in_which_the_first_is_killed_and_the_second_told_to_leave(run: Run) -> None:
     """Each moment is held: the groups wait in an epoch's first batch until what is to happen in it has happened."""
     epochs, samples = 5, 128

@@ -546,6 +546,16 @@ def test_a_state_on_disk_is_gone_on_from_and_its_journal_may_end_in_mid_entry(
         states.close()
 
 
+def test_weights_of_what_is_no_state_are_refused_with_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"nowhere: there is no such directory; pass .*--state"):
+        saved_weights(tmp_path / "nowhere")
+    with pytest.raises(ConfigurationError, match=r"nothing is saved there.*load a checkpoint"):
+        saved_weights(tmp_path)
+    (tmp_path / "state-00000001").write_bytes(b"something else")
+    with pytest.raises(ConfigurationError, match="state-00000001: no saved state: it does not begin as one"):
+        saved_weights(tmp_path)
+
+
 def test_a_server_was_started_after_those_before_it_also_if_the_clock_was_set_back_since(tmp_path: Path) -> None:
     ahead, began = time.time() + 3600, list[int]()
     for _ in range(3):

@@ -307,6 +307,31 @@ def test_groups_that_have_joined_go_on_and_so_does_one_that_joins_the_server_tha
         run.close()
 
 
+def test_a_run_whose_server_and_groups_are_all_gone_is_trained_on_and_saved_by_a_group_that_comes_to_another_server(
+    tmp_path: Path,
+) -> None:
+    run = Saving(tmp_path)
+    try:
+        options = {"epochs": 3, "hold": [1]}
+        first = run.start("a", options)
+        run.wait_for("a0-in-1")
+        run._wait_for_save()
+        run.server.kill()
+        first.kill()
+        run._serve()
+        run.server.expect("goes on with a run of . ranks", PATIENCE)
+        run.go(1)
+        second = run.start("b", options, seed=2)
+        assert second.end(PATIENCE) == 0, second.output
+        assert run.server.end(PATIENCE) == 0, run.server.output
+        assert set(run.trained) == {(epoch, sample) for epoch in range(3) for sample in range(128)}
+        assert run.result("b")["epochs"] == 3
+        weights = torch.load(tmp_path / "a" / "epoch=2.ckpt", weights_only=True)["state_dict"]  # the run's folder
+        assert all(bool(weight.isfinite().all()) for weight in weights.values())
+    finally:
+        run.close()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")
 @pytest.mark.parametrize("place", [pytest.param("setup", marks=pytest.mark.exhaustive), "start"])
 def test_groups_whose_server_dies_before_it_has_saved_anything_begin_the_run_again(place: str, tmp_path: Path) -> None:

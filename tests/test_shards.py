@@ -33,7 +33,7 @@ from lightning_omni.methods.fragments import UNIT, read, write
 from lightning_omni.methods.master import hyperparameters_of, resolver
 from lightning_omni.methods.totals import Total
 from lightning_omni.optimizer.options import WorldOptions
-from lightning_omni.protocol import ServerCore, handshake, saved_run
+from lightning_omni.protocol import ServerCore, handshake
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol import shard_messages as sm
 from lightning_omni.protocol.codec import pack, unpack
@@ -954,20 +954,6 @@ def test_a_server_that_holds_a_share_lets_no_stranger_in_and_takes_no_other_mess
     assert isinstance(answer.message, m.AttachChallenge)
     (refusal,) = follower.receive(m.DATA, b"d7", m.AttachProof(mac=bytes(32)), b"", 0.0)
     assert isinstance(refusal.message, m.RefusedMessage)
-
-
-@pytest.mark.parametrize("method", ["async_sgd", "diloco:period=4,fragments=2", "async_diloco:period=4,fragments=2"])
-def test_what_servers_have_saved_is_put_together_as_their_snapshots_are(method: str) -> None:
-    ensemble = run_of(3, 2, method)
-    train(ensemble, 16)
-    group = ensemble.groups[0]
-    trees = [tree for _, tree in group.snapshot()]
-    states = [unpack(*pack(core.state())) for core in ensemble.cores]
-    formed = msgspec.msgpack.decode(states[0]["services"]["Snapshots"]["formed"], type=m.Form)
-    described = {"names": list(group.parameters), "shapes": list(SHAPES), "rows": False}
-    saved = saved_run._whole(formed, [state["services"]["Snapshots"]["parts"][0] for state in states], described)
-    assert same(list(saved.weights.values()), whole(group, trees, "weights"))
-    assert same(saved.method, whole(group, trees, "method"))
 
 
 @pytest.mark.parametrize("is_seen_before", [False, True])

@@ -156,8 +156,8 @@ REPLACED = (
     Replaced("receive, broadcast", exact="hear"),
     Replaced("hello", exact="greet"),
     Replaced("poll", exact="tend"),
-    # Refusals of other kinds are ordinary; the deprecated argument is named where it warns.
-    Replaced("pushes that are not finite, in a row", r"\brefusals(=|`)", kept='"refusals="|was `refusals=`'),
+    # Refusals of other kinds are ordinary.
+    Replaced("pushes that are not finite, in a row", r"\brefusals(=|`)", kept="was `refusals=`"),
 )
 
 

@@ -16,7 +16,6 @@ from rich.console import Console
 from rich.text import Text
 
 from lightning_omni import __version__
-from lightning_omni.cli.checkpoint import checkpoint
 from lightning_omni.cli.console import INTERRUPTED
 from lightning_omni.cli.device import device
 from lightning_omni.cli.doctor import doctor
@@ -72,7 +71,6 @@ _COMMANDS: dict[str, Callable[..., Any]] = {
     "serve": serve,
     "top": top,
     "doctor": doctor,
-    "checkpoint": checkpoint,
     "simulate": simulate,
     "compare": compare,
     "device": device,

@@ -16,8 +16,8 @@ from lightning_omni.protocol.progress import Progress
 ENTRY = "omni"
 """The name of the entry that is added to a checkpoint."""
 NAME = "lightning_omni.run_state"
-VERSION = 2
-"""The version of the entry. An entry without name and version counts as version 1."""
+VERSION = 3
+"""The version of the entry; an entry of another version is refused."""
 
 
 @dataclass(frozen=True)
@@ -56,50 +56,35 @@ class Saved:
             "progress": progress and {**msgspec.to_builtins(progress), "steps": progress.steps},
             "schedules": [list(counts) for counts in self.schedules],
             "cut": {**msgspec.structs.asdict(self.cut), "trained": [list(span) for span in self.cut.trained]},
+            "method": self.method and dict(self.method),
+            "parameters": self.parameters,
+            "server": list(self.server),
         }
-        plain: dict[str, Any] = {"name": NAME, "version": VERSION, "run": run}
-        if self.method is not None:
-            run |= {"method": dict(self.method), "parameters": self.parameters, "server": list(self.server)}
-            plain["group"] = dict(self.states)
-        return plain
+        return {"name": NAME, "version": VERSION, "run": run, "group": dict(self.states)}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Saved | None:
-        """Return the state in a checkpoint's entry, of this version or an earlier one; None if the entry is foreign.
+        """Return the contents of a checkpoint's entry; None if the entry is not this package's.
 
         Raises:
-            ConfigurationError: a later version has saved it.
+            ConfigurationError: the entry has another version.
         """
-        if "name" not in plain and "clocks" in plain:
-            return cls._from_first_version(plain)
         if plain.get("name") != NAME:
             return None
-        if plain["version"] > VERSION:
+        if plain["version"] != VERSION:
             raise ConfigurationError(
-                'the checkpoint was saved by a later lightning-omni: its entry "omni" has version'
-                f" {plain['version']}, and this one reads up to {VERSION}; upgrade lightning-omni, or delete the entry,"
-                " and what the server and the groups knew beyond the model is left out"
+                'the checkpoint was saved by another lightning-omni: its entry "omni" has version'
+                f" {plain['version']}, and this one reads {VERSION}; use the lightning-omni that has saved it, or"
+                " delete the entry, and what the server and the groups knew beyond the model is left out"
             )
         run = plain["run"]
         return cls(
             cut=msgspec.convert(run["cut"], Cut),
             groups=run["groups"],
             progress=msgspec.convert(run["progress"], Progress | None),
-            method=run.get("method"),
-            parameters=run.get("parameters"),
-            server=run.get("server", ()),
-            states=plain.get("group", {}),
-            schedules=run.get("schedules", ()),
-        )
-
-    @classmethod
-    def _from_first_version(cls, plain: Mapping[str, Any]) -> Saved:
-        spans = tuple((start, stop) for start, stop in plain["trained"])
-        return cls(
-            cut=Cut(clocks=tuple(plain["clocks"]), epoch=plain["epoch"], total=plain["total"], trained=spans),
-            groups=plain["groups"],
-            method=plain.get("method"),
-            parameters=plain.get("parameters"),
-            server=plain.get("server", ()),
-            states=plain.get("states", {}),
+            method=run["method"],
+            parameters=run["parameters"],
+            server=run["server"],
+            states=plain["group"],
+            schedules=run["schedules"],
         )

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.nn import Module, ModuleDict, ModuleList, Parameter, Sequential
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
@@ -239,14 +239,6 @@ def share_initial(module: Module, holders: Topology, rank: int) -> None:
 def is_part(tensor: Tensor) -> bool:
     """Return whether the members of the group hold a tensor together."""
     return isinstance(tensor, DTensor)
-
-
-def are_rows(tensors: Iterable[Tensor], ranks: int) -> bool:
-    """Return whether that number of ranks holds the tensors together, each whole rows, in the order of the ranks."""
-    return all(
-        isinstance(each, DTensor) and each.device_mesh.size() == ranks and [*each.placements] == [Shard(0)]
-        for each in tensors
-    )
 
 
 def _memory_of(tensor: Tensor) -> Tensor:

@@ -61,12 +61,11 @@ class States:
         for part, clock in zip(self._place.parts, saved.cut.clocks, strict=False):
             part.replica.clock = clock
         names = [list(part.replica.parameters) for part in self._place.parts]
-        has_head = any(part.head is not None for part in self._place.parts)
         same = (
             saved.method == m.method_to_wire(self._place.method)
             and saved.groups == len(self._place.topology.alive)
             and len(saved.server) == len(self._place.parts)
-            and (not has_head if saved.parameters is None else saved.parameters == names)
+            and saved.parameters == names
         )
         self._resumed = self._filled(saved) if same else Saved()
         if not same:

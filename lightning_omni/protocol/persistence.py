@@ -147,13 +147,13 @@ class Persistence:
                 epochs.go_back()
 
 
-def check_state(state: Mapping[str, Any], reader: str, remedy: str) -> None:
-    """Raise `ConfigurationError` unless a state was saved by this release; the message contains reader and remedy."""
+def check_state(state: Mapping[str, Any]) -> None:
+    """Raise `ConfigurationError` unless this release has saved the state."""
     if state.get("name") != STATE or (state.get("version"), state.get("protocol")) != (STATE_VERSION, m.VERSION):
         raise ConfigurationError(
             f"the state is that of {state.get('name')} {state.get('version')} with protocol"
-            f" {state.get('protocol')}, and this {reader} reads {STATE} {STATE_VERSION} with protocol {m.VERSION};"
-            f" {remedy}"
+            f" {state.get('protocol')}, and this server reads {STATE} {STATE_VERSION} with protocol {m.VERSION};"
+            " start the server in an empty directory"
         )
 
 

@@ -369,7 +369,7 @@ class ServerCore:
         Raises:
             ConfigurationError: this server cannot continue from the state.
         """
-        check_state(state, "server", "start the server in an empty directory")
+        check_state(state)
         self.reset()
         self._now, self.goes_on = now, True
         self._persistence.load(state, journal, now)

@@ -566,56 +566,45 @@ def read(path: str | Path) -> dict[str, Any]:
 def saved_weights(path: str | Path) -> dict[str, Tensor]:
     """Return the weights of the last save in a server's directory, for ``module.load_state_dict(..., strict=False)``.
 
+    A server may be using the directory meanwhile.
+
     Args:
         path: the directory.
 
     Raises:
-        ConfigurationError: the directory has no readable save, or the shares of several servers.
+        ConfigurationError: the directory does not exist, it has no readable save, or several servers have saved a share
+            of the weights each.
     """
-    if any(Path(path).glob(f"{_SHARE}*")):
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ConfigurationError(f"{path}: there is no such directory; pass the one that the server was given: --state")
+    if any(folder.glob(f"{_SHARE}*")):
         raise ConfigurationError(
             f"{path}: several servers have saved a share of the weights each, and the module's shapes are in none of"
             " them; start lightning-omni serve again, or load a checkpoint"
         )
-    [state] = saved_states(path)
+    state = _last_of(folder)
     return {
         name: weight for part in state["services"]["Snapshots"]["parts"] for name, weight in part["weights"].items()
     }
 
 
-def saved_states(path: str | Path) -> list[dict[str, Any]]:
-    """Return the last save in a server's directory, one entry for each server that holds a share: see `read`.
-
-    A server may be using the directory meanwhile.
-
-    Args:
-        path: the directory; with several servers, that of the coordinating one.
-
-    Raises:
-        ConfigurationError: the directory does not exist, or it has no readable save.
-    """
-    folder = Path(path)
-    if not folder.is_dir():
-        raise ConfigurationError(f"{path}: there is no such directory; pass the one that the server was given: --state")
-    shares = [share_directory(folder, number) for number in _numbers(folder, _SHARE)]
-    folders = [folder, *shares]
+def _last_of(folder: Path) -> dict[str, Any]:
+    """Return the last save of a single server, which may replace it meanwhile."""
     for attempt in range(_ATTEMPTS):
-        numbers = set.intersection(*(set(_numbers(each, _SAVED)) for each in folders))
-        if numbers:
-            files = [_file(each, _SAVED, max(numbers)) for each in folders]
-        elif not shares and (folder / ENDED).exists():
-            files = [folder / ENDED]
-        else:
+        numbers = _numbers(folder, _SAVED)
+        file = _file(folder, _SAVED, numbers[-1]) if numbers else folder / ENDED
+        if not (numbers or file.exists()):
             break
         try:
-            return [read(each) for each in files]
+            return read(file)
         except ConfigurationError:
             # The server has meanwhile written another save and removed this one.
-            if attempt == _ATTEMPTS - 1 or all(each.exists() for each in files):
+            if attempt == _ATTEMPTS - 1 or file.exists():
                 raise
     raise ConfigurationError(
-        f"{path}: nothing is saved there. A server saves when training has begun, and removes its saves when a run has"
-        " ended in good order; then load a checkpoint that the Trainer has saved"
+        f"{folder}: nothing is saved there. A server saves when training has begun, and removes its saves when a run"
+        " has ended in good order; then load a checkpoint that the Trainer has saved"
     )
 
 

@@ -6,7 +6,6 @@ The class here serves both of Lightning's namespaces: it is mixed into each name
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing import get_all_start_methods
@@ -176,14 +175,6 @@ class OmniStrategyHooks(SavingStrategy):
         save_distributed_checkpoint: bool = False,
         **ddp: Any,
     ) -> None:
-        if "refusals" in ddp:
-            warnings.warn(
-                f"refusals={ddp['refusals']!r} is deprecated and goes in 0.3:"
-                f" pass max_nonfinite_pushes={ddp['refusals']!r}",
-                DeprecationWarning,
-                stacklevel=2,
-            )
-            max_nonfinite_pushes = ddp.pop("refusals")
         need_namespace(type(self))
         refuse_unknown_of_ddp(self, OmniStrategyHooks, ddp)
         within, theirs = inside_of(inside)

@@ -18,10 +18,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_omni.errors import ConfigurationError, MalformedMessage, UnsupportedError
-from lightning_omni.methods.master import held_by
 from lightning_omni.optimizer import names_of
-from lightning_omni.optimizer.model_replica import Part
-from lightning_omni.optimizer.sharding import are_rows, fill, is_part, local_of, reshard, tensors_of
+from lightning_omni.optimizer.sharding import fill, is_part, local_of, reshard, tensors_of
 from lightning_omni.protocol.codec import pack
 from lightning_omni.protocol.progress import Progress
 from lightning_omni.strategy import _private
@@ -124,7 +122,6 @@ class RunStates:
         shared = {name: own.pop(name) for name in list(own) if is_part(own[name])}
         bases = strategy.epochs.schedule
         averages = _private.averaged_models(trainer)
-        loops = self._sendable("the loops' progress", {"loops": checkpoint["loops"]})
         progress = strategy.epochs.progress
         return {
             "limits": self._limits,
@@ -132,6 +129,7 @@ class RunStates:
             "epoch": trainer.current_epoch,
             "counters": _private.progress_counters(trainer)[1:],
             "samples": strategy.epochs.samples,
+            "progress": None if progress is None else msgspec.to_builtins(progress),
             "validations": strategy.epochs.published.state,
             "metrics": _private.known_metrics(trainer),
             "order": strategy.epochs.data.order,
@@ -150,21 +148,6 @@ class RunStates:
             "averages": [average.state_dict() for average in averages],
             "callbacks": self._sendable("the state of the callback", checkpoint.pop("callbacks")),
             "more": self._sendable("the checkpoint's entry", {k: v for k, v in checkpoint.items() if k not in _APART}),
-            # The entries from here on are for `lightning_omni.strategy.exported`; joining groups have their own module.
-            **loops,
-            "progress": None if progress is None else msgspec.to_builtins(progress),
-            "automatic": strategy.pl_module.automatic_optimization,
-            "keys": self._keys(),
-            "parts": [self._described(part) for part in strategy.world.parts],
-            "kinds": [
-                {
-                    "class": described(config.scheduler),
-                    "interval": config.interval,
-                    "frequency": config.frequency,
-                    "optimizer": self._number(getattr(config.scheduler, "optimizer", None)),
-                }
-                for config in trainer.lr_scheduler_configs
-            ],
         }
 
     def _configured(self) -> dict[str, str]:
@@ -181,29 +164,6 @@ class RunStates:
             "schedulers": ", ".join(schedulers) or "none",
             "callbacks": ", ".join(_private.deciding_callbacks(trainer)) or "none that saves, stops or tunes",
         }
-
-    def _keys(self) -> dict[str, str]:
-        """Return the server's name of each tensor of the module's state; an empty name if it does not have it."""
-        strategy = self._strategy
-        served = {id(each): name for part in strategy.world.parts for name, each in part.replica.parameters.items()}
-        return {name: served.get(id(each), "") for name, each in tensors_of(strategy.pl_module).items()}
-
-    def _described(self, part: Part) -> dict[str, Any]:
-        """Return which of an optimizer's parameters the server has, with their indices and shapes."""
-        places = {id(each): place for place, each in enumerate(held_by(part.optimizer))}
-        parameters, world = part.replica.parameters, self._strategy.world
-        return {
-            "optimizer": self._number(part.optimizer),
-            "names": list(parameters),
-            "places": [places.get(id(each), -1) for each in parameters.values()],
-            "shapes": [list(each.shape) for each in parameters.values()],
-            "rows": world.share is not None and are_rows(parameters.values(), world.share[1]),
-        }
-
-    def _number(self, optimizer: Any) -> int:
-        own = [id(getattr(each, "optimizer", each)) for each in self._strategy.optimizers]
-        mine = id(getattr(optimizer, "optimizer", optimizer))
-        return own.index(mine) if mine in own else -1
 
     def _sendable(self, what: str, entries: Mapping[str, Any]) -> dict[str, Any]:
         """Return the entries that can be sent; warn once about each other one, which joining groups do not get."""

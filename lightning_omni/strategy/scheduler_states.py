@@ -1,8 +1,7 @@
-"""States of learning-rate schedulers at another moment: the present progress of a run, or that of its weights.
+"""States of learning-rate schedulers at another moment: that of the weights in a checkpoint.
 
-The recorder stores the schedulers' states when the groups begin to compute, and the server has the later progress.
-Schedulers of torch are made again from their states, and stepped. Schedulers of other classes are left unchanged.
-Functions of the user are called where they are available, as in a checkpoint that the recorder itself saves.
+Schedulers of torch are made again from their states, and stepped; functions of the user are called. Schedulers of other
+classes are left unchanged.
 """
 
 from __future__ import annotations
@@ -67,42 +66,37 @@ def described(scheduler: Any) -> list[Any]:
 
 
 def advanced(
-    description: Sequence[Any],
-    state: Mapping[str, Any],
-    groups: Sequence[Mapping[str, Any]],
-    count: int,
-    own: Any = None,
+    scheduler: Any, state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], count: int
 ) -> Standing | None:
     """Return a scheduler's state at a count, with the parameter groups that it sets on the way there.
 
     Args:
-        description: result of `described`.
+        scheduler: the scheduler; it is not changed.
         state: state of the scheduler before.
         groups: parameter groups of its optimizer before; the parameters in them do not matter.
         count: the count to reach.
-        own: the scheduler, if it is available; it is not changed.
 
     Returns:
-        None if the scheduler is not torch's, or has functions of the user that are not available.
+        None if the scheduler is not torch's.
 
     Example:
         >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.8)
         >>> scheduler = lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
-        >>> then = advanced(described(scheduler), scheduler.state_dict(), optimizer.param_groups, count=4)
+        >>> then = advanced(scheduler, scheduler.state_dict(), optimizer.param_groups, count=4)
         >>> then.state["last_epoch"], then.groups[0]["lr"]
         (4, 0.2)
     """
     optimizer = Optimizer([{**group, "params": [torch.zeros(1)]} for group in _bare(groups)], {})
     try:
-        scheduler = _made(description, state, optimizer, own)
-        if scheduler is None:
+        made = _made(scheduler, state, optimizer)
+        if made is None:
             return None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the optimizer does not step here
-            StepCounts().reach(scheduler, count, scheduler.step)
-    except Exception:  # states of other releases of torch may lack anything
+            StepCounts().reach(made, count, made.step)
+    except Exception:  # a function of the user may raise anything
         return None
-    return Standing(scheduler.state_dict(), _bare(optimizer.param_groups))
+    return Standing(made.state_dict(), _bare(optimizer.param_groups))
 
 
 def _bare(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -114,17 +108,6 @@ def _own(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
-def by_count(description: Sequence[Any], state: Mapping[str, Any], count: int) -> dict[str, Any] | None:
-    """Return a scheduler's state at a count, if its rate depends on the count alone; otherwise None.
-
-    Its functions are the user's, so that its rate is computed at its next step.
-    """
-    if description[0] != "LambdaLR":
-        return None
-    by = count - int(state["last_epoch"])
-    return {**state, "last_epoch": count, "_step_count": int(state["_step_count"]) + by}
-
-
 def count_in(state: Mapping[str, Any]) -> int:
     """Return how often a scheduler was stepped according to its state; -1 if the state has no count."""
     while "last_epoch" not in state:
@@ -133,15 +116,6 @@ def count_in(state: Mapping[str, Any]) -> int:
             return -1
         state = inside[0]
     return int(state["last_epoch"])
-
-
-def whole(description: Sequence[Any], state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a scheduler's state as it was before it was sent: the Counter of a MultiStepLR is sent as a dict."""
-    inside = zip(description[1], state.get("_schedulers") or (), strict=False)
-    more: dict[str, Any] = {"_schedulers": [whole(*each) for each in inside]} if description[1] else {}
-    if description[0] == "MultiStepLR":
-        more["milestones"] = Counter(state["milestones"])
-    return {**state, **more}
 
 
 def caught_up(
@@ -173,7 +147,7 @@ def caught_up(
         then = None
         if groups and count and count[0] < count[1]:
             before = groups[0]["param_groups"]
-            then = advanced(described(scheduler), states[number], before, count[1], scheduler)
+            then = advanced(scheduler, states[number], before, count[1])
         elif groups and count and count[0] > count[1] and of_each[id(scheduler.optimizer)] == 1:
             then = _returned(scheduler, earlier.get(scheduler), groups[0]["param_groups"], *count)
         if then is not None:
@@ -195,33 +169,27 @@ def _returned(
     """
     if earlier is None or count_in(earlier.state) > then:
         return None
-    kinds = described(scheduler)
-    again = advanced(kinds, *earlier, now, scheduler)
+    again = advanced(scheduler, *earlier, now)
     if again is None or again.groups != _bare(groups):
         return None
-    return advanced(kinds, *earlier, then, scheduler)
+    return advanced(scheduler, *earlier, then)
 
 
-def _made(description: Sequence[Any], state: Mapping[str, Any], optimizer: Optimizer, own: Any) -> Any:
-    name, inside = description
-    has_functions = name in ("LambdaLR", "MultiplicativeLR")  # the functions are the user's
-    if not name or (has_functions and own is None):
+def _made(scheduler: Any, state: Mapping[str, Any], optimizer: Optimizer) -> Any:
+    name, inside = described(scheduler)
+    if not name:
         return None
-    kind: Any = getattr(lr_scheduler, name, None)
-    if not isinstance(kind, type) or not issubclass(kind, lr_scheduler.LRScheduler):
-        return None
-    scheduler: Any = object.__new__(kind)
-    scheduler.optimizer = optimizer
+    made: Any = object.__new__(getattr(lr_scheduler, name))
+    made.optimizer = optimizer
     if name == "CyclicLR":
-        scheduler._scale_fn_custom = None
-    if has_functions:
-        scheduler.lr_lambdas = list(own.lr_lambdas)
+        made._scale_fn_custom = None
+    if hasattr(scheduler, "lr_lambdas"):
+        made.lr_lambdas = list(scheduler.lr_lambdas)
     if inside:
-        owns = [None] * len(inside) if own is None else own._schedulers
-        scheduler._schedulers = [
-            _made(each, its, optimizer, one) for each, its, one in zip(inside, state["_schedulers"], owns, strict=True)
+        made._schedulers = [
+            _made(each, its, optimizer) for each, its in zip(scheduler._schedulers, state["_schedulers"], strict=True)
         ]
-        if None in scheduler._schedulers:
+        if None in made._schedulers:
             return None
-    scheduler.load_state_dict({**state})
-    return scheduler
+    made.load_state_dict({**state})
+    return made

@@ -40,7 +40,6 @@ FILES_LEFT_OUT = {
     "all_reduce": "one script trains all its cases, one of them with sparse gradients, and the device has none",
     "doctor": NO_DEVICE,
     "ends": NO_DEVICE,
-    "exported": "the file is written by a server, and loaded by fits on the CPU",
     "faces": ALIKE,
     "first_batches": ALIKE,
     "hostile": NO_DEVICE,

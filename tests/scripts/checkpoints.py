@@ -178,18 +178,6 @@ def in_fragments(servers: int) -> Any:
     return omni.OmniStrategy(groups=2, servers=servers, method=method, wire="int8", data="static")
 
 
-def in_first_version(name: str) -> str:
-    """The same checkpoint, as it was saved before its entry had a name and a version."""
-    checkpoint = torch.load(FOLDER / f"{name}.ckpt", weights_only=True)
-    entry = checkpoint["omni"]
-    run, cut = entry["run"], entry["run"]["cut"]
-    first = {key: run[key] for key in ("groups", "method", "parameters", "server")}
-    first |= {key: cut[key] for key in ("clocks", "epoch", "total", "trained")}
-    file = FOLDER / f"first {RANK}.ckpt"
-    torch.save({**checkpoint, "omni": {**first, "states": entry["group"]}}, file)
-    return file.stem
-
-
 def main() -> None:
     ddp = pl.strategies.DDPStrategy
     diloco = omni.OmniStrategy(groups=2, method="diloco:period=8")
@@ -204,9 +192,6 @@ def main() -> None:
         "groups half": fit(omni.OmniStrategy(groups=2), 1, save="groups"),
         "ddp from groups": fit(ddp(), 1, resume="groups"),
         "groups from groups": fit(omni.OmniStrategy(groups=2), 2, resume="groups", save="later"),
-        "groups from the first version": fit(
-            omni.OmniStrategy(groups=2), 2, resume=in_first_version("groups"), save="last"
-        ),
         "groups from ddp": fit(omni.OmniStrategy(groups=2), 2, resume="ddp"),
         "ddp inside an epoch": inside_an_epoch(ddp()),
         "groups from inside": inside_an_epoch(omni.OmniStrategy(groups=2), resume=True),

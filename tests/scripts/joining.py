@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LambdaLR, OneCycleLR, StepLR
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.utils.data import DataLoader, random_split
 
 NAME = os.environ["OMNI_TEST_NAME"]
@@ -94,42 +94,6 @@ class Member(Net):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-class Told(Member):
-    """Tells its schedule in every batch where to go, in epochs."""
-
-    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
-        scheduler.step(self.current_epoch + (self.trainer.fit_loop.batch_idx + 1) / self.trainer.num_training_batches)
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD([each for each in self.parameters() if each.requires_grad], 0.05)
-        schedule = CosineAnnealingWarmRestarts(optimizer, 4)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
-class ByHand(Member):
-    """Steps two optimizers and a schedule by itself, of which one holds parameters in an order of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        for optimizer in self.optimizers():
-            optimizer.zero_grad()
-        self.manual_backward(loss)
-        for optimizer in self.optimizers():
-            optimizer.step()
-        self.lr_schedulers().step()
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        last, middle = self.net[3], self.net[1]
-        groups = [{"params": [last.bias]}, {"params": [last.weight, *middle.parameters()], "lr": 0.02}]
-        optimizers = [torch.optim.SGD(self.net[0].parameters(), 0.05, momentum=0.9), torch.optim.AdamW(groups, 0.01)]
-        return optimizers, [StepLR(optimizers[0], 1000)]
-
-
 class Parallel(Member):
     """Its layers are divided, as the user of ModelParallelStrategy writes it."""
 
@@ -204,8 +168,7 @@ Ema = getattr(pl.callbacks, "EMAWeightAveraging", None)  # of Lightning 2.6
 
 def main() -> None:
     pl.seed_everything(int(os.environ.get("OMNI_TEST_SEED", 1)), verbose=False)
-    one_device = ByHand if OPTIONS.get("by_hand") else Told if OPTIONS.get("schedule") == "told" else Member
-    module = Parallel if "x" in INSIDE else one_device
+    module = Parallel if "x" in INSIDE else Member
     net, record = module(), Record()
     for number in OPTIONS.get("frozen", ()):
         net.net[number].requires_grad_(False)
