@@ -24,7 +24,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_omni import OmniOptimizer, World
-from lightning_omni.optimizer import WorldOptions
+from lightning_omni.runtime import WorldOptions
 
 BATCH = 64
 COPY_EVERY = 2

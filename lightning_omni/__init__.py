@@ -14,10 +14,10 @@ if TYPE_CHECKING:  # for type checkers, OmniStrategy and the tuners of lightning
     from lightning_omni import methods
     from lightning_omni.errors import OmniError
     from lightning_omni.metrics import RunReport, Staleness
-    from lightning_omni.optimizer import OmniOptimizer, World, WorldOptions
+    from lightning_omni.runtime import OmniOptimizer, World, WorldOptions
     from lightning_omni.strategy.lightning import OmniStrategy
     from lightning_omni.topology import Topology
-    from lightning_omni.tuner.lightning import DeviceTuner, OmniTuner
+    from lightning_omni.tuning.callback.lightning import DeviceTuner, OmniTuner
 
 __version__ = "0.1.0"
 
@@ -36,16 +36,16 @@ __all__ = [
 ]
 
 _HOME = {
-    "DeviceTuner": "tuner.either",
+    "DeviceTuner": "tuning.callback.either",
     "OmniError": "errors",
-    "OmniOptimizer": "optimizer",
+    "OmniOptimizer": "runtime",
     "OmniStrategy": "strategy.either",
-    "OmniTuner": "tuner.either",
+    "OmniTuner": "tuning.callback.either",
     "RunReport": "metrics",
     "Staleness": "metrics",
     "Topology": "topology",
-    "World": "optimizer",
-    "WorldOptions": "optimizer",
+    "World": "runtime",
+    "WorldOptions": "runtime",
 }
 
 

@@ -15,8 +15,8 @@ import torch
 from processes import Process
 from test_wire import Rank, settings, sgd
 
-from lightning_omni.protocol import messages as m
-from lightning_omni.server import ServerProcess
+from lightning_omni.transport.serving import ServerProcess
+from lightning_omni.wire import messages as m
 
 ATTACKS = Path(__file__).parent / "attacks.py"
 RANKS = 400

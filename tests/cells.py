@@ -21,16 +21,16 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_omni.errors import ConfigurationError
+from lightning_omni.group.core import Ask
+from lightning_omni.group.lease_client import Lessee
 from lightning_omni.methods import METHODS, PRESETS, Exchange, Method, Push, Reply, ServerSide, method_named
-from lightning_omni.methods.fragments import read, write
-from lightning_omni.optimizer.options import WorldOptions
-from lightning_omni.protocol import EpochPlan
-from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.group import Ask
-from lightning_omni.protocol.layout import Layout
-from lightning_omni.protocol.lessee import Lessee
-from lightning_omni.protocol.wire_format import FORMATS, RAW, RESIDUAL
-from lightning_omni.protocol.wire_formats import BothWays, Wire, wire_of
+from lightning_omni.methods.model.fragments import read, write
+from lightning_omni.runtime.options import WorldOptions
+from lightning_omni.wire import messages as m
+from lightning_omni.wire.formats import BothWays, Wire, wire_of
+from lightning_omni.wire.formats.base import FORMATS, RAW, RESIDUAL
+from lightning_omni.wire.layout import Layout
+from lightning_omni.wire.leases import EpochPlan
 
 GROUPS, EPOCHS, BATCH, SAMPLES = 3, 2, 8, 80
 FATED, ITS_PUSH = 1, 2
@@ -93,7 +93,7 @@ def _settings_of(kind: type[Method]) -> Iterator[dict[str, Any]]:
 @cache
 def wires() -> tuple[str, ...]:
     """Every format of pushes; and of both ways, as ``"int8 both ways"``."""
-    kinds = {name: kind for name, kind in FORMATS.items() if kind.__module__.startswith("lightning_omni.protocol.")}
+    kinds = {name: kind for name, kind in FORMATS.items() if kind.__module__.startswith("lightning_omni.server.")}
     lossy = [SETTINGS.get(name, name) for name, kind in kinds.items() if kind not in (type(RAW), BothWays)]
     return ("fp32", *lossy, *(f"{name} both ways" for name in lossy))
 

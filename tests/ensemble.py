@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_omni.errors import ProtocolError
+from lightning_omni.group.core import Action, Ask, GroupCore, LastAnswer, Outgoing
 from lightning_omni.methods import (
     Answer,
     Exchange,
@@ -33,21 +34,22 @@ from lightning_omni.methods import (
     Replica,
     SendPeer,
 )
-from lightning_omni.methods.master import describe, hyperparameters_of
-from lightning_omni.methods.replica import copies
-from lightning_omni.methods.totals import Total
-from lightning_omni.protocol import ServerCore, handshake, transport
-from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.codec import pack, unpack
-from lightning_omni.protocol.group import Action, Ask, GroupCore, LastAnswer, Outgoing
-from lightning_omni.protocol.layout import Layout
-from lightning_omni.protocol.record import Event
-from lightning_omni.protocol.service import Out, as_tensor
-from lightning_omni.protocol.shard_servers import COORDINATOR
-from lightning_omni.protocol.split import Split
-from lightning_omni.protocol.wire_format import RAW, Memory, WireFormat, decode
+from lightning_omni.methods.model.master import describe, hyperparameters_of
+from lightning_omni.methods.model.replica import copies
+from lightning_omni.methods.model.totals import Total
 from lightning_omni.registry import to_wire
+from lightning_omni.server import ServerCore
+from lightning_omni.server.log.record import Event
+from lightning_omni.server.replication import COORDINATOR
+from lightning_omni.server.service import Out, as_tensor
 from lightning_omni.topology import GroupId
+from lightning_omni.transport import base as transport
+from lightning_omni.wire import handshake
+from lightning_omni.wire import messages as m
+from lightning_omni.wire.codec import pack, unpack
+from lightning_omni.wire.formats.base import RAW, Memory, WireFormat, decode
+from lightning_omni.wire.layout import Layout
+from lightning_omni.wire.partition import Split
 
 KEY = bytes(range(32))
 NONCE = bytes(32)

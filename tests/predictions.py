@@ -16,11 +16,11 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lightning_omni.performance.exchanging import ExchangePattern
-from lightning_omni.performance.measured import Measured
-from lightning_omni.performance.profile import Prediction, Profile
 from lightning_omni.simulator import Cluster, Jitter, Link, simulate
 from lightning_omni.trace import Trace
+from lightning_omni.tuning.model.exchanging import ExchangePattern
+from lightning_omni.tuning.model.measured import Measured
+from lightning_omni.tuning.model.profile import Prediction, Profile
 
 RANKS, BATCH, STEP = 4, 8, 8e-3
 """And the seconds of a step of a device of speed 1."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lightning_omni.group.core import GroupCore
 from lightning_omni.methods import (
     Exchange,
     Fetch,
@@ -34,10 +35,9 @@ from lightning_omni.methods import (
     Send,
     SendPeer,
 )
-from lightning_omni.methods.master import hyperparameters_of
-from lightning_omni.methods.totals import Total
-from lightning_omni.protocol.codec import pack, unpack
-from lightning_omni.protocol.group import GroupCore
+from lightning_omni.methods.model.master import hyperparameters_of
+from lightning_omni.methods.model.totals import Total
+from lightning_omni.wire.codec import pack, unpack
 
 Make = Callable[[Iterable[Any]], Optimizer]
 GradientOf = Callable[[Sequence[Tensor], int, int], list[Any]]

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from lightning_omni.performance.forecast import Setting, TrainedBatches
-from lightning_omni.performance.measured import Measured
-from lightning_omni.search import Observation, Search, SearchSpec, Space, TrainedSegment
+from lightning_omni.tuning.model.forecast import Setting, TrainedBatches
+from lightning_omni.tuning.model.measured import Measured
+from lightning_omni.tuning.search import Observation, Search, SearchSpec, Space, TrainedSegment
 
 SLOWNESS = (1, 1, 1.1, 1, 1, 1, 1, 2.6)
 RANKS, BATCH = len(SLOWNESS), 16

@@ -29,12 +29,10 @@ from lightning_omni.errors import (
     Refused,
 )
 from lightning_omni.methods import Inbox
-from lightning_omni.methods.totals import Total
-from lightning_omni.protocol import Out, ServerCore, handshake
-from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.layout import Layout
-from lightning_omni.protocol.service import Payload, as_tensor
-from lightning_omni.protocol.transport import (
+from lightning_omni.methods.model.totals import Total
+from lightning_omni.server import Out, ServerCore
+from lightning_omni.server.service import Payload, as_tensor
+from lightning_omni.transport.base import (
     PATIENCE,
     Address,
     Control,
@@ -45,7 +43,10 @@ from lightning_omni.protocol.transport import (
     refusal,
     register,
 )
-from lightning_omni.protocol.wire_format import RAW, WireFormat
+from lightning_omni.wire import handshake
+from lightning_omni.wire import messages as m
+from lightning_omni.wire.formats.base import RAW, WireFormat
+from lightning_omni.wire.layout import Layout
 
 T = TypeVar("T", bound=m.Message)
 BEAT, SLICE, TICK = 0.5, 0.1, 0.1

@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.optimizer.reduction import BUCKET_MB, Reduction, seconds_of_arithmetic
-from lightning_omni.performance.measured import Measured
-from lightning_omni.performance.profile import Profile
-from lightning_omni.protocol.all_reduce import EXACT, AllReduce, Memory, PowerSGD, all_reduce_of, resumed, text_of
+from lightning_omni.runtime.model.reduction import BUCKET_MB, Reduction, seconds_of_arithmetic
 from lightning_omni.simulator import Cluster, Link, simulate
+from lightning_omni.tuning.model.measured import Measured
+from lightning_omni.tuning.model.profile import Profile
+from lightning_omni.wire.all_reduce import EXACT, AllReduce, Memory, PowerSGD, all_reduce_of, resumed, text_of
 
 SHAPES = [(40, 30), (40,), (12, 3, 5, 5), (2, 2)]
 

@@ -20,14 +20,14 @@ from pytorch_lightning import Trainer
 from lightning_omni.checks import check_whole
 from lightning_omni.errors import ConfigurationError, UnknownArgument, UnsupportedError
 from lightning_omni.methods import DiLoCo
-from lightning_omni.optimizer import WorldOptions
-from lightning_omni.optimizer.meshes import ModelParallel
-from lightning_omni.search import Space
+from lightning_omni.runtime import WorldOptions
+from lightning_omni.runtime.model.meshes import ModelParallel
 from lightning_omni.simulator import Cluster
 from lightning_omni.strategy.arguments import refuses_unknown
 from lightning_omni.strategy.pytorch_lightning import OmniStrategy
 from lightning_omni.topology import Topology
-from lightning_omni.tuner.pytorch_lightning import DeviceTuner, OmniTuner
+from lightning_omni.tuning.callback.pytorch_lightning import DeviceTuner, OmniTuner
+from lightning_omni.tuning.search import Space
 
 ROOT = Path(__file__).parent.parent
 
@@ -223,8 +223,8 @@ for module in pkgutil.walk_packages(lightning_omni.__path__, "lightning_omni."):
     if not module.name.endswith("__main__"):
         importlib.import_module(module.name)
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.device import DeviceReport, DeviceSetting
-from lightning_omni.tuner.pytorch_lightning import DeviceTuner, OmniTuner
+from lightning_omni.tuning.device import DeviceReport, DeviceSetting
+from lightning_omni.tuning.callback.pytorch_lightning import DeviceTuner, OmniTuner
 
 def refusal(call):
     try:

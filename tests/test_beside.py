@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from lightning_omni.tuner.beside import SWITCH_INTERVAL, at_once, beside
+from lightning_omni.tuning.callback.background import SWITCH_INTERVAL, at_once, beside
 
 
 def test_while_something_is_found_threads_switch_often_and_then_as_before() -> None:

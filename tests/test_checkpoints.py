@@ -8,7 +8,7 @@ import pytest
 import torch
 from runs import Run, run
 
-from lightning_omni.strategy.loop_states import end_whole_epoch, go_on_after
+from lightning_omni.strategy.checkpoints.loop_progress import end_whole_epoch, go_on_after
 
 
 @pytest.fixture(scope="module")

@@ -16,17 +16,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_omni.performance.forecast import Scaling, Setting, TrainedBatches
-from lightning_omni.performance.measured import Measured
-from lightning_omni.report.digest import Digest
-from lightning_omni.search import Dimension, Observation, Search, SearchSpec, Space, TrainedSegment
-from lightning_omni.search import constants as c
-from lightning_omni.search.choice import best_listed, log_seconds, verdict
-from lightning_omni.search.rules import careful
-from lightning_omni.tuner.forecast_check import ForecastCheck
-from lightning_omni.tuner.microbenchmarks import seconds_per_byte
-from lightning_omni.tuner.state import TunerState
-from lightning_omni.tuner.throughput import Speed
+from lightning_omni.tuning.callback.first_batches.microbenchmarks import seconds_per_byte
+from lightning_omni.tuning.callback.guards.forecast_check import ForecastCheck
+from lightning_omni.tuning.callback.guards.throughput import Speed
+from lightning_omni.tuning.callback.state import TunerState
+from lightning_omni.tuning.model.forecast import Scaling, Setting, TrainedBatches
+from lightning_omni.tuning.model.measured import Measured
+from lightning_omni.tuning.report.digest import Digest
+from lightning_omni.tuning.search import Dimension, Observation, Search, SearchSpec, Space, TrainedSegment
+from lightning_omni.tuning.search import constants as c
+from lightning_omni.tuning.search.choice import best_listed, log_seconds, verdict
+from lightning_omni.tuning.search.rules import careful
 
 OWN = Setting(1, 0.9, 0.05, method="async_sgd", wire="fp32")
 AVERAGED = "diloco:outer_lr=1.0,outer_momentum=0"

@@ -16,10 +16,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from lightning_omni.cli import main, subject
+from lightning_omni.cli import main
 from lightning_omni.cli.console import progress_bar
-from lightning_omni.cli.subject import lines_of
-from lightning_omni.device import DeviceReport, DeviceSetting, Finding
+from lightning_omni.cli.device import subject
+from lightning_omni.cli.device.subject import lines_of
+from lightning_omni.tuning.device import DeviceReport, DeviceSetting, Finding
 
 MODEL = """
 import torch
@@ -68,7 +69,7 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
 def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing here depends on which of two ways is the faster one: they need not be timed for long."""
     for module in ("timing", "tune"):
-        monkeypatch.setattr(importlib.import_module(f"lightning_omni.device.{module}"), "BLOCK_SECONDS", 0.01)
+        monkeypatch.setattr(importlib.import_module(f"lightning_omni.tuning.device.{module}"), "BLOCK_SECONDS", 0.01)
 
 
 @pytest.fixture(params=["pytorch_lightning", "lightning.pytorch"])
@@ -170,7 +171,7 @@ def test_the_lines_to_paste_say_what_was_found() -> None:
     setting = DeviceSetting(threads=2, fused=True, precision="bf16-mixed", batch_size=64, workers=2)
     assert lines_of(report(setting)).splitlines() == [
         "from lightning_omni import DeviceTuner",
-        "from lightning_omni.device import DeviceSetting",
+        "from lightning_omni.tuning.device import DeviceSetting",
         "",
         'trainer = Trainer(precision="bf16-mixed", devices=2,'
         " callbacks=[DeviceTuner(setting=DeviceSetting(threads=2, fused=True))])",

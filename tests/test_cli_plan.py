@@ -13,12 +13,12 @@ from searches import BATCH, found, observed, search, space_of
 
 from lightning_omni.cli import main
 from lightning_omni.methods import method_named, with_period
-from lightning_omni.performance.costs import Costs
-from lightning_omni.performance.exchanging import ExchangePattern
-from lightning_omni.performance.profile import Profile
-from lightning_omni.report import Round, TuningReport
-from lightning_omni.search.prior import Prior
-from lightning_omni.search.space import wire_given
+from lightning_omni.tuning.model.costs import Costs
+from lightning_omni.tuning.model.exchanging import ExchangePattern
+from lightning_omni.tuning.model.profile import Profile
+from lightning_omni.tuning.report import Round, TuningReport
+from lightning_omni.tuning.search.prior import Prior
+from lightning_omni.tuning.search.space import wire_given
 
 SAME = ("--method", "async_sgd", "--wire", "int8")
 """Groups exchange in one way: that no better one is looked for saves seconds."""

@@ -11,9 +11,9 @@ from runs import run
 from torch import Tensor, nn
 
 from lightning_omni.methods import METHODS
-from lightning_omni.protocol.messages import method_from_wire
-from lightning_omni.protocol.record import read_record
+from lightning_omni.server.log.record import read_record
 from lightning_omni.simulator import replay
+from lightning_omni.wire.messages import method_from_wire
 
 SETTINGS: dict[str, list[dict[str, Any]]] = {
     "async_sgd": [{}, {"staleness_aware": True}, {"bound": 1}],

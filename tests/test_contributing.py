@@ -9,8 +9,8 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 import lightning_omni
-from lightning_omni import search
 from lightning_omni.cli import main
+from lightning_omni.tuning import search
 
 ROOT = Path(lightning_omni.__file__).parent.parent
 PAGE = (ROOT / "docs" / "contributing.md").read_text()

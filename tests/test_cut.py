@@ -25,12 +25,12 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.optimizer.saved import NAME, VERSION, Saved
-from lightning_omni.protocol import EpochPlan
-from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.codec import pack, unpack
-from lightning_omni.protocol.cut import Cut
-from lightning_omni.protocol.progress import Progress, ReferenceBatch
+from lightning_omni.runtime.state.checkpoint import NAME, VERSION, Saved
+from lightning_omni.wire import messages as m
+from lightning_omni.wire.codec import pack, unpack
+from lightning_omni.wire.cut import Cut
+from lightning_omni.wire.leases import EpochPlan
+from lightning_omni.wire.progress import Progress, ReferenceBatch
 
 GROUPS = ((0,), (1,), (2,))
 PLAN = EpochPlan(epoch=3, total=400, batch_size=2, budget=400)

@@ -16,6 +16,7 @@ from test_simulator import DATA, new_model, replayed, run
 from torch.nn import Parameter
 
 from lightning_omni.errors import ProtocolError
+from lightning_omni.group.core import Ask, GroupCore
 from lightning_omni.methods import (
     AsyncDiLoCo,
     DecoupledDiLoCo,
@@ -32,13 +33,12 @@ from lightning_omni.methods import (
     Replica,
     Reply,
 )
-from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.group import Ask, GroupCore
-from lightning_omni.protocol.record import Event
-from lightning_omni.protocol.shard import Shard
+from lightning_omni.server.log.record import Event
+from lightning_omni.server.served_optimizer import Shard
 from lightning_omni.simulator import Cluster as Devices
 from lightning_omni.simulator import Failure, Jitter, Link, Slowdown
 from lightning_omni.topology import Topology
+from lightning_omni.wire import messages as m
 
 WHOLE: dict[str, Any] = {"fragments": 1, "delay": 0, "grace": 0}
 """No fragments, no computing meanwhile, no window of grace."""

@@ -13,15 +13,15 @@ from test_transport import Group, Serving, served
 from torch import Tensor
 
 from lightning_omni.errors import Refused
+from lightning_omni.group.core import Ask, LastAnswer
 from lightning_omni.methods import Method, method_named
 from lightning_omni.methods.contract import Gradient
-from lightning_omni.methods.master import hyperparameters_of
-from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.deliveries import Deliveries
-from lightning_omni.protocol.group import Ask, LastAnswer
-from lightning_omni.protocol.in_memory import InMemory
-from lightning_omni.protocol.wire_format import Memory
+from lightning_omni.methods.model.master import hyperparameters_of
+from lightning_omni.server.push_dedup import Deliveries
 from lightning_omni.topology import GroupId
+from lightning_omni.transport.memory import InMemory
+from lightning_omni.wire import messages as m
+from lightning_omni.wire.formats.base import Memory
 
 
 def formed(serving: Serving, count: int, method: Method | None = None) -> list[Group]:

@@ -20,14 +20,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from lightning_omni.device import DeviceReport, DeviceSetting, Finding, tune_device, workers
-from lightning_omni.device.agreement import Agreement, distance
-from lightning_omni.device.allocator import can_keep_memory, keep_memory
-from lightning_omni.device.setting import align_layouts, contiguous
-from lightning_omni.device.timing import Comparison, compare
-from lightning_omni.device.trial import TrainingSetup
-from lightning_omni.device.tune import _DeviceSearch, _Skipped, must_repeat
 from lightning_omni.errors import ConfigurationError
+from lightning_omni.tuning.device import DeviceReport, DeviceSetting, Finding, tune_device, workers
+from lightning_omni.tuning.device.agreement import Agreement, distance
+from lightning_omni.tuning.device.allocator import can_keep_memory, keep_memory
+from lightning_omni.tuning.device.setting import align_layouts, contiguous
+from lightning_omni.tuning.device.timing import Comparison, compare
+from lightning_omni.tuning.device.trial import TrainingSetup
+from lightning_omni.tuning.device.tune import _DeviceSearch, _Skipped, must_repeat
 
 NO_COMPILE = {"compile": "a test"}
 STEPS = ("compile", "threads", "allocator", "memory format", "fused optimizer")

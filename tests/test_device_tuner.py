@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from lightning_omni.device import DeviceSetting
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.tuner import _private
-from lightning_omni.tuner.pytorch_lightning import DeviceTuner
+from lightning_omni.tuning.callback import _private
+from lightning_omni.tuning.callback.pytorch_lightning import DeviceTuner
+from lightning_omni.tuning.device import DeviceSetting
 
 LAST = torch.channels_last
 ALL = DeviceSetting(threads=2, keep_memory=True, channels_last=True, fused=True)
@@ -38,7 +38,7 @@ def one_thread() -> Iterator[None]:
 def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing here depends on which of two ways is the faster one: they need not be timed for long."""
     for module in ("timing", "tune"):
-        monkeypatch.setattr(importlib.import_module(f"lightning_omni.device.{module}"), "BLOCK_SECONDS", 0.01)
+        monkeypatch.setattr(importlib.import_module(f"lightning_omni.tuning.device.{module}"), "BLOCK_SECONDS", 0.01)
 
 
 class Net(pl.LightningModule):
@@ -116,7 +116,7 @@ def test_a_setting_is_in_use_from_the_first_batch_on_and_gone_after_the_fit() ->
     module = made(Net)
     trainer = fit(module, DeviceTuner(setting=ALL))
     how = [{key: each[key] for key in ("threads", "bf16", "last", "fused")} for each in module.seen]
-    cores = importlib.import_module("lightning_omni.device.tune").usable_cores()
+    cores = importlib.import_module("lightning_omni.tuning.device.tune").usable_cores()
     assert how == [{"threads": min(2, cores), "bf16": False, "last": True, "fused": True}] * 8
     assert module.net[0].weight.is_contiguous()
     assert trainer.precision == "32-true"
@@ -158,7 +158,7 @@ def test_after_an_error_all_is_as_it_was() -> None:
 
 
 def test_measuring_leaves_weights_data_order_and_rng_state_bitwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_omni.tuner.device.usable_cores", lambda: 1)
+    monkeypatch.setattr("lightning_omni.tuning.callback.device.usable_cores", lambda: 1)
     plain, tuned = made(Linear), made(Linear)
     fit(plain, loader=data((3,)))
     made(Linear)  # the same RNG state again

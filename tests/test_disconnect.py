@@ -15,12 +15,12 @@ from test_server_core import control_peer, data_peer, trained_link
 
 from lightning_omni.errors import RankLost
 from lightning_omni.methods import AsyncSGD
-from lightning_omni.protocol import ServerCore
-from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.layout import Layout
-from lightning_omni.server import ControlConnection, Server
-from lightning_omni.server.connection import DataConnection
-from lightning_omni.server.observer import Observer
+from lightning_omni.server import ServerCore
+from lightning_omni.transport.zeromq import ControlConnection, Server
+from lightning_omni.transport.zeromq.client import DataConnection
+from lightning_omni.transport.zeromq.observer import Observer
+from lightning_omni.wire import messages as m
+from lightning_omni.wire.layout import Layout
 
 KEY = bytes(32)
 SILENCE = 600.0

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_omni.group.core import GroupCore
 from lightning_omni.methods import AsyncSGD, Replica
-from lightning_omni.optimizer.rollback import RollbackPoint
-from lightning_omni.protocol.group import GroupCore
-from lightning_omni.search.constants import NON_FINITE_TOLERATED
-from lightning_omni.tuner.divergence import DivergenceGuard
+from lightning_omni.runtime.state.rollback import RollbackPoint
+from lightning_omni.tuning.callback.guards.divergence import DivergenceGuard
+from lightning_omni.tuning.search.constants import NON_FINITE_TOLERATED
 
 ZERO = torch.zeros(())
 

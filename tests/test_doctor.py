@@ -22,14 +22,15 @@ from runs import free_port
 from test_observation import say, watch
 from test_server_core import Link, expect_refusal
 
-from lightning_omni.cli import live_table, main
+from lightning_omni.cli import main
 from lightning_omni.cli.console import telling
-from lightning_omni.protocol import ServerCore
-from lightning_omni.protocol import messages as m
-from lightning_omni.server import Server
-from lightning_omni.server.frames import MOST_UNTAKEN, PROBE, Untaken
-from lightning_omni.server.observer import Observer
-from lightning_omni.server.versions import about, versions
+from lightning_omni.cli.top import live_table
+from lightning_omni.server import ServerCore
+from lightning_omni.transport.serving.build_info import about, versions
+from lightning_omni.transport.zeromq import Server
+from lightning_omni.transport.zeromq.frames import MOST_UNTAKEN, PROBE, Untaken
+from lightning_omni.transport.zeromq.observer import Observer
+from lightning_omni.wire import messages as m
 
 KEY = "5a" * 32
 COMMAND = [sys.executable, "-c", "from lightning_omni.cli import main; raise SystemExit(main())"]
@@ -39,7 +40,7 @@ COMMAND = [sys.executable, "-c", "from lightning_omni.cli import main; raise Sys
 def key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHTNING_OMNI_KEY", KEY)
     monkeypatch.setenv("COLUMNS", "200")  # no sentence is broken
-    monkeypatch.setattr("lightning_omni.cli.checkup.SECONDS", 0.1)
+    monkeypatch.setattr("lightning_omni.cli.doctor.checkup.SECONDS", 0.1)
 
 
 @contextmanager

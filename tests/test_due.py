@@ -15,15 +15,15 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from lightning_omni.checks import check_number
+from lightning_omni.group.core import Ask
 from lightning_omni.methods import METHODS, Barrier, Gradient, Method, Push, Reply, register
-from lightning_omni.methods.master import hyperparameters_of
-from lightning_omni.methods.totals import Total
-from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.group import Ask
-from lightning_omni.protocol.in_memory import InMemoryData, InMemoryServer
-from lightning_omni.protocol.record import Event
+from lightning_omni.methods.model.master import hyperparameters_of
+from lightning_omni.methods.model.totals import Total
+from lightning_omni.server.log.record import Event
 from lightning_omni.simulator import Cluster, Failure, Jitter, Link, replay, simulate
 from lightning_omni.simulator.workbench import Samples
+from lightning_omni.transport.memory import InMemoryData, InMemoryServer
+from lightning_omni.wire import messages as m
 
 varied = settings(deadline=None, max_examples=12, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 

@@ -6,7 +6,7 @@ import torch
 from torch.nn import Parameter
 
 from lightning_omni.methods import Pulled
-from lightning_omni.optimizer.model_replica import ModelReplica
+from lightning_omni.runtime.model.replica import ModelReplica
 
 
 def _replica(*sizes: int) -> ModelReplica:

@@ -16,12 +16,12 @@ from predictions import WAYS, Cell
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import METHODS, DecoupledDiLoCo, DiLoCo, method_named, with_period
-from lightning_omni.performance.costs import Costs
-from lightning_omni.performance.exchanging import ExchangePattern
-from lightning_omni.performance.measured import Measured
-from lightning_omni.performance.profile import Prediction, Profile
-from lightning_omni.performance.queueing import BarrierExchange, quantiles_of_slowest, quantiles_of_sum, slowest
-from lightning_omni.protocol.layout import Layout
+from lightning_omni.tuning.model.costs import Costs
+from lightning_omni.tuning.model.exchanging import ExchangePattern
+from lightning_omni.tuning.model.measured import Measured
+from lightning_omni.tuning.model.profile import Prediction, Profile
+from lightning_omni.tuning.model.queueing import BarrierExchange, quantiles_of_slowest, quantiles_of_sum, slowest
+from lightning_omni.wire.layout import Layout
 
 NBYTES = 4_000_000
 

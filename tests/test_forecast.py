@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.performance.forecast import Forecast, Scaling, Setting, Theory, TrainedBatches, samples_to
-from lightning_omni.performance.statistical import Estimate
+from lightning_omni.tuning.model.convergence.statistical import Estimate
+from lightning_omni.tuning.model.forecast import Forecast, Scaling, Setting, Theory, TrainedBatches, samples_to
 
 Law = Callable[[np.ndarray], np.ndarray]
 FEW = settings(max_examples=30, deadline=None)

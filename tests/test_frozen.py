@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 from lightning_omni.methods import METHODS, ElasticAveraging, Gradient, NextGradient, Pulled, Replica
 from lightning_omni.methods.contract import Exchange, Fetch, Step
-from lightning_omni.optimizer.model_replica import ModelReplica
+from lightning_omni.runtime.model.replica import ModelReplica
 
 FORMATS = ("fp32", "bf16", "int8")
 ONE, TWO = torch.ones(4), torch.full((4,), 2.0)

@@ -24,13 +24,13 @@ from test_shards import same
 from test_transport import KEY
 
 from lightning_omni import OmniStrategy
-from lightning_omni.cli.run_log import RunLog
-from lightning_omni.cli.standing_server import Options, StandingServer, StopSignals
+from lightning_omni.cli.serve.run_log import RunLog
+from lightning_omni.cli.serve.standing_server import Options, StandingServer, StopSignals
 from lightning_omni.methods import method_named
-from lightning_omni.protocol.record import Event, RecordFile, read_record
-from lightning_omni.protocol.server import ServerCore
-from lightning_omni.server.process import ServerSettings
-from lightning_omni.server.saving import PATIENCE, StateDirectory, saved_weights
+from lightning_omni.server.core import ServerCore
+from lightning_omni.server.log.record import Event, RecordFile, read_record
+from lightning_omni.transport.serving.process import ServerSettings
+from lightning_omni.transport.serving.state_directory import PATIENCE, StateDirectory, saved_weights
 
 resource = pytest.importorskip("resource")
 EVERY = 1000.0

@@ -20,10 +20,10 @@ import torch
 import zmq
 from test_server_core import Link, control_peer, data_peer, gradient, push_of, trained_link
 
-from lightning_omni.protocol import Out, ServerCore
-from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.router import types_on
-from lightning_omni.server import Server
+from lightning_omni.server import Out, ServerCore
+from lightning_omni.server.router import types_on
+from lightning_omni.transport.zeromq import Server
+from lightning_omni.wire import messages as m
 
 STRANGE, ADMITTED = 60_000, 40_000
 """Frames of strangers, and of admitted ranks."""

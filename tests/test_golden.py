@@ -14,8 +14,8 @@ from golden import names, record, served, simulated
 from golden.digests import Outcome, apart, digest, here
 
 from lightning_omni.methods import METHODS
-from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.record import Kind
+from lightning_omni.server.log.record import Kind
+from lightning_omni.wire import messages as m
 
 OTHER_TYPES = {"Event", "TensorSpec"}
 """Names in the table that the module of messages does not have."""

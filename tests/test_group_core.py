@@ -8,6 +8,9 @@ from rounds import sgd
 from torch.nn import Parameter
 
 from lightning_omni.errors import NonFiniteGradients, ProtocolError, UnsupportedError
+from lightning_omni.group.core import Ask, GroupCore, LastAnswer
+from lightning_omni.group.lease_client import Lessee
+from lightning_omni.group.merged_head import HeadSide
 from lightning_omni.methods import (
     AsyncSGD,
     Exchange,
@@ -22,13 +25,10 @@ from lightning_omni.methods import (
     Replica,
     SendPeer,
 )
-from lightning_omni.methods.master import hyperparameters_of
-from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.group import Ask, GroupCore, LastAnswer
-from lightning_omni.protocol.head_side import HeadSide
-from lightning_omni.protocol.layout import Layout
-from lightning_omni.protocol.lessee import Lessee
-from lightning_omni.protocol.wire_format import Memory
+from lightning_omni.methods.model.master import hyperparameters_of
+from lightning_omni.wire import messages as m
+from lightning_omni.wire.formats.base import Memory
+from lightning_omni.wire.layout import Layout
 
 
 def group(method: Method, lr: float = 0.5, count: int = 1) -> tuple[GroupCore, list[Replica]]:

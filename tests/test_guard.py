@@ -17,14 +17,14 @@ import zmq
 from zmq.utils import z85
 
 from lightning_omni.errors import ConfigurationError, Refused
-from lightning_omni.protocol import ServerCore
-from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.layout import Layout
-from lightning_omni.protocol.quoting import LONGEST, quoted
-from lightning_omni.server import ControlConnection, DataConnection, Server, guard, rate_limits
-from lightning_omni.server.frames import LARGEST_CONTROL_FRAME, LARGEST_DATA_FRAME
-from lightning_omni.server.keys import DOMAIN, RunKeys
-from lightning_omni.server.rate_limits import RefusalLog
+from lightning_omni.server import ServerCore
+from lightning_omni.transport.zeromq import ControlConnection, DataConnection, Server, guard, rate_limits
+from lightning_omni.transport.zeromq.frames import LARGEST_CONTROL_FRAME, LARGEST_DATA_FRAME
+from lightning_omni.transport.zeromq.keys import DOMAIN, RunKeys
+from lightning_omni.transport.zeromq.rate_limits import RefusalLog
+from lightning_omni.wire import messages as m
+from lightning_omni.wire.layout import Layout
+from lightning_omni.wire.sanitize import LONGEST, quoted
 
 KEY = bytes(32)
 LAYOUT = Layout.of({"w": torch.zeros(1)})

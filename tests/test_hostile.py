@@ -21,7 +21,7 @@ from runs import SLOWER, Running
 from test_wire import Rank, Serving, Wiretap, eventually
 
 from lightning_omni.errors import OmniError
-from lightning_omni.server.keys import new_key
+from lightning_omni.transport.zeromq.keys import new_key
 
 BOUND = 128.0
 """Megabytes that strangers may cost a server, at the defaults; see docs/security.md."""

@@ -19,12 +19,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.methods import AsyncSGD, LocalSGD
-from lightning_omni.optimizer.meshes import sizes_in
-from lightning_omni.optimizer.sharding import _blocks, average_over_replicas, reshard, state_rows
-from lightning_omni.protocol.split import check_by_parts
+from lightning_omni.runtime.model.meshes import sizes_in
+from lightning_omni.runtime.model.sharded import _blocks, average_over_replicas, reshard, state_rows
 from lightning_omni.strategy.pytorch_lightning import OmniStrategy
 from lightning_omni.topology import Topology
-from lightning_omni.tuner.pytorch_lightning import OmniTuner
+from lightning_omni.tuning.callback.pytorch_lightning import OmniTuner
+from lightning_omni.wire.partition import check_by_parts
 
 CLOSE = 1e-6
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from lightning_omni.errors import UnsupportedError
 from lightning_omni.methods import METHODS, AsyncSGD, Method, method_named
-from lightning_omni.performance.forecast import Scaling, Setting
-from lightning_omni.search import Space
-from lightning_omni.tuner.joined_fit import check_joined, suited_to
-from lightning_omni.tuner.run import TunerOptions
+from lightning_omni.tuning.callback.joined import check_joined, suited_to
+from lightning_omni.tuning.callback.run import TunerOptions
+from lightning_omni.tuning.model.forecast import Scaling, Setting
+from lightning_omni.tuning.search import Space
 
 FREE = Space(groups=(1,), momentum=(0.0, 0.999))
 OPTIONS = TunerOptions(

@@ -35,26 +35,27 @@ from test_server_core import (
 )
 from torch import nn
 
-from lightning_omni.cli.serve import JOINED_HEARTBEAT_TIMEOUT
+from lightning_omni.cli.serve.command import JOINED_HEARTBEAT_TIMEOUT
 from lightning_omni.errors import ConfigurationError, ConnectionLost, Evicted, OmniError, RankLost, Refused
-from lightning_omni.optimizer import WorldOptions
-from lightning_omni.optimizer.embedded import RunServer
-from lightning_omni.optimizer.enlistment import COMES_BACK, Enlistment, ask_for_all, comes_back_to, return_to
-from lightning_omni.optimizer.folders import Folder
-from lightning_omni.optimizer.meshes import ModelParallel, sizes_in
-from lightning_omni.protocol import EpochPlan, time_limits
-from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.codec import pack, unpack
-from lightning_omni.protocol.handshake import fingerprint_problem, hello_of
-from lightning_omni.protocol.layout import Layout
-from lightning_omni.protocol.observation import MOST_OBSERVERS
-from lightning_omni.protocol.rank_numbers import origin
-from lightning_omni.protocol.transport import answer_of
-from lightning_omni.server.observer import Observer
-from lightning_omni.server.saving import StateDirectory
+from lightning_omni.runtime import WorldOptions
+from lightning_omni.runtime.membership.registration import COMES_BACK, Enlistment, ask_for_all, comes_back_to, return_to
+from lightning_omni.runtime.model.meshes import ModelParallel, sizes_in
+from lightning_omni.runtime.server_process import RunServer
+from lightning_omni.runtime.state.distributed_checkpoint import Folder
+from lightning_omni.server.membership import timeouts as time_limits
+from lightning_omni.server.membership.numbering import origin
+from lightning_omni.server.observers import MOST_OBSERVERS
+from lightning_omni.strategy.joining.rejoin import Rejoining
 from lightning_omni.strategy.pytorch_lightning import OmniStrategy
-from lightning_omni.strategy.rejoining import Rejoining
 from lightning_omni.topology import Topology
+from lightning_omni.transport.base import answer_of
+from lightning_omni.transport.serving.state_directory import StateDirectory
+from lightning_omni.transport.zeromq.observer import Observer
+from lightning_omni.wire import messages as m
+from lightning_omni.wire.codec import pack, unpack
+from lightning_omni.wire.handshake import fingerprint_problem, hello_of
+from lightning_omni.wire.layout import Layout
+from lightning_omni.wire.leases import EpochPlan
 
 # --- The protocol ----------------------------------------------------------------------------------------------------
 
@@ -628,7 +629,7 @@ def test_a_group_that_comes_back_to_a_server_that_is_gone_hears_that_the_run_may
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("LIGHTNING_OMNI_KEY", "ab" * 32)
-    monkeypatch.setattr("lightning_omni.optimizer.enlistment.Observer", partial(Observer, timeout=0.1))
+    monkeypatch.setattr("lightning_omni.runtime.membership.registration.Observer", partial(Observer, timeout=0.1))
     options = WorldOptions(join=True, server="tcp://127.0.0.1:9")
     for came, says in (("", "no parameter server answers at"), ("a-run 1", "the run a-run: either that is over")):
         monkeypatch.setenv(COMES_BACK, came)
@@ -645,7 +646,7 @@ def test_no_group_comes_back_to_a_run_that_was_not_saved_and_whose_server_has_en
 ) -> None:
     """Unless it is the network that does not bring it there: a machine that answers says that nobody listens."""
     monkeypatch.setenv("LIGHTNING_OMNI_KEY", "ab" * 32)
-    monkeypatch.setattr("lightning_omni.optimizer.enlistment.Observer", partial(Observer, timeout=0.1))
+    monkeypatch.setattr("lightning_omni.runtime.membership.registration.Observer", partial(Observer, timeout=0.1))
     monkeypatch.setenv(COMES_BACK, return_to("a-run", 1, is_saved))
     assert comes_back_to() == ("a-run", 1)
     with socket.socket() as other:

@@ -10,13 +10,13 @@ import torch
 from test_transport import KEY, Group, Serving, served
 
 from lightning_omni.errors import Refused
+from lightning_omni.group.lease_client import Lessee
 from lightning_omni.methods import METHODS, Method, method_named
-from lightning_omni.protocol import EpochPlan
-from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.in_memory import InMemory
-from lightning_omni.protocol.layout import Layout
-from lightning_omni.protocol.lessee import Lessee
 from lightning_omni.topology import GroupId
+from lightning_omni.transport.memory import InMemory
+from lightning_omni.wire import messages as m
+from lightning_omni.wire.layout import Layout
+from lightning_omni.wire.leases import EpochPlan
 
 SAMPLES = 60
 PLAN = EpochPlan(epoch=0, total=SAMPLES, batch_size=2, budget=SAMPLES)

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_omni.errors import MalformedMessage
-from lightning_omni.protocol.codec import Packed, check_specs, pack, unpack
-from lightning_omni.protocol.layout import ALIGNMENT, DTYPES, Layout, TensorSpec, spec_of
+from lightning_omni.wire.codec import Packed, check_specs, pack, unpack
+from lightning_omni.wire.layout import ALIGNMENT, DTYPES, Layout, TensorSpec, spec_of
 
 varied = settings(deadline=None, max_examples=40, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 

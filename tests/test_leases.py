@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from lightning_omni.errors import ConfigurationError, ProtocolError
-from lightning_omni.optimizer.loaders import LeasedBatchSampler, Leases, can_lease, permutation
-from lightning_omni.protocol.leases import (
+from lightning_omni.runtime.data.loader import LeasedBatchSampler, Leases, can_lease, permutation
+from lightning_omni.wire.leases import (
     MOST_AHEAD,
     Batch,
     EpochPlan,

@@ -23,20 +23,20 @@ from torch.optim import SGD
 
 from lightning_omni import OmniStrategy
 from lightning_omni.errors import ConfigurationError, MalformedMessage, Refused
+from lightning_omni.group.core import Ask, GroupCore
 from lightning_omni.methods import METHODS, Gradient, Inbox, NextGradient, Pulled, Replica, method_named
 from lightning_omni.methods.contract import Publish, ReadInbox, ReadPeer, SendPeer
-from lightning_omni.optimizer.options import WorldOptions
-from lightning_omni.protocol import messages as m
-from lightning_omni.protocol import wire_format
-from lightning_omni.protocol.group import Ask, GroupCore
-from lightning_omni.protocol.layout import Layout
-from lightning_omni.protocol.record import Event, read_record
-from lightning_omni.protocol.shard import Shard
-from lightning_omni.protocol.wire_format import RAW, Memory, WireFormat
-from lightning_omni.protocol.wire_formats import BF16, FP16, Int8, TopK, wire_named, wire_of
+from lightning_omni.runtime.options import WorldOptions
+from lightning_omni.server.log.record import Event, read_record
+from lightning_omni.server.served_optimizer import Shard
 from lightning_omni.simulator import replay
 from lightning_omni.simulator.workbench import Samples
 from lightning_omni.trace import Trace
+from lightning_omni.wire import messages as m
+from lightning_omni.wire.formats import BF16, FP16, Int8, TopK, wire_named, wire_of
+from lightning_omni.wire.formats import base as wire_format
+from lightning_omni.wire.formats.base import RAW, Memory, WireFormat
+from lightning_omni.wire.layout import Layout
 
 NAMES = ("bf16", "fp16", "int8", "topk:0.1")
 every_format = pytest.mark.parametrize("name", NAMES)

@@ -13,8 +13,8 @@ from cells import Cell, Training, cells, methods, pairwise, refusal, wires
 from covering import covering
 
 from lightning_omni.methods import METHODS
-from lightning_omni.protocol.wire_format import FORMATS, name_of
-from lightning_omni.protocol.wire_formats import wire_of
+from lightning_omni.wire.formats import wire_of
+from lightning_omni.wire.formats.base import FORMATS, name_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "compatibility.md"
 SOME = pairwise([cell for cell in cells() if not refusal(cell)])
@@ -25,7 +25,7 @@ def test_every_method_and_every_format_is_in_the_matrix() -> None:
     assert {METHODS[text.partition(":")[0]] for text in methods() if text.partition(":")[0] in METHODS} == {
         METHODS[name] for name in shipped
     }
-    shipped = {name for name, kind in FORMATS.items() if kind.__module__.startswith("lightning_omni.protocol.")}
+    shipped = {name for name, kind in FORMATS.items() if kind.__module__.startswith("lightning_omni.server.")}
     assert {name_of(wire_of(wire)) for wire in wires() if not wire.endswith("both ways")} == shipped - {"both_ways"}
 
 

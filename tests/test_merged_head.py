@@ -17,17 +17,17 @@ from torch.nn import Parameter
 
 from lightning_omni.errors import ConfigurationError, MalformedMessage, UnsupportedError
 from lightning_omni.methods import AsyncSGD
-from lightning_omni.methods.head import MergedHead, check_mergeable, clip, modes_of
-from lightning_omni.methods.master import describe, hyperparameters_of, places_of, state_of
-from lightning_omni.methods.modules import class_paths, describe_module, module_resolver, rebuild_module
-from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.activations import Both, pack_in, unpack_in
-from lightning_omni.protocol.codec import pack, unpack
-from lightning_omni.protocol.layout import Layout
-from lightning_omni.protocol.record import Event
-from lightning_omni.protocol.wire_format import to_wire
-from lightning_omni.protocol.wire_formats import Int8, Wire, wire_of
+from lightning_omni.methods.model.head import MergedHead, check_mergeable, clip, modes_of
+from lightning_omni.methods.model.master import describe, hyperparameters_of, places_of, state_of
+from lightning_omni.methods.model.modules import class_paths, describe_module, module_resolver, rebuild_module
+from lightning_omni.server.log.record import Event
 from lightning_omni.simulator import trace_of
+from lightning_omni.wire import messages as m
+from lightning_omni.wire.activations import Both, pack_in, unpack_in
+from lightning_omni.wire.codec import pack, unpack
+from lightning_omni.wire.formats import Int8, Wire, wire_of
+from lightning_omni.wire.formats.base import to_wire
+from lightning_omni.wire.layout import Layout
 
 HEAD = 1
 """The head's number: the body is optimizer 0."""

@@ -33,10 +33,10 @@ from lightning_omni.methods import (
     Reply,
     method_named,
 )
-from lightning_omni.methods.master import class_path, describe, hyperparameters_of, rebuild, resolver
-from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.codec import pack, unpack
+from lightning_omni.methods.model.master import class_path, describe, hyperparameters_of, rebuild, resolver
 from lightning_omni.registry import Registry
+from lightning_omni.wire import messages as m
+from lightning_omni.wire.codec import pack, unpack
 
 varied = settings(deadline=None, max_examples=40, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 SHAPES = {"first.weight": (3, 4), "second.weight": (4, 2)}

@@ -11,13 +11,13 @@ import pytest
 from rich.console import Console
 from test_server_core import KEY, Link, control_peer, expect_refusal, trained_link
 
-from lightning_omni.cli.run_log import TIMES, RunLog
+from lightning_omni.cli.serve.run_log import TIMES, RunLog
 from lightning_omni.errors import Refused
 from lightning_omni.methods import AsyncSGD
-from lightning_omni.protocol import handshake
-from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.leases import EpochPlan
-from lightning_omni.protocol.observation import MOST_CHALLENGED, MOST_OBSERVERS, ranks_text
+from lightning_omni.server.observers import MOST_CHALLENGED, MOST_OBSERVERS, ranks_text
+from lightning_omni.wire import handshake
+from lightning_omni.wire import messages as m
+from lightning_omni.wire.leases import EpochPlan
 
 PLAN = EpochPlan(epoch=3, total=64, batch_size=2, budget=64)
 

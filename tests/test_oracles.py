@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_omni.errors import ConfigurationError, MalformedMessage, ProtocolError
+from lightning_omni.group.core import Ask, GroupCore
 from lightning_omni.methods import (
     METHODS,
     PRESETS,
@@ -54,12 +55,11 @@ from lightning_omni.methods import (
     register,
 )
 from lightning_omni.methods.contract import GroupSide
-from lightning_omni.methods.master import describe, hyperparameters_of, resolver
-from lightning_omni.methods.replica import Pulled, Replica, is_sound
-from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.group import Ask, GroupCore
-from lightning_omni.protocol.layout import Layout
-from lightning_omni.protocol.shard import Shard
+from lightning_omni.methods.model.master import describe, hyperparameters_of, resolver
+from lightning_omni.methods.model.replica import Pulled, Replica, is_sound
+from lightning_omni.server.served_optimizer import Shard
+from lightning_omni.wire import messages as m
+from lightning_omni.wire.layout import Layout
 
 varied = settings(deadline=None, max_examples=8, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 

@@ -21,6 +21,7 @@ from torch.utils.data import ConcatDataset
 
 from lightning_omni import OmniStrategy
 from lightning_omni.errors import ConfigurationError, ProtocolError
+from lightning_omni.group.core import Ask, GroupCore, LastAnswer
 from lightning_omni.methods import (
     AsyncSGD,
     DelayCompensated,
@@ -36,18 +37,17 @@ from lightning_omni.methods import (
     Replica,
     Send,
 )
-from lightning_omni.methods.fragments import cut, read, sizes_of, write
-from lightning_omni.methods.master import hyperparameters_of
-from lightning_omni.protocol import messages as m
-from lightning_omni.protocol import wire_format
-from lightning_omni.protocol.group import Ask, GroupCore, LastAnswer
-from lightning_omni.protocol.layout import Layout, TensorSpec
-from lightning_omni.protocol.record import Event, read_record
-from lightning_omni.protocol.wire_format import Memory
-from lightning_omni.protocol.wire_formats import wire_named
+from lightning_omni.methods.model.fragments import cut, read, sizes_of, write
+from lightning_omni.methods.model.master import hyperparameters_of
+from lightning_omni.server.log.record import Event, read_record
 from lightning_omni.simulator import Cluster, Link, replay, simulate
 from lightning_omni.simulator.workbench import Samples
 from lightning_omni.trace import Trace
+from lightning_omni.wire import messages as m
+from lightning_omni.wire.formats import base as wire_format
+from lightning_omni.wire.formats import wire_named
+from lightning_omni.wire.formats.base import Memory
+from lightning_omni.wire.layout import Layout, TensorSpec
 
 SHAPES = ((7, 5), (), (0,), (130,), (3,))
 FORMATS = ("fp32", "bf16", "int8", "topk:0.1")

@@ -14,11 +14,11 @@ from test_server_core import data_peer, trained_link
 from torch import Tensor
 
 from lightning_omni.methods import METHODS, AsyncSGD, Downpour, method_named
-from lightning_omni.protocol import Out
-from lightning_omni.protocol import messages as m
-from lightning_omni.server import Server
-from lightning_omni.server.frames import CHUNK, CHUNK_MARK, LITTLE
-from lightning_omni.server.pacing import LONGER, LONGEST, PacedAnswers
+from lightning_omni.server import Out
+from lightning_omni.transport.zeromq import Server
+from lightning_omni.transport.zeromq.frames import CHUNK, CHUNK_MARK, LITTLE
+from lightning_omni.transport.zeromq.pacing import LONGER, LONGEST, PacedAnswers
+from lightning_omni.wire import messages as m
 
 PEER = b"peer"
 COPY = 0.01

@@ -17,16 +17,16 @@ from torch import Tensor
 
 from lightning_omni.errors import ConnectionLost, RankLost, Refused
 from lightning_omni.methods import Inbox
-from lightning_omni.protocol import ServerCore
-from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.handshake import attach_mac
-from lightning_omni.protocol.layout import Layout, TensorSpec
-from lightning_omni.protocol.transport import Address
-from lightning_omni.protocol.wire_format import RAW, Memory, WireFormat
-from lightning_omni.protocol.wire_formats import Int8
-from lightning_omni.server import PeerConnections, PeerSocket, ZeroMQ
-from lightning_omni.server.addresses import own_host
-from lightning_omni.server.keys import RunKeys
+from lightning_omni.server import ServerCore
+from lightning_omni.transport.base import Address
+from lightning_omni.transport.zeromq import PeerConnections, PeerSocket, ZeroMQ
+from lightning_omni.transport.zeromq.addresses import own_host
+from lightning_omni.transport.zeromq.keys import RunKeys
+from lightning_omni.wire import messages as m
+from lightning_omni.wire.formats import Int8
+from lightning_omni.wire.formats.base import RAW, Memory, WireFormat
+from lightning_omni.wire.handshake import attach_mac
+from lightning_omni.wire.layout import Layout, TensorSpec
 
 SHAPES = {"w": (300, 1000), "b": (7,)}  # more than one chunk
 KEYS = RunKeys(bytes(32))
@@ -122,7 +122,7 @@ def test_weights_travel_in_the_wire_format_both_ways() -> None:
 
 
 def test_a_model_of_very_many_chunks_arrives_whole(peers: Peers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_omni.server.frames.CHUNK", 64)
+    monkeypatch.setattr("lightning_omni.transport.zeromq.frames.CHUNK", 64)
     peers.sockets[1].publish(0, weights(3.0))
     read = peers.connections[0].read(1, 0)
     assert read is not None

@@ -19,7 +19,7 @@ from lightning_omni.methods import (
     Replica,
 )
 from lightning_omni.methods.contract import Fetch, Publish, ReadInbox, ReadPeer, Receive, Send, SendPeer, StepTime
-from lightning_omni.protocol.messages import method_from_wire
+from lightning_omni.wire.messages import method_from_wire
 
 LATE = "with method="
 FITS: dict[str, dict[str, Any]] = {

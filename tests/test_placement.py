@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from runs import run_nodes
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.performance import constants
-from lightning_omni.performance.exchanging import ExchangePattern
-from lightning_omni.performance.measured import Measured
-from lightning_omni.performance.placement import sites_of
-from lightning_omni.performance.profile import Profile
-from lightning_omni.performance.queueing import residence_on_links
+from lightning_omni.tuning.model import constants
+from lightning_omni.tuning.model.exchanging import ExchangePattern
+from lightning_omni.tuning.model.measured import Measured
+from lightning_omni.tuning.model.placement import sites_of
+from lightning_omni.tuning.model.profile import Profile
+from lightning_omni.tuning.model.queueing import residence_on_links
 
 NBYTES = 4_000_000
 LINK = 40e6

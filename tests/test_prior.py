@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_omni.search.constants import LARGEST_STEP, RELATED
-from lightning_omni.search.prior import STREAMING, Prior, PriorRow, Steepness
-from lightning_omni.search.space import ALL_REDUCES
+from lightning_omni.tuning.search.constants import LARGEST_STEP, RELATED
+from lightning_omni.tuning.search.prior import STREAMING, Prior, PriorRow, Steepness
+from lightning_omni.tuning.search.space import ALL_REDUCES
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "benchmarks"))
 

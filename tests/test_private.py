@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
-from lightning_omni.optimizer._private import (
+from lightning_omni.runtime._private import (
     _states_of_gloo,
     check_reduced,
     collectives_of,
@@ -37,8 +37,8 @@ from lightning_omni.optimizer._private import (
     root_mesh,
     store_of,
 )
-from lightning_omni.optimizer.failing import forget, have_failed_alike
-from lightning_omni.optimizer.process_groups import ProcessGroups
+from lightning_omni.runtime.checks.failing import forget, have_failed_alike
+from lightning_omni.runtime.process_groups import ProcessGroups
 from lightning_omni.strategy import _private
 
 

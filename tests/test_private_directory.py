@@ -17,11 +17,18 @@ import torch
 from processes import Process
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.protocol.layout import Layout
-from lightning_omni.server import ControlConnection, PeerSocket, segments
-from lightning_omni.server.addresses import PREFIX, PrivateDirectory, check_address, remove_if_abandoned, sibling
-from lightning_omni.server.keys import RunKeys
-from lightning_omni.server.process import ServerSettings
+from lightning_omni.transport.serving.process import ServerSettings
+from lightning_omni.transport.zeromq import ControlConnection, PeerSocket
+from lightning_omni.transport.zeromq import memory_segments as segments
+from lightning_omni.transport.zeromq.addresses import (
+    PREFIX,
+    PrivateDirectory,
+    check_address,
+    remove_if_abandoned,
+    sibling,
+)
+from lightning_omni.transport.zeromq.keys import RunKeys
+from lightning_omni.wire.layout import Layout
 
 SETTINGS = ServerSettings("00" * 32, "", 0, 30.0, 60.0, 1, ())
 
@@ -70,8 +77,8 @@ def join(address: str) -> ControlConnection:
 
 PARENT = """
 import signal, sys, msgspec, spares
-from lightning_omni.server import ServerProcess
-from lightning_omni.server.process import ServerSettings
+from lightning_omni.transport.serving import ServerProcess
+from lightning_omni.transport.serving.process import ServerSettings
 spares.prepare(ranks=0, servers=1)
 process = ServerProcess(msgspec.json.decode(sys.argv[1], type=ServerSettings))
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})

@@ -22,13 +22,13 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.performance.costs import Costs
-from lightning_omni.performance.measured import Measured
-from lightning_omni.performance.profile import Prediction, Profile
-from lightning_omni.performance.queueing import residence, slowest
 from lightning_omni.simulator import Cluster, Jitter, Link, simulate
 from lightning_omni.topology import Topology
 from lightning_omni.trace import Trace
+from lightning_omni.tuning.model.costs import Costs
+from lightning_omni.tuning.model.measured import Measured
+from lightning_omni.tuning.model.profile import Prediction, Profile
+from lightning_omni.tuning.model.queueing import residence, slowest
 
 pytest.importorskip("scipy")
 Times = Callable[[np.random.Generator, tuple[int, int]], np.ndarray[Any, Any]]

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from lightning_omni.cli.serve import serve
-from lightning_omni.server.keys import ENVIRONMENT
+from lightning_omni.cli.serve.command import serve
 from lightning_omni.strategy.arguments import SERVER
+from lightning_omni.transport.zeromq.keys import ENVIRONMENT
 
 yaml = pytest.importorskip("yaml")
 kubernetes = pytest.importorskip("kubernetes_validate")

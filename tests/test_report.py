@@ -20,11 +20,11 @@ from rich.console import Console
 from searches import START, found, later, observed, search, space_of
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.report import Round, RunTimes, TuningReport
-from lightning_omni.report.digest import Digest, duration, interval, span, times
-from lightning_omni.report.page import templates
-from lightning_omni.search import Space
-from lightning_omni.tuner.throughput import RunThroughput
+from lightning_omni.tuning.callback.guards.throughput import RunThroughput
+from lightning_omni.tuning.report import Round, RunTimes, TuningReport
+from lightning_omni.tuning.report.digest import Digest, duration, interval, span, times
+from lightning_omni.tuning.report.page import templates
+from lightning_omni.tuning.search import Space
 
 UNSAFE = "\"><script>alert('x')</script><b>loss"
 """What a metric may be called."""
@@ -49,7 +49,7 @@ def page_of(target: float | None = None, monitor: str = "train_loss") -> str:
 def words_of(report: TuningReport) -> str:
     """A page without its pictures, which take a second each."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("lightning_omni.report.tuning.can_draw", lambda: False)
+        patched.setattr("lightning_omni.tuning.report.tuning.can_draw", lambda: False)
         return report.html()
 
 
@@ -274,7 +274,7 @@ def test_errors_name_the_argument(tmp_path: Path) -> None:
 
 
 def test_templates_of_the_page_are_part_of_the_package() -> None:
-    folder = resources.files("lightning_omni.report") / "templates"
+    folder = resources.files("lightning_omni.tuning.report") / "templates"
     assert {each.name for each in folder.iterdir()} == {"tuning.html", "table.html"}
     source = (folder / "tuning.html").read_text(encoding="utf-8")
     style = source[source.index("<style>") : source.index("</style>")]

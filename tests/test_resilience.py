@@ -26,20 +26,21 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_omni.errors import ConfigurationError, ConnectionLost, Refused
+from lightning_omni.group.core import Action, Ask
 from lightning_omni.methods import Method, method_named
 from lightning_omni.methods.contract import Gradient, NextGradient
-from lightning_omni.methods.master import hyperparameters_of
-from lightning_omni.protocol import EpochPlan, ServerCore
-from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.codec import Packed, pack, unpack
-from lightning_omni.protocol.group import Action, Ask
-from lightning_omni.protocol.in_memory import InMemory, InMemoryServer
-from lightning_omni.protocol.journal import AnyEntry, Entry, FormedEntry, NumberedEntry
-from lightning_omni.protocol.service import as_tensor
-from lightning_omni.protocol.synchronization import BROUGHT_ELSEWHERE
-from lightning_omni.protocol.wire_format import Memory
-from lightning_omni.server import saving
-from lightning_omni.server.saving import PATIENCE, StateDirectory, saved_weights
+from lightning_omni.methods.model.master import hyperparameters_of
+from lightning_omni.server import ServerCore
+from lightning_omni.server.collectives.service import BROUGHT_ELSEWHERE
+from lightning_omni.server.service import as_tensor
+from lightning_omni.transport.memory import InMemory, InMemoryServer
+from lightning_omni.transport.serving import state_directory as saving
+from lightning_omni.transport.serving.state_directory import PATIENCE, StateDirectory, saved_weights
+from lightning_omni.wire import messages as m
+from lightning_omni.wire.codec import Packed, pack, unpack
+from lightning_omni.wire.formats.base import Memory
+from lightning_omni.wire.journal import AnyEntry, Entry, FormedEntry, NumberedEntry
+from lightning_omni.wire.leases import EpochPlan
 
 LR = 0.1
 

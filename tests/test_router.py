@@ -24,11 +24,11 @@ from test_server_core import (
 from test_wire import DEADLINE, Serving, ranks
 
 from lightning_omni.errors import MalformedMessage, ProtocolError, Refused
-from lightning_omni.protocol import Out, ServerCore
-from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.router import TABLE, Role, Row
-from lightning_omni.protocol.service import Payload, Sender, Service, as_tensor
-from lightning_omni.server import Server
+from lightning_omni.server import Out, ServerCore
+from lightning_omni.server.router import TABLE, Role, Row
+from lightning_omni.server.service import Payload, Sender, Service, as_tensor
+from lightning_omni.transport.zeromq import Server
+from lightning_omni.wire import messages as m
 
 BETWEEN_LEADERS = (m.ReadPublished, m.PeerMessage, m.Published, m.Taken)
 PEERS = {m.CONTROL: control_peer, m.DATA: data_peer}

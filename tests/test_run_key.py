@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.optimizer import WorldOptions
-from lightning_omni.optimizer.embedded import RunServer
-from lightning_omni.server.keys import ENVIRONMENT, load_or_create
+from lightning_omni.runtime import WorldOptions
+from lightning_omni.runtime.server_process import RunServer
+from lightning_omni.transport.zeromq.keys import ENVIRONMENT, load_or_create
 
 KEY = "ab" * 32
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import OneCycleLR
 
-from lightning_omni.strategy import scheduler_states
-from lightning_omni.strategy.schedulers import count_of
+from lightning_omni.strategy.schedules import replay as scheduler_states
+from lightning_omni.strategy.schedules.pacing import count_of
 
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "step": lambda optimizer: lr_scheduler.StepLR(optimizer, 3, 0.5),

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.performance.forecast import Scaling, Setting
-from lightning_omni.search import SearchSpec, Space
+from lightning_omni.tuning.model.forecast import Scaling, Setting
+from lightning_omni.tuning.search import SearchSpec, Space
 
 FEW = settings(max_examples=15, deadline=None)
 START = Setting(1, 0.9, 0.05)

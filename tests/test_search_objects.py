@@ -12,12 +12,15 @@ from typing import Any
 
 import pytest
 
-from lightning_omni import OmniTuner, performance, search, tuner
+from lightning_omni import OmniTuner
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.performance import constants as model_constants
-from lightning_omni.performance.forecast import Setting
-from lightning_omni.search import Dimension, constants
-from lightning_omni.search.space import apply_further
+from lightning_omni.tuning import callback as tuner
+from lightning_omni.tuning import model as performance
+from lightning_omni.tuning import search
+from lightning_omni.tuning.model import constants as model_constants
+from lightning_omni.tuning.model.forecast import Setting
+from lightning_omni.tuning.search import Dimension, constants
+from lightning_omni.tuning.search.space import apply_further
 
 DOCS = Path(__file__).parent.parent / "docs"
 

@@ -21,18 +21,18 @@ from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 
 from lightning_omni.methods import AsyncSGD, HardSync, LocalSGD, Method, SoftSync
-from lightning_omni.methods.master import describe, hyperparameters_of, resolver
+from lightning_omni.methods.model.master import describe, hyperparameters_of, resolver
 from lightning_omni.metrics import Staleness
-from lightning_omni.performance.momentum import explicit_momentum
-from lightning_omni.protocol import messages as m
-from lightning_omni.protocol import sensing
-from lightning_omni.protocol.layout import Layout
-from lightning_omni.protocol.sensing import FEWEST, total_momentum
-from lightning_omni.protocol.shard import Shard
+from lightning_omni.server import momentum_estimate as sensing
+from lightning_omni.server.momentum_estimate import FEWEST, total_momentum
+from lightning_omni.server.served_optimizer import Shard
 from lightning_omni.simulator import Cluster, Jitter
 from lightning_omni.simulator.run import simulate
 from lightning_omni.simulator.server import SimulatedServer
 from lightning_omni.strategy.live_metrics import StepTimes, live_metrics
+from lightning_omni.tuning.model.convergence.momentum import explicit_momentum
+from lightning_omni.wire import messages as m
+from lightning_omni.wire.layout import Layout
 
 SHAPES = {"a": (40, 10), "b": (200,)}
 CURVATURE = [torch.logspace(-1, 0, 400).reshape(40, 10), torch.logspace(0, -1, 200)]

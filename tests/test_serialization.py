@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from lightning_omni.device.report import DeviceReport
-from lightning_omni.device.setting import DeviceSetting
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.performance.forecast import Setting
-from lightning_omni.performance.profile import Profile
-from lightning_omni.tuner.state import Command
+from lightning_omni.tuning.callback.state import Command
+from lightning_omni.tuning.device.report import DeviceReport
+from lightning_omni.tuning.device.setting import DeviceSetting
+from lightning_omni.tuning.model.forecast import Setting
+from lightning_omni.tuning.model.profile import Profile
 
 DATA = Path(__file__).parent / "data"
 

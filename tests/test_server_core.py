@@ -20,17 +20,18 @@ from torch.nn import Parameter
 
 from lightning_omni.errors import MalformedMessage, ProtocolError, Refused
 from lightning_omni.methods import AsyncSGD
-from lightning_omni.methods.master import describe, hyperparameters_of
-from lightning_omni.protocol import EpochPlan, Out, ServerCore
-from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.codec import Packed, pack, unpack
-from lightning_omni.protocol.collectives import MOST_OPEN
-from lightning_omni.protocol.cut import Cut
-from lightning_omni.protocol.handshake import attach_mac, derive, fingerprint_problem, rank_mac, server_mac, session_key
-from lightning_omni.protocol.layout import Layout, TensorSpec
-from lightning_omni.protocol.rank_numbers import MOST_RANKS
-from lightning_omni.protocol.router import types_on
-from lightning_omni.protocol.service import as_tensor
+from lightning_omni.methods.model.master import describe, hyperparameters_of
+from lightning_omni.server import Out, ServerCore
+from lightning_omni.server.collectives.collective import MOST_OPEN
+from lightning_omni.server.membership.numbering import MOST_RANKS
+from lightning_omni.server.router import types_on
+from lightning_omni.server.service import as_tensor
+from lightning_omni.wire import messages as m
+from lightning_omni.wire.codec import Packed, pack, unpack
+from lightning_omni.wire.cut import Cut
+from lightning_omni.wire.handshake import attach_mac, derive, fingerprint_problem, rank_mac, server_mac, session_key
+from lightning_omni.wire.layout import Layout, TensorSpec
+from lightning_omni.wire.leases import EpochPlan
 
 varied = settings(
     deadline=None,

@@ -34,10 +34,10 @@ from lightning_omni.methods import (
     LocalSGD,
     Method,
 )
-from lightning_omni.protocol import EpochPlan
-from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.codec import pack, unpack
-from lightning_omni.protocol.record import Event
+from lightning_omni.server.log.record import Event
+from lightning_omni.wire import messages as m
+from lightning_omni.wire.codec import pack, unpack
+from lightning_omni.wire.leases import EpochPlan
 
 
 def link_with(method: Method, *groups: tuple[int, ...], state: Any = None) -> tuple[Link, list[Event]]:

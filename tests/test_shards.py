@@ -26,33 +26,41 @@ from stream import Stream
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_omni.cli.serve import serve
+from lightning_omni.cli.serve.command import serve
 from lightning_omni.errors import ConfigurationError, MalformedMessage, ProtocolError, RankLost, Refused
+from lightning_omni.group.core import Ask, Outgoing
 from lightning_omni.methods import AsyncSGD, Gradient, Master, Method, Push, Replica, method_named
-from lightning_omni.methods.fragments import UNIT, read, write
-from lightning_omni.methods.master import hyperparameters_of, resolver
-from lightning_omni.methods.totals import Total
-from lightning_omni.optimizer.options import WorldOptions
-from lightning_omni.protocol import ServerCore, handshake
-from lightning_omni.protocol import messages as m
-from lightning_omni.protocol import shard_messages as sm
-from lightning_omni.protocol.codec import pack, unpack
-from lightning_omni.protocol.group import Ask, Outgoing
-from lightning_omni.protocol.in_memory import InMemory
-from lightning_omni.protocol.journal import LostEntry
-from lightning_omni.protocol.layout import DTYPES, Layout
-from lightning_omni.protocol.leases import EpochPlan
-from lightning_omni.protocol.service import Out
-from lightning_omni.protocol.shard import Shard
-from lightning_omni.protocol.shard_servers import MOST_HELD
-from lightning_omni.protocol.split import Split
-from lightning_omni.protocol.transport import Control, answer_of
-from lightning_omni.protocol.wire_format import RAW, RESIDUAL, Memory, WireFormat
-from lightning_omni.protocol.wire_formats import wire_of
-from lightning_omni.server import Server, ZeroMQ, saving, shard_link
-from lightning_omni.server.awake import AwakeClock
-from lightning_omni.server.saving import ShareDirectory, StateDirectory, saved_weights, share_directory
+from lightning_omni.methods.model.fragments import UNIT, read, write
+from lightning_omni.methods.model.master import hyperparameters_of, resolver
+from lightning_omni.methods.model.totals import Total
+from lightning_omni.runtime.options import WorldOptions
+from lightning_omni.server import ServerCore
+from lightning_omni.server.replication import MOST_HELD
+from lightning_omni.server.served_optimizer import Shard
+from lightning_omni.server.service import Out
 from lightning_omni.simulator import replay
+from lightning_omni.transport.base import Control, answer_of
+from lightning_omni.transport.memory import InMemory
+from lightning_omni.transport.serving import state_directory as saving
+from lightning_omni.transport.serving.state_directory import (
+    ShareDirectory,
+    StateDirectory,
+    saved_weights,
+    share_directory,
+)
+from lightning_omni.transport.zeromq import Server, ZeroMQ
+from lightning_omni.transport.zeromq import server_link as shard_link
+from lightning_omni.transport.zeromq.suspend_aware_clock import AwakeClock
+from lightning_omni.wire import handshake
+from lightning_omni.wire import messages as m
+from lightning_omni.wire import server_messages as sm
+from lightning_omni.wire.codec import pack, unpack
+from lightning_omni.wire.formats import wire_of
+from lightning_omni.wire.formats.base import RAW, RESIDUAL, Memory, WireFormat
+from lightning_omni.wire.journal import LostEntry
+from lightning_omni.wire.layout import DTYPES, Layout
+from lightning_omni.wire.leases import EpochPlan
+from lightning_omni.wire.partition import Split
 
 OPTIMIZERS: dict[str, Make] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=1e-2),

@@ -24,14 +24,16 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_omni.errors import ConnectionLost, MalformedMessage, Refused
-from lightning_omni.methods.master import hyperparameters_of
-from lightning_omni.protocol import ServerCore
-from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.layout import Layout
-from lightning_omni.protocol.wire_format import RAW, Memory, registered
-from lightning_omni.server import Server, segments, sharing
-from lightning_omni.server.addresses import PrivateDirectory, memory_path
-from lightning_omni.server.sharing import Place, Places, Share, Shared
+from lightning_omni.methods.model.master import hyperparameters_of
+from lightning_omni.server import ServerCore
+from lightning_omni.transport.zeromq import Server
+from lightning_omni.transport.zeromq import memory_segments as segments
+from lightning_omni.transport.zeromq import shared_memory as sharing
+from lightning_omni.transport.zeromq.addresses import PrivateDirectory, memory_path
+from lightning_omni.transport.zeromq.shared_memory import Place, Places, Share, Shared
+from lightning_omni.wire import messages as m
+from lightning_omni.wire.formats.base import RAW, Memory, registered
+from lightning_omni.wire.layout import Layout
 
 pytestmark = pytest.mark.skipif(not segments.is_offered(), reason="only Linux has memory that is safe to share")
 

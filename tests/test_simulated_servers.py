@@ -17,20 +17,20 @@ from torch.utils.data import TensorDataset
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import AsyncSGD, Gossip
-from lightning_omni.performance.exchanging import ExchangePattern
-from lightning_omni.performance.measured import Measured
-from lightning_omni.performance.profile import Profile
-from lightning_omni.protocol.layout import Layout
-from lightning_omni.protocol.record import Event
-from lightning_omni.protocol.split import Split
-from lightning_omni.protocol.wire_format import RAW, RESIDUAL, Memory
-from lightning_omni.protocol.wire_formats import wire_of
+from lightning_omni.server.log.record import Event
 from lightning_omni.simulator import Cluster, Device, Failure, Jitter, Link, replay, simulate
 from lightning_omni.simulator.engine import Engine, Timeline
-from lightning_omni.simulator.exchange import Exchanges
+from lightning_omni.simulator.network.exchange import Exchanges
 from lightning_omni.simulator.shares import by_share
 from lightning_omni.simulator.workbench import Samples
 from lightning_omni.trace import Trace
+from lightning_omni.tuning.model.exchanging import ExchangePattern
+from lightning_omni.tuning.model.measured import Measured
+from lightning_omni.tuning.model.profile import Profile
+from lightning_omni.wire.formats import wire_of
+from lightning_omni.wire.formats.base import RAW, RESIDUAL, Memory
+from lightning_omni.wire.layout import Layout
+from lightning_omni.wire.partition import Split
 
 GENERATOR = torch.Generator().manual_seed(0)
 DATA = TensorDataset(torch.randn(960, 32, generator=GENERATOR), torch.randn(960, 8, generator=GENERATOR))

@@ -19,12 +19,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from lightning_omni.errors import ConfigurationError, ProtocolError, UnsupportedError
 from lightning_omni.methods import METHODS, AsyncDiLoCo, AsyncSGD, DiLoCo, Downpour, Gossip, LocalSGD, Method, SoftSync
-from lightning_omni.performance.costs import Costs
-from lightning_omni.performance.profile import Profile
-from lightning_omni.protocol.layout import Layout
-from lightning_omni.protocol.record import Event, RecordFile, read_record
-from lightning_omni.protocol.wire_format import register
-from lightning_omni.protocol.wire_formats import BF16
+from lightning_omni.server.log.record import Event, RecordFile, read_record
 from lightning_omni.simulator import (
     Cluster,
     Device,
@@ -40,6 +35,11 @@ from lightning_omni.simulator.engine import Engine, Priority, Timeline
 from lightning_omni.simulator.workbench import Samples
 from lightning_omni.topology import Topology
 from lightning_omni.trace import Trace
+from lightning_omni.tuning.model.costs import Costs
+from lightning_omni.tuning.model.profile import Profile
+from lightning_omni.wire.formats import BF16
+from lightning_omni.wire.formats.base import register
+from lightning_omni.wire.layout import Layout
 
 GENERATOR = torch.Generator().manual_seed(0)
 INPUTS = torch.randn(240, 6, generator=GENERATOR)

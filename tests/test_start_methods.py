@@ -15,7 +15,7 @@ from runs import Run, Running
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.optimizer.loaders import lease
+from lightning_omni.runtime.data.loader import lease
 from lightning_omni.strategy.pytorch_lightning import OmniStrategy
 
 OPTIONS: dict[str, Any] = {"accelerator": "cpu", "devices": 2, "logger": False, "enable_checkpointing": False}

@@ -18,14 +18,14 @@ from torch._C._distributed_c10d import HashStore
 
 import lightning_omni
 from lightning_omni.errors import ConfigurationError
+from lightning_omni.group.core import GroupCore
 from lightning_omni.methods import AsyncSGD
-from lightning_omni.optimizer.folders import Folder, beside, is_folder, save
-from lightning_omni.optimizer.rollback import RollbackPoint
-from lightning_omni.optimizer.server_store import ServerSnapshot
-from lightning_omni.protocol.cut import Cut
-from lightning_omni.protocol.group import GroupCore
-from lightning_omni.protocol.progress import Progress, ReferenceBatch
-from lightning_omni.strategy.checkpoints import Checkpoints
+from lightning_omni.runtime.state.distributed_checkpoint import Folder, beside, is_folder, save
+from lightning_omni.runtime.state.rollback import RollbackPoint
+from lightning_omni.runtime.state.server_store import ServerSnapshot
+from lightning_omni.strategy.checkpoints.contents import Checkpoints
+from lightning_omni.wire.cut import Cut
+from lightning_omni.wire.progress import Progress, ReferenceBatch
 
 
 def table_of(heading: str) -> list[str]:
@@ -92,7 +92,7 @@ def test_no_module_remembers_runs() -> None:
         if isinstance(node, ast.Global)
     }
     weak = {path.name for path in package.rglob("*.py") if re.search(r"^_?\w+.*= Weak\w+\(", path.read_text(), re.M)}
-    assert remember == {"optimizer/process_groups.py", "strategy/launcher.py"}
+    assert remember == {"runtime/process_groups.py", "strategy/launcher.py"}
     assert not weak
 
 

@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from torchmetrics.aggregation import RunningMean
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.performance.momentum import (
+from lightning_omni.trace import Trace
+from lightning_omni.tuning.model.convergence.momentum import (
     explicit_momentum,
     implicit_momentum,
 )
-from lightning_omni.performance.statistical import (
+from lightning_omni.tuning.model.convergence.statistical import (
     DecayFit,
     Diverged,
     Estimate,
@@ -27,7 +28,6 @@ from lightning_omni.performance.statistical import (
     fit_decay,
     level,
 )
-from lightning_omni.trace import Trace
 
 Law = Callable[[np.ndarray], np.ndarray]
 FEW = settings(max_examples=8, deadline=None)

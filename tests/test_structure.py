@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_omni.errors import MalformedMessage, ProtocolError, Refused
+from lightning_omni.group.core import GroupCore
 from lightning_omni.methods import (
     METHODS,
     AsyncSGD,
@@ -34,13 +35,12 @@ from lightning_omni.methods import (
     Reply,
     SendPeer,
 )
-from lightning_omni.methods.master import describe, holds, hyperparameters_of, resolver
-from lightning_omni.methods.replica import Replica
-from lightning_omni.methods.totals import Total
-from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.group import GroupCore
-from lightning_omni.protocol.shard import Shard
-from lightning_omni.protocol.structure import MOST_STRUCTURES, Structure, Structures
+from lightning_omni.methods.model.master import describe, holds, hyperparameters_of, resolver
+from lightning_omni.methods.model.replica import Replica
+from lightning_omni.methods.model.totals import Total
+from lightning_omni.server.served_optimizer import Shard
+from lightning_omni.wire import messages as m
+from lightning_omni.wire.parameter_groups import MOST_STRUCTURES, Structure, Structures
 
 Make = Callable[[Iterable[Any]], Optimizer]
 
@@ -117,7 +117,7 @@ class Run:
         self.follow(group)
 
     def follow(self, group: int) -> None:
-        """The server is told of the group's parameter groups, as `lightning_omni.optimizer.parameter_groups` does."""
+        """Send the group's parameter groups to the server, as `runtime.model.parameter_groups` does."""
         replica = self.replicas[group]
         known = len(replica.ordered)
         held = [parameter for each in replica.optimizer.param_groups for parameter in each["params"]]

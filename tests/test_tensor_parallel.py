@@ -23,8 +23,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_omni.errors import ConfigurationError, UnsupportedError
-from lightning_omni.optimizer.meshes import ModelParallel, columns_of, mesh_of, rows_of, sizes_in
-from lightning_omni.optimizer.sharding import check_clipping, check_sharded
+from lightning_omni.runtime.model.meshes import ModelParallel, columns_of, mesh_of, rows_of, sizes_in
+from lightning_omni.runtime.model.sharded import check_clipping, check_sharded
 from lightning_omni.strategy.pytorch_lightning import OmniStrategy
 from lightning_omni.topology import Topology
 

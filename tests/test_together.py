@@ -15,14 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_omni.group.sharded_inbox import MOST_WAITING, Arrivals
 from lightning_omni.methods import Inbox
-from lightning_omni.optimizer import together
-from lightning_omni.optimizer.together import Together
-from lightning_omni.protocol.arrivals import MOST_WAITING, Arrivals
-from lightning_omni.protocol.layout import Layout
-from lightning_omni.protocol.transport import Address
-from lightning_omni.server.keys import RunKeys
-from lightning_omni.server.peers import PeerWires
+from lightning_omni.runtime.exchange import sharded_peer_exchange as together
+from lightning_omni.runtime.exchange.sharded_peer_exchange import Together
+from lightning_omni.transport.base import Address
+from lightning_omni.transport.zeromq.keys import RunKeys
+from lightning_omni.transport.zeromq.peers import PeerWires
+from lightning_omni.wire.layout import Layout
 
 SIZES = (70_000, 3)
 """Numbers in the share of each member."""

@@ -17,21 +17,22 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_omni.errors import ConfigurationError, ConnectionLost, OmniError, RankLost, Refused
+from lightning_omni.group.core import Action, Ask, GroupCore, LastAnswer
 from lightning_omni.methods import AsyncSGD, DiLoCo, Method, method_named
 from lightning_omni.methods.contract import Gradient, NextGradient, Receive
-from lightning_omni.methods.master import describe, hyperparameters_of
-from lightning_omni.methods.replica import Pulled, Replica, copies
-from lightning_omni.optimizer.options import WorldOptions
-from lightning_omni.protocol import ServerCore, transport
-from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.codec import pack
-from lightning_omni.protocol.group import Action, Ask, GroupCore, LastAnswer
-from lightning_omni.protocol.in_memory import InMemory
-from lightning_omni.protocol.layout import Layout
-from lightning_omni.protocol.transport import Address, Control, Data, LastingData, Transport
-from lightning_omni.protocol.wire_format import Memory
-from lightning_omni.server import ZeroMQ
+from lightning_omni.methods.model.master import describe, hyperparameters_of
+from lightning_omni.methods.model.replica import Pulled, Replica, copies
+from lightning_omni.runtime.options import WorldOptions
+from lightning_omni.server import ServerCore
 from lightning_omni.topology import GroupId
+from lightning_omni.transport import base as transport
+from lightning_omni.transport.base import Address, Control, Data, LastingData, Transport
+from lightning_omni.transport.memory import InMemory
+from lightning_omni.transport.zeromq import ZeroMQ
+from lightning_omni.wire import messages as m
+from lightning_omni.wire.codec import pack
+from lightning_omni.wire.formats.base import Memory
+from lightning_omni.wire.layout import Layout
 
 KEY = bytes(range(32))
 DEADLINE = 120.0

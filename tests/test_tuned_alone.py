@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.strategy.pytorch_lightning import OmniStrategy
-from lightning_omni.tuner.pytorch_lightning import OmniTuner
+from lightning_omni.tuning.callback.pytorch_lightning import OmniTuner
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of Lightning, about loaders and checkpoints
 

@@ -12,10 +12,10 @@ from test_choices import EVERYTHING, OWN, equal, exponential, search, seen
 
 from lightning_omni import OmniTuner
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.performance.forecast import Setting
-from lightning_omni.performance.measured import HeadMeasured, Measured
-from lightning_omni.search import Observation, Space
-from lightning_omni.search.choice import gain_of_merging
+from lightning_omni.tuning.model.forecast import Setting
+from lightning_omni.tuning.model.measured import HeadMeasured, Measured
+from lightning_omni.tuning.search import Observation, Space
+from lightning_omni.tuning.search.choice import gain_of_merging
 
 HEAD = HeadMeasured(nbytes=1_600_000, inputs=1_600.0, outputs=2_000.0, seconds=1e-5)
 """Of LeNet, whose weights are 1.7 MB, with activations in 16 bits: 102 kB of 64 samples."""

@@ -9,9 +9,9 @@ import pytest
 from runs import run_nodes
 from test_choices import equal, search, seen
 
-from lightning_omni.search import Search
-from lightning_omni.search.choice import gain_of_servers
-from lightning_omni.search.space import METHODS
+from lightning_omni.tuning.search import Search
+from lightning_omni.tuning.search.choice import gain_of_servers
+from lightning_omni.tuning.search.space import METHODS
 
 SPACE = {"rebalance": False, "all_reduce": "fp32", "wire": "fp32"}
 

@@ -42,7 +42,7 @@ OmniStrategy(groups=2).report().update  # attr-defined
 """
 FROM_PACKAGE = "from lightning_omni import DeviceTuner, OmniStrategy, OmniTuner\n"
 FROM_MODULES = """from lightning_omni.strategy.{module} import OmniStrategy
-from lightning_omni.tuner.{module} import DeviceTuner, OmniTuner
+from lightning_omni.tuning.callback.{module} import DeviceTuner, OmniTuner
 """
 OF_USERS = """
 
@@ -166,7 +166,7 @@ def test_no_trainer_and_no_module_of_it_is_any_in_the_whole_package() -> None:
 
 def of_lightning() -> list[type]:
     """Our classes that are mixed into Lightning's, as they are for one namespace."""
-    modules = [importlib.import_module(f"lightning_omni.{room}.pytorch_lightning") for room in ("strategy", "tuner")]
+    modules = [importlib.import_module(f"lightning_omni.{room}.pytorch_lightning") for room in ("strategy", "tuning.callback")]
     return [
         kind
         for module in modules

@@ -24,25 +24,25 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from lightning_omni import OmniStrategy
 from lightning_omni.errors import ConfigurationError, OmniError, UnsupportedError
 from lightning_omni.methods import LocalSGD
-from lightning_omni.methods.master import Master, check_servable, describe, hyperparameters_of, rebuild
-from lightning_omni.methods.replica import Replica
-from lightning_omni.optimizer import OmniOptimizer, World, WorldOptions, names_of
-from lightning_omni.optimizer.edits import Edits
-from lightning_omni.optimizer.executor import Exchanging, Executor, evaluating
-from lightning_omni.optimizer.first_steps import ranks_elsewhere
-from lightning_omni.optimizer.live_world import LiveWorld, device_types, register
-from lightning_omni.optimizer.place import default_device
-from lightning_omni.optimizer.reduction import Reduction
-from lightning_omni.optimizer.states import States
-from lightning_omni.optimizer.untrained import buffers_of, merge
-from lightning_omni.protocol.all_reduce import Exact
-from lightning_omni.protocol.progress import Progress, ReferenceBatch
-from lightning_omni.strategy.epochs import EpochDriver
-from lightning_omni.strategy.leased import LeasedData
-from lightning_omni.strategy.proxies import Merged, Proxies
-from lightning_omni.strategy.run_schedulers import RunSchedulers
-from lightning_omni.strategy.schedulers import Pacer, arrive
-from lightning_omni.strategy.wrapped import check_wrapped
+from lightning_omni.methods.model.master import Master, check_servable, describe, hyperparameters_of, rebuild
+from lightning_omni.methods.model.replica import Replica
+from lightning_omni.runtime import OmniOptimizer, World, WorldOptions, names_of
+from lightning_omni.runtime.checks.first_steps import ranks_elsewhere
+from lightning_omni.runtime.executor import Exchanging, Executor, evaluating
+from lightning_omni.runtime.live_world import LiveWorld, device_types, register
+from lightning_omni.runtime.model.buffer_sync import buffers_of, merge
+from lightning_omni.runtime.model.external_writes import Edits
+from lightning_omni.runtime.model.reduction import Reduction
+from lightning_omni.runtime.parallel_state import default_device
+from lightning_omni.runtime.state.transfer import States
+from lightning_omni.strategy.loops.driver import EpochDriver
+from lightning_omni.strategy.loops.leased_data import LeasedData
+from lightning_omni.strategy.optimizers.proxies import Merged, Proxies
+from lightning_omni.strategy.optimizers.wrapped import check_wrapped
+from lightning_omni.strategy.schedules.pacing import Pacer, arrive
+from lightning_omni.strategy.schedules.run import RunSchedulers
+from lightning_omni.wire.all_reduce import Exact
+from lightning_omni.wire.progress import Progress, ReferenceBatch
 
 
 class Twice(torch.optim.SGD):

@@ -27,14 +27,15 @@ from rich.console import Console
 from runs import free_port, search_path
 
 from lightning_omni.cli import main
-from lightning_omni.cli.live_table import BAR, DOWN, EVICT, GROUPS, QUIT, SAVE, UP, View, keys_of, press
-from lightning_omni.cli.overview import GroupsTable, Rates, picture
+from lightning_omni.cli.top.live_table import BAR, DOWN, EVICT, GROUPS, QUIT, SAVE, UP, View, keys_of, press
+from lightning_omni.cli.top.overview import GroupsTable, Rates, picture
 from lightning_omni.errors import ConfigurationError, OmniError, Refused
-from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.leases import EpochPlan
-from lightning_omni.server import exposition, web
-from lightning_omni.server.observer import Observer
-from lightning_omni.server.web import StatusServer
+from lightning_omni.transport.serving import exposition
+from lightning_omni.transport.serving import http as web
+from lightning_omni.transport.serving.http import StatusServer
+from lightning_omni.transport.zeromq.observer import Observer
+from lightning_omni.wire import messages as m
+from lightning_omni.wire.leases import EpochPlan
 
 DOCS = Path(__file__).parents[1] / "docs"
 SCRIPT = Path(__file__).parent / "scripts" / "regression.py"

@@ -37,18 +37,19 @@ from lightning_omni.errors import (
     Refused,
 )
 from lightning_omni.methods import AsyncSGD, HardSync, Method
-from lightning_omni.methods.master import class_path, describe, hyperparameters_of, resolver
-from lightning_omni.optimizer.embedded import RunServer
-from lightning_omni.optimizer.options import WorldOptions
-from lightning_omni.protocol import ServerCore
-from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.codec import Packed, pack
-from lightning_omni.protocol.layout import Layout
-from lightning_omni.server import ControlConnection, DataConnection, Server, ServerProcess
-from lightning_omni.server.dialing import Dialed
-from lightning_omni.server.frames import CHUNK, KEPT_ALIVE, LITTLE, Assembly, Copies, chunks
-from lightning_omni.server.keys import RunKeys, new_key
-from lightning_omni.server.process import ServerSettings
+from lightning_omni.methods.model.master import class_path, describe, hyperparameters_of, resolver
+from lightning_omni.runtime.options import WorldOptions
+from lightning_omni.runtime.server_process import RunServer
+from lightning_omni.server import ServerCore
+from lightning_omni.transport.serving import ServerProcess
+from lightning_omni.transport.serving.process import ServerSettings
+from lightning_omni.transport.zeromq import ControlConnection, DataConnection, Server
+from lightning_omni.transport.zeromq.dialing import Dialed
+from lightning_omni.transport.zeromq.frames import CHUNK, KEPT_ALIVE, LITTLE, Assembly, Copies, chunks
+from lightning_omni.transport.zeromq.keys import RunKeys, new_key
+from lightning_omni.wire import messages as m
+from lightning_omni.wire.codec import Packed, pack
+from lightning_omni.wire.layout import Layout
 
 KEY = bytes(range(32))
 DEADLINE, IN_TIME = 120.0, 10.0
@@ -431,7 +432,7 @@ def test_ranks_are_told_why_the_server_failed_also_when_it_was_the_loss_of_a_gro
 def test_a_data_connection_that_broke_is_noticed_while_the_control_connection_stands(
     serving: Serving, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_omni.server.connection.GRACE", 0.0)
+    monkeypatch.setattr("lightning_omni.transport.zeromq.client.GRACE", 0.0)
     with ranks(serving.address, 2) as (first, _):
         first.begin((0,), (1,), method=HardSync())
         buffer, _ = first.gradient(0)
@@ -834,7 +835,7 @@ def test_nobody_waits_for_a_server_that_is_dismissed_while_it_imports_what_it_ne
 
 
 def test_a_server_process_that_is_never_told_anything_ends_in_silence() -> None:
-    command = [sys.executable, "-m", "lightning_omni.server"]
+    command = [sys.executable, "-m", "lightning_omni.transport.serving"]
     ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, b"", b"")
 
@@ -853,8 +854,8 @@ def test_a_server_process_that_cannot_listen_says_why() -> None:
 
 PARENT = """
 import signal, sys, msgspec, spares
-from lightning_omni.server import ServerProcess
-from lightning_omni.server.process import ServerSettings
+from lightning_omni.transport.serving import ServerProcess
+from lightning_omni.transport.serving.process import ServerSettings
 spares.prepare(ranks=0, servers=1)
 process = ServerProcess(msgspec.json.decode(sys.argv[1], type=ServerSettings))
 print(process._process.pid, process.address(), flush=True)

@@ -19,20 +19,20 @@ from torch.nn import Parameter
 from torch.utils.data import TensorDataset
 
 from lightning_omni.errors import ConfigurationError, MalformedMessage
+from lightning_omni.group.core import Ask, GroupCore
 from lightning_omni.methods import AsyncSGD, Gradient, NextGradient, Pulled, Replica
-from lightning_omni.methods.master import hyperparameters_of
-from lightning_omni.protocol import messages as m
-from lightning_omni.protocol import wire_format
-from lightning_omni.protocol.group import Ask, GroupCore
-from lightning_omni.protocol.layout import Layout
-from lightning_omni.protocol.record import Event
-from lightning_omni.protocol.wire_format import RAW, Memory, Raw, WireFormat
-from lightning_omni.server import segments
+from lightning_omni.methods.model.master import hyperparameters_of
+from lightning_omni.server.log.record import Event
 from lightning_omni.simulator import Cluster, Jitter, simulate
 from lightning_omni.simulator.cluster import Link as NetworkLink
 from lightning_omni.simulator.replay import replay
 from lightning_omni.simulator.workbench import Samples
 from lightning_omni.trace import Trace
+from lightning_omni.transport.zeromq import memory_segments as segments
+from lightning_omni.wire import messages as m
+from lightning_omni.wire.formats import base as wire_format
+from lightning_omni.wire.formats.base import RAW, Memory, Raw, WireFormat
+from lightning_omni.wire.layout import Layout
 
 SHAPES = ((4, 3), (), (7,))
 LAYOUT = Layout.of({str(place): torch.zeros(shape, dtype=torch.float64) for place, shape in enumerate(SHAPES)})

@@ -8,8 +8,8 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
-from lightning_omni.protocol.layout import Layout
-from lightning_omni.protocol.wire_format import Encoded, Memory, State, WireFormat, register
+from lightning_omni.wire.formats.base import Encoded, Memory, State, WireFormat, register
+from lightning_omni.wire.layout import Layout
 
 
 @register

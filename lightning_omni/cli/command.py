@@ -17,12 +17,12 @@ from rich.text import Text
 
 from lightning_omni import __version__
 from lightning_omni.cli.console import INTERRUPTED
-from lightning_omni.cli.device import device
-from lightning_omni.cli.doctor import doctor
-from lightning_omni.cli.plan import plan
-from lightning_omni.cli.serve import serve
-from lightning_omni.cli.simulate import compare, simulate
-from lightning_omni.cli.top import top
+from lightning_omni.cli.device.command import device
+from lightning_omni.cli.doctor.command import doctor
+from lightning_omni.cli.plan.command import plan
+from lightning_omni.cli.serve.command import serve
+from lightning_omni.cli.simulate.command import compare, simulate
+from lightning_omni.cli.top.command import top
 from lightning_omni.errors import OmniError
 
 

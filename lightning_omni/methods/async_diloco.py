@@ -25,9 +25,9 @@ from lightning_omni.methods.contract import (
     check_period,
 )
 from lightning_omni.methods.diloco import check_outer
-from lightning_omni.methods.fragments import state_of, states_in, write
-from lightning_omni.methods.replica import Pulled, Replica
-from lightning_omni.methods.totals import Total
+from lightning_omni.methods.model.fragments import state_of, states_in, write
+from lightning_omni.methods.model.replica import Pulled, Replica
+from lightning_omni.methods.model.totals import Total
 
 
 class _Fragment:

@@ -27,10 +27,10 @@ from torch import Tensor
 
 from lightning_omni.checks import check_whole
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.methods.fragments import state_of, states_in
-from lightning_omni.methods.master import Master
-from lightning_omni.methods.replica import Hyperparameters, Pulled, Replica
-from lightning_omni.methods.totals import Total
+from lightning_omni.methods.model.fragments import state_of, states_in
+from lightning_omni.methods.model.master import Master
+from lightning_omni.methods.model.replica import Hyperparameters, Pulled, Replica
+from lightning_omni.methods.model.totals import Total
 
 Tensors = Sequence[Tensor | None]
 """One tensor for each parameter, of its shape; ``None`` where the parameter took no part in the loss."""
@@ -73,7 +73,7 @@ class Exchange(msgspec.Struct, frozen=True):
         pull: whether the answer is to contain tensors.
         fragment: number of the fragment, among the method's ``fragments``, that push and answer belong to; None for all
             parameters. With a fragment, ``tensors`` and the answer hold one tensor for each of its pieces
-            (`lightning_omni.methods.fragments`).
+            (`lightning_omni.methods.model.fragments`).
     """
 
     tensors: Tensors
@@ -358,7 +358,7 @@ class Method(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
         elementwise: whether the server side treats each number of the weights separately, so that several servers may
             each hold a part of a tensor. Its state per parameter must then be in lists with one entry per parameter, or
             in mappings by parameter index, as in the state of torch's optimizers. With several fragments, the state is
-            a list of such states under the key "fragments": see `lightning_omni.methods.fragments.state_of`.
+            a list of such states under the key "fragments": see `lightning_omni.methods.model.fragments.state_of`.
         talks_to_peers: whether group sides use `Publish`, `ReadPeer`, `SendPeer` or `ReadInbox`.
         resyncs: whether a group that has read newer weights than those of a server that went back to an earlier state
             has its push refused (`Pulled.refused`) and restarts from the present weights; otherwise such a push is an

@@ -16,7 +16,7 @@ from lightning_omni.methods.contract import (
     Tensors,
     check_period,
 )
-from lightning_omni.methods.replica import Replica
+from lightning_omni.methods.model.replica import Replica
 
 _BETA = 0.9
 

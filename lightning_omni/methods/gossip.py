@@ -25,7 +25,7 @@ from lightning_omni.methods.contract import (
     Step,
     check_period,
 )
-from lightning_omni.methods.replica import Replica, is_sound, minus
+from lightning_omni.methods.model.replica import Replica, is_sound, minus
 
 
 class _Bystander(ServerSide):

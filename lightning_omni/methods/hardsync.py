@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_omni.methods.contract import Barrier, Method, Push
-from lightning_omni.methods.totals import Total
+from lightning_omni.methods.model.totals import Total
 
 
 class _MeanGradient(Barrier):

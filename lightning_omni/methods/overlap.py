@@ -6,7 +6,7 @@ import msgspec
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods.contract import Exchange, GroupSide, Method, NextGradient, Receive, Send
-from lightning_omni.methods.replica import Pulled, Replica
+from lightning_omni.methods.model.replica import Pulled, Replica
 
 
 def overlapped(side: GroupSide, replica: Replica) -> GroupSide:

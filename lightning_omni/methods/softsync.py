@@ -8,7 +8,7 @@ from typing import Any, Literal
 from lightning_omni.checks import check_choice, check_whole, counted
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods.contract import Method, Push, Reply, ServerSide
-from lightning_omni.methods.totals import Total
+from lightning_omni.methods.model.totals import Total
 
 
 class _EveryC(ServerSide):

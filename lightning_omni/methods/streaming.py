@@ -26,7 +26,7 @@ from lightning_omni.methods.contract import (
     check_fragments,
     check_period,
 )
-from lightning_omni.methods.replica import Pulled, Replica, copies
+from lightning_omni.methods.model.replica import Pulled, Replica, copies
 
 STEADY = 16
 """Number of exchanges over which a group's step time is averaged before it determines the group's steps."""

@@ -1,17 +1,6 @@
-"""The protocol in real time over ZeroMQ: frames, the server's loop, connections, process launch and keys."""
+"""The parameter server's state machine: a message goes in, and replies come out. No sockets, clocks or threads."""
 
-from lightning_omni.server.connection import ControlConnection, DataConnection
-from lightning_omni.server.loop import Server
-from lightning_omni.server.peers import PeerConnections, PeerSocket
-from lightning_omni.server.process import ServerProcess
-from lightning_omni.server.zeromq import ZeroMQ
+from lightning_omni.server.core import ServerCore
+from lightning_omni.server.service import Out
 
-__all__ = [
-    "ControlConnection",
-    "DataConnection",
-    "PeerConnections",
-    "PeerSocket",
-    "Server",
-    "ServerProcess",
-    "ZeroMQ",
-]
+__all__ = ["Out", "ServerCore"]

@@ -14,23 +14,22 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.methods.head import check_mergeable, held_by_one, pass_through
-from lightning_omni.methods.modules import describe_module, tensors_of, with_tensors
-from lightning_omni.protocol import Batch
-from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.activations import Both, pack_in, unpack_in
-from lightning_omni.protocol.all_reduce import EXACT, AllReduce, Unsent, run_through
-from lightning_omni.protocol.codec import unpack
-from lightning_omni.protocol.head_side import HeadSide
-from lightning_omni.protocol.layout import Layout, TensorSpec
-from lightning_omni.protocol.leases import apportion, positions
-from lightning_omni.protocol.wire_format import RAW, WireFormat
+from lightning_omni.group.merged_head import HeadSide
+from lightning_omni.methods.model.head import check_mergeable, held_by_one, pass_through
+from lightning_omni.methods.model.modules import describe_module, tensors_of, with_tensors
 from lightning_omni.simulator.cluster import Cluster
 from lightning_omni.simulator.engine import Engine, Timeline
-from lightning_omni.simulator.exchange import Exchanges
+from lightning_omni.simulator.network.exchange import Exchanges
 from lightning_omni.simulator.server import HEAD, SimulatedServer
 from lightning_omni.simulator.workbench import Result, Workbench
 from lightning_omni.simulator.workload import Loss
+from lightning_omni.wire import messages as m
+from lightning_omni.wire.activations import Both, pack_in, unpack_in
+from lightning_omni.wire.all_reduce import EXACT, AllReduce, Unsent, run_through
+from lightning_omni.wire.codec import unpack
+from lightning_omni.wire.formats.base import RAW, WireFormat
+from lightning_omni.wire.layout import Layout, TensorSpec
+from lightning_omni.wire.leases import Batch, apportion, positions
 
 FORWARD = 1 / 3
 """The forward pass's part of a batch's time; the backward pass has twice as many matrix products."""

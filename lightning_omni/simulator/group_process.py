@@ -16,6 +16,8 @@ import msgspec
 from torch import Tensor
 
 from lightning_omni.errors import NonFiniteGradients
+from lightning_omni.group.core import Action, Ask, GroupCore, LastAnswer
+from lightning_omni.group.lease_client import Lessee
 from lightning_omni.methods.contract import (
     Answer,
     Exchange,
@@ -29,14 +31,9 @@ from lightning_omni.methods.contract import (
     Receive,
     SendPeer,
 )
-from lightning_omni.methods.master import hyperparameters_of
-from lightning_omni.methods.replica import Replica, copies
-from lightning_omni.methods.totals import Total
-from lightning_omni.protocol import Batch, EpochPlan
-from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.group import Action, Ask, GroupCore, LastAnswer
-from lightning_omni.protocol.lessee import Lessee
-from lightning_omni.protocol.wire_format import RAW
+from lightning_omni.methods.model.master import hyperparameters_of
+from lightning_omni.methods.model.replica import Replica, copies
+from lightning_omni.methods.model.totals import Total
 from lightning_omni.simulator.engine import Engine, Process, Timeline
 from lightning_omni.simulator.gradients import Assignment, Gradients, Members
 from lightning_omni.simulator.monitor import Batches as TrainedBatches
@@ -44,6 +41,9 @@ from lightning_omni.simulator.monitor import Leased, Monitor
 from lightning_omni.simulator.server import GENERATION, SimulatedNetwork, SimulatedServer
 from lightning_omni.simulator.settings import Batches
 from lightning_omni.simulator.workbench import Result
+from lightning_omni.wire import messages as m
+from lightning_omni.wire.formats.base import RAW
+from lightning_omni.wire.leases import Batch, EpochPlan
 
 MOST_REFUSED = 10
 """Number of refused pushes in a row, of one group, at which the run counts as diverged."""

@@ -14,19 +14,13 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 
 from lightning_omni.errors import ConfigurationError, ProtocolError
+from lightning_omni.group.core import Action, Ask, GroupCore
 from lightning_omni.methods import AsyncSGD, Method
 from lightning_omni.methods.contract import Exchange, Fetch, Gradient, NextGradient, Receive, Reply, Tensors
-from lightning_omni.methods.master import describe, holds, hyperparameters_of, park
-from lightning_omni.methods.replica import Hyperparameters, Pulled, Replica, copies
-from lightning_omni.protocol import Batch, positions
-from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.activations import RAW_BOTH, Both
-from lightning_omni.protocol.group import Action, Ask, GroupCore
-from lightning_omni.protocol.layout import Layout
-from lightning_omni.protocol.record import Event, Spans
-from lightning_omni.protocol.shard import Shard
-from lightning_omni.protocol.split import Split, is_elementwise
-from lightning_omni.protocol.wire_format import RAW, Encoded, Memory, WireFormat, decode, from_wire, name_of
+from lightning_omni.methods.model.master import describe, holds, hyperparameters_of, park
+from lightning_omni.methods.model.replica import Hyperparameters, Pulled, Replica, copies
+from lightning_omni.server.log.record import Event, Spans
+from lightning_omni.server.served_optimizer import Shard
 from lightning_omni.simulator.gradients import RoundedHead
 from lightning_omni.simulator.monitor import Row, arrays
 from lightning_omni.simulator.replicas import named_parameters, own_replica
@@ -36,6 +30,12 @@ from lightning_omni.simulator.workbench import Samples, Workbench
 from lightning_omni.simulator.workload import Loss, MakeOptimizer
 from lightning_omni.topology import Topology
 from lightning_omni.trace import Trace
+from lightning_omni.wire import messages as m
+from lightning_omni.wire.activations import RAW_BOTH, Both
+from lightning_omni.wire.formats.base import RAW, Encoded, Memory, WireFormat, decode, from_wire, name_of
+from lightning_omni.wire.layout import Layout
+from lightning_omni.wire.leases import Batch, positions
+from lightning_omni.wire.partition import Split, is_elementwise
 
 BatchAt = Callable[[int, range], Any]
 """A function that returns the batch of an epoch's positions: ``batches(epoch, positions)``."""
@@ -72,7 +72,7 @@ def replay(
     changes between two pushes.
 
     Args:
-        events: from `lightning_omni.protocol.record.read_record`, or as a recorder received them.
+        events: from `lightning_omni.server.log.record.read_record`, or as a recorder received them.
         model: the model when groups were first formed, with all parameters that were added later; it is not changed.
         loss: the mean loss of a batch, from the model and the batch.
         batches: returns the batch of an epoch's positions.
@@ -111,7 +111,7 @@ def trace_of(events: Iterable[Event], optimizer: int | None = None) -> Trace:
     """Return the trace of a recorded run. A record contains no losses: they are NaN.
 
     Args:
-        events: from `lightning_omni.protocol.record.read_record`.
+        events: from `lightning_omni.server.log.record.read_record`.
         optimizer: number of the optimizer to trace, if the run has several; a merged head has the last number.
 
     Raises:

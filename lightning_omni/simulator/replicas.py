@@ -13,10 +13,10 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.methods.master import held_by
-from lightning_omni.methods.replica import Pulled, Replica, copies
-from lightning_omni.protocol.layout import Layout
+from lightning_omni.methods.model.master import held_by
+from lightning_omni.methods.model.replica import Pulled, Replica, copies
 from lightning_omni.simulator.workload import MakeOptimizer
+from lightning_omni.wire.layout import Layout
 
 
 class SharedWeights(list[Tensor]):

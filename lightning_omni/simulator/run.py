@@ -12,15 +12,15 @@ from lightning_omni.checks import check_kind
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import HardSync, Method, checked, method_named
 from lightning_omni.methods.overlap import check_overlap
-from lightning_omni.protocol.all_reduce import AllReduce, all_reduce_of
-from lightning_omni.protocol.record import Recorder
-from lightning_omni.protocol.wire_formats import Wire, wire_of
+from lightning_omni.server.log.record import Recorder
 from lightning_omni.simulator.cluster import Cluster
 from lightning_omni.simulator.settings import Batches, Cadence, Formation, Progress, RunLimits, progress_of
 from lightning_omni.simulator.simulation import Simulation
 from lightning_omni.simulator.workload import Evaluate, Loss, MakeOptimizer, Workload
 from lightning_omni.topology import Topology
 from lightning_omni.trace import Trace
+from lightning_omni.wire.all_reduce import AllReduce, all_reduce_of
+from lightning_omni.wire.formats import Wire, wire_of
 
 
 def simulate(
@@ -89,7 +89,7 @@ def simulate(
             and cannot change the outcome beyond rounding (no buffers, no dropout, few weights and samples).
         members_apart: compute each member's gradient separately and average them as DDP does; for bit-equality with a
             real run of groups of several ranks.
-        record: receives every event at the server, as from `lightning_omni.protocol.ServerCore`.
+        record: receives every event at the server, as from `lightning_omni.server.ServerCore`.
         wire: wire format of pushes, by name or as a value: see docs/wire-formats.md. Links take the time of the encoded
             bytes.
         overlap: exchanges travel while groups compute their next gradient, as with ``OmniStrategy(overlap=True)``; for

@@ -1,8 +1,8 @@
 """The saved state of a simulated server: when it is saved, and how a replacement server continues from it.
 
-Rule 1: it is saved when a real server saves it (`lightning_omni.server.saving`): after groups were formed or have
-joined, and then periodically, between two messages. If groups wait for answers when a save is due, it is made once none
-waits, at most one period later.
+Rule 1: it is saved when a real server saves it (`lightning_omni.transport.serving.state_directory`): after groups were
+formed or have joined, and then periodically, between two messages. If groups wait for answers when a save is due, it is
+made once none waits, at most one period later.
 Rule 2: the state does not change between two messages, so it suffices to make due saves before the next message.
 """
 
@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from lightning_omni.protocol import ServerCore
-from lightning_omni.protocol.codec import Packed, pack, unpack
-from lightning_omni.protocol.journal import Entry
+from lightning_omni.server import ServerCore
+from lightning_omni.wire.codec import Packed, pack, unpack
+from lightning_omni.wire.journal import Entry
 
 
 class SavedState:

@@ -1,7 +1,7 @@
 """The real server, as simulated groups use it, with all ranks joined, and the network to and from it.
 
 It refuses no message of theirs. Several servers that hold a share of the weights each do the same as one, in the same
-order, so the simulation has one; `lightning_omni.simulator.exchange` computes the time that several take.
+order, so the simulation has one; `lightning_omni.simulator.network.exchange` computes the time that several take.
 """
 
 from __future__ import annotations
@@ -16,24 +16,25 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_omni.errors import ProtocolError
+from lightning_omni.group.core import Ask, GroupCore, Outgoing
 from lightning_omni.methods import Method
-from lightning_omni.methods.master import Resolve, class_path, describe, resolver
-from lightning_omni.protocol import Out, ServerCore, handshake
-from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.codec import pack
-from lightning_omni.protocol.group import Ask, GroupCore, Outgoing
-from lightning_omni.protocol.handshake import NONCE_BYTES
-from lightning_omni.protocol.in_memory import InMemoryConnections
-from lightning_omni.protocol.layout import Layout
-from lightning_omni.protocol.record import Recorder
-from lightning_omni.protocol.shard import Shard
-from lightning_omni.protocol.wire_format import Memory, WireFormat, to_wire
+from lightning_omni.methods.model.master import Resolve, class_path, describe, resolver
+from lightning_omni.server import Out, ServerCore
+from lightning_omni.server.log.record import Recorder
+from lightning_omni.server.served_optimizer import Shard
 from lightning_omni.simulator.cluster import Link
 from lightning_omni.simulator.engine import Engine, Process, Timeline
-from lightning_omni.simulator.exchange import Exchanges
+from lightning_omni.simulator.network.exchange import Exchanges
 from lightning_omni.simulator.replicas import WeightsByClock
 from lightning_omni.simulator.saved_state import SavedState
 from lightning_omni.topology import Topology
+from lightning_omni.transport.memory import InMemoryConnections
+from lightning_omni.wire import handshake
+from lightning_omni.wire import messages as m
+from lightning_omni.wire.codec import pack
+from lightning_omni.wire.formats.base import Memory, WireFormat, to_wire
+from lightning_omni.wire.handshake import NONCE_BYTES
+from lightning_omni.wire.layout import Layout
 
 GENERATION = 1
 """The generation of groups; the groups are formed once."""

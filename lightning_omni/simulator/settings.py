@@ -11,9 +11,9 @@ from typing import Any, Literal
 from lightning_omni.checks import check_number, check_whole, keep_plain
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import Method
-from lightning_omni.protocol.all_reduce import EXACT, AllReduce
-from lightning_omni.protocol.wire_format import RAW, WireFormat
 from lightning_omni.topology import Topology
+from lightning_omni.wire.all_reduce import EXACT, AllReduce
+from lightning_omni.wire.formats.base import RAW, WireFormat
 
 Progress = Callable[[float, str], None]
 """A function of the fraction done, 0 to 1, and a text."""

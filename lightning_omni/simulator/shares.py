@@ -11,9 +11,8 @@ from torch import Tensor
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import Method
-from lightning_omni.protocol.layout import Layout
-from lightning_omni.protocol.split import Split
-from lightning_omni.protocol.wire_format import (
+from lightning_omni.wire.formats import BothWays
+from lightning_omni.wire.formats.base import (
     RAW,
     Encoded,
     Memory,
@@ -24,7 +23,8 @@ from lightning_omni.protocol.wire_format import (
     register,
     to_wire,
 )
-from lightning_omni.protocol.wire_formats import BothWays
+from lightning_omni.wire.layout import Layout
+from lightning_omni.wire.partition import Split
 
 _LENGTH = 8
 """Bytes of the length of a part."""

@@ -10,20 +10,16 @@ from torch.optim import Optimizer
 
 from lightning_omni.checks import check_kind
 from lightning_omni.errors import ConfigurationError, OmniError
-from lightning_omni.methods.replica import Replica
-from lightning_omni.methods.totals import Total
-from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.activations import Both
-from lightning_omni.protocol.group import GroupCore
-from lightning_omni.protocol.layout import Layout
-from lightning_omni.protocol.record import Recorder
-from lightning_omni.protocol.split import Split, is_elementwise
+from lightning_omni.group.core import GroupCore
+from lightning_omni.methods.model.replica import Replica
+from lightning_omni.methods.model.totals import Total
+from lightning_omni.server.log.record import Recorder
 from lightning_omni.simulator.cluster import Cluster, Failure, ServerRestart
 from lightning_omni.simulator.engine import Engine, Priority, Timeline
-from lightning_omni.simulator.exchange import Exchanges
 from lightning_omni.simulator.gradients import Gradients, Members, SimulatedHead, ThroughHead
 from lightning_omni.simulator.group_process import MOST_REFUSED, EpochBarrier, SimulatedGroup, Surroundings
 from lightning_omni.simulator.monitor import Monitor, arrays, evaluated
+from lightning_omni.simulator.network.exchange import Exchanges
 from lightning_omni.simulator.replicas import SharingReplica, named_parameters, own_replica
 from lightning_omni.simulator.server import HEAD, SimulatedNetwork, SimulatedServer, part_of
 from lightning_omni.simulator.settings import Batches, Cadence, Enough, Formation, Progress, RunLimits
@@ -32,6 +28,10 @@ from lightning_omni.simulator.workbench import Samples, Workbench
 from lightning_omni.simulator.workload import Workload
 from lightning_omni.topology import GroupId
 from lightning_omni.trace import Trace
+from lightning_omni.wire import messages as m
+from lightning_omni.wire.activations import Both
+from lightning_omni.wire.layout import Layout
+from lightning_omni.wire.partition import Split, is_elementwise
 
 
 class Simulation:

@@ -34,7 +34,7 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 from typing_extensions import override
 
 from lightning_omni.errors import UnsupportedError
-from lightning_omni.optimizer.values import write
+from lightning_omni.runtime.model.values import write
 from lightning_omni.strategy import NAMESPACES
 from lightning_omni.strategy.declared import callbacks_of
 

@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_omni.checks import check_choice, check_kind, check_whole, keep_plain
 from lightning_omni.errors import ConfigurationError, UnknownArgument
 from lightning_omni.methods import Method
-from lightning_omni.optimizer.meshes import Inside, ModelParallel, shown
-from lightning_omni.optimizer.options import WorldOptions
+from lightning_omni.runtime.model.meshes import Inside, ModelParallel, shown
+from lightning_omni.runtime.options import WorldOptions
 from lightning_omni.strategy import _private
 
 _Init = TypeVar("_Init", bound=Callable[..., None])

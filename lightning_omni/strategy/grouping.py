@@ -19,22 +19,22 @@ from typing_extensions import override
 from lightning_omni.checks import counted
 from lightning_omni.errors import ConfigurationError, OmniError, UnsupportedError
 from lightning_omni.metrics import RunReport
-from lightning_omni.optimizer import World, WorldOptions
-from lightning_omni.optimizer.alike import check_all_shared
-from lightning_omni.optimizer.balance import Balance, gather
-from lightning_omni.optimizer.held_model import frozen
-from lightning_omni.optimizer.meshes import shown
-from lightning_omni.optimizer.sharding import reshard
-from lightning_omni.optimizer.untrained import Merge, Untrained, average_of, buffers_of
-from lightning_omni.protocol.leases import apportion
+from lightning_omni.runtime import World, WorldOptions
+from lightning_omni.runtime.checks.same_tensors import check_all_shared
+from lightning_omni.runtime.data.balance import Balance, gather
+from lightning_omni.runtime.model.buffer_sync import Merge, Untrained, average_of, buffers_of
+from lightning_omni.runtime.model.meshes import shown
+from lightning_omni.runtime.model.sharded import reshard
+from lightning_omni.runtime.model.wrapping import frozen
 from lightning_omni.strategy import _private
 from lightning_omni.strategy.arguments import FitOptions
 from lightning_omni.strategy.declared import callbacks_of
-from lightning_omni.strategy.epochs import EpochDriver
 from lightning_omni.strategy.live_metrics import Reporting, StepTimes
-from lightning_omni.strategy.proxies import Merged, Proxies
-from lightning_omni.strategy.trainable import Trainable
-from lightning_omni.strategy.wrapped import check_wrapped
+from lightning_omni.strategy.loops.driver import EpochDriver
+from lightning_omni.strategy.optimizers.proxies import Merged, Proxies
+from lightning_omni.strategy.optimizers.trainable import Trainable
+from lightning_omni.strategy.optimizers.wrapped import check_wrapped
+from lightning_omni.wire.leases import apportion
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer

@@ -21,33 +21,33 @@ from typing_extensions import override
 from lightning_omni.checks import counted
 from lightning_omni.errors import ConfigurationError, ConnectionLost, Evicted, OmniError, UnsupportedError
 from lightning_omni.methods import Method
-from lightning_omni.optimizer import World, WorldOptions
-from lightning_omni.optimizer.failing import forget
-from lightning_omni.optimizer.meshes import evenly, shown, sizes_in
-from lightning_omni.optimizer.process_groups import check_none_lost
-from lightning_omni.optimizer.sharding import check_clipping, reshard
-from lightning_omni.optimizer.timing import clock_of
-from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.all_reduce import AllReduce
-from lightning_omni.protocol.wire_formats import Wire
-from lightning_omni.server import ServerProcess
+from lightning_omni.runtime import World, WorldOptions
+from lightning_omni.runtime.checks.failing import forget
+from lightning_omni.runtime.model.meshes import evenly, shown, sizes_in
+from lightning_omni.runtime.model.sharded import check_clipping, reshard
+from lightning_omni.runtime.process_groups import check_none_lost
+from lightning_omni.runtime.timing import clock_of
 from lightning_omni.strategy import _private
 from lightning_omni.strategy.arguments import Asked, FitOptions, inside_of, refuse_unknown_of_ddp
 from lightning_omni.strategy.arrangement import Arrangement
-from lightning_omni.strategy.checkpoints import Checkpoints
+from lightning_omni.strategy.checkpoints.contents import Checkpoints
 from lightning_omni.strategy.declared import callbacks_of
-from lightning_omni.strategy.joining import RunStates
+from lightning_omni.strategy.joining.rejoin import Rejoining
+from lightning_omni.strategy.joining.run_state import RunStates
 from lightning_omni.strategy.launcher import end_with, is_interactive, say_exit
-from lightning_omni.strategy.leased import GivenRank, draws_batches, is_given
-from lightning_omni.strategy.listener import Listener, NestedRuns
 from lightning_omni.strategy.live_metrics import gathering_sentence
+from lightning_omni.strategy.loops.leased_data import GivenRank, draws_batches, is_given
+from lightning_omni.strategy.loops.listener import Listener, NestedRuns
 from lightning_omni.strategy.namespaces import namespace_of, need_namespace, new_in, strategy_class_in
-from lightning_omni.strategy.proxies import Merged, Proxies
-from lightning_omni.strategy.rejoining import Rejoining
+from lightning_omni.strategy.optimizers.proxies import Merged, Proxies
+from lightning_omni.strategy.optimizers.trainable import explain_unused
 from lightning_omni.strategy.saving import SavingStrategy
 from lightning_omni.strategy.signals import Signals
-from lightning_omni.strategy.trainable import explain_unused
 from lightning_omni.topology import check_groups
+from lightning_omni.transport.serving import ServerProcess
+from lightning_omni.wire import messages as m
+from lightning_omni.wire.all_reduce import AllReduce
+from lightning_omni.wire.formats import Wire
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_omni.strategy import either
 from lightning_omni.strategy.arguments import register_names
-from lightning_omni.strategy.checkpoints import WholeFileHooks
+from lightning_omni.strategy.checkpoints.contents import WholeFileHooks
 from lightning_omni.strategy.hooks import OmniStrategyHooks
 from lightning_omni.strategy.launcher import OmniLauncherHooks, OmniProcessesHooks
 

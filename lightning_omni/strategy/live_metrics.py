@@ -14,9 +14,9 @@ from lightning_omni.checks import counted
 from lightning_omni.errors import ConfigurationError, OmniError
 from lightning_omni.methods import Method, text_of, with_period
 from lightning_omni.metrics import RunReport, Staleness
-from lightning_omni.optimizer import World
-from lightning_omni.optimizer.timing import Clock, HostClock
-from lightning_omni.protocol.messages import AskStatus, Status
+from lightning_omni.runtime import World
+from lightning_omni.runtime.timing import Clock, HostClock
+from lightning_omni.wire.messages import AskStatus, Status
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer

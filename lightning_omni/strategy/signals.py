@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from lightning_omni.optimizer import World
+from lightning_omni.runtime import World
 from lightning_omni.strategy import _private
 from lightning_omni.strategy.waiting import waiting_sentence, waits_in
 from lightning_omni.topology import RECORDER

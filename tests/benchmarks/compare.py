@@ -73,8 +73,8 @@ def pushes(shapes: Mapping[str, tuple[int, ...]], count: int) -> Callable[[], fl
     import torch
     from golden.served import Session, flat_bytes, weights_of
 
-    from lightning_omni.methods.master import describe, hyperparameters_of
-    from lightning_omni.protocol import messages as m
+    from lightning_omni.methods.model.master import describe, hyperparameters_of
+    from lightning_omni.wire import messages as m
 
     session = Session(2)
     session.join_all()

@@ -26,13 +26,13 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from lightning_omni.performance.forecast import Forecast, Scaling, Setting, TrainedBatches
-from lightning_omni.performance.measured import Measured
-from lightning_omni.search import Observation, Search, SearchSpec, Space
-from lightning_omni.search import constants as c
-from lightning_omni.search.choice import verdict
-from lightning_omni.search.space import ALL_REDUCES, METHODS, WIRES
-from lightning_omni.tuner.first_batches import DECISION_STEPS
+from lightning_omni.tuning.callback.first_batches.timing import DECISION_STEPS
+from lightning_omni.tuning.model.forecast import Forecast, Scaling, Setting, TrainedBatches
+from lightning_omni.tuning.model.measured import Measured
+from lightning_omni.tuning.search import Observation, Search, SearchSpec, Space
+from lightning_omni.tuning.search import constants as c
+from lightning_omni.tuning.search.choice import verdict
+from lightning_omni.tuning.search.space import ALL_REDUCES, METHODS, WIRES
 
 Array = np.ndarray[Any, Any]
 Draw = Callable[[np.random.Generator, tuple[int, int]], Array]

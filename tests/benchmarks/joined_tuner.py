@@ -21,11 +21,11 @@ import torch
 from tasks import EVERY, JUDGING, TASKS, Run, Task, at_evaluation, crossing
 
 from lightning_omni.methods import AsyncSGD
-from lightning_omni.performance.forecast import Scaling, Setting
-from lightning_omni.search import Space
 from lightning_omni.simulator import Cluster, Jitter, simulate
 from lightning_omni.topology import Topology
-from lightning_omni.tuner.joined_fit import suited_to
+from lightning_omni.tuning.callback.joined import suited_to
+from lightning_omni.tuning.model.forecast import Scaling, Setting
+from lightning_omni.tuning.search import Space
 
 PATIENCE = 1.6
 """Times of one group alone after which a run is given up."""

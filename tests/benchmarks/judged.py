@@ -39,17 +39,17 @@ from tasks import CLUSTERS, JUDGING, RANKS, TASKS, Outcome, Task, cluster_of
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import method_named, with_period
-from lightning_omni.performance.forecast import Scaling, Setting, TrainedBatches
-from lightning_omni.performance.measured import Measured
-from lightning_omni.protocol.wire_formats import wire_of
-from lightning_omni.search import Observation, Search, SearchSpec, Space
-from lightning_omni.search.choice import verdict
-from lightning_omni.search.evidence import Evidence
-from lightning_omni.search.experience import Experience
-from lightning_omni.search.space import ALL_REDUCES, METHODS, WIRES, wire_given
 from lightning_omni.simulator import Cluster
 from lightning_omni.topology import Topology
-from lightning_omni.tuner.first_batches import DECISION_STEPS
+from lightning_omni.tuning.callback.first_batches.timing import DECISION_STEPS
+from lightning_omni.tuning.model.forecast import Scaling, Setting, TrainedBatches
+from lightning_omni.tuning.model.measured import Measured
+from lightning_omni.tuning.search import Observation, Search, SearchSpec, Space
+from lightning_omni.tuning.search.choice import verdict
+from lightning_omni.tuning.search.evidence import Evidence
+from lightning_omni.tuning.search.experience import Experience
+from lightning_omni.tuning.search.space import ALL_REDUCES, METHODS, WIRES, wire_given
+from lightning_omni.wire.formats import wire_of
 
 LONGEST = 6.0
 """Samples that a run may take, in those of the user's own."""

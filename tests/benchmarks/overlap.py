@@ -37,8 +37,8 @@ from emulated_network import Hosts, Network
 from runs import free_port
 
 from lightning_omni import OmniOptimizer, World
-from lightning_omni.optimizer import WorldOptions
-from lightning_omni.server import ZeroMQ
+from lightning_omni.runtime import WorldOptions
+from lightning_omni.transport.zeromq import ZeroMQ
 
 GROUPS, LONGER, WANTED = 2, 1.2, 0.8
 LINK, PORT = "link", 29500

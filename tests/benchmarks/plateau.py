@@ -5,7 +5,7 @@
 
 As in `judged.py` the user's own synchronous run is timed for a few batches, and the choice of the tuner trains from
 the first sample to the target. At each end of an epoch, and inside a long one after every third window,
-`OmniTuner`'s own rule looks at the training losses so far (`lightning_omni.tuner.flatness`). Where it asks for a
+`OmniTuner`'s own rule looks at the training losses so far (`tuning.callback.guards.flatness`). Where it asks for a
 trial, the user's own setting trains from the weights of then, with the optimizer's state if it is an adaptive one; if
 the rule finds that better, the run ends with it. What a trial that is not better took is added in full, though a fit
 keeps what it has learnt. Times are virtual; forming groups, and what groups wait for where the rule is applied, take
@@ -34,8 +34,8 @@ from tasks import CLUSTERS, DEVELOPING, TASKS, Outcome, Run, cluster_of
 from torch import Tensor, nn
 
 from lightning_omni.methods import method_named
-from lightning_omni.search import constants as c
-from lightning_omni.tuner.flatness import TrainingLosses, TrialOutcome, is_falling
+from lightning_omni.tuning.callback.guards.flatness import TrainingLosses, TrialOutcome, is_falling
+from lightning_omni.tuning.search import constants as c
 
 CLUSTERS_OF_RANDOM_TIMES = ("exponential", "lognormal", "two generations")
 LONGEST = 4.0

@@ -41,10 +41,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from tuned_hosts import has_been_host, on_hosts
 
 from lightning_omni.methods import method_named, with_period
-from lightning_omni.performance.forecast import Setting
-from lightning_omni.performance.profile import Prediction
-from lightning_omni.search import Search
-from lightning_omni.search.space import METHODS, wire_given
+from lightning_omni.tuning.model.forecast import Setting
+from lightning_omni.tuning.model.profile import Prediction
+from lightning_omni.tuning.search import Search
+from lightning_omni.tuning.search.space import METHODS, wire_given
 
 RANKS = 4
 FIRST = 56

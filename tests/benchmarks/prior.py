@@ -61,12 +61,12 @@ from tasks import DEVELOPING, PRIOR_CLUSTERS, RANKS, Outcome, Subject, Task
 from torch import nn
 
 from lightning_omni.methods import Method, method_named, with_period
-from lightning_omni.performance.forecast import Scaling, Setting, Theory
-from lightning_omni.protocol.all_reduce import PowerSGD, all_reduce_of
-from lightning_omni.search.experience import Experience
-from lightning_omni.search.prior import STREAMING, Prior, PriorRow, Steepness
-from lightning_omni.search.space import ALL_REDUCES, METHODS
 from lightning_omni.simulator import Cluster
+from lightning_omni.tuning.model.forecast import Scaling, Setting, Theory
+from lightning_omni.tuning.search.experience import Experience
+from lightning_omni.tuning.search.prior import STREAMING, Prior, PriorRow, Steepness
+from lightning_omni.tuning.search.space import ALL_REDUCES, METHODS
+from lightning_omni.wire.all_reduce import PowerSGD, all_reduce_of
 
 STREAMED = METHODS[-1]
 FILE = Path(__file__).resolve().parents[2] / "lightning_omni" / "search" / "prior.json"

@@ -110,7 +110,7 @@ def is_running(pid: int) -> bool:
 
 def is_embedded_server(pid: int) -> bool:
     """Whether a process is what rank 0 starts as its server."""
-    return b"lightning_omni.server" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b"lightning_omni.transport.zeromq" in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 class Training:

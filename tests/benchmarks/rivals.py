@@ -43,8 +43,8 @@ from rich.progress import track
 from rich.table import Table
 from tasks import CLUSTERS, JUDGING, RANKS, TASKS, cluster_of
 
-from lightning_omni.performance.forecast import Scaling, Setting
-from lightning_omni.search.constants import FASTER
+from lightning_omni.tuning.model.forecast import Scaling, Setting
+from lightning_omni.tuning.search.constants import FASTER
 
 GROUPS = (1, 2, 4, 8)
 MOMENTA = (0.9, 0.6, 0.3, 0.0)

@@ -37,7 +37,7 @@ def worker(way: str, address: str, encryption: str, rank: int, period: int, exch
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
     from lightning_omni import OmniOptimizer, World
-    from lightning_omni.optimizer.options import WorldOptions
+    from lightning_omni.runtime.options import WorldOptions
 
     torch.set_num_threads(1)
     os.environ["MASTER_ADDR"] = address

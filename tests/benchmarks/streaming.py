@@ -36,8 +36,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lightning_omni.methods import method_named
-from lightning_omni.protocol.layout import Layout
 from lightning_omni.simulator import Cluster, simulate
+from lightning_omni.wire.layout import Layout
 
 GROUPS, PERIOD = 4, 16
 SETTINGS = (

@@ -33,14 +33,16 @@ import torch
 import zmq
 
 from lightning_omni.methods import AsyncSGD
-from lightning_omni.methods.master import describe, hyperparameters_of
-from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.codec import pack
-from lightning_omni.protocol.layout import Layout
-from lightning_omni.protocol.transport import from_wire, to_wire
-from lightning_omni.server import ServerProcess, ZeroMQ, segments
-from lightning_omni.server.keys import new_key
-from lightning_omni.server.process import ServerSettings
+from lightning_omni.methods.model.master import describe, hyperparameters_of
+from lightning_omni.transport.base import from_wire, to_wire
+from lightning_omni.transport.serving import ServerProcess
+from lightning_omni.transport.serving.process import ServerSettings
+from lightning_omni.transport.zeromq import ZeroMQ
+from lightning_omni.transport.zeromq import memory_segments as segments
+from lightning_omni.transport.zeromq.keys import new_key
+from lightning_omni.wire import messages as m
+from lightning_omni.wire.codec import pack
+from lightning_omni.wire.layout import Layout
 
 Once = Callable[[], None]
 PLAIN = "TCP"

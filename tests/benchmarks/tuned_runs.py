@@ -53,17 +53,17 @@ from tasks import CLUSTERS, JUDGING, RANKS, SECONDS, TASKS, Run, Task, at_evalua
 from torch import nn
 
 from lightning_omni.methods import method_named, with_period
-from lightning_omni.performance.forecast import Setting, TrainedBatches
-from lightning_omni.performance.measured import Measured
-from lightning_omni.search import Observation, Search, TrainedSegment
-from lightning_omni.search.choice import best_by_forecast, verdict
-from lightning_omni.search.evidence import mean_error
-from lightning_omni.search.prior import Prior
-from lightning_omni.search.space import wire_given
 from lightning_omni.topology import Topology
 from lightning_omni.trace import Trace
-from lightning_omni.tuner.first_batches import DECISION_STEPS
-from lightning_omni.tuner.throughput import Speed
+from lightning_omni.tuning.callback.first_batches.timing import DECISION_STEPS
+from lightning_omni.tuning.callback.guards.throughput import Speed
+from lightning_omni.tuning.model.forecast import Setting, TrainedBatches
+from lightning_omni.tuning.model.measured import Measured
+from lightning_omni.tuning.search import Observation, Search, TrainedSegment
+from lightning_omni.tuning.search.choice import best_by_forecast, verdict
+from lightning_omni.tuning.search.evidence import mean_error
+from lightning_omni.tuning.search.prior import Prior
+from lightning_omni.tuning.search.space import wire_given
 
 DEVIATIONS = statistics.NormalDist().inv_cdf(0.9)
 """Between the mean and either end of an interval of 80 %."""

@@ -20,9 +20,9 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from lightning_omni.protocol.layout import Layout
-from lightning_omni.protocol.wire_formats import wire_named
 from lightning_omni.simulator import Cluster, Jitter, simulate
+from lightning_omni.wire.formats import wire_named
+from lightning_omni.wire.layout import Layout
 
 METHODS = (
     *("async_sgd", "hardsync", "softsync:n=2", "diloco:period=8", "async_diloco:period=8", "local_sgd:period=8"),

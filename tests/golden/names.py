@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from lightning_omni.protocol.codec import Packed
+from lightning_omni.wire.codec import Packed
 
 
 def _numbered(names: str) -> dict[str, int]:

@@ -23,14 +23,15 @@ from golden.names import counted_fields, type_number
 from golden.simulated import METHODS, fractions
 from lightning_omni.errors import ProtocolError, Refused
 from lightning_omni.methods import Method, method_named
-from lightning_omni.methods.master import describe, hyperparameters_of
-from lightning_omni.methods.modules import describe_module
-from lightning_omni.protocol import EpochPlan, Out, ServerCore
-from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.codec import Packed, pack, unpack
-from lightning_omni.protocol.handshake import attach_mac, rank_mac, session_key
-from lightning_omni.protocol.layout import Layout
-from lightning_omni.protocol.record import Event
+from lightning_omni.methods.model.master import describe, hyperparameters_of
+from lightning_omni.methods.model.modules import describe_module
+from lightning_omni.server import Out, ServerCore
+from lightning_omni.server.log.record import Event
+from lightning_omni.wire import messages as m
+from lightning_omni.wire.codec import Packed, pack, unpack
+from lightning_omni.wire.handshake import attach_mac, rank_mac, session_key
+from lightning_omni.wire.layout import Layout
+from lightning_omni.wire.leases import EpochPlan
 
 KEY = bytes(range(32))
 SHAPES = {"first.weight": (4, 3), "first.bias": (4,), "last.weight": (5,)}

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from common import Net, digest, loaders, omni, pl, report, trainer
 from torch import Tensor
 
-from lightning_omni.protocol.all_reduce import Memory, all_reduce_of, resumed
+from lightning_omni.wire.all_reduce import Memory, all_reduce_of, resumed
 
 RANK = int(os.environ.get("LOCAL_RANK", 0))
 

@@ -16,9 +16,9 @@ from common import OPTIONS, InTime, Net, dataset, digest, omni, pl, report, trai
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
-from lightning_omni.optimizer.balance import Balance
-from lightning_omni.optimizer.timing import HostClock
-from lightning_omni.tuner import applied
+from lightning_omni.runtime.data.balance import Balance
+from lightning_omni.runtime.timing import HostClock
+from lightning_omni.tuning.callback.apply import applied
 
 RANK = int(os.environ.get("LOCAL_RANK", 0))
 DATA = dataset(1024)

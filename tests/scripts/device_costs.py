@@ -15,7 +15,7 @@ from emulated_cuda import device
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_omni.protocol.group import GroupCore
+from lightning_omni.group.core import GroupCore
 
 RANK = int(os.environ.get("LOCAL_RANK", 0))
 FIRST, LAST = 4, 12

@@ -10,7 +10,7 @@ from common import OPTIONS, InTime, omni, pl, report, trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_omni.device import DeviceSetting, timing
+from lightning_omni.tuning.device import DeviceSetting, timing
 
 timing.BLOCK_SECONDS = 0.01  # the test does not depend on which way is the faster one
 RANK = int(os.environ.get("LOCAL_RANK", 0))

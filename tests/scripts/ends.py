@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_omni import World
-from lightning_omni.optimizer._private import GLOO_WORKER
+from lightning_omni.runtime._private import GLOO_WORKER
 
 
 class Hog:

@@ -21,10 +21,10 @@ from topk import TopK
 from torch import Tensor
 
 from lightning_omni import OmniOptimizer, World
-from lightning_omni.optimizer.options import WorldOptions
-from lightning_omni.optimizer.saved import Saved
-from lightning_omni.strategy.checkpoints import Checkpoints
-from lightning_omni.strategy.epochs import EpochDriver
+from lightning_omni.runtime.options import WorldOptions
+from lightning_omni.runtime.state.checkpoint import Saved
+from lightning_omni.strategy.checkpoints.contents import Checkpoints
+from lightning_omni.strategy.loops.driver import EpochDriver
 
 WIRE = json.loads(sys.argv[1])["wire"] if len(sys.argv) > 1 else ""
 RANKS, LR, STEPS = 4, 0.1, 6

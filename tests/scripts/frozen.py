@@ -18,8 +18,8 @@ from devices import BACKEND, own_device
 from torch import Tensor, nn
 
 from lightning_omni import OmniOptimizer, World
-from lightning_omni.optimizer import names_of
-from lightning_omni.optimizer.options import WorldOptions
+from lightning_omni.runtime import names_of
+from lightning_omni.runtime.options import WorldOptions
 
 RANKS, EPOCHS, STEPS = 3, 3, 8
 LOOPS: list[dict[str, Any]] = json.loads(sys.argv[1])["loops"] if len(sys.argv) > 1 else []

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from devices import BACKEND, own_device
 
 from lightning_omni import OmniOptimizer, World
-from lightning_omni.optimizer.options import WorldOptions
+from lightning_omni.runtime.options import WorldOptions
 
 TOLD = json.loads(sys.argv[1])
 RANKS, STEPS = 4, 4

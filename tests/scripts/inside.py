@@ -20,8 +20,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from lightning_omni.errors import RankLost
-from lightning_omni.optimizer import place as places
-from lightning_omni.optimizer import sharding
+from lightning_omni.runtime import parallel_state as places
+from lightning_omni.runtime.model import sharded as sharding
 from lightning_omni.topology import Topology
 
 

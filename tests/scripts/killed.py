@@ -10,9 +10,9 @@ import secrets
 import sys
 from pathlib import Path
 
-from lightning_omni.protocol import ServerCore
-from lightning_omni.server import Server
-from lightning_omni.server.addresses import PrivateDirectory
+from lightning_omni.server import ServerCore
+from lightning_omni.transport.zeromq import Server
+from lightning_omni.transport.zeromq.addresses import PrivateDirectory
 
 
 def say(line: str) -> None:

@@ -11,7 +11,7 @@ import torch
 from common import FOLDER, OPTIONS, Net, digest, loaders, omni, pl, report, trainer
 from torch import Tensor
 
-from lightning_omni.protocol import messages as m
+from lightning_omni.wire import messages as m
 
 RANK = int(os.environ.get("LOCAL_RANK", 0))
 

@@ -20,11 +20,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.search import Dimension, constants
-from lightning_omni.server.keys import ENVIRONMENT
-from lightning_omni.tuner import by_first_batches
-from lightning_omni.tuner.beside import at_once, beside
-from lightning_omni.tuner.microbenchmarks import Microbenchmarks
+from lightning_omni.transport.zeromq.keys import ENVIRONMENT
+from lightning_omni.tuning.callback.background import at_once, beside
+from lightning_omni.tuning.callback.first_batches import decision as by_first_batches
+from lightning_omni.tuning.callback.first_batches.microbenchmarks import Microbenchmarks
+from lightning_omni.tuning.search import Dimension, constants
 
 RANK = int(os.environ.get("LOCAL_RANK", 0))
 NODE = int(os.environ.get("NODE_RANK", 0))

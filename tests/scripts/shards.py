@@ -18,7 +18,7 @@ from devices import BACKEND, own_device
 
 from lightning_omni import OmniOptimizer, World
 from lightning_omni.errors import OmniError
-from lightning_omni.optimizer.options import WorldOptions
+from lightning_omni.runtime.options import WorldOptions
 
 RANKS = 2
 FOLDER = Path(os.environ["OMNI_TEST_FOLDER"])

@@ -15,7 +15,7 @@ unused = types.ModuleType("scipy.signal")
 unused.hamming = unused.windows = None  # what torchmetrics looks for
 sys.modules["scipy.signal"] = unused
 
-if "lightning_omni.server" in sys.orig_argv:
+if "lightning_omni.transport.serving" in sys.orig_argv:
     compiler = types.ModuleType("torch._dynamo")
     compiler.disable = lambda function, *_, **__: function
     compiler.graph_break = lambda *_: None

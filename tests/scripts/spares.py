@@ -23,7 +23,7 @@ from typing import IO, Any
 
 import lightning_fabric.utilities.rank_zero as rank_zero
 
-from lightning_omni.server import __main__ as server
+from lightning_omni.transport.serving import __main__ as server
 
 SERVER = "omni-server"
 """The name of a copy that is a server: its command line is that of the process it was copied from."""
@@ -107,7 +107,7 @@ class Popen(subprocess.Popen[Any]):
             while len(_ranks) > int(env["WORLD_SIZE"]) - int(env["LOCAL_RANK"]):
                 _ranks.pop().dismiss()
             return _started(_ranks.pop(), args, env, pipes=False, new_session=is_leader)
-        is_server = bool(env) and list(args[1:]) == ["-m", "lightning_omni.server"]
+        is_server = bool(env) and list(args[1:]) == ["-m", "lightning_omni.transport.serving"]
         if is_server and _copies_when_asked and not _servers:
             prepare(ranks=0, servers=1)
         if is_server and _servers:

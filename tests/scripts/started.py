@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from common import FOLDER, OPTIONS, Net, loaders, omni, pl, report, trainer
 
-from lightning_omni.device import DeviceSetting
+from lightning_omni.tuning.device import DeviceSetting
 
 
 class Dying(pl.Callback):

@@ -13,7 +13,7 @@ from common import FOLDER, OPTIONS, InTime, dataset, digest, omni, pl, report, t
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_omni.optimizer import parameter_groups
+from lightning_omni.runtime.model import parameter_groups
 
 parameter_groups.PATIENCE = timedelta(seconds=8)
 RANK = int(os.environ.get("LOCAL_RANK", 0))

@@ -16,7 +16,7 @@ from devices import BACKEND, own_device
 from stream import Stream
 
 from lightning_omni import OmniOptimizer, World
-from lightning_omni.optimizer.options import WorldOptions
+from lightning_omni.runtime.options import WorldOptions
 
 RANKS, STEPS = 2, 12
 METHODS = ("async_sgd", "hardsync", "gossip")

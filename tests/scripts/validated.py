@@ -13,7 +13,7 @@ from common import FOLDER, OPTIONS, Net, loaders, omni, pl, report, trainer
 from torch import Tensor
 from validated import ValidatedWeights
 
-from lightning_omni.protocol import messages as m
+from lightning_omni.wire import messages as m
 
 RANK = int(os.environ.get("LOCAL_RANK", 0))
 

@@ -1,0 +1,1 @@
+"""``lightning-omni device``: the fastest settings of this machine."""

@@ -1,0 +1,1 @@
+"""``lightning-omni doctor``: checks of the connection to a server."""

@@ -1,0 +1,509 @@
+"""The predictions of ``lightning-omni plan`` from a file of measurements: a table, sentences, a picture."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich.console import Group
+from rich.table import Table
+from typing_extensions import override
+
+from lightning_omni.checks import check_whole
+from lightning_omni.cli.console import table_of
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.methods import method_named, text_of
+from lightning_omni.palette import CHOSEN, EXPECTED, new_figure, plot_interval, save_figure
+from lightning_omni.tuning.model.convergence.statistical import Estimate
+from lightning_omni.tuning.model.forecast import Scaling, Setting, Theory
+from lightning_omni.tuning.model.profile import Prediction, Profile
+from lightning_omni.tuning.report import TuningReport
+from lightning_omni.tuning.report.digest import duration
+from lightning_omni.tuning.search import Search, SearchSpec, Space
+from lightning_omni.tuning.search.choice import best_by_forecast
+from lightning_omni.tuning.search.evidence import Evidence, scatter
+from lightning_omni.tuning.search.rules import careful, is_faster, least
+from lightning_omni.tuning.search.space import ALL_REDUCES, METHODS, WIRES, group_counts, wire_given
+from lightning_omni.wire.all_reduce import EXACT, all_reduce_of
+from lightning_omni.wire.formats import wire_of
+
+PICTURE = "plan.png"
+"""File name of the picture."""
+_USUAL_MOMENTUM = 0.9
+_BOTTLENECKS = {
+    "compute": "compute",
+    "allreduce": "all-reduce",
+    "exchange": "way to the server",
+    "server": "server",
+    "link": "server's link",
+    "head": "merged head",
+}
+_Read = TypeVar("_Read")
+_FILE = "pass an omni-tuning.json that OmniTuner wrote, or the JSON of a Profile"
+
+
+# --- Inputs -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PlanSource:
+    """The contents of a file of measurements.
+
+    Args:
+        profile: profile of the measured cluster.
+        search: last search of the run; None if the file is a profile only.
+    """
+
+    profile: Profile
+    search: Search | None
+
+    @classmethod
+    def of(cls, path: Path) -> PlanSource:
+        """Read a file.
+
+        Raises:
+            ConfigurationError: the file has another format, or holds no timings.
+        """
+        try:
+            plain = json.loads(path.read_text(encoding="utf-8"))
+            if "measured" in plain:
+                return cls(Profile.from_dict(plain), None)
+            search = TuningReport.from_dict(plain).rounds[-1].search
+        except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+            missing = f"it has no {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+            reason = getattr(error, "strerror", None) or missing
+            raise ConfigurationError(f"file {str(path)!r}: {reason}; {_FILE}") from error
+        return cls(search.profile, search)
+
+    @property
+    def rebalance(self) -> bool:
+        return self.search is None or self.search.spec.space.rebalance
+
+    def theory(self, momentum: float | None, lr: float | None) -> Theory:
+        """Return the file's theory of settings, with another momentum or learning rate for one group if given."""
+        theory: Theory = Theory(Setting(1, _USUAL_MOMENTUM, 1.0), Scaling())
+        if self.search is not None:
+            theory = self.search.theory
+        if momentum is not None or lr is not None:
+            alone = theory.setting(1)
+            base = replace(
+                alone,
+                momentum=alone.momentum if momentum is None else momentum,
+                lr=alone.lr if lr is None else lr,
+                period=1,
+            )
+            theory = replace(theory, start=base, most=None)
+        return theory
+
+
+@dataclass(frozen=True)
+class Ways:
+    """The possible exchanges between groups, and inside them.
+
+    Args:
+        methods: methods, as in `OmniTuner(space={"method": ...})`.
+        wires: wire formats, likewise.
+        periods: local steps between two exchanges; empty for powers of two.
+        all_reduces: formats in which the members of a group may average gradients, besides the exact one.
+    """
+
+    methods: tuple[str, ...] = METHODS
+    wires: tuple[str, ...] = WIRES
+    periods: tuple[int, ...] = ()
+    all_reduces: tuple[str, ...] = ()
+
+
+def ways_of(
+    known: PlanSource, method: str | None, wire: str | None, period: int | None, all_reduce: str | None = None
+) -> Ways:
+    """Return the possible exchanges, from the file and the options that the user has passed.
+
+    Raises:
+        ConfigurationError: a name does not exist, or the options do not work together.
+    """
+    if period is not None:
+        _as_option(lambda: check_whole("period", period, "local steps between two exchanges, 1 or more", low=1))
+    spec = known.search.spec if known.search is not None else None
+    methods: tuple[str, ...] = METHODS
+    wires: tuple[str, ...] = WIRES
+    if spec is not None:
+        methods, wires = spec.space.method or (spec.start.method,), spec.space.wire or (spec.start.wire,)
+    if method is not None:
+        value = _as_option(lambda: method_named(method))
+        methods = (text_of(value, without=("period",)),)
+        if period is None and "period=" in method:
+            period = getattr(value, "period", None)
+    if wire is not None:
+        wires = (wire,)
+        _check_wire(wire, methods if method is not None else ())
+    all_reduces = ALL_REDUCES if spec is None else spec.space.all_reduce
+    if all_reduce is not None:
+        all_reduces = _asked_all_reduce(all_reduce, known)
+    return Ways(methods, wires, () if period is None else (period,), all_reduces if known.profile.shapes else ())
+
+
+def _check_wire(wire: str, methods: Sequence[str]) -> None:
+    """Raise a `ConfigurationError` if the wire format does not exist, or not for one of these methods."""
+    wire_format = _as_option(lambda: wire_of(wire_given(wire)))
+    for method in methods:
+        _as_option(partial(wire_format.check, method_named(method)))
+
+
+def _asked_all_reduce(all_reduce: str, known: PlanSource) -> tuple[str, ...]:
+    """Return the all-reduce formats beside the exact one, if the user requests this one."""
+    if _as_option(lambda: all_reduce_of(all_reduce)) == EXACT:
+        return ()
+    if not known.profile.shapes:
+        raise ConfigurationError(
+            f"--all-reduce {all_reduce}: how many bytes that is depends on the parameters' shapes, which the file does"
+            " not have; pass one that OmniTuner wrote, or leave it out"
+        )
+    return (all_reduce,)
+
+
+def _as_option(read: Callable[[], _Read]) -> _Read:
+    """Call ``read``, and name the option in its error."""
+    try:
+        return read()
+    except ConfigurationError as error:
+        name, equals, rest = str(error).partition("=")
+        raise ConfigurationError(f"--{name.replace('_', '-')}{equals}{rest}") from error
+
+
+class PlannedEvidence(Evidence):
+    """The evidence of a run on the planned machines after its first batches.
+
+    Args:
+        spec: specification of the search.
+        profile: profile of the planned machines.
+    """
+
+    def __init__(self, spec: SearchSpec, profile: Profile) -> None:
+        super().__init__(spec, profile.measured)
+        self._planned = profile
+        if profile.measured:
+            self.theory = replace(self.theory, scatter=scatter(profile.measured))
+
+    @property
+    @override
+    def profile(self) -> Profile:  # known, not fitted
+        return self._planned
+
+
+@dataclass(frozen=True)
+class PlannedCluster:
+    """The planned machines: the measured ones, with the user's changes.
+
+    Args:
+        measured: profile of the measured cluster.
+        ranks: number of ranks.
+        bandwidth: bytes per second.
+        latency: seconds of one message.
+        servers: number of servers, each with a share of the weights.
+        per_node: whether each node runs one server.
+        batch_size: samples of a rank's batch.
+    """
+
+    measured: Profile
+    ranks: int | None = None
+    bandwidth: float | None = None
+    latency: float | None = None
+    servers: int | None = None
+    per_node: bool = False
+    batch_size: float | None = None
+
+    @cached_property
+    def profile(self) -> Profile:
+        """Return the profile of the planned machines.
+
+        Raises:
+            ConfigurationError: an option is out of range.
+        """
+        changes: dict[str, Any] = {
+            name: getattr(self, name)
+            for name in ("ranks", "bandwidth", "latency", "servers", "batch_size")
+            if getattr(self, name) is not None
+        }
+        if not changes:
+            return self.measured
+        if self.servers is not None:
+            changes["per_node"] = self.per_node
+        try:
+            return self.measured.scaled(**changes)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"--{error}") from error
+
+
+# --- Predictions ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """The prediction for one number of groups.
+
+    Args:
+        setting: best known setting.
+        prediction: predicted speed.
+        efficiency: logarithm of the samples to a target, up to a constant, and its standard deviation.
+    """
+
+    setting: Setting
+    prediction: Prediction
+    efficiency: tuple[float, float]
+
+    @property
+    def log_seconds(self) -> float:
+        """Return the logarithm of the time to a target, up to a constant."""
+        return self.efficiency[0] - math.log(self.prediction.samples_per_second.value)
+
+    @property
+    def careful(self) -> float:
+        """Return `log_seconds` with a small penalty for an untried setting."""
+        return careful(self.log_seconds, self.efficiency[1])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The predictions for planned machines, for each number of groups.
+
+    Args:
+        cluster: planned machines.
+        known: contents of the file.
+        theory: theory of settings.
+        ways: possible exchanges.
+        has_lr: whether learning rates are known; otherwise they are multiples of the user's.
+    """
+
+    cluster: PlannedCluster
+    known: PlanSource
+    theory: Theory
+    ways: Ways
+    has_lr: bool
+
+    def describe(self, setting: Setting) -> str:
+        if self.has_lr:
+            return str(setting)
+        factor = "" if setting.lr == 1 else f"{setting.lr:.3g} times "
+        return f"{str(setting).rpartition(', lr')[0]}, {factor}your lr"
+
+    @cached_property
+    def rows(self) -> list[PlanRow]:
+        """Return the predictions for powers of two, and for as many groups as ranks."""
+        return list(map(self._row, group_counts(self.cluster.profile.ranks)))
+
+    def _row(self, groups: int) -> PlanRow:
+        evidence = self._evidence
+        best = best_by_forecast(evidence, groups)
+        theory = evidence.forecast().theory
+        return PlanRow(best, evidence.prediction(best), (theory(best), theory.error(best)))
+
+    @cached_property
+    def _evidence(self) -> PlannedEvidence:
+        profile, ways = self.cluster.profile, self.ways
+        space = Space(
+            tuple(group_counts(profile.ranks)),
+            rebalance=self.known.rebalance,
+            method=ways.methods,
+            wire=ways.wires,
+            period=ways.periods,
+            all_reduce=ways.all_reduces,
+        )
+        batch = max(1, round(profile.ranks * profile.batch_size))
+        start = replace(self.theory.setting(1), period=1)
+        return PlannedEvidence(SearchSpec(start, batch, batch, space, self.theory.scaling), profile)
+
+    @cached_property
+    def best(self) -> PlanRow:
+        """Return the row that reaches the target first; among equals the one with the fewest groups."""
+        return least(self.rows, lambda row: row.careful, lambda row: row.setting.groups)
+
+    def relative(self, row: PlanRow) -> float:
+        """Return the time to the target, relative to the best row's."""
+        return math.exp(row.log_seconds - self.best.log_seconds)
+
+    def seconds(self, row: PlanRow, samples: float) -> float:
+        """Return the time of a training that takes one group ``samples`` samples."""
+        return samples * math.exp(row.log_seconds - self.rows[0].efficiency[0])
+
+    def deviation(self, row: PlanRow) -> float:
+        """Return the standard deviation of the log samples, relative to the best row's; 0 for the best."""
+        return 0.0 if row is self.best else math.hypot(row.efficiency[1], self.best.efficiency[1])
+
+    def with_cluster(self, **changes: Any) -> Plan:
+        return replace(self, cluster=replace(self.cluster, **changes))
+
+
+# --- Output -----------------------------------------------------------------------------------------------------------
+
+
+def table(plan: Plan, samples: float | None) -> Table:
+    """Return a table with a row for each number of groups."""
+    return _table_of(plan, _rows(plan, samples), title=_title(plan))
+
+
+def tall_table(plan: Plan, samples: float | None) -> Group:
+    """Return the table in three parts, for narrow terminals."""
+    rows = _rows(plan, samples)
+    first, *heads = (head for head in rows[0] if head != "exchange")
+    parts = [["exchange"], heads[:4], heads[4:]]
+    titles = [_title(plan), *(None for _ in parts[1:])]
+    return Group(*(_table_of(plan, rows, [first, *part], title) for part, title in zip(parts, titles, strict=True)))
+
+
+def _table_of(
+    plan: Plan, rows: Sequence[Mapping[str, str]], heads: Sequence[str] = (), title: str | None = None
+) -> Table:
+    return table_of(rows, ("batches", "exchange", "bottleneck"), heads, title, bold=plan.rows.index(plan.best))
+
+
+def _title(plan: Plan) -> str:
+    profile = plan.cluster.profile
+    servers = f", {profile.servers} servers" if profile.servers > 1 else ""
+    return f"{profile.ranks} ranks, {_speeds(profile)}{servers}"
+
+
+def _rows(plan: Plan, samples: float | None) -> list[dict[str, str]]:
+    fewest = min(each.efficiency[0] for each in plan.rows)
+    return [
+        {
+            "groups": f"{'★ ' if row is plan.best else ''}{row.setting.groups}",
+            "batches": "proportional" if row.setting.rebalance else "equal",
+            "exchange": row.setting.exchange or "-",
+            "samples/s": str(row.prediction.samples_per_second),
+            "ms/update": f"{1000 * row.prediction.seconds_per_update.value:.4g}",
+            "bottleneck": _BOTTLENECKS[row.prediction.bottleneck],
+            "samples": f"{math.exp(row.efficiency[0] - fewest):.2f}×",
+            "time": f"{plan.relative(row):.2f}×",
+            **({"hours": f"{plan.seconds(row, samples) / 3600:.3g}"} if samples is not None else {}),
+            "momentum": f"{row.setting.momentum:.3g}",
+            "lr" if plan.has_lr else "lr / yours": f"{row.setting.lr:.3g}",
+        }
+        for row in plan.rows
+    ]
+
+
+def _speeds(profile: Profile) -> str:
+    slowest, fastest = min(profile.speeds), max(profile.speeds)
+    if not is_faster(fastest, slowest):
+        return f"{fastest:.4g} samples/s each"
+    return f"{slowest:.4g} to {fastest:.4g} samples/s each"
+
+
+def sentences(plan: Plan, samples: float | None) -> list[str]:
+    """Return sentences about the best setting, the next purchase, and the assumptions."""
+    best, known = plan.best, plan.known
+    alone = plan.relative(plan.rows[0])
+    text = f"use {plan.describe(best.setting)}: {best.prediction.samples_per_second.value:.4g} samples/s"
+    if best.setting.groups > 1:
+        text += f", {alone:.2f} times faster to the target than one group"
+    if samples is not None:
+        text += f", {duration(plan.seconds(best, samples))} for {samples:.4g} samples"
+    lines = [text, f"buy next: {_advice(plan)}"]
+    profile, measured = plan.cluster.profile, known.profile
+    growth = profile.ranks * profile.batch_size / (measured.ranks * measured.batch_size)
+    if abs(growth - 1) > 0.01:
+        lines.append(
+            f"batches of all ranks together are {growth:.3g} times those that were measured; the samples to a target"
+            " are taken to be the same"
+        )
+    lines.append("the samples that groups need, their momentum and rate are what other tasks showed in simulation")
+    return lines
+
+
+def _advice(plan: Plan) -> str:
+    """Name the bottleneck, and the gain from twice as much of it."""
+    bottleneck = plan.best.prediction.bottleneck
+    cluster = plan.cluster
+    if bottleneck == "compute":
+        count = 2 * cluster.profile.ranks
+        change, other = f"{count} ranks", plan.with_cluster(ranks=count)
+    elif bottleneck in ("allreduce", "exchange", "link") and cluster.bandwidth is not None:
+        change, other = "twice the bandwidth", plan.with_cluster(bandwidth=2 * cluster.bandwidth)
+    elif bottleneck in ("server", "link") and not cluster.profile.per_node:
+        count = 2 * cluster.profile.servers
+        change, other = f"{count} servers", plan.with_cluster(servers=count)
+    else:
+        what = "servers twice as fast" if bottleneck == "server" else "a network twice as fast"
+        what = "a merged head twice as fast" if bottleneck == "head" else what
+        faster = f"{what} would be at most {_halved(plan.best.prediction):.2f} times faster"
+        return f"{_BOTTLENECKS[bottleneck]} is the bottleneck; {faster}"
+    gain = math.exp(plan.best.log_seconds - other.best.log_seconds)
+    best = plan.describe(other.best.setting)
+    faster = f"{change} would be {gain:.2f} times faster to the target, with {best}"
+    return f"{_BOTTLENECKS[bottleneck]} is the bottleneck; {faster}"
+
+
+def _halved(prediction: Prediction) -> float:
+    """Return a bound on the speed-up if the bottleneck took half as long."""
+    parts: Mapping[str, float] = prediction.parts
+    name = "serve" if prediction.bottleneck == "server" else prediction.bottleneck
+    seconds = prediction.seconds_per_update.value
+    if name in ("allreduce", "exchange"):
+        return seconds / (seconds - parts[name] / 2)
+    step = parts["compute"] + parts["allreduce"] + parts["exchange"]
+    rest = [parts[other] for other in ("serve", "link", "head") if other != name]
+    return seconds / max(step, parts[name] / 2, *rest)
+
+
+# --- A picture --------------------------------------------------------------------------------------------------------
+
+
+def draw(plan: Plan, folder: Path) -> Path:
+    """Draw samples per second and time over groups, and return the file."""
+    figure = new_figure(12, 4.8, dpi=120)
+    hardware, time = figure.subplots(1, 2)
+    _draw_speed(hardware, plan)
+    _draw_time(time, plan)
+    groups, best = [row.setting.groups for row in plan.rows], plan.best
+    for axes, height in ((hardware, best.prediction.samples_per_second.value), (time, 1.0)):
+        axes.scatter(best.setting.groups, height, marker="*", s=300, color=CHOSEN, edgecolor="white", zorder=5)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(groups, map(str, groups))
+        axes.set_xlabel("groups")
+        axes.grid(color="0.9")
+        axes.spines[["top", "right"]].set_visible(False)
+    path = folder / PICTURE
+    save_figure(figure, path)
+    return path
+
+
+def _draw_speed(axes: Any, plan: Plan) -> None:
+    groups = [row.setting.groups for row in plan.rows]
+    rates = [row.prediction.samples_per_second for row in plan.rows]
+    plot_interval(axes, groups, rates, EXPECTED, "expected, with 80 % interval")
+    for place, (row, each) in enumerate(zip(plan.rows, rates, strict=True)):
+        falls = place > 0 and rates[place - 1].value > each.value  # the line descends to the point
+        axes.annotate(
+            _BOTTLENECKS[row.prediction.bottleneck].replace(" ", "\n", 1),
+            (row.setting.groups, each.low if falls else each.high),
+            (0, -10 if falls else 10),
+            textcoords="offset points",
+            ha="center",
+            va="top" if falls else "bottom",
+            fontsize=8,
+        )
+    title = f"{plan.cluster.profile.ranks} ranks, and the bottleneck"
+    axes.set(ylabel="samples / s", title=title, ylim=(0, 1.18 * max(each.high for each in rates)))
+    axes.legend(loc="lower left", frameon=False, fontsize="small")
+
+
+def _draw_time(axes: Any, plan: Plan) -> None:
+    rows = plan.rows
+    groups = [row.setting.groups for row in rows]
+    times = [plan.relative(row) for row in rows]
+    widths = [math.exp(1.2816 * plan.deviation(row)) for row in rows]
+    drawn = [Estimate(time, time / width, time * width) for time, width in zip(times, widths, strict=True)]
+    plot_interval(axes, groups, drawn, EXPECTED)
+    axes.set(ylabel="time to the target  (1: the best)", title=f"★ {plan.describe(plan.best.setting)}")
+    axes.set_ylim(0, 1.25 * max(times))
+    if max(times) > 6:  # a linear axis would not separate the best ones
+        ticks = [tick for tick in (0.5, 1, 2, 5, 10, 20, 50, 100, 1000) if tick < 2 * max(times)]
+        axes.set_yscale("log")
+        axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.minorticks_off()
+        axes.set_ylim(0.5, 2 * max(times))

@@ -1,0 +1,1 @@
+"""``lightning-omni serve``: a standalone parameter server."""

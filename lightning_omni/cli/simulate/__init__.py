@@ -1,0 +1,1 @@
+"""``lightning-omni simulate`` and ``compare``: runs in virtual time."""

@@ -1,0 +1,1 @@
+"""``lightning-omni top``: a live view of a server's run."""

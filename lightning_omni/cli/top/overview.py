@@ -1,0 +1,224 @@
+"""A run as text: the table that ``lightning-omni top`` shows. This module does no I/O.
+
+Rates are the increases of the server's counters over the last seconds; other values appear as the server reported them.
+A dash stands for an unknown value.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
+from rich.progress_bar import ProgressBar
+from rich.table import Column, Table
+from rich.text import Text
+
+from lightning_omni.tuning.model.steps.parts import parts_of_step, straggler_sentence
+from lightning_omni.wire.sanitize import quoted
+
+if TYPE_CHECKING:
+    from lightning_omni.wire.messages import GroupOverview, LogEntry, Overview
+
+WINDOW = 10.0
+"""Seconds over which rates are measured."""
+LINES = 8
+"""Number of recent events that are shown."""
+UNKNOWN = "-"
+KEYS = "↑ ↓ choose a group   e evict it   b and bar its hosts   g set the number of groups   s save now   q quit"
+_HEADS = (
+    "group", "host", "ranks", "alive", "step", "forward", "exchange", "rest", "samples/s", "share", "stale", "slowest",
+    "bottleneck",
+)  # fmt: skip
+_TEXTS = ("group", "host", "slowest", "bottleneck")
+_LEFT_OUT = ("slowest", "alive", "rest", "share", "forward", "exchange", "ranks", "host", "stale", "bottleneck")
+"""Columns that are left out on narrow terminals, in this order."""
+_WIDEST = 10_000
+"""Characters; wider than any table."""
+_STYLES = {"lost": "red", "over": "bold red", "joined": "green"}
+
+
+class Rates:
+    """The increase per second of a run's counters over the last seconds."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, Overview]] = deque()
+
+    def add(self, now: float, overview: Overview) -> None:
+        """Record the counters of an overview at ``now``, in seconds on a monotonic clock."""
+        if self._seen and _counted_in(self._seen[-1][1]) != _counted_in(overview):
+            self._seen.clear()  # the counters have restarted
+        self._seen.append((now, overview))
+        while now - self._seen[0][0] > WINDOW and len(self._seen) > 2:
+            self._seen.popleft()
+
+    def of(self, counter: Callable[[Overview], float | None]) -> float | None:
+        """Return the increase of a counter per second; None if it is not known yet."""
+        if len(self._seen) < 2:
+            return None
+        (began, first), (ended, last) = self._seen[0], self._seen[-1]
+        before, after = counter(first), counter(last)
+        return (after - before) / (ended - began) if before is not None and after is not None else None
+
+
+def picture(overview: Overview, rates: Rates, chosen: int = 0, note: str = "", keys: bool = True) -> RenderableType:
+    """Render a run.
+
+    Args:
+        overview: last overview.
+        rates: rates so far.
+        chosen: index of the group on which keys act.
+        note: sentence at the foot, as an answer to a key.
+        keys: whether there are any keys.
+    """
+    if not overview.run:
+        return Group(Text("No run: the server waits for ranks."), *_foot(note, keys))
+    return Group(
+        *_head(overview, rates),
+        GroupsTable(overview, rates, min(chosen, len(overview.groups) - 1) if keys else None),
+        *_sentences(overview),
+        *(_line(entry) for entry in overview.log[-LINES:]),
+        *_foot(note, keys),
+    )
+
+
+class GroupsTable:
+    """A table with a row for each group; times are means over its ranks.
+
+    If the table is too wide for the terminal, the least important columns are left out.
+
+    Args:
+        overview: last overview.
+        rates: rates so far.
+        chosen: index of the group on which keys act; None without keys.
+    """
+
+    def __init__(self, overview: Overview, rates: Rates, chosen: int | None = None) -> None:
+        total = sum(_work(each) for each in overview.groups)
+        self._rows = [
+            (
+                {head: Text(quoted(cell)) for head, cell in _cells(group, rates, total).items()},
+                "reverse" if place == chosen else "yellow" if group.silence > 2.0 else None,
+            )
+            for place, group in enumerate(overview.groups)
+        ]
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement.get(console, options, self._table(0))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        whole = options.update(max_width=_WIDEST)
+        tables = map(self._table, range(len(_LEFT_OUT) + 1))
+        fitting = (each for each in tables if console.measure(each, options=whole).maximum <= options.max_width)
+        yield next(fitting, self._table(len(_LEFT_OUT)))
+
+    def _table(self, left_out: int) -> Table:
+        """Return the table without the first ``left_out`` of the optional columns."""
+        heads = [head for head in _HEADS if head not in _LEFT_OUT[:left_out]]
+        table = Table(*(Column(head, justify="left" if head in _TEXTS else "right", no_wrap=True) for head in heads))
+        for cells, style in self._rows:
+            table.add_row(*(cells[head] for head in heads), style=style)
+        return table
+
+
+def _cells(group: GroupOverview, rates: Rates, total: float) -> dict[str, str]:
+    status = group.status
+    parts = parts_of_step(status.step_time, status.compute_time, status.exchange_time)
+    name, number = status.name, status.group
+    samples = rates.of(lambda seen: next((each.samples for each in seen.groups if each.status.group == number), None))
+    return {
+        "group": name,
+        "host": " ".join(group.hosts) or UNKNOWN,
+        "ranks": str(len(status.ranks)),
+        "alive": duration(group.age),
+        "step": _milliseconds(status.step_time),
+        **{part: _milliseconds(seconds) for part, seconds in parts.items()},
+        **({} if parts else dict.fromkeys(("forward", "exchange", "rest"), UNKNOWN)),
+        "samples/s": UNKNOWN if samples is None else f"{samples:.0f}",
+        "share": f"{100 * _work(group) / total:.0f} %" if total else UNKNOWN,
+        "stale": f"{status.staleness_mean:.1f}" if status.updates else UNKNOWN,
+        "slowest": f"rank {status.slowest_rank}" if len(status.ranks) > 1 and status.slowest_time else UNKNOWN,
+        "bottleneck": max(parts, key=lambda part: parts[part]) if parts else UNKNOWN,
+    }
+
+
+def _work(group: GroupOverview) -> float:
+    """Return the work of a group since groups were formed: samples if they are counted, or else pushes."""
+    return group.samples if group.samples is not None else group.status.updates
+
+
+def _head(overview: Overview, rates: Rates) -> list[RenderableType]:
+    status, plan = overview.status, overview.plan
+    updates, samples = rates.of(lambda seen: seen.status.clock), rates.of(_samples)
+    busy = rates.of(lambda seen: seen.serve_time)
+    method, wire = (str((each or {}).get("name", UNKNOWN)) for each in (overview.method, overview.wire_format))
+    saved = f", state saved {duration(overview.saved)} ago" if overview.saved >= 0 else ""
+    here = len(overview.live) - len(overview.missing)
+    ranks = (
+        f"{here} of {overview.announced} ranks" if here <= overview.announced else f"{here} ranks"
+    )  # more have joined than were announced
+    lines: list[RenderableType] = [
+        Text(quoted(f"{overview.run}: {method}, wire format {wire}, {ranks}, for {duration(overview.age)}"), "bold"),
+        Text(
+            f"{status.clock} updates ({_per_second(updates)}), {_per_second(samples, 'samples')},"
+            f" server busy {UNKNOWN if busy is None else f'{100 * busy:.0f} %'}, {status.refused} pushes refused,"
+            f" {status.strangers} strangers refused{saved}"
+        ),
+    ]
+    if plan is not None and plan.budget:
+        bar = Table.grid(padding=(0, 1))
+        done = Text(f"{overview.trained} of {plan.budget} samples, {100 * overview.trained / plan.budget:.0f} %")
+        bar.add_row(Text(f"epoch {plan.epoch}"), ProgressBar(plan.budget, overview.trained, width=30), done)
+        lines.append(bar)
+    return lines
+
+
+def _sentences(overview: Overview) -> list[Text]:
+    sentences = [Text(sentence, "yellow") for sentence in [straggler_sentence(overview.status)] if sentence]
+    return [*sentences, *([Text(f"over: {quoted(overview.over)}", "bold red")] if overview.over else [])]
+
+
+def _line(entry: LogEntry) -> Text:
+    return Text(f"{duration(entry.age):>8} ago  {quoted(entry.text)}", _STYLES.get(entry.kind, ""))
+
+
+def _foot(note: str, keys: bool) -> list[Text]:
+    return [*([Text(note, "bold")] if note else []), *([Text(KEYS, "dim")] if keys else [])]
+
+
+def _samples(overview: Overview) -> float | None:
+    counts = [group.samples for group in overview.groups if group.samples is not None]
+    return sum(counts) if counts else None
+
+
+def _counted_in(overview: Overview) -> tuple[object, ...]:
+    """Return a value that changes when the counters restart."""
+    return overview.run, tuple((group.status.name, group.status.incarnation) for group in overview.groups)
+
+
+def _per_second(rate: float | None, of: str = "") -> str:
+    shown = UNKNOWN if rate is None else f"{rate:.1f}" if rate < 10 else f"{rate:.0f}"
+    return f"{shown} {of}/s" if of else f"{shown}/s"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:.1f} ms" if seconds else UNKNOWN
+
+
+def duration(seconds: float) -> str:
+    """Return a time in a short form.
+
+    Example:
+        >>> duration(4.2), duration(200), duration(7300), duration(200000)
+        ('4s', '3m20s', '2h01m', '2d07h')
+    """
+    whole = int(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"

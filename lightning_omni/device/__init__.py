@@ -1,7 +1,0 @@
-"""The search for the settings with which a device trains a model fastest, measured on copies, without Lightning."""
-
-from lightning_omni.device.report import DeviceReport, Finding
-from lightning_omni.device.setting import DeviceSetting
-from lightning_omni.device.tune import tune_device
-
-__all__ = ["DeviceReport", "DeviceSetting", "Finding", "tune_device"]

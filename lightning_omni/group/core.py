@@ -1,0 +1,531 @@
+"""A group's state machine: it converts gradients and answers into actions. No sockets, clocks or threads.
+
+It is the counterpart of `lightning_omni.server.core`. It drives the group sides of the method, one for each
+optimizer, and keeps the group's view of the run. A driver (a rank of a real run, the simulator, a replay, a test)
+performs each action and reports its result::
+
+    action = core.gradient(optimizer, gradient)
+    while not isinstance(action, NextGradient):
+        action = core.answer(optimizer, do(action))
+
+Rule 1: each optimizer has one action at a time. The action's tensors are live, and stay unchanged until it is answered.
+Rule 2: every rank of a group drives its own core with the same events. Only the leader communicates with the server and
+other groups; it shares the results, so all members arrive at the same actions.
+Rule 3: a push keeps its number until it is answered. If the answer was lost, `GroupCore.send` may be called again for
+the same `Ask` and returns the same. The server applies each number once.
+Rule 4: needs of the method that the group can meet by itself, such as a step of its own optimizer, are met here.
+Rule 5: an exchange of an optimizer may overlap the computation of gradients. The driver receives its answer and passes
+it to `GroupCore.apply_answer` before the group waits for others (at a synchronization point, or for more data), before
+its parameters change, and before other groups are formed. So no exchange is under way at these times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import msgspec
+from torch import Tensor
+
+from lightning_omni.errors import NonFiniteGradients, ProtocolError
+from lightning_omni.group.lease_client import Lessee
+from lightning_omni.methods import Method
+from lightning_omni.methods.contract import (
+    Answer,
+    Exchange,
+    Fetch,
+    Gradient,
+    GroupSide,
+    Need,
+    NextGradient,
+    Publish,
+    ReadInbox,
+    ReadPeer,
+    Receive,
+    Send,
+    SendPeer,
+    Step,
+    StepTime,
+    Tensors,
+)
+from lightning_omni.methods.model.replica import Pulled, Replica
+from lightning_omni.methods.overlap import overlapped
+from lightning_omni.topology import GroupId
+from lightning_omni.wire import messages as m
+from lightning_omni.wire.formats.base import (
+    RAW,
+    Encoded,
+    Memory,
+    State,
+    WireFormat,
+    state_of_fragment,
+    with_fragment,
+)
+from lightning_omni.wire.layout import Layout
+from lightning_omni.wire.partition import Split
+
+
+@dataclass(frozen=True)
+class Average:
+    """A request for the mean of all groups' own weights: methods without master weights are evaluated by it.
+
+    Attributes:
+        tensors: this group's weights; None for those that all groups share, such as master weights.
+    """
+
+    tensors: Tensors
+
+
+class Ask(NamedTuple):
+    """A request to the server; its answer is the result of `GroupCore.receive`.
+
+    Attributes:
+        optimizer: number of the optimizer.
+        need: the method's need, or a synchronization point.
+        epoch: epoch of leased data; -1 if none is leased.
+        trained: batches of it that are trained with this request.
+        waits: whether the driver waits for the server's answer. Otherwise it sends the request and answers None; a
+            later `Receive` requests the answer.
+    """
+
+    optimizer: int
+    need: Exchange | Fetch | Average
+    epoch: int
+    trained: int
+    waits: bool = True
+
+    @property
+    def tensors(self) -> Tensors:
+        return () if isinstance(self.need, Fetch) else self.need.tensors
+
+    @property
+    def pulls(self) -> bool:
+        """Return whether the answer contains tensors."""
+        return not isinstance(self.need, Exchange) or self.need.pull
+
+    @property
+    def fragment(self) -> int | None:
+        """Return the fragment that is pushed and answered; None for all parameters."""
+        return self.need.fragment if isinstance(self.need, Exchange) else None
+
+
+class Outgoing(NamedTuple):
+    """A message of the leader to the server, from `GroupCore.send`.
+
+    Attributes:
+        message: the message.
+        payload: for a push, its tensors in the run's wire format.
+    """
+
+    message: m.PushMessage | m.FetchMessage | m.AverageMessage | m.Seed | m.TakeSnapshot
+    payload: Tensor | None = None
+
+
+Action = NextGradient | Ask | Receive | Publish | SendPeer | ReadPeer | ReadInbox
+"""An action for the driver: compute a gradient, send a request to the server, or communicate with other groups."""
+
+
+@dataclass
+class LastAnswer:
+    """The state of the run in the server's last answer.
+
+    Attributes:
+        staleness: staleness of the answered push; -1 for a fetch.
+        applied: whether that push was applied.
+        progress: positions of the epoch trained by all groups.
+        stop: as in `lightning_omni.wire.messages.Leave`.
+        refused_in_row: consecutive refused pushes of this group, up to this one.
+        repeated: whether that push was counted when it arrived first, and its answer was lost.
+        validations: number of validations that all groups have completed.
+        groups: number of participating groups, if groups join the run on their own; otherwise 0.
+    """
+
+    staleness: int = -1
+    applied: bool = True
+    progress: int = 0
+    stop: str = ""
+    repeated: bool = False
+    refused_in_row: int = 0
+    validations: int = 0
+    groups: int = 0
+
+    @classmethod
+    def of(cls, message: m.Weights) -> LastAnswer:
+        return cls(
+            message.staleness,
+            message.applied,
+            message.progress,
+            message.stop,
+            message.repeated,
+            message.refused_in_row,
+            message.validations,
+            message.groups,
+        )
+
+
+@dataclass
+class _Half:
+    """The group side of the method for one optimizer."""
+
+    replica: Replica
+    is_head: bool = False
+    side: GroupSide | None = None
+    parameters: int = 0
+    need: Need = field(default_factory=NextGradient)
+    seconds: float = 0.0
+    steps: int = 0
+    sent: State = field(default_factory=dict)
+    """The sender's state after the last applied push."""
+    sending: State | None = None
+    """The sender's state if the unanswered push is applied, too."""
+    under_way: Ask | None = None
+    """The request that was sent without waiting."""
+    outgoing: list[Outgoing] | None = None
+    """Its messages to each server: its tensors have changed since."""
+    sequence: int = 0
+    """The number of answered pushes in this incarnation of the group; the next push has the next number."""
+
+
+class GroupCore:
+    """A compute group, without the computation of its gradients.
+
+    Args:
+        method: the method.
+        wire_format: encoding of its pushes.
+        max_nonfinite_pushes: the number of consecutive pushes with NaN or infinite elements that ends the run; None if
+            there is no limit.
+        overlap: whether exchanges overlap the computation of gradients, if the method's optimizer steps at the server;
+            see `lightning_omni.methods.overlap`.
+
+    Attributes:
+        identity: identity of this group.
+        data: the group's drawn and trained batches of the epoch, if its data is leased.
+        last_answer: state of the run in the server's last answer.
+
+    Example:
+        >>> import torch
+        >>> from lightning_omni.methods import AsyncSGD
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> replica = Replica([weight], torch.optim.SGD([weight], lr=0.1))
+        >>> core = GroupCore(AsyncSGD())
+        >>> core.attach(replica)
+        0
+        >>> ask = core.gradient(0, Gradient([torch.ones(2)], [{"lr": 0.1}]))
+        >>> core.send(ask, Layout.of({"weight": weight.detach()}), Memory()).message.read_at
+        0
+        >>> core.answer(0, Pulled([torch.zeros(2)], clock=1))
+        NextGradient()
+        >>> weight.tolist()
+        [0.0, 0.0]
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        wire_format: WireFormat = RAW,
+        max_nonfinite_pushes: int | None = None,
+        overlap: bool = False,
+    ) -> None:
+        self.method = method
+        self.overlap = overlap
+        self.wire_format = wire_format
+        self._max_nonfinite_pushes = max_nonfinite_pushes
+        self.identity = GroupId("")
+        self.data: Lessee | None = None
+        self.last_answer = LastAnswer()
+        self._halves: list[_Half] = []
+
+    def attach(self, replica: Replica, is_head: bool = False) -> int:
+        """Add the weights of an optimizer; return its number.
+
+        Args:
+            replica: the weights.
+            is_head: whether they belong to a merged head, which the server steps by itself.
+        """
+        self._halves.append(_Half(replica, is_head))
+        return len(self._halves) - 1
+
+    def detach_all(self) -> None:
+        self._halves.clear()
+
+    def form(self, identity: GroupId | None = None) -> None:
+        """Restart the method for other groups, with the memory of its replicas.
+
+        The senders' states are kept: the rank that forms groups passes them to the new leaders.
+
+        Args:
+            identity: new identity of this group, whose pushes are then counted from the first; None keeps both.
+        """
+        for half in self._halves:
+            half.side = half.under_way = half.outgoing = None
+            if identity is not None:
+                half.sequence = 0
+        self.identity = identity or self.identity
+
+    # --- Events ------------------------------------------------------------------------------------------------------
+
+    def gradient(self, optimizer: int, gradient: Gradient) -> Action:
+        """Continue the method with a gradient; return the next action."""
+        if not isinstance(need := self.waits_for(optimizer), NextGradient):
+            raise ProtocolError(f"a gradient of optimizer {optimizer}, whose group waits for {need}")
+        if self.data is not None and (batch := self.data.current) is not None:
+            gradient = msgspec.structs.replace(gradient, samples=batch.stop - batch.start)
+        return self._go_on(optimizer, gradient)
+
+    def answer(self, optimizer: int, answer: Answer) -> Action:
+        """Continue the method with the answer to an optimizer's last action; return the next action."""
+        half = self._halves[optimizer]
+        if isinstance(half.need, Publish | SendPeer):
+            answer = half.need.tensors
+        if isinstance(answer, Pulled) and isinstance(half.need, (Exchange, Receive)):
+            answer = self._arrived(half, answer)
+        return self._go_on(optimizer, answer)
+
+    def apply_answer(self, optimizer: int, pulled: Pulled) -> None:
+        """Apply the answer of an overlapped exchange before the method requests it, and restart the method."""
+        half = self._halves[optimizer]
+        if half.under_way is None:
+            raise ProtocolError(f"an answer to optimizer {optimizer}, of which nothing is under way")
+        self.method.apply_answer(half.replica, self._arrived(half, pulled))
+        half.side = None
+
+    def _arrived(self, half: _Half, answer: Pulled) -> Pulled:
+        half.sequence += 1
+        last = self.last_answer
+        if half.sending is not None and (not answer.refused or (last.repeated and last.applied)):
+            half.sent = half.sending  # else the previous state stays
+        half.sending = half.under_way = half.outgoing = None
+        if self.wire_format.answers == RAW or (self.method.answers_changes and not answer.refused):
+            return answer
+        return half.replica.exactly(answer, self.method.fragments)
+
+    def receive(
+        self, answer: LastAnswer, tensors: Sequence[Tensor], clock: int, note: float = 0.0, fragment: int | None = None
+    ) -> Pulled:
+        """Return the weights that the server has sent, in the form that the method expects.
+
+        Args:
+            answer: state of the run sent with the weights.
+            tensors: the weights, or none.
+            clock: clock of the master weights.
+            note: a number for the method.
+            fragment: fragment of the weights; None for all parameters.
+
+        Raises:
+            NonFiniteGradients: the server refused too many consecutive pushes.
+        """
+        self.last_answer = answer
+        self.check_nonfinite(answer.refused_in_row)
+        # After a lost answer, groups with weights of their own restart from the master weights.
+        lost = answer.repeated and self.method.steps_at == "worker"
+        return Pulled(tensors, clock, note, refused=lost or not answer.applied, fragment=fragment)
+
+    def check_nonfinite(self, in_row: int) -> None:
+        """Check the number of this group's consecutive pushes that were not finite and not applied.
+
+        Raises:
+            NonFiniteGradients: too many.
+        """
+        if self._max_nonfinite_pushes is not None and in_row >= self._max_nonfinite_pushes:
+            raise NonFiniteGradients(
+                f"what group {self.identity.name} pushed was NaN or infinite {in_row} times in a row, and none of"
+                " it was applied: lower the learning rate, clip gradients (gradient_clip_val), or use"
+                " precision='16-mixed' with its loss scaling; more groups need less momentum;"
+                " max_nonfinite_pushes= sets how many are tolerated"
+            )
+
+    def step_took(self, optimizer: int, seconds: float) -> None:
+        """Add the duration of a local step, without exchanges."""
+        half = self._halves[optimizer]
+        half.seconds += seconds
+        half.steps += 1
+
+    def steps_take(self, optimizer: int, seconds: float) -> None:
+        """Set the duration of local steps, instead of the durations from `step_took`."""
+        half = self._halves[optimizer]
+        half.seconds, half.steps = seconds, 1
+
+    @property
+    def overlaps(self) -> bool:
+        """Return whether exchanges overlap the computation of gradients."""
+        return self.overlap and self.method.steps_at == "server"
+
+    # --- Actions -----------------------------------------------------------------------------------------------------
+
+    def fetch(self, optimizer: int) -> Ask:
+        """Return a request for the server's weights that the method did not need; pass the answer to `receive`."""
+        return Ask(optimizer, Fetch(), *self.place)
+
+    def synchronize(self, optimizer: int) -> Ask:
+        """Return a request for the weights to evaluate at a synchronization point; pass the answer to `receive`.
+
+        These are the master weights or, if groups have none in common, the mean of all groups' own weights.
+        """
+        half = self._halves[optimizer]
+        if self.method.evaluated == "mean" and not half.is_head:
+            return Ask(optimizer, Average(half.replica.offered(half.replica.weights())), *self.place)
+        return self.fetch(optimizer)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Return the group's position in the epoch's data: see `Lessee.place`."""
+        return self.data.place if self.data is not None else (-1, 0)
+
+    def send(self, ask: Ask, layout: Layout, memory: Memory) -> Outgoing:
+        """Return the message to the server for an `Ask`; called by the leader only, and again if the answer was lost.
+
+        Args:
+            ask: a request of this core.
+            layout: layout of the optimizer's parameters.
+            memory: memory for the payload, which no other may use before this is answered.
+        """
+        half = self._halves[ask.optimizer]
+        if ask is half.under_way and half.outgoing is not None:
+            return half.outgoing[0]
+        if isinstance(ask.need, Fetch):
+            return Outgoing(m.FetchMessage(optimizer=ask.optimizer, epoch=ask.epoch, trained=ask.trained))
+        if isinstance(ask.need, Average):
+            return _mean_of(ask, ask.need.tensors, layout, memory)
+        outgoing = self._push(ask, ask.need, self.encode(ask.optimizer, ask.need, layout, memory), layout)
+        half.outgoing = None if ask.waits else [outgoing]
+        return outgoing
+
+    def send_parts(self, ask: Ask, split: Split, memories: Sequence[Memory]) -> list[Outgoing]:
+        """Return the messages to each of several servers that hold a share, as in `send`; the first one coordinates.
+
+        Args:
+            ask: a request of this core.
+            split: division of the optimizer's parameters.
+            memories: memory for the payloads, one for each server, as in `send`.
+        """
+        half = self._halves[ask.optimizer]
+        if ask is half.under_way and half.outgoing is not None:
+            return half.outgoing
+        apart = ask._replace(epoch=-1, trained=0)  # only the coordinating server leases data
+        asks = [ask] + [apart] * (len(split.shares) - 1)
+        if isinstance(ask.need, Fetch):
+            return [self.send(each, split.layout, memories[0]) for each in asks]
+        whole, split = split, split.fragment(ask.fragment, self.method.fragments)
+        parts = split.parts(ask.need.tensors)
+        if isinstance(ask.need, Average):
+            wholes = zip(parts, split.shares, memories, strict=True)
+            return [_mean_of(ask, part, share, memory) for part, share, memory in wholes]
+        pushes = self.wire_format.pushes
+        state = self._sender_state(half, ask.need, whole.layout)
+        each_part = zip(parts, split.shares, split.sender_parts(state), memories, strict=True)
+        encoded = [pushes.encode(part, share, state, memory) for part, share, state, memory in each_part]
+        state = split.merged_sender([each.state for each in encoded]) if pushes.is_stateful else {}
+        self._will_have_sent(half, ask.need, whole.layout, state)
+        each_ask = zip(asks, encoded, split.shares, strict=True)
+        outgoing = [self._push(each, ask.need, part, share) for each, part, share in each_ask]
+        half.outgoing = None if ask.waits else outgoing
+        return outgoing
+
+    def _push(self, ask: Ask, need: Exchange, encoded: Encoded, layout: Layout) -> Outgoing:
+        nbytes = encoded.payload.numel()
+        numbers = ask.epoch, ask.trained, layout.version, self.identity.incarnation
+        sequence = self._halves[ask.optimizer].sequence + 1
+        message = m.PushMessage.of(need, ask.optimizer, encoded.present, nbytes, *numbers, sequence)
+        return Outgoing(message, encoded.payload)
+
+    def encode(self, optimizer: int, need: Exchange, layout: Layout, memory: Memory) -> Encoded:
+        """Encode a push in the run's wire format, as in `send`."""
+        half, part = self._halves[optimizer], layout.fragment(need.fragment, self.method.fragments)
+        state = self._sender_state(half, need, layout)
+        encoded = self.wire_format.pushes.encode(need.tensors, part, state, memory)
+        self._will_have_sent(half, need, layout, encoded.state)
+        return encoded
+
+    def _sender_state(self, half: _Half, need: Exchange, layout: Layout) -> State:
+        if need.fragment is None:
+            return half.sent
+        return state_of_fragment(half.sent, layout, need.fragment, self.method.fragments)
+
+    def _will_have_sent(self, half: _Half, need: Exchange, layout: Layout, state: State) -> None:
+        """Store the sender's state that holds if the push is applied."""
+        if need.fragment is not None:
+            state = with_fragment(half.sent, state, layout, need.fragment, self.method.fragments)
+        half.sending = state
+
+    def sequence(self, optimizer: int) -> int:
+        """Return the number of an optimizer's pushes that the server has answered in this incarnation of the group."""
+        return self._halves[optimizer].sequence
+
+    def sender_state(self, optimizer: int) -> State:
+        """Return the sender's state for an optimizer's pushes; a leader's only."""
+        return self._halves[optimizer].sent
+
+    def load_sender_state(self, optimizer: int, state: State) -> None:
+        self._halves[optimizer].sent = state
+
+    def waits_for(self, optimizer: int) -> Need:
+        """Return the method's current need: the next gradient, or an unanswered one."""
+        half = self._halves[optimizer]
+        self._begin(half)
+        return half.need
+
+    def _begin(self, half: _Half) -> None:
+        """Start the method's generator, or restart it for other groups or more parameters."""
+        if half.side is None or half.parameters != len(half.replica.ordered):
+            half.parameters = len(half.replica.ordered)
+            side = self.method.group_side(half.replica)
+            half.side = overlapped(side, half.replica) if self.overlaps else side
+            half.need = next(half.side)
+
+    def _as_peers_get(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Encode and decode weights, so that the sender continues with the same values as the receivers."""
+        pushes = self.wire_format.pushes
+        if pushes == RAW:
+            return weights
+        layout = Layout.of({str(place): weight for place, weight in enumerate(weights)})
+        payload = pushes.encode(weights, layout, {}, Memory()).payload
+        return layout.views(pushes.decode(payload, layout, Memory()))
+
+    def _go_on(self, optimizer: int, answer: Any) -> Action:
+        """Drive the method to the next need that the group cannot meet by itself."""
+        half = self._halves[optimizer]
+        assert half.side is not None
+        while True:
+            need = half.need = half.side.send(answer)
+            match need:
+                case Step():
+                    half.replica.step(need.gradient.tensors)
+                    answer = None
+                case StepTime():
+                    answer = half.seconds / half.steps if half.steps else 0.0
+                    half.seconds, half.steps = 0.0, 0
+                case Exchange() | Fetch():
+                    self._check_free(half, need)
+                    return Ask(optimizer, need, *self.place)
+                case Send():
+                    self._check_free(half, need)
+                    half.under_way = Ask(optimizer, need.exchange, *self.place, waits=False)
+                    return half.under_way
+                case Receive():
+                    if half.under_way is None:
+                        raise ProtocolError(f"{type(self.method).__name__} receives, and has sent nothing")
+                    return need
+                case Publish() | SendPeer():
+                    answer = self._as_peers_get(need.tensors)
+                    if not (isinstance(need, SendPeer) and need.group == half.replica.group):
+                        half.need = msgspec.structs.replace(need, tensors=answer)
+                        return half.need
+                case NextGradient() | ReadPeer() | ReadInbox():
+                    return need
+                case _:
+                    raise TypeError(f"{type(self.method).__name__} needs {need!r}, which is no need")
+
+    def _check_free(self, half: _Half, need: Need) -> None:
+        if half.under_way is not None:
+            raise ProtocolError(
+                f"{type(self.method).__name__} needs {type(need).__name__} while an exchange is under way; let it need"
+                " Receive before"
+            )
+
+
+def _mean_of(ask: Ask, tensors: Tensors, layout: Layout, memory: Memory) -> Outgoing:
+    encoded = RAW.encode(tensors, layout, {}, memory)
+    absent = tuple(place for place, there in enumerate(encoded.present) if not there)
+    nbytes = encoded.payload.numel()
+    return Outgoing(m.AverageMessage(optimizer=ask.optimizer, nbytes=nbytes, absent=absent), encoded.payload)

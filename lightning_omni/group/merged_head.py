@@ -1,0 +1,161 @@
+"""A group's side of a merged head: its messages to the server, and the state of its access. No I/O.
+
+It is the counterpart of `lightning_omni.server.merged_head.service`. The driver (a rank, the simulator) transfers the
+messages.
+
+Rule: exclusive access is one forward pass and one backward pass, with which the head is stepped; or it is given up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_omni.errors import UnsupportedError
+from lightning_omni.methods.model.head import modes_of
+from lightning_omni.methods.model.master import hyperparameters_of
+from lightning_omni.wire import messages as m
+from lightning_omni.wire.activations import RAW_BOTH, Both, flat_of, pack_in
+from lightning_omni.wire.codec import Packed
+
+
+class ToHead(NamedTuple):
+    """A message to the server, and its payload: uint8."""
+
+    message: m.HeadForward | m.HeadBackward
+    payload: Tensor
+
+
+class HeadSide:
+    """The messages of one group for a merged head, in the order in which they may be sent.
+
+    Args:
+        name: name of the submodule, for errors.
+        number: number of the head, among the optimizers.
+        module: the submodule.
+        optimizer: the user's optimizer of its parameters, for the hyperparameters.
+        parameters: these parameters, in the optimizer's order.
+        wire: encoding of activations and gradients.
+
+    Attributes:
+        clip: largest norm or magnitude of the head's gradient; 0 clips nothing.
+        clip_algorithm: ``"norm"`` or ``"value"``.
+
+    Example:
+        >>> import torch
+        >>> head = nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+        >>> side = HeadSide("head", 1, head, optimizer, list(head.parameters()))
+        >>> forward = side.forward(((torch.ones(3, 2),), {}))
+        >>> side.begin()
+        >>> side.end()
+        >>> side.backward([torch.ones(3, 1)]).message.hyperparameters[0]["lr"]
+        0.1
+    """
+
+    def __init__(
+        self,
+        name: str,
+        number: int,
+        module: nn.Module,
+        optimizer: Optimizer,
+        parameters: Sequence[Parameter],
+        wire: Both = RAW_BOTH,
+    ) -> None:
+        self.number, self.wire = number, wire
+        self._name, self._module, self._optimizer, self._parameters = name, module, optimizer, parameters
+        self.has_access = self._was_used = False
+        self.clip = 0.0
+        self.clip_algorithm: Literal["norm", "value"] = "norm"
+
+    # --- Access ------------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise `UnsupportedError` if the submodule was used in this training step already."""
+        if self._was_used:
+            raise self._used_twice()
+
+    def begin(self) -> None:
+        """Record that the output of a forward pass with exclusive access has arrived."""
+        self.has_access = self._was_used = True
+
+    def end(self) -> None:
+        """Record that the loss's backward pass has reached the head, which ends the access.
+
+        Raises:
+            UnsupportedError: the access has ended already.
+        """
+        if not self.has_access:
+            raise self._used_twice()
+        self.has_access = False
+
+    def step_done(self) -> None:
+        """Allow another use of the submodule, in the next training step."""
+        self._was_used = False
+
+    # --- Messages ----------------------------------------------------------------------------------------------------
+
+    def forward(self, tree: Any, autocast: str = "", exclusive: bool = True) -> ToHead:
+        """Return the message with the group's batch.
+
+        Args:
+            tree: arguments and keyword arguments of the submodule.
+            autocast: dtype of automatic mixed precision, if any.
+            exclusive: whether a backward pass will follow.
+        """
+        packed, buffer = pack_in(self.wire.up, tree)
+        message = m.HeadForward(
+            optimizer=self.number,
+            packed=packed,
+            nbytes=buffer.numel(),
+            training=modes_of(self._module),
+            trainable=tuple(parameter.requires_grad for parameter in self._parameters),
+            autocast=autocast,
+            exclusive=exclusive,
+        )
+        return ToHead(message, buffer)
+
+    def backward(
+        self, gradients: Sequence[Tensor | None], place: tuple[int, int] = (-1, 0), scale: float = 1.0
+    ) -> ToHead:
+        """Return the message with the gradients of the head's output.
+
+        Args:
+            gradients: one for each tensor of the output; None if the loss did not depend on it.
+            place: the group's position in the epoch's data: see `lightning_omni.group.lease_client.Lessee.place`.
+            scale: factor for the gradients of the head's weights.
+        """
+        packed, buffer = pack_in(self.wire.up, list(gradients))
+        epoch, trained = place
+        message = m.HeadBackward(
+            optimizer=self.number,
+            packed=packed,
+            nbytes=buffer.numel(),
+            hyperparameters=tuple(hyperparameters_of(self._optimizer, set(self._parameters))),
+            scale=scale,
+            clip=self.clip,
+            clip_algorithm=self.clip_algorithm,
+            epoch=epoch,
+            trained=trained,
+        )
+        return ToHead(message, buffer)
+
+    def flat_of(self, packed: Packed, payload: Tensor) -> Tensor:
+        """Decode the tensors of a server's answer into flat memory."""
+        return flat_of(self.wire.down, packed, payload)
+
+    def release(self) -> m.HeadRelease:
+        """Give up an access without a backward pass; return the message."""
+        self.has_access = False
+        return m.HeadRelease(optimizer=self.number)
+
+    def _used_twice(self) -> UnsupportedError:
+        return UnsupportedError(
+            f'merged="{self._name}": the submodule is used twice in one training step, and its access at the server is'
+            " one forward pass and one backward pass, with which it is stepped; use it once, on all inputs together,"
+            " or under torch.no_grad()"
+        )

@@ -1,0 +1,245 @@
+"""A torch module as plain data, from which another process can rebuild it without pickle.
+
+A module reaches the server as a *description*: class path, plain attributes, buffers, and the descriptions of its
+children. Like an optimizer's, it contains no code: classes are imported by name, and only from ``torch.nn`` and from
+modules that the server was started to allow.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from lightning_omni.errors import UnsupportedError
+from lightning_omni.methods.model.master import admitting, class_path, import_class
+
+ResolveModule = Callable[[str], type[nn.Module]]
+
+_DTYPE, _FUNCTION = "$dtype", "$function"
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
+_TORCH_FUNCTIONS = ("relu", "selu", "celu", "tanh", "sigmoid", "softmax", "log_softmax")
+"""Functions of torch itself that modules hold as activations; those of ``torch.nn.functional`` are all allowed."""
+
+
+def describe_module(module: nn.Module) -> dict[str, Any]:
+    """Describe a module so that `rebuild_module` can make a copy of it in another process.
+
+    Args:
+        module: any module whose classes can be imported by name and whose attributes are plain values.
+
+    Raises:
+        UnsupportedError: it cannot be described; the message names the part and a remedy.
+
+    Example:
+        >>> description = describe_module(nn.Sequential(nn.Linear(2, 3), nn.ReLU()))
+        >>> description["class"], list(description["children"])
+        ('torch.nn.modules.container:Sequential', ['0', '1'])
+    """
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    return _describe(module, names, "")
+
+
+def _describe(module: nn.Module, names: Mapping[int, str], where: str) -> dict[str, Any]:
+    check_describable(module, where)
+    bare = vars(nn.Module())
+    return {
+        "class": class_path(type(module)),
+        "attributes": {
+            key: _encode(value, module, where, key) for key, value in vars(module).items() if key not in bare
+        },
+        # Each weight has its first name, so that a weight that two modules share stays one weight.
+        "parameters": {
+            name: None if parameter is None else names[id(parameter)] for name, parameter in module._parameters.items()
+        },
+        "buffers": dict(module._buffers),
+        "children": {
+            name: None if child is None else _describe(child, names, f"{where}.{name}" if where else name)
+            for name, child in module._modules.items()
+        },
+    }
+
+
+def check_describable(module: nn.Module, where: str = "") -> None:
+    """Raise `UnsupportedError` unless the module's class can be imported by name and the module has no hooks.
+
+    Args:
+        module: the module, without its children.
+        where: its name below the described module; empty for the described module itself, whose hooks run at the caller
+            and are allowed.
+    """
+    kind, shown = type(module), where or "the module itself"
+    if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
+        raise UnsupportedError(
+            f"{shown}: the class {kind.__qualname__} is defined in the script itself, where the parameter server cannot"
+            " import it; move it to a module of its own"
+        )
+    try:
+        found = import_class(class_path(kind))
+    except (ImportError, AttributeError, ValueError, TypeError):
+        found = None
+    if found is not kind:
+        raise UnsupportedError(
+            f"{shown}: the class {kind.__qualname__} cannot be imported from {kind.__module__} (it is made on the fly,"
+            " as by torch.nn.utils.parametrizations); give the weights a plain module"
+        )
+    if not (where or kind.forward is not nn.Module.forward):
+        raise UnsupportedError(
+            f"a {kind.__qualname__} has no forward pass of its own, and only through that can a merged head be used"
+        )
+    if "forward" in vars(module):
+        raise UnsupportedError(f"{shown} has a forward of its instance's own, which cannot be sent to the server")
+    if getattr(module, "sparse", False) is True:
+        raise UnsupportedError(
+            f"{shown} makes sparse gradients, but the server's are dense; build it with sparse=False"
+        )
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        raise UnsupportedError(f"{shown} is compiled; the parameter server runs it as it is: do not compile it")
+    if where and any(vars(module).get(hooks) for hooks in _HOOKS):
+        raise UnsupportedError(f"{shown} has hooks, which cannot be sent to the parameter server; remove them")
+
+
+def rebuild_module(
+    description: Mapping[str, Any], parameters: Mapping[str, Parameter], resolve: ResolveModule
+) -> nn.Module:
+    """Make the module that `describe_module` described, over the given parameters.
+
+    Args:
+        description: from `describe_module`.
+        parameters: by name, as in ``module.named_parameters()``; used in place.
+        resolve: maps a class path to its class.
+
+    Raises:
+        UnsupportedError: a class is not allowed or cannot be imported.
+
+    Example:
+        >>> head = nn.Linear(2, 1)
+        >>> twin = rebuild_module(describe_module(head), dict(head.named_parameters()), module_resolver(()))
+        >>> torch.equal(twin(torch.ones(1, 2)), head(torch.ones(1, 2)))
+        True
+    """
+    kind = resolve(str(description["class"]))
+    module = object.__new__(kind)
+    # Only the base class is initialized: a subclass's constructor may need arguments that no description can hold.
+    nn.Module.__init__(module)
+    for key, value in description["attributes"].items():
+        object.__setattr__(module, key, _decode(value))
+    for name, own in description["parameters"].items():
+        module.register_parameter(name, None if own is None else parameters[own])
+    for name, buffer in description["buffers"].items():
+        module.register_buffer(name, None if buffer is None else buffer.clone())
+    for name, child in description["children"].items():
+        module.add_module(name, None if child is None else rebuild_module(child, parameters, resolve))
+    return module
+
+
+def module_resolver(allowed: Sequence[str]) -> ResolveModule:
+    """Return a resolver that admits only ``torch.nn`` and the class paths (``module:Class``) in ``allowed``."""
+    return admitting(nn.Module, ("torch.nn", "torch.nn.modules."), "module class", "--allow-module", allowed)
+
+
+def class_paths(description: Mapping[str, Any]) -> set[str]:
+    """Return all class paths in a description."""
+    children = [child for child in description["children"].values() if child is not None]
+    return {description["class"]}.union(*(class_paths(child) for child in children))
+
+
+def _encode(value: Any, module: nn.Module, where: str, key: str) -> Any:
+    """Return an attribute as plain data; dtypes and torch's own functions (such as activations) become names."""
+    if value is None or isinstance(value, (bool, int, float, str, bytes)):
+        return value
+    if isinstance(value, torch.dtype):
+        return {_DTYPE: str(value).removeprefix("torch.")}
+    if isinstance(value, _FUNCTIONS) and (path := _function_path(value)):
+        return {_FUNCTION: path}
+    if isinstance(value, (list, tuple)):
+        items = [_encode(item, module, where, key) for item in value]
+        return tuple(items) if isinstance(value, tuple) else items
+    if isinstance(value, (dict, set)) and not value:
+        return type(value)() if isinstance(value, dict) else []
+    if isinstance(value, dict) and all(isinstance(name, str) and not name.startswith("$") for name in value):
+        return {name: _encode(item, module, where, key) for name, item in value.items()}
+    raise UnsupportedError(
+        f"{where or 'the module itself'} ({type(module).__qualname__}): its attribute {key!r} is a"
+        f" {type(value).__qualname__}, and only plain values (numbers, strings, lists, dicts by text) can be sent to"
+        " the parameter server"
+    )
+
+
+def _function_path(function: Any) -> str:
+    name = function.__name__
+    if getattr(torch.nn.functional, name, None) is function:
+        return f"torch.nn.functional:{name}"
+    return f"torch:{name}" if name in _TORCH_FUNCTIONS and getattr(torch, name) is function else ""
+
+
+def _function_at(path: str) -> Any:
+    module, _, name = path.partition(":")
+    function: Any = None
+    if module == "torch.nn.functional":
+        function = getattr(torch.nn.functional, name, None)
+    elif module == "torch" and name in _TORCH_FUNCTIONS:
+        function = getattr(torch, name)
+    if not isinstance(function, _FUNCTIONS):
+        raise UnsupportedError(f"{path} is no function that a module may hold")
+    return function
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, dict):
+        if _DTYPE in value:
+            dtype = getattr(torch, str(value[_DTYPE]), None)
+            if not isinstance(dtype, torch.dtype):
+                raise UnsupportedError(f"there is no dtype {value[_DTYPE]}")
+            return dtype
+        if _FUNCTION in value:
+            return _function_at(str(value[_FUNCTION]))
+        return {key: _decode(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_decode(item) for item in value]
+    if isinstance(value, tuple):
+        return tuple(_decode(item) for item in value)
+    return value
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """Return the tensors of a tree of tuples, lists and dicts, in order.
+
+    Raises:
+        UnsupportedError: the tree holds tensors in another container (a named tuple, a subclass of dict).
+    """
+    found: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    _replace(tree, keep)
+    return found
+
+
+def with_tensors(tree: Any, tensors: Sequence[Any]) -> Any:
+    """Return the same tree with its tensors replaced, in the order of `tensors_of`."""
+    others = iter(tensors)
+    return _replace(tree, lambda _: next(others))
+
+
+def _replace(tree: Any, by: Callable[[Tensor], Any]) -> Any:
+    # Only these exact types keep their type on the wire; a subclass would arrive as its base.
+    if isinstance(tree, Tensor):
+        return by(tree)
+    if type(tree) in (tuple, list):
+        return type(tree)([_replace(item, by) for item in tree])
+    if type(tree) is dict:
+        return {key: _replace(item, by) for key, item in tree.items()}
+    if isinstance(tree, (tuple, list, dict, set)) or hasattr(tree, "__dataclass_fields__"):
+        raise UnsupportedError(
+            f"a {type(tree).__qualname__} cannot go into a merged head or come out of it; only tensors, plain values,"
+            " and tuples, lists and dicts of them"
+        )
+    return tree

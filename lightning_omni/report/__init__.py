@@ -1,7 +1,0 @@
-"""The report of a fit's search for a setting: a picture, a page, a table, and a file with all of it."""
-
-from lightning_omni.report.round import Round
-from lightning_omni.report.times import RunTimes
-from lightning_omni.report.tuning import TuningReport
-
-__all__ = ["Round", "RunTimes", "TuningReport"]

@@ -1,0 +1,178 @@
+"""A check that members of a compute group leave a loop without Lightning after the same number of steps.
+
+If one of them has left its loop, after Ctrl-C or without further batches, another would wait in its next step until
+torch's collectives time out, and so would the first, where all ranks synchronize. The check ends their group instead.
+
+Rule 1: a step costs nothing. Members communicate by the store of torch's process groups, and only once one of them has
+left its loop.
+Rule 2: the others wait for a slow member. Only a member that has begun a collective which the first will never join
+waits in vain, and process groups count their collectives.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from itertools import count
+from types import FrameType
+from typing import Any
+
+from torch.distributed import DistStoreError
+
+from lightning_omni.errors import RankLost
+from lightning_omni.runtime._private import collectives_of, store_of
+from lightning_omni.runtime.parallel_state import Place
+
+WITHIN = 10.0
+"""Seconds in which all members of an interrupted group must have left their loops."""
+POLL_S = 0.5
+"""Seconds between two polls of whether another member has left its loop."""
+_REMEDY = (
+    "all members of a compute group must make the same number of steps: give each the same number of batches, or end"
+    " the loop alike on all of them"
+)
+_loops = count()
+
+
+class Leaving:
+    """A check that the members of this rank's group leave a loop together. All ranks create one for each loop.
+
+    Attributes:
+        steps: number of steps that this rank has begun.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self.steps = 0
+        self._loop, self._times = next(_loops), 0
+        self._collectives = 0
+        self._is_interrupted = False
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Watch in this context for Ctrl-C, and for members that leave the loop while this rank waits for them."""
+        is_over = threading.Event()
+        threading.Thread(target=self._watch_others, args=(is_over,), name="omni-leaving", daemon=True).start()
+        try:
+            with self._noting():
+                yield
+        finally:
+            is_over.set()
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        """Note Ctrl-C in this context, where Python's own handler raises a KeyboardInterrupt, and raise it as well."""
+        is_ours = threading.current_thread() is threading.main_thread()
+        if not is_ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+            yield
+            return
+        signal.signal(signal.SIGINT, self._note)
+        try:
+            yield
+        finally:
+            if signal.getsignal(signal.SIGINT) == self._note:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._is_interrupted = True
+        signal.default_int_handler(number, frame)
+
+    def step_done(self) -> None:
+        """Record the count of collectives after a step of an optimizer; members may have different ones within it."""
+        if self._is_needed:
+            self._collectives = self._count()
+
+    def check(self) -> None:
+        """Wait until the members of this rank's group leave the loop, too. Ranks call it before they synchronize.
+
+        Raises:
+            RankLost: another member waits for this one in a further step, has left after another number of steps, or
+                has not left although this one was interrupted.
+        """
+        if not self._is_needed:
+            return
+        place, control = self._place, self._place.control
+        is_interrupted, self._is_interrupted = self._is_interrupted, False
+        since = self._count() - self._collectives
+        self._times += 1
+        store, keys = self._store, [self._key(member) for member in place.members]
+        limit = time.monotonic() + (WITHIN if is_interrupted else place.options.timeout.total_seconds())
+        try:
+            store.set(self._key(place.rank), str(self.steps))
+            store.set(self._key("first"), f"{place.rank} {self.steps} {since}")
+            while not _are_there(store, keys):
+                if control is None or control.cause is not None:
+                    return  # this rank's next call raises the cause
+                if store.check([waits := self._key("waits")]):
+                    self._end(is_interrupted, f"rank {store.get(waits).decode()} waits for it in a further step")
+                if time.monotonic() > limit:
+                    if not is_interrupted:
+                        return
+                    self._end(is_interrupted, f"other members of its compute group have not within {WITHIN:.0f} s")
+            theirs = {member: int(store.get(key)) for member, key in zip(place.members, keys, strict=True)}
+            store.delete_key(self._key(place.rank, self._times - 1))  # read by all members, as they are here
+        except RankLost:
+            raise
+        except RuntimeError:  # the store's process is gone, and the server knows of it
+            return
+        for member, steps in theirs.items():
+            if steps != self.steps:
+                self._end(is_interrupted, f"rank {member} of its compute group has left it after {steps}")
+
+    def _end(self, is_interrupted: bool, but: str) -> None:
+        left, remedy = f"has left its loop after {self.steps} steps", _REMEDY
+        if is_interrupted:
+            left = f"was interrupted (Ctrl-C) after {self.steps} steps and has left its loop"
+            remedy = "catch KeyboardInterrupt outside `with world.training():`, or end the loop alike on all ranks"
+        raise RankLost(f"rank {self._place.rank} {left}, and {but}: {remedy}")
+
+    def _watch_others(self, is_over: threading.Event) -> None:
+        """Report, in a separate thread, that this rank waits for another member which has left the loop."""
+        before: tuple[int, int] | None = None
+        while not is_over.wait(POLL_S):
+            if not self._is_needed:
+                continue
+            times = self._times
+            try:
+                first = self._key("first", times + 1)
+                if not self._store.check([first]):
+                    continue
+                _, steps, since = map(int, self._store.get(first).split())
+                mine = (self.steps, self._count() - self._collectives)
+                if times == self._times and mine > (steps, since) and mine == before:
+                    self._store.set(self._key("waits", times + 1), str(self._place.rank))
+                before = mine
+            except RuntimeError:  # the store's process is gone
+                continue
+
+    @property
+    def _is_needed(self) -> bool:
+        return self._place.is_computing and len(self._place.members) > 1
+
+    @property
+    def _store(self) -> Any:
+        return store_of(self._place.process_groups.original)
+
+    def _key(self, what: Any, times: int | None = None) -> str:
+        times = self._times if times is None else times
+        return f"lightning-omni/left/{self._loop}/{times}/{self._place.members[0]}/{what}"
+
+    def _count(self) -> int:
+        """Return the number of collectives inside its compute group that this rank has begun."""
+        try:
+            return sum(map(collectives_of, self._place.groups_inside))
+        except KeyError:  # other groups are being formed
+            return 0
+
+
+def _are_there(store: Any, keys: list[str]) -> bool:
+    """Return whether a store has these keys, within the time of a poll."""
+    try:
+        store.wait(keys, timedelta(seconds=POLL_S))
+    except DistStoreError:
+        return False
+    return True

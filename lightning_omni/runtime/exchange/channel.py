@@ -1,0 +1,370 @@
+"""A group's exchanges with the parameter server: the leader sends a request, and the whole group gets the answer."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+from torch import Tensor
+
+from lightning_omni.errors import ProtocolError, Refused
+from lightning_omni.group.core import Action, Ask, LastAnswer, Outgoing
+from lightning_omni.methods import Exchange, Publish, Pulled, ReadInbox, ReadPeer, Receive, SendPeer
+from lightning_omni.runtime.exchange.compressed_broadcast import CodedAnswer, decoded
+from lightning_omni.runtime.exchange.members import PREFIX, GroupMembers
+from lightning_omni.runtime.exchange.other_groups import OtherGroups
+from lightning_omni.runtime.model.replica import Part
+from lightning_omni.runtime.parallel_state import Place
+from lightning_omni.runtime.state.server_store import ServerStore
+from lightning_omni.runtime.timing import wait_for
+from lightning_omni.server.collectives.service import BROUGHT_ELSEWHERE
+from lightning_omni.server.epochs.epoch import STOPS
+from lightning_omni.transport.base import Control
+from lightning_omni.transport.requests import Requests, check_alike
+from lightning_omni.wire import messages as m
+from lightning_omni.wire.formats.base import RAW, Memory, WireFormat, check_size
+from lightning_omni.wire.layout import Layout
+from lightning_omni.wire.partition import Split
+
+_log = logging.getLogger(__name__)
+
+_NUMBERS = 96
+"""Offset of the note in the prefix of an answer's tensors, in bytes; whole numbers precede it."""
+_Answer = TypeVar("_Answer", bound=m.Message)
+
+
+@dataclass
+class Traffic:
+    """The time and the bytes of all exchanges of a run so far.
+
+    Attributes:
+        seconds: time spent in them.
+        moved: bytes of tensors to and from the server or other groups; only the leader of a group moves any.
+        shared: the part of them that leader and server passed in shared memory.
+    """
+
+    seconds: float = 0.0
+    moved: int = 0
+    shared: int = 0
+
+
+class Channel:
+    """A rank's exchanges with the server and with other groups. Every rank of a group makes the same calls.
+
+    Attributes:
+        traffic: time and bytes of all exchanges so far.
+        synchronizations: synchronization points since this rank joined the server.
+        members: communication among the members of the group.
+        peers: communication with other groups.
+        store: access to the state that the servers hold of the run as a whole.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self.traffic = Traffic()
+        self.synchronizations = 0
+        self.members = GroupMembers(place)
+        self.peers = OtherGroups(place, self.members, self.synchronize, self.timed)
+        self.store = ServerStore(place, self._free_connections)
+        self._requests: Requests | None = None
+        self._under_way: dict[int, Ask] = {}
+        self._travels: Ask | None = None
+        self._arrived: dict[int, list[tuple[m.Weights, Tensor]]] = {}
+
+    # --- Server -------------------------------------------------------------------------------------------------------
+
+    def do(self, index: int, action: Action) -> Any:
+        """Perform an action of the group's core for one optimizer, and return the answer to its need.
+
+        Raises:
+            NonFiniteGradients: the server refused too many pushes in a row.
+        """
+        match action:
+            case Ask(waits=False):
+                return self.send(action)
+            case Ask():
+                return self.ask_weights(action)
+            case Receive():
+                return self.receive(index)
+            case Publish():
+                return self.peers.publish(index, action.tensors)
+            case SendPeer():
+                return self.peers.send(index, action.group, action.tensors)
+            case ReadPeer():
+                return self.peers.read(index, action.group)
+            case ReadInbox():
+                return self.peers.read_inbox(index)
+        raise TypeError(f"nothing is to be done for {action!r}")
+
+    def ask_weights(self, ask: Ask) -> Pulled:
+        """Push or fetch for this group, and return the server's answer."""
+        self.send(ask)
+        return self.receive(ask.optimizer)
+
+    def send(self, ask: Ask) -> None:
+        """Send a request to the server without waiting for its answer, which `receive` returns.
+
+        A group has one exchange in flight: the answer to another optimizer's request is received first, and kept.
+        """
+        part = self._place.parts[ask.optimizer]
+        if self._place.share is not None:
+            ask = self._part_of_member(ask)
+        if self._place.speaks:
+            with self.timed():
+                requests = self._free_connections()
+                requests.send(self._said(ask, part, requests.count), self._rooms(ask, part, requests.count))
+            self._travels = ask
+        self._under_way[ask.optimizer] = ask
+
+    def _part_of_member(self, ask: Ask) -> Ask:
+        """Return this member's request: with the note measured by the leader; leased data only on the leader."""
+        need = ask.need
+        if isinstance(need, Exchange) and need.note:
+            note = msgspec.msgpack.decode(self.members.broadcast_bytes(msgspec.msgpack.encode(need.note)), type=float)
+            ask = ask._replace(need=msgspec.structs.replace(need, note=note))
+        return ask if self._place.is_leader else ask._replace(epoch=-1, trained=0)
+
+    def receive(self, index: int) -> Pulled:
+        """Return the answer to the last request for an optimizer, on every member of the group."""
+        ask, part = self._under_way.pop(index), self._place.parts[index]
+        layout = part.replica.layout.fragment(ask.fragment, self._place.method.fragments)
+        memory = part.memory(PREFIX, self._place.empty)[: PREFIX + (layout.nbytes if ask.pulls else 0)]
+        return self._share(ask, layout, memory)
+
+    def _room(self, ask: Ask, part: Part) -> Tensor | None:
+        """Return memory for the tensors of an answer, in their encoding, on ranks that exchange with the server."""
+        if not ask.pulls:
+            return None
+        layout = part.replica.layout.fragment(ask.fragment, self._place.method.fragments)
+        if (answers := self._answers(ask)) != RAW:
+            part.coded = part.coded or Memory(self._place.empty)
+            return part.coded.room(answers.sizes(layout)[1])
+        if not ask.waits:  # meanwhile the group trains, and its weights are compared with the last answer's
+            part.into, part.spare = part.spare, part.into
+        return part.memory(PREFIX, self._place.empty)[PREFIX : PREFIX + layout.nbytes]
+
+    def _answers(self, ask: Ask) -> WireFormat:
+        return self._place.core.wire_format.answers if isinstance(ask.need, Exchange) else RAW
+
+    def finish_exchanges(self) -> None:
+        """Wait for the exchanges in flight, and let the method apply the answers. All members of the group call it."""
+        for index in list(self._under_way):
+            self._place.core.apply_answer(index, self.receive(index))
+
+    def _said(self, ask: Ask, part: Part, servers: int) -> list[Outgoing]:
+        memories = part.outs(servers, self._place.empty)
+        if servers == 1:
+            return [self._place.core.send(ask, part.replica.layout, memories[0])]
+        return self._place.core.send_parts(ask, self._place.split_of(part, servers), memories)
+
+    def _rooms(self, ask: Ask, part: Part, servers: int) -> Sequence[Tensor | None] | None:
+        """Return memory for the tensors of all servers' answers; None if it is allocated when they arrive."""
+        room = self._room(ask, part)
+        if servers == 1:
+            return [room]
+        if room is None or self._answers(ask) != RAW:
+            return None
+        return self._place.split_of(part, servers).fragment(ask.fragment, self._place.method.fragments).memories(room)
+
+    def fetch(self, index: int) -> Pulled:
+        """Fetch the server's weights for this group, although its method did not request them."""
+        return self.ask_weights(self._place.core.fetch(index))
+
+    def ask(self, message: m.Message, expect: type[_Answer], payload: Tensor | None = None) -> tuple[_Answer, Tensor]:
+        """Send a message on the data channel, to the coordinating server if there are several, and wait for its answer.
+
+        Returns:
+            The answer and its payload, uint8.
+        """
+        return self._free_connections().coordinator.exchange(message, expect, payload)
+
+    def bring(self, data: bytes) -> None:
+        """Upload bytes for the next control message, which are too large for its channel. Any rank may call it."""
+        payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        self.ask(m.Bring(nbytes=payload.numel()), m.Brought, payload)
+
+    def synchronize(self, what: str, payload: bytes) -> list[tuple[int, bytes]]:
+        """Gather the bytes of every live rank. All live ranks call it and wait for each other.
+
+        Args:
+            what: description of the collective, the same on all ranks.
+            payload: this rank's bytes.
+
+        Returns:
+            The number and the bytes of each live rank, in rank order.
+        """
+        assert self._place.control is not None
+        brought = len(payload) > m.LARGEST_INLINE
+        message = m.Contribute(number=self.synchronizations, what=what, brought=brought, where=self._place.where())
+        self.synchronizations += 1
+        gathered, parts = self._contribute(self._place.control, message, payload)
+        if gathered.collect:
+            _, payload_of_all = self.ask(m.Collect(number=gathered.number), m.Collected)
+            parts = [part.numpy().tobytes() for part in payload_of_all.split(list(gathered.sizes))]
+        return list(zip(gathered.ranks, parts, strict=True))
+
+    def _contribute(self, control: Control, message: m.Contribute, payload: bytes) -> tuple[m.Gathered, list[bytes]]:
+        timeout = self._place.options.timeout.total_seconds()
+        while message.brought:
+            self.bring(payload)
+            try:
+                return control.request_payload(message, m.Gathered, timeout=timeout)
+            except Refused as no:
+                if no.code != BROUGHT_ELSEWHERE:  # otherwise the server that had the payload is gone
+                    raise
+        return control.request_payload(message, m.Gathered, payload, timeout=timeout)
+
+    def gather(self, numbers: list[int]) -> list[list[int]]:
+        """Return the whole numbers of every live rank, in rank order."""
+        return [json.loads(text) for _, text in self.synchronize("numbers", json.dumps(numbers).encode())]
+
+    # --- Inside the group ---------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Count time and bytes in this context as those of exchanges.
+
+        The host waits for the device before it reads the clock, so that the remaining backward pass does not count.
+        This costs nothing, because the copies of an exchange wait for the device in any case.
+        """
+        wait_for(self._place.device)
+        began, requests, between = time.perf_counter(), self._requests, self.peers.moved
+        moved, shared = (requests.moved, requests.shared) if requests is not None else (0, 0)
+        yield
+        self.traffic.seconds += time.perf_counter() - began
+        if self._requests is not None:
+            self.traffic.moved += self._requests.moved - moved
+            self.traffic.shared += self._requests.shared - shared
+        self.traffic.moved += self.peers.moved - between
+
+    def warn_of_refusal(self, applied: bool, in_row: int) -> None:
+        """Warn of the first refused push in a row: it was not finite."""
+        if not applied and in_row == 1:
+            _log.warning(
+                "group %d made a push that is not finite; it was refused, and the weights did not change",
+                self._place.group,
+            )
+
+    def _share(self, ask: Ask, layout: Layout, memory: Tensor) -> Pulled:
+        """Return the server's answer on all members of the group; the leader receives and broadcasts it."""
+        part, by_member = self._place.parts[ask.optimizer], self._place.share is not None
+        coded, answer = self._coded(ask, layout), None
+        letter = memory if coded is None else part.handed.room(PREFIX + coded.nbytes)
+        with self.timed():
+            if self._place.speaks:
+                parts = None if coded is None else coded.parts(letter[PREFIX:])
+                answer = self._receive(ask, layout, memory[PREFIX:], parts)
+                _write(answer, letter[:PREFIX])
+            self.members.broadcast(letter[:PREFIX] if by_member else letter)
+            if by_member and ask.pulls:
+                self.members.broadcast_to_replicas(memory[PREFIX:])
+            if coded is not None:
+                coded.decode(letter[PREFIX:], memory[PREFIX:], part)
+        clock, received, note = _read(letter[:PREFIX])
+        if by_member and answer is not None and answer.clock != clock:
+            raise ProtocolError(f"servers have applied {answer.clock} and {clock} updates to the shares of a group")
+        if received.staleness >= 0:
+            part.staleness[received.staleness] += 1
+        tensors = layout.views(memory[PREFIX:]) if ask.pulls else ()
+        pulled = self._place.core.receive(received, tensors, clock, note, ask.fragment)
+        self.warn_of_refusal(received.applied, received.refused_in_row)
+        return pulled
+
+    def _coded(self, ask: Ask, layout: Layout) -> CodedAnswer | None:
+        """Return the encoded answer to broadcast, if it has fewer bytes than its tensors; otherwise None."""
+        answers = self._answers(ask)
+        if answers == RAW or not ask.pulls or len(self._place.members) == 1 or self._place.share is not None:
+            return None
+        assert self._place.control is not None
+        coded = CodedAnswer(answers, self._divided(ask, layout, self._place.control.shards))
+        return coded if coded.are_sizes_known and coded.nbytes < layout.nbytes else None
+
+    def _divided(self, ask: Ask, layout: Layout, servers: int) -> Split:
+        if servers == 1:
+            return Split.whole(layout)
+        return self._place.split_of(self._place.parts[ask.optimizer], servers).fragment(
+            ask.fragment, self._place.method.fragments
+        )
+
+    def _receive(self, ask: Ask, layout: Layout, into: Tensor, coded: Sequence[Tensor] | None) -> m.Weights:
+        """Receive the servers' answer into ``into``, or encoded into ``coded``, on ranks that exchange with them."""
+        answers = self._answers(ask)
+        is_flat = answers == RAW or not ask.pulls
+        requests, part = self._servers(), self._place.parts[ask.optimizer]
+        split = self._divided(ask, layout, requests.count)
+        if ask.optimizer in self._arrived:
+            received = self._arrived.pop(ask.optimizer)
+        else:
+            self._travels = None
+            received = requests.receive(m.Weights, split.memories(into) if is_flat and ask.pulls else None)
+        check_alike(received if part.head is None else received[:1])  # other servers hold nothing of a merged head
+        payloads = [payload for _, payload in received]
+        if not is_flat:
+            for payload, share in zip(payloads, split.shares, strict=True):
+                check_size(answers, payload.numel(), share)
+        if coded is not None:
+            for memory, payload in zip(coded, payloads, strict=True):
+                memory.copy_(payload)
+        elif ask.pulls:
+            if not is_flat:
+                payloads = decoded(answers, payloads, split, part)
+            split.write(into, payloads)
+        return received[0][0]
+
+    # --- Connections --------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        self._under_way.clear()
+        self._arrived.clear()
+        self._travels = None
+        if self._requests is not None:
+            self._requests.close()
+            self._requests = None
+        self.peers.close()
+
+    @property
+    def is_free(self) -> bool:
+        """Return whether no exchange is in flight, so that the server answers the next request at once."""
+        return self._travels is None
+
+    def _free_connections(self) -> Requests:
+        """Return the data connections, once the answer of an exchange in flight has been received and kept."""
+        requests = self._servers()
+        if self._travels is not None:
+            ask, self._travels = self._travels, None
+            self._arrived[ask.optimizer] = requests.receive(m.Weights)
+        return requests
+
+    def _servers(self) -> Requests:
+        if self._requests is None:
+            assert self._place.control is not None
+            timeout, by_member = self._place.options.timeout.total_seconds(), self._place.share is not None
+            largest = self._largest_in_replica if by_member else int
+            share = None if self._place.share is None else self._place.share[0]
+            self._requests = Requests(self._place.control.attach_all(timeout, share), by_member, largest)
+        return self._requests
+
+    def _largest_in_replica(self, number: int) -> int:
+        return self.members.largest([number])[0]
+
+
+def _write(answer: m.Weights, prefix: Tensor) -> None:
+    """Write the fields of an answer other than its tensors into their prefix, which `_read` reads."""
+    applied, stop, repeated = int(answer.applied), STOPS.index(answer.stop), int(answer.repeated)
+    numbers = [answer.clock, answer.staleness, applied, answer.progress, stop, repeated, answer.refused_in_row]
+    numbers += [answer.validations, answer.groups]
+    prefix[: 8 * len(numbers)].view(torch.int64).copy_(torch.tensor(numbers))
+    prefix[_NUMBERS:].view(torch.float64)[0] = answer.note
+
+
+def _read(prefix: Tensor) -> tuple[int, LastAnswer, float]:
+    numbers, notes = prefix[:_NUMBERS].view(torch.int64), prefix[_NUMBERS:].view(torch.float64)
+    clock, staleness, applied, progress, stop, repeated, *counts = numbers[:9].tolist()
+    return clock, LastAnswer(staleness, bool(applied), progress, STOPS[stop], bool(repeated), *counts), float(notes[0])

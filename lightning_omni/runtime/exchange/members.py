@@ -1,0 +1,88 @@
+"""Communication inside a group: answers that one member has received for others, and numbers to agree on.
+
+One rank exchanges with other groups or the server, and passes the answer on: the leader to its whole group; where the
+members hold the model together, the rank that exchanges a share to those with the same share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_omni.runtime.parallel_state import Place
+from lightning_omni.wire.codec import Packed, pack, unpack
+
+PREFIX = 128
+"""Bytes of further information in front of the tensors that a rank broadcasts."""
+_LETTER = 1024
+"""Bytes of a leader's note that one broadcast holds; a longer note takes two."""
+
+
+class GroupMembers:
+    """The members of this rank's group. All of them make the same calls."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+
+    def broadcast(self, memory: Tensor) -> None:
+        """Broadcast from the leader to its group."""
+        if len(self._place.members) == 1:
+            return
+        self._broadcast(memory, self._place.compute_group)
+
+    def broadcast_to_replicas(self, memory: Tensor) -> None:
+        """Broadcast from the rank that exchanges a share of the model to the members that have the same share."""
+        if self._place.replicas > 1:
+            self._broadcast(memory, self._place.replica_group)
+
+    def _broadcast(self, memory: Tensor, group: Any) -> None:
+        shared = memory.to(self._place.device) if self._place.device.type != "cpu" else memory
+        dist.broadcast(shared, group=group, group_src=0)
+        if shared is not memory:
+            memory.copy_(shared)
+
+    def broadcast_bytes(self, note: bytes) -> bytes:
+        """Return the leader's note, on every member of its group."""
+        if len(self._place.members) == 1:
+            return note
+        return _broadcast_bytes(note if self._place.is_leader else None, self.broadcast)
+
+    def broadcast_tree_to_replicas(self, tree: Any) -> Any:
+        """Return plain data and tensors of the rank that exchanges a share of the model, on all with the same share."""
+        if self._place.replicas == 1:
+            return tree
+        packed, buffer = pack(tree if self._place.speaks else {})
+        mine = msgspec.msgpack.encode((packed, buffer.numel())) if self._place.speaks else None
+        theirs = _broadcast_bytes(mine, self.broadcast_to_replicas)
+        packed, size = msgspec.msgpack.decode(theirs, type=tuple[Packed, int])
+        flat = buffer if self._place.speaks else torch.empty(size, dtype=torch.uint8)
+        if size:
+            self.broadcast_to_replicas(flat)
+        return tree if self._place.speaks else unpack(packed, flat, copy=True)
+
+    def largest(self, numbers: Sequence[int]) -> list[int]:
+        """Return the largest of each number over the ranks with which this one holds a replica of the model."""
+        return self._place.process_groups.largest(numbers, self._place.holder_group)
+
+
+def _broadcast_bytes(note: bytes | None, broadcast: Callable[[Tensor], None]) -> bytes:
+    """Return the note of one rank, which is None on the others, on all ranks of a process group."""
+    letter = torch.zeros(8 + _LETTER, dtype=torch.uint8)
+    if note:  # torch takes no empty buffer
+        beginning = torch.frombuffer(bytearray(note[:_LETTER]), dtype=torch.uint8)
+        letter[:8].view(torch.int64)[0] = len(note)
+        letter[8 : 8 + beginning.numel()] = beginning
+    broadcast(letter)
+    size = int(letter[:8].view(torch.int64)[0])
+    if size <= _LETTER:
+        return letter[8 : 8 + size].numpy().tobytes()
+    long = torch.zeros(size, dtype=torch.uint8)
+    if note is not None:
+        long.copy_(torch.frombuffer(bytearray(note), dtype=torch.uint8))
+    broadcast(long)
+    return long.numpy().tobytes()

@@ -1,0 +1,343 @@
+"""The two ways in which ranks train together: as one group (plain data parallelism), or as several that exchange.
+
+`World` has one of each, and uses the one for its present groups (`World.executor`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_omni.errors import ConfigurationError, UnsupportedError
+from lightning_omni.methods import Gradient, NextGradient
+from lightning_omni.methods.model.master import check_servable, has_own_step, hyperparameters_of
+from lightning_omni.methods.model.replica import Replica
+from lightning_omni.runtime.checks.first_steps import ranks_elsewhere
+from lightning_omni.runtime.exchange.channel import Channel
+from lightning_omni.runtime.model.buffer_sync import buffers_of, merge
+from lightning_omni.runtime.model.external_writes import Edits
+from lightning_omni.runtime.model.merged_head import RemoteHead
+from lightning_omni.runtime.model.meshes import shown
+from lightning_omni.runtime.model.parameter_groups import ParameterGroups
+from lightning_omni.runtime.model.replica import Part
+from lightning_omni.runtime.parallel_state import Place
+from lightning_omni.transport.base import Control
+from lightning_omni.tuning.model.steps.timer import StepTimer
+from lightning_omni.wire.partition import check_by_parts
+
+
+class Executor:
+    """The operations in which one group and several groups differ; this base class is for one group.
+
+    One group is plain DistributedDataParallel: nothing is exchanged, so there is nothing to do.
+
+    Args:
+        heads: the merged heads, which are ordinary modules with one group.
+
+    Attributes:
+        exchanges: whether several groups train and exchange.
+        is_stepping: whether an optimizer or its replacement steps; not while its closure is called before.
+        is_called: whether `step` was called and has not returned: it calls hooks and closures, too.
+    """
+
+    exchanges: ClassVar[bool] = False
+
+    def __init__(self, heads: Sequence[RemoteHead]) -> None:
+        self._heads = heads
+        self.is_stepping = self.is_called = False
+
+    @property
+    def control(self) -> Control | None:
+        """Return the connection for leases and synchronization while ranks train; None if neither needs one."""
+        return None
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Raise `UnsupportedError` if this optimizer cannot be stepped in this way."""
+
+    def check_parts(self) -> None:
+        """Raise `UnsupportedError` if the optimizers' parameters cannot be trained in this way."""
+
+    def place_heads(self) -> None:
+        """Install or remove merged heads, depending on where they are trained."""
+        for head in self._heads:
+            head.remove()
+
+    def not_reduced(self) -> list[Parameter]:
+        """Return the parameters whose gradients DDP does not average."""
+        return []
+
+    def enter_compute(self) -> None:
+        """Begin or continue the training epoch."""
+
+    def enter_world(self, module: Module | None, wants_stop: bool, what: str) -> bool:
+        """Synchronize the ranks, see `World.enter_world`. Return whether any of them wants to stop.
+
+        Args:
+            module: as in `World.enter_world`.
+            wants_stop: whether this rank wants to stop.
+            what: name of the call, the same on all ranks.
+        """
+        return False
+
+    def is_finite(self, parameters: Iterable[Parameter]) -> bool:
+        """Return whether the last step's gradient was finite; all members of a group agree without communication."""
+        # The averaged gradient is the same on every rank, and it is not finite if one rank's loss is not.
+        gradients = [each.grad.detach() for each in parameters if each.grad is not None]
+        return math.isfinite(sum(float(gradient.abs().float().sum()) for gradient in gradients))
+
+    def step(
+        self, index: int, optimizer: Optimizer, closure: Callable[[], Any] | None, arguments: Mapping[str, Any]
+    ) -> Any:
+        """Make one step of an optimizer, on every rank of the group. Return the closure's result.
+
+        Args:
+            index: number of the optimizer among the parts.
+            optimizer: the user's optimizer.
+            closure: computes loss and gradients, as for any torch optimizer.
+            arguments: further keyword arguments of its ``step``.
+        """
+        closures = () if closure is None else (closure,)
+        return optimizer.step(*closures, **arguments)
+
+
+class Exchanging(Executor):
+    """The operations of several groups, which train separately and exchange with the server or with each other."""
+
+    exchanges = True
+
+    def __init__(
+        self,
+        place: Place,
+        channel: Channel,
+        parameter_groups: ParameterGroups,
+        edits: Edits,
+        heads: Sequence[RemoteHead],
+    ) -> None:
+        super().__init__(heads)
+        self._place, self._channel, self._parameter_groups, self._edits = place, channel, parameter_groups, edits
+        self._timers: dict[int, StepTimer] = {}
+
+    @property
+    @override
+    def control(self) -> Control | None:
+        return self._place.control
+
+    # --- What is trained ---------------------------------------------------------------------------------------------
+
+    @override
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        if has_own_step(optimizer):
+            raise UnsupportedError(
+                f"step was replaced on this {type(optimizer).__name__} itself, and groups step as its class does, so"
+                " that what replaced it would not be called: override step in a subclass, register a hook"
+                " (optimizer.register_step_post_hook), or use groups=1"
+            )
+        if self._place.enlistment is None and len(ranks_elsewhere(optimizer, ())) == self._place.size > 1:
+            _check_collectives(optimizer, ())  # with all ranks, whatever groups will be formed
+        if self._place.is_sharded:
+            check_by_parts(self._place.method, optimizer, shown(self._place.options.inside))
+        if not self._place.steps_at_worker or isinstance(optimizer, torch.optim.SparseAdam):
+            check_servable(optimizer)
+        elif isinstance(optimizer, torch.optim.LBFGS):
+            raise UnsupportedError(
+                "LBFGS evaluates the loss several times in one step, between which no group may exchange weights; use"
+                " groups=1, or a first-order optimizer such as SGD or AdamW"
+            )
+
+    @override
+    def check_parts(self) -> None:
+        seen: set[int] = set()
+        for part in self._place.parts:
+            _check_collectives(part.optimizer, self._place.torch_members)
+            for name, parameter in part.replica.parameters.items():
+                if id(parameter) in seen:
+                    raise UnsupportedError(
+                        f"the parameter {name} is in two optimizers; the server keeps one master copy of it, moved by"
+                        " one optimizer: give it to one of them, or use groups=1"
+                    )
+                seen.add(id(parameter))
+                is_averaged = self._place.steps_at_worker and part.head is None
+                if is_averaged and not (parameter.is_floating_point() or parameter.is_complex()):
+                    raise UnsupportedError(
+                        f"the parameter {name} is of {parameter.dtype}, and {type(self._place.method).__name__}"
+                        " averages weights; leave it out of the optimizer, or use groups=1"
+                    )
+
+    @override
+    def place_heads(self) -> None:
+        for head in self._heads:
+            if self._place.control is None:
+                head.remove()
+            else:
+                head.install()
+
+    @override
+    def not_reduced(self) -> list[Parameter]:
+        return [each for part in self._place.parts if part.head is not None for each in part.replica.ordered]
+
+    # --- Phases ------------------------------------------------------------------------------------------------------
+
+    @override
+    def enter_compute(self) -> None:
+        place = self._place
+        if not place.is_computing and not place.is_entering:
+            for head in self._heads:
+                head.remove()  # if weights were written, the submodule itself is sent to the server
+            self._edits.follow()
+            self.place_heads()
+        place.process_groups.use(place.compute_group)
+        place.is_computing, place.is_entering = True, False
+        self._timers.clear()
+        for part in place.parts:
+            part.replica.restore(but_frozen=place.method.pushes_weights)
+
+    @override
+    def enter_world(self, module: Module | None, wants_stop: bool, what: str) -> bool:
+        place = self._place
+        if not place.is_computing:
+            return False
+        for head in self._heads:
+            head.release()
+        for part in place.parts:
+            self._edits.check(part)
+        self._channel.finish_exchanges()
+        place.process_groups.use(place.process_groups.live)
+        place.is_computing = False
+        stops = any(stop for _, stop in place.process_groups.live.contribute(what, b"stop" if wants_stop else b""))
+        self._pull()
+        buffers = () if module is None else buffers_of(module)
+        merge(place, [*buffers, *self._edits.others_written()])
+        self._edits.others_followed()
+        place.is_new = False
+        return stops
+
+    def _pull(self) -> None:
+        """Load the weights to evaluate, of all optimizers, on every rank."""
+        place = self._place
+        for index, part in enumerate(place.parts):
+            if place.steps_here(part):
+                part.replica.stash()
+            pulled = self._channel.ask_weights(place.core.synchronize(index))
+            if pulled.refused:  # the group's own weights are not finite, and not in the mean: they are dropped
+                part.replica.restart(pulled)
+                part.replica.abandon()
+            else:
+                part.replica.load(pulled)
+        self._parameter_groups.read_beyond()
+
+    @override
+    def is_finite(self, parameters: Iterable[Parameter]) -> bool:
+        return self._place.core.last_answer.applied
+
+    # --- The step ----------------------------------------------------------------------------------------------------
+
+    @override
+    def step(
+        self, index: int, optimizer: Optimizer, closure: Callable[[], Any] | None, arguments: Mapping[str, Any]
+    ) -> Any:
+        part = self._place.parts[index]
+        if self._place.control is None:
+            raise ConfigurationError(
+                "OmniOptimizer.step(): several groups exchange in each step, and are connected only inside `with"
+                " world.training():`; put the training loop into it"
+            )
+
+        if arguments and not self._place.steps_here(part):
+            raise UnsupportedError(
+                f"{type(optimizer).__name__}.step() is called with {', '.join(arguments)}, which is not sent to the"
+                " parameter server, where it steps; use a method whose optimizer steps on the ranks"
+                ' (method="local_sgd", say), or groups=1'
+            )
+
+        def step(*_: Any) -> Any:
+            return self._step(index, part, optimizer, closure, arguments)
+
+        if not self._place.steps_here(part):
+            # The optimizer steps at the server, but users' step hooks are on this rank: an average of weights, say.
+            step = Optimizer.profile_hook_step(step)
+        self.is_called = True
+        try:
+            loss = step(optimizer, closure)
+        finally:
+            self.is_called = False
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # else schedulers warn of a missing step
+        return loss
+
+    def _step(
+        self,
+        index: int,
+        part: Part,
+        optimizer: Optimizer,
+        closure: Callable[[], Any] | None,
+        arguments: Mapping[str, Any],
+    ) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._place.reduction.check_reduced(part.replica.ordered)
+        for head in self._heads:
+            head.step_done()
+        self._edits.check(part)
+        with torch.no_grad():
+            self._parameter_groups.follow(index)
+            are_needed = not self._place.steps_here(part)
+            hyperparameters = hyperparameters_of(optimizer, part.replica.ever_held, are_needed)
+            with evaluating(part.replica, closure, loss, arguments), self._stepping():
+                self._advance(index, Gradient(part.replica.gradients(), hyperparameters))
+        return loss
+
+    @contextmanager
+    def _stepping(self) -> Iterator[None]:
+        self.is_stepping = True
+        try:
+            yield
+        finally:
+            self.is_stepping = False
+
+    def _advance(self, index: int, gradient: Gradient) -> None:
+        """Advance the group from this gradient to its next request for one."""
+        core, channel = self._place.core, self._channel
+        elsewhere = channel.traffic.seconds
+        action = core.gradient(index, gradient)
+        while not isinstance(action, NextGradient):
+            action = core.answer(index, channel.do(index, action))
+        took = self._timers.setdefault(index, StepTimer()).done(channel.traffic.seconds - elsewhere)
+        if took is not None:
+            core.step_took(index, took)
+
+
+@contextmanager
+def evaluating(
+    replica: Replica, closure: Callable[[], Any] | None, loss: Any, arguments: Mapping[str, Any] | None = None
+) -> Iterator[None]:
+    """Provide the closure to the worker's own optimizer in this context: it may evaluate the loss again, as SAM does.
+
+    Args:
+        replica: the weights that it moves.
+        closure: computes loss and gradients; None if the step has none.
+        loss: the closure's last result, which the optimizer's first call returns, with the gradients as they are.
+        arguments: further keyword arguments of the step.
+    """
+    replica.closure, replica.loss, replica.arguments = closure, loss, arguments or {}
+    try:
+        yield
+    finally:
+        replica.closure, replica.loss, replica.arguments = None, None, {}
+
+
+def _check_collectives(optimizer: Optimizer, members: Collection[int]) -> None:
+    """Raise `UnsupportedError` if an optimizer has collectives with ranks other than these members, as ZeRO may."""
+    if others := ranks_elsewhere(optimizer, members):
+        raise UnsupportedError(
+            f"a {type(optimizer).__name__} whose process group has ranks of other compute groups"
+            f" ({', '.join(map(str, sorted(others)))}): groups make different numbers of steps, and would wait for each"
+            " other in its collectives; use the optimizer that it wraps"
+        )

@@ -1,0 +1,1 @@
+"""The forming of groups, and groups that join a run on their own."""

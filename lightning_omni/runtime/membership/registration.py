@@ -1,0 +1,183 @@
+"""The rank numbers of a group that joins a run on its own, which it requests before it has a model."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+from lightning_omni.errors import ConnectionLost, OmniError, RankLost, Refused
+from lightning_omni.runtime.options import WorldOptions
+from lightning_omni.server.membership.numbering import origin
+from lightning_omni.transport.zeromq.keys import load as load_key
+from lightning_omni.transport.zeromq.observer import Observer
+from lightning_omni.wire.messages import Enlisted
+
+_log = logging.getLogger(__name__)
+
+_ASK_AGAIN = 0.5
+"""Seconds between two requests, while another group is about to begin the run."""
+_CONNECT_TIME = 5.0
+"""Seconds in which a machine must accept or reject a connection."""
+COMES_BACK = "OMNI_COMES_BACK_TO"
+"""The environment variable of a process that restarts its command for an evicted group; `return_to` makes its value."""
+_UNSAVED = "unsaved"
+
+
+def comes_back_to() -> tuple[str, int]:
+    """Return the run that this group was evicted from, and how often in a row it has rejoined it; or "" and 0."""
+    name, count, *_ = [*os.environ.get(COMES_BACK, "").split(" "), ""]
+    return name, int(count or 0)
+
+
+def return_to(run: str, count: int, is_saved: bool) -> str:
+    """Return the value of `COMES_BACK` for a group that rejoins a run for the ``count``-th time in a row.
+
+    With ``is_saved``, another server could continue the run.
+    """
+    return f"{run} {count}" if is_saved else f"{run} {count} {_UNSAVED}"
+
+
+def run_is_saved() -> bool:
+    """Return whether another server could continue the run that this group was evicted from."""
+    return _UNSAVED not in os.environ.get(COMES_BACK, "").split(" ")[2:]
+
+
+class Enlistment:
+    """A reservation of rank numbers for a group. All of its ranks create one.
+
+    Args:
+        options: the run's options; ``server`` is its address.
+        rank: this rank, in its own torch.distributed world; rank 0 sends the request.
+        size: number of ranks in the group.
+        broadcast_text: returns the text of rank 0 on every rank of the group.
+
+    Attributes:
+        run: name of the run.
+        first: number of the group's first rank; the others' follow.
+        announced: number of ranks in the group that has begun the run.
+        begins: whether this group begins the run.
+        silence: seconds without a sign of life after which the server may end a connection; 0 for never.
+
+    Raises:
+        OmniError: the server cannot be reached or refuses; or the run is over, or is not the one that evicted this
+            group.
+    """
+
+    def __init__(self, options: WorldOptions, rank: int, size: int, broadcast_text: Callable[[str], str]) -> None:
+        self._observer: Observer | None = None
+        answer = ask_for_all(broadcast_text, rank == 0, lambda: self._ask(options, size))
+        self.run, self.first, announced, self.silence = answer
+        self.begins = announced == 0
+        self.announced = announced or size
+
+    def _ask(self, options: WorldOptions, size: int) -> tuple[str, int, int, float]:
+        self._connect(options)
+        deadline, is_said = time.monotonic() + options.timeout.total_seconds(), False
+        try:
+            while (answer := self._enlist(options, size)).first < 0:
+                if time.monotonic() > deadline:
+                    raise ConnectionLost(
+                        f"another group was about to begin the run at {options.server}, and has not done so within"
+                        f" {options.timeout.total_seconds():.0f} s; raise timeout= if its model takes that long"
+                    )
+                if not is_said:
+                    is_said = True
+                    _log.info("another group is about to begin the run at %s; this one joins it next", options.server)
+                time.sleep(_ASK_AGAIN)
+            _check_same(answer.run, options)
+        except BaseException:
+            self.close()
+            raise
+        return answer.run, answer.first, answer.announced, answer.silence
+
+    def _connect(self, options: WorldOptions) -> None:
+        assert options.server is not None
+        self.close()
+        try:
+            self._observer = Observer(options.server, load_key(), options.encryption)
+        except ConnectionLost as error:
+            name, _ = comes_back_to()
+            if not name:
+                raise
+            if not run_is_saved() and _rejects_connections(options.server):
+                raise RankLost(
+                    f"the run {name}, which this group was evicted from, is over: no process listens at"
+                    f" {options.server} any more, and its server has saved no state for another one (serve --state)"
+                ) from error
+            raise ConnectionLost(
+                f"no parameter server answers at {options.server}, where this group was in the run {name}: either that"
+                " is over (with --once its server ends with it), or its server is not back yet"
+            ) from error
+
+    def _enlist(self, options: WorldOptions, size: int) -> Enlisted:
+        assert self._observer is not None
+        try:
+            return self._observer.enlist(size)
+        except ConnectionLost as error:  # another server may have replaced this one
+            _log.info("%s; it is looked for", error)
+        except Refused as no:
+            if no.code != "stranger":  # more recent connections have displaced this one
+                raise
+        self._connect(options)
+        return self._observer.enlist(size)
+
+    def check_goes_on(self) -> None:
+        """Raise `RankLost` if the server has reported that the run is over; it may have ended with the run."""
+        if self._observer is not None and (reason := self._observer.why_over()):
+            raise RankLost(f"the run is over: {reason}")
+
+    def close(self) -> None:
+        """Release the reservation, once the group participates or never will."""
+        if self._observer is not None:
+            self._observer.close()
+            self._observer = None
+
+
+def ask_for_all(broadcast_text: Callable[[str], str], asks: bool, ask: Callable[[], Any]) -> Any:
+    """Send a request from rank 0 of a group; return the answer, or raise the refusal, on all of its ranks.
+
+    Args:
+        broadcast_text: returns the text of rank 0 on every rank of the group.
+        asks: whether this is rank 0.
+        ask: sends the request; returns plain values.
+    """
+    failure: OmniError | None = None
+    result: dict[str, Any] = {}
+    if asks:
+        try:
+            result = {"answer": ask()}
+        except OmniError as error:
+            failure, result = error, {"error": str(error)}
+    result = json.loads(broadcast_text(json.dumps(result)))
+    if "error" in result:
+        raise failure or ConnectionLost(f"rank 0 of this group could not join: {result['error']}")
+    return result["answer"]
+
+
+def _check_same(run: str, options: WorldOptions) -> None:
+    """Raise `Refused` if a group that rejoins would begin or join another run than it was evicted from."""
+    name, _ = comes_back_to()
+    if name and origin(run) != origin(name):
+        raise Refused(
+            "gone",
+            f"this group was evicted from the run {name}, which is over: the server at {options.server} knows nothing"
+            " of it; start the group again by hand if it is to train in another one",
+        )
+
+
+def _rejects_connections(address: str) -> bool:
+    """Return whether a server's machine is reachable, and no process listens there on the server's port."""
+    parts = urlsplit(address)
+    if parts.scheme != "tcp":
+        return False
+    try:
+        socket.create_connection((parts.hostname or "", parts.port or 0), _CONNECT_TIME).close()
+    except OSError as error:
+        return isinstance(error, ConnectionRefusedError)
+    return False

@@ -1,0 +1,193 @@
+"""Tensors that no optimizer moves (buffers, frozen parameters, averages), and their merge where groups synchronize.
+
+Inside an epoch they are each group's own; then all ranks continue with the same ones. Running statistics of
+normalization layers become the mean over the groups, because each group has seen other samples of the same
+distribution. A group in which they are not finite is left out: its push was refused then, and its weights are finite
+again. All others become those of the recorder's group, as under DDP those of rank 0: a mean of two queues, two
+codebooks or two vectors of unit length has no meaning, and tensors that belong together (a queue and its pointer, a
+scale and its zero point) stay together.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Module
+from torch.optim.swa_utils import AveragedModel
+
+from lightning_omni.errors import UnsupportedError
+from lightning_omni.runtime.model.replica import fingerprint
+from lightning_omni.runtime.model.values import write
+from lightning_omni.runtime.parallel_state import Place
+from lightning_omni.topology import RECORDER
+
+_STATISTICS = re.compile(r"(running|moving)_(mean|var|variance|std)")
+"""Names of the statistics of normalization layers: torch's, and those of others with the same naming."""
+_BATCHES = "num_batches_tracked"
+"""The name of such a layer's count of batches."""
+
+
+class Merge(Enum):
+    """A rule for merging a tensor of which each group has its own."""
+
+    MEAN = auto()
+    LARGEST = auto()
+    FIRST = auto()
+
+
+@dataclass(frozen=True, eq=False)
+class Untrained:
+    """A tensor that no optimizer moves.
+
+    Attributes:
+        name: name in the module.
+        tensor: the tensor.
+        merge: the rule for merging it at a synchronization point.
+    """
+
+    name: str
+    tensor: Tensor
+    merge: Merge
+
+
+def buffers_of(module: Module) -> Iterator[Untrained]:
+    """Yield the buffers of a module, in its order."""
+    for name, buffer in module.named_buffers():
+        own = name.rpartition(".")[2]
+        if own == _BATCHES:
+            yield Untrained(name, buffer, Merge.LARGEST)
+        else:
+            is_mean = _STATISTICS.fullmatch(own) and not _is_whole(buffer)
+            yield Untrained(name, buffer, Merge.MEAN if is_mean else Merge.FIRST)
+
+
+def average_of(module: Module) -> Iterator[Untrained]:
+    """Yield the tensors of a callback's average of the weights: their mean over groups is an average, too."""
+    for name, parameter in module.named_parameters():
+        yield Untrained(name, parameter, Merge.MEAN)
+    yield from buffers_of(module)
+
+
+def parameters_of(module: Module) -> Iterator[Untrained]:
+    """Yield the parameters of a module, in its order, except sharded ones."""
+    averages = {id(held) for each in module.modules() if isinstance(each, AveragedModel) for held in each.parameters()}
+    for name, parameter in module.named_parameters():
+        if not isinstance(parameter, DTensor):
+            yield Untrained(name, parameter, Merge.MEAN if id(parameter) in averages else Merge.FIRST)
+
+
+def check_dense(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise `UnsupportedError` for a sparse tensor, which torch.distributed does not transfer."""
+    for name, tensor in named:
+        if tensor.layout != torch.strided:
+            raise UnsupportedError(
+                f"{name} is a sparse tensor ({tensor.layout}), and what a module holds is passed on to other ranks"
+                " dense, under DDP, too; register its indices and values as buffers, or keep it in a plain attribute,"
+                " which remains each rank's own"
+            )
+
+
+def merge(place: Place, untrained: Iterable[Untrained]) -> None:
+    """Merge the groups' own tensors, so that all ranks have the same. All ranks call it, as one process group.
+
+    Args:
+        place: this rank's position in the run.
+        untrained: the tensors, in one order on all ranks.
+
+    Raises:
+        UnsupportedError: one of them is sparse, or has another shape on another rank.
+    """
+    everything = list(untrained)
+    check_dense((each.name, each.tensor) for each in everything)
+    _check_shapes(place, everything)
+    kinds: dict[Merge, list[Untrained]] = {each: [] for each in Merge}
+    for each in everything:
+        tensor = each.tensor.detach()
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        kinds[each.merge].append(replace(each, tensor=real))
+    _average(place, kinds[Merge.MEAN])
+    _take_largest(kinds[Merge.LARGEST])
+    _take_first(place, kinds[Merge.FIRST])
+
+
+def _check_shapes(place: Place, untrained: Sequence[Untrained]) -> None:
+    for each, is_one in zip(untrained, _are_one(place, [_mark(each.tensor) for each in untrained]), strict=True):
+        if not is_one:
+            raise UnsupportedError(
+                f"{each.name} is not of one shape and dtype on all ranks ({list(each.tensor.shape)} on rank"
+                f" {place.rank}), and all go on with one value of it when groups synchronize; keep it in a plain"
+                " attribute, which remains each rank's own, or give it one shape"
+            )
+
+
+def _mark(tensor: Tensor) -> int:
+    return zlib.crc32(f"{tensor.dtype}{list(tensor.shape)}".encode())
+
+
+def _are_one(place: Place, marks: Sequence[int]) -> list[bool]:
+    if not marks:
+        return []
+    largest, negated = place.all_reduce_max(marks), place.all_reduce_max([-mark for mark in marks])
+    return [most == -least for most, least in zip(largest, negated, strict=True)]
+
+
+def _average(place: Place, untrained: Sequence[Untrained]) -> None:
+    if not untrained:
+        return
+    flat = [each.tensor.double().cpu().flatten() for each in untrained]
+    is_counted = _counts(place) and place.is_leader
+    sound = [is_counted and bool(each.isfinite().all()) for each in flat]
+    # A product with 0 would make infinities NaN. The last elements are counts, so that all divide by the same.
+    counted = [each if is_sound else torch.zeros_like(each) for each, is_sound in zip(flat, sound, strict=True)]
+    summed = torch.cat([*counted, torch.tensor(sound).double()])
+    dist.all_reduce(summed)
+    *sums, counts = summed.split([*(each.numel() for each in flat), len(flat)])
+    for each, total, count in zip(untrained, sums, counts.tolist(), strict=True):
+        if count:
+            write(each.tensor, (total / count).view_as(each.tensor), each.name)
+    _take_first(place, [each for each, count in zip(untrained, counts.tolist(), strict=True) if not count])
+
+
+def _counts(place: Place) -> bool:
+    """Return whether this rank's group counts in a mean over the groups. All ranks call it.
+
+    A group that has joined since the last synchronization began with its mean, from which the others have
+    continued.
+    """
+    if place.enlistment is None:
+        return True
+    are_others_there = any(place.all_reduce_max([int(not place.is_new)]))
+    return not (place.is_new and are_others_there)
+
+
+def _take_largest(untrained: Sequence[Untrained]) -> None:
+    if untrained:
+        flat = torch.cat([each.tensor.long().cpu().flatten() for each in untrained])
+        dist.all_reduce(flat, op=dist.ReduceOp.MAX)
+        for part, each in zip(flat.split([each.tensor.numel() for each in untrained]), untrained, strict=True):
+            write(each.tensor, part.view_as(each.tensor), each.name)
+
+
+def _take_first(place: Place, untrained: Sequence[Untrained]) -> None:
+    """Copy the recorder's tensors to all ranks where they differ. Equal ones (a mask, for example) need not be sent."""
+    are_one = _are_one(place, [fingerprint(each.tensor, max(1, each.tensor.numel())) for each in untrained])
+    differ = [each for each, is_one in zip(untrained, are_one, strict=True) if not is_one]
+    if differ:
+        flat = torch.cat([each.tensor.contiguous().flatten().view(torch.uint8).cpu() for each in differ])
+        dist.broadcast(flat, src=RECORDER)
+        parts = flat.split([each.tensor.numel() * each.tensor.element_size() for each in differ])
+        for part, each in zip(parts, differ, strict=True):
+            values = part.clone().view(each.tensor.dtype)  # a copy is aligned
+            write(each.tensor, values.view(each.tensor.shape), each.name)
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())

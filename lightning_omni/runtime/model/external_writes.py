@@ -1,0 +1,258 @@
+"""Writes of user code during training: to weights, buffers, optimizers and their state, in hooks for example.
+
+Rule 1: at a synchronization point, the recorder's written values are copied to all ranks and to the server.
+Rule 2: while several groups train, a write to weights or states is refused in that very step, unless the method steps
+at the workers: then the weights are the group's own, and are exchanged as such.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence, Set
+from itertools import compress
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from lightning_omni.errors import UnsupportedError
+from lightning_omni.methods.model.master import plain_attributes_of
+from lightning_omni.runtime.exchange.channel import Channel
+from lightning_omni.runtime.model.buffer_sync import Untrained, buffers_of, parameters_of
+from lightning_omni.runtime.model.meshes import shown
+from lightning_omni.runtime.model.replica import Part, fingerprint
+from lightning_omni.runtime.model.values import contiguous
+from lightning_omni.runtime.parallel_state import Place
+from lightning_omni.runtime.state.transfer import States
+
+_SAMPLED = 1 << 16
+"""Elements of a tensor that a synchronization point compares to detect a write."""
+
+
+class Edits:
+    """The detection of user code's writes, and their distribution to all ranks and the server.
+
+    Attributes:
+        buffers: returns the model's buffers.
+        others: returns the model's parameters, and averages of them that a callback keeps; some are written although no
+            optimizer moves them (a target network, for example).
+        switched: returns whether the user has replaced attached optimizers.
+        reattach: attaches the present optimizers.
+        are_validations_apart: whether one group validates while others train, so that no validation is for all groups.
+    """
+
+    def __init__(self, place: Place, channel: Channel, states: States) -> None:
+        self._place, self._channel, self._states = place, channel, states
+        self.buffers: Callable[[], Iterable[Untrained]] = tuple
+        self.others: Callable[[], Iterable[Untrained]] = tuple
+        self.switched: Callable[[], bool] = bool
+        self.reattach: Callable[[], None] = lambda: None
+        self.are_validations_apart = False
+        self._buffers_seen: list[int] = []
+        self._others_seen: list[int] = []
+        self._states_seen: dict[Optimizer, Any] = {}
+        self._attributes_seen: dict[Optimizer, dict[str, Any]] = {}
+
+    def watch(self, module: Module | None) -> None:
+        """Watch the buffers and parameters of a module, in a loop without Lightning; of none if it is None."""
+        self.buffers = tuple if module is None else lambda: buffers_of(module)
+        self.others = tuple if module is None else lambda: parameters_of(module)
+
+    def begin(self) -> None:
+        """Record that all ranks and the server have the present values, when training begins or new groups start."""
+        for part in self._place.parts:
+            part.replica.know()
+        self._know_states()
+        self.others_followed()
+
+    # --- A synchronization point --------------------------------------------------------------------------------------
+
+    def others_written(self) -> list[Untrained]:
+        """Return those of ``others`` that any rank has written since the last synchronization. All ranks call it."""
+        loaded = {
+            id(parameter)
+            for part in self._place.parts
+            for parameter in set(part.replica.ordered) - {part.replica.parameters[n] for n in part.replica.own_frozen()}
+        }
+        others = list(self.others())
+        found = list(compress(others, self._all_reduce_max(self._are_written(others, loaded))))
+        _check_whole(found)
+        return found
+
+    def others_followed(self) -> None:
+        """Record that the groups are synchronized: buffers and ``others`` are the same on all ranks."""
+        self._buffers_seen, self._others_seen = _marks(self.buffers()), _marks(self.others())
+
+    def follow(self) -> None:
+        """Distribute all writes since the last synchronization, before the groups separate. All ranks call it."""
+        is_state_written = any(map(self._is_state_written, self._place.parts))
+        is_other = is_state_written or any(map(self._changed_attribute, self._place.parts))
+        written = [*self._written(), int(self.switched()), int(is_other)]
+        weights, loose, switched, others = self._all_reduce_max(written)
+        if loose:
+            self._share_loose()
+            self.others_followed()
+        if switched:
+            self._switch()
+        if weights or switched or others:
+            self._hand_over(keep_states=not switched)
+        self._know_states()
+
+    def finish(self) -> None:
+        """Copy the recorder's writes since the last synchronization to all ranks, when training has ended."""
+        weights, loose = self._all_reduce_max(self._written())
+        if weights and self._place.share is not None:
+            self._hand_over(keep_states=True)
+        elif weights:
+            parts = [part.replica for part in self._place.parts]
+            self._share(named for part in parts for named in zip(part.parameters, part.weights(), strict=True))
+        if loose:
+            self._share_loose()
+
+    # --- A step -------------------------------------------------------------------------------------------------------
+
+    def check(self, part: Part) -> None:
+        """Raise `UnsupportedError` if user code has written weights, state or attributes of a server-side optimizer.
+
+        This group's gradient would be of other weights than the server's.
+        """
+        place = self._place
+        if (
+            place.speaks
+            and part.head is None
+            and not place.steps_here(part)
+            and (names := part.replica.written(in_passing=True))
+        ):
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            untrained = all(part.replica.parameters[name].grad is None for name in names)
+            validation = (
+                ' and, with validation="wait", in validation' if self.are_validations_apart else " or in validation"
+            )
+            no_gradient = "; if no gradient moves it, as a target network, call requires_grad_(False) on it"
+            raise UnsupportedError(
+                f"{names[0]}{more} was written between two steps, by a callback or a hook of the module: the master"
+                " weights are at the parameter server, and other groups train on them meanwhile; write weights at an"
+                f" epoch's start or end{validation} (without Lightning: between world.enter_world() and"
+                " world.enter_compute()), where all groups hear of it, or use a method whose groups have weights of"
+                ' their own (method="local_sgd"), or groups=1' + (no_gradient if untrained else "")
+            )
+        if place.speaks and part.head is None and self._is_state_written(part):
+            raise UnsupportedError(
+                f"the state of {type(part.optimizer).__name__} was loaded or given up between two steps: it is at the"
+                " parameter server, where other groups' gradients move it meanwhile; do so at an epoch's start or end"
+                " (without Lightning: between world.enter_world() and world.enter_compute()), where all groups hear of"
+                " it, or use a method whose optimizer steps on the ranks"
+                ' (method="local_sgd"), or groups=1'
+            )
+        if place.speaks and part.head is None and (name := self._changed_attribute(part)):
+            raise UnsupportedError(
+                f"the attribute {name!r} of {type(part.optimizer).__name__} was changed between two steps, and the"
+                " optimizer that steps is the parameter server's: do so at an epoch's start or end (without Lightning:"
+                " between world.enter_world() and world.enter_compute()), where all groups hear of it, keep the value"
+                " in the optimizer's parameter groups, which each push brings, or use a method whose optimizer steps on"
+                ' the ranks (method="local_sgd"), or groups=1'
+            )
+
+    # --- How ----------------------------------------------------------------------------------------------------------
+
+    def _written(self) -> list[int]:
+        return [
+            int(any(part.replica.written() for part in self._place.parts)),
+            int(_marks(self.buffers()) != self._buffers_seen or _marks(self.others()) != self._others_seen),
+        ]
+
+    def _know_states(self) -> None:
+        """Record that the server has the present state and attributes of the optimizers."""
+        self._states_seen = {part.optimizer: part.optimizer.state for part in self._place.parts}
+        stepping = {part.optimizer for part in self._place.parts if self._place.steps_here(part)}
+        self._attributes_seen = {
+            part.optimizer: plain_attributes_of(part.optimizer)
+            for part in self._place.parts
+            if part.optimizer not in stepping
+        }
+
+    def _is_state_written(self, part: Part) -> bool:
+        """Return whether user code wrote the state of an optimizer that steps at the server, and so has none here."""
+        if self._place.steps_here(part):
+            return False
+        state: Any = part.optimizer.state
+        is_replaced = state is not self._states_seen.get(part.optimizer, state)
+        return is_replaced or any(state.get(parameter) for parameter in part.replica.ordered)
+
+    def _changed_attribute(self, part: Part) -> str:
+        """Return the name of a user-changed attribute of an optimizer that steps at the server, or ``""``."""
+        if not (seen := self._attributes_seen.get(part.optimizer)):
+            return ""
+        now = plain_attributes_of(part.optimizer)
+        return next((name for name, then in seen.items() if repr(now.get(name)) != repr(then)), "")
+
+    def _switch(self) -> None:
+        """Replace the attached optimizers by the user's new ones; those that remain get their state back."""
+        place = self._place
+        if place.share is not None:
+            raise UnsupportedError(
+                f"strategy.optimizers was changed, and with {shown(place.options.inside)} each member of a group has"
+                ' its share of their state: make all optimizers in configure_optimizers, or use inside="ddp"'
+            )
+        clock = max((part.replica.clock for part in place.parts), default=0)
+        if place.is_recorder:
+            self._states.take_back()
+        self.reattach()
+        for part in place.parts:
+            part.replica.clock = clock
+
+    def _hand_over(self, keep_states: bool) -> None:
+        """Send the recorder's weights to the server, and let every group continue from them."""
+        place = self._place
+        for part in place.parts:
+            part.replica.abandon()
+        if keep_states:
+            written = {part.optimizer: part.optimizer.state for part in place.parts if self._is_state_written(part)}
+            self._states.keep()
+            for optimizer, state in written.items():
+                optimizer.state = state
+        for part in place.parts:
+            part.replica.begin_layout()
+        self._states.seed()
+        self._states.forget()
+        for index, part in enumerate(place.parts):
+            part.replica.load(self._channel.fetch(index))
+
+    def _share_loose(self) -> None:
+        """Copy the recorder's buffers, and its parameters that no optimizer moves, to all ranks."""
+        others = list(self.others())
+        trained = {id(parameter) for part in self._place.parts for parameter in part.replica.ordered}
+        _check_whole(compress(others, self._are_written(others, trained)))
+        whole = [*self.buffers(), *(each for each in others if not isinstance(each.tensor, DTensor))]
+        self._share((each.name, each.tensor) for each in whole)
+
+    def _are_written(self, others: Sequence[Untrained], known: Set[int]) -> list[bool]:
+        """Return which of ``others`` were written since the last synchronization, without identities in ``known``."""
+        seen = self._others_seen if len(self._others_seen) == len(others) else [0] * len(others)
+        return [
+            id(each.tensor) not in known and fingerprint(each.tensor, _SAMPLED) != then
+            for each, then in zip(others, seen, strict=True)
+        ]
+
+    def _share(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in named:
+            with contiguous(tensor, name) as memory:
+                dist.broadcast(memory, src=0, group=self._place.process_groups.live)
+
+    def _all_reduce_max(self, numbers: Sequence[int]) -> list[int]:
+        return self._place.all_reduce_max(numbers) if numbers else []
+
+
+def _marks(untrained: Iterable[Untrained]) -> list[int]:
+    return [fingerprint(each.tensor, _SAMPLED) for each in untrained]
+
+
+def _check_whole(written: Iterable[Untrained]) -> None:
+    """Raise `UnsupportedError` if a sharded tensor that no optimizer moves was written: each rank has rows of it."""
+    if any(isinstance(each.tensor, DTensor) for each in written):
+        raise UnsupportedError(
+            "a parameter that no optimizer moves was written in mid-run, and each rank of a group has a part of it;"
+            ' keep such values in buffers, which are not sharded, or use inside="ddp"'
+        )

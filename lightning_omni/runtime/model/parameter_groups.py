@@ -1,0 +1,337 @@
+"""Changes of the user's parameter groups in the midst of a run, for example by a callback that unfreezes layers.
+
+Rule 1: every rank of a group arrives at a change at the same step, and makes the same calls; the leader sends the
+change to the server.
+Rule 2: a gradient counts only if it was computed at weights that the server held.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_omni.errors import ConfigurationError, MalformedMessage, ProtocolError, UnsupportedError
+from lightning_omni.methods.model.master import held_by, holds, hyperparameters_of, state_of
+from lightning_omni.runtime.checks.same_tensors import agree, describe
+from lightning_omni.runtime.exchange.channel import Channel
+from lightning_omni.runtime.model.replica import Part
+from lightning_omni.runtime.parallel_state import Place
+from lightning_omni.wire import messages as m
+from lightning_omni.wire.codec import pack
+from lightning_omni.wire.layout import Layout
+
+PATIENCE = timedelta(minutes=5)
+"""The longest wait of a member of a group for the others to change their parameter groups, too."""
+_UNLIKE = (
+    "the ranks of one group have changed their optimizers' parameter groups differently, and they train as one: freeze,"
+    " unfreeze and add_param_group on all ranks at the same batch"
+)
+
+
+class ParameterGroups:
+    """The agreement of this rank's parts, and of the server, with the parameter groups of the user's optimizers."""
+
+    def __init__(self, place: Place, channel: Channel) -> None:
+        self._place, self._channel = place, channel
+
+    def renew(self) -> None:
+        """Adopt the parameters that the optimizers hold now, before several groups train."""
+        for part in self._place.parts:
+            part.replica.begin_layout()
+            if part.arranged == part.arrangement:
+                continue
+            if part.head is None:
+                part.replica.hold(self._named(part, {}))
+                part.into = None
+            elif not set(part.replica.ordered) <= set(held_by(part.optimizer)):
+                raise UnsupportedError(
+                    f'merged="{part.head[0]}": its weights were taken out of their optimizer; put them back, or leave'
+                    " merged= out"
+                )
+            part.arranged = part.arrangement
+
+    def agree(self) -> None:
+        """Bring the optimizers' parameters into the first rank's order. All ranks call it before several groups train.
+
+        Raises:
+            ConfigurationError: an optimizer holds other parameters, or in other parameter groups, on another rank.
+        """
+        self.renew()
+        held = dict(self._held())
+        remedy = "give the optimizers of all ranks the same parameters, in the same parameter groups"
+        found = {name: describe(parameter) for name, parameter in held.items()}
+        order = agree(found, self._place.rank, self._place.all_reduce_max, remedy)
+        if order is None:
+            return
+        places = {held[name]: place for place, name in enumerate(order)}
+        for part in self._place.parts:
+            own = set(part.replica.ordered)
+            for group in part.optimizer.param_groups:
+                following = iter(sorted(own.intersection(group["params"]), key=places.__getitem__))
+                group["params"][:] = [next(following) if each in own else each for each in group["params"]]
+        self.renew()
+
+    def _held(self) -> Iterator[tuple[str, Parameter]]:
+        """Yield each exchanged parameter with its name in error messages."""
+        for number, part in enumerate(self._place.parts):
+            known = self._place.names
+            names = {parameter: known.get(parameter, name) for name, parameter in part.replica.parameters.items()}
+            for place, group in enumerate(part.optimizer.param_groups):
+                where = f"in parameter group {place} of optimizer {number} ({type(part.optimizer).__name__})"
+                yield from ((f"parameter {names[each]} {where}", each) for each in group["params"] if each in names)
+
+    @property
+    def first_layouts(self) -> list[list[str]]:
+        """Return the parameter names with which the server last received each optimizer, without those added later."""
+        return [list(part.replica.parameters)[: part.replica.first] for part in self._place.parts]
+
+    def begin_with(self, layouts: Sequence[Sequence[str]]) -> None:
+        """Adopt these `first_layouts` of the run that this rank's group has joined, if they differ from its own.
+
+        Raises:
+            ConfigurationError: one of the parameters is not in the model.
+        """
+        for part, names in zip(self._place.parts, layouts, strict=True):
+            if list(part.replica.parameters) == list(names):
+                continue
+            known = {**{name: each for each, name in part.names().items()}, **part.replica.parameters}
+            if missing := [name for name in names if name not in known]:
+                raise ConfigurationError(
+                    f"the optimizers of the run hold {missing[0]}, which this group cannot find in its model: give all"
+                    " groups the same model, and register in it what an optimizer may come to hold"
+                )
+            part.replica.hold({name: known[name] for name in names})
+            part.into = None
+
+    def follow_all(self) -> bool:
+        """Follow changes of all optimizers. Return whether parameters were added."""
+        grown = [self.follow(index) for index in range(len(self._place.parts))]
+        return any(grown)
+
+    def follow(self, index: int) -> bool:
+        """Follow a change of one optimizer. All ranks of a group call it between two gradients.
+
+        Returns:
+            Whether parameters were added.
+
+        Raises:
+            UnsupportedError: the change cannot be followed; the message names the reason.
+        """
+        part = self._place.parts[index]
+        arrangement = part.arrangement
+        if part.arranged == arrangement:
+            return False
+        self._channel.finish_exchanges()  # they have the earlier layout
+        assert self._place.control is not None
+        if self._place.control.shards > 1:
+            instead = "servers=1" if self._place.share is None else 'inside="ddp"'
+            raise UnsupportedError(
+                "parameter groups cannot change in mid-run where several servers hold a share each: pass"
+                f" {instead}, or build the optimizer whole before training begins"
+            )
+        replica, start = part.replica, len(part.replica.ordered)
+        try:
+            fresh = self._fresh(part)
+            grown = _layout_with(part, fresh)
+            tree = self._tree(part, fresh)
+        except UnsupportedError as error:
+            with suppress(UnsupportedError):  # the others may be gone; this error is the reason
+                self._check_same_in_group(str(error))  # or they would see only the end of a connection
+            raise
+        self._check_same_in_group(_structure_of(tree))
+        first = grown.offsets[start] if fresh else grown.nbytes
+        version, theirs = self._announce(index, tree, grown.nbytes - first)
+        if fresh:
+            replica.grow(fresh, version)
+            part.into = None
+            self._channel.peers.grow(index, grown)
+            buffer = torch.cat([torch.zeros(first, dtype=torch.uint8), theirs])
+            _take_over(list(fresh.values()), grown.views(buffer)[start:])
+        if not self._place.steps_here(part):  # rule 1 of `States`
+            for parameter in fresh.values():
+                part.optimizer.state.pop(parameter, None)
+        replica.release(set(held_by(part.optimizer)))
+        part.arranged = arrangement
+        return bool(fresh)
+
+    def check_alike(self) -> None:
+        """Raise `ConfigurationError` at a synchronization point unless all ranks hold the same parameters."""
+        mine = _digest(repr([(list(part.replica.parameters), self._places(part)) for part in self._place.parts]))
+        largest, smallest = self._place.all_reduce_max([mine, -mine])
+        if largest != -smallest:
+            raise ConfigurationError(
+                "other groups are to be formed, and the ranks' optimizers do not hold the same parameters in the same"
+                " parameter groups: freeze, unfreeze and add_param_group on all ranks before, or after"
+            )
+
+    def read_beyond(self) -> None:
+        """Load weights that only other groups train so far, for an evaluation at a synchronization point.
+
+        Only parameters that have a name in the model can be found.
+        """
+        sizes = [len(part.replica.ordered) for part in self._place.parts]
+        if self._place.all_reduce_max(sizes) == sizes:
+            return
+        snapshot = self._channel.store.snapshot(with_state=False)
+        for part, theirs in zip(self._place.parts, snapshot.parts, strict=True):
+            known = {name: parameter for parameter, name in part.names().items()}
+            for name, value in theirs["weights"].items():
+                if name not in part.replica.parameters and name in known:
+                    known[name].detach().copy_(value)
+
+    @staticmethod
+    def room_of(part: Part) -> int:
+        """Return the bytes of the model's parameters that the part does not hold, and that may be added to it."""
+        return sum(
+            parameter.numel() * parameter.element_size()
+            for parameter in part.names()
+            if parameter not in part.replica.ever_held
+        )
+
+    # --- What is new -------------------------------------------------------------------------------------------------
+
+    def _fresh(self, part: Part) -> dict[str, Parameter]:
+        fresh = {} if part.head is not None else self._named(part, part.replica.parameters)
+        for name, parameter in fresh.items():
+            if any(parameter in other.replica.ever_held for other in self._place.parts if other is not part):
+                raise UnsupportedError(
+                    f"the parameter {name} was added to an optimizer while another one holds it, or has held it; the"
+                    " server keeps one master copy of it, moved by one optimizer: leave it there, or use groups=1"
+                )
+        return fresh
+
+    @staticmethod
+    def _named(part: Part, known: Mapping[str, Parameter]) -> dict[str, Parameter]:
+        """Return the parameters of the optimizer that are not known, by name, in its order."""
+        names, found = part.names(), dict[str, Parameter]()
+        seen = {*known.values(), *part.outside}
+        for number, group in enumerate(part.optimizer.param_groups):
+            for place, parameter in enumerate(group["params"]):
+                if parameter not in seen:
+                    name = names.get(parameter, f"{number}.{place}")
+                    while name in known or name in found:
+                        name += "'"
+                    found[name] = parameter
+        return found
+
+    def _tree(self, part: Part, fresh: Mapping[str, Parameter]) -> dict[str, Any]:
+        here = self._place.steps_here(part)
+        return {
+            "groups": self._describe(part, fresh, are_needed=not here),
+            "weights": {name: parameter.detach() for name, parameter in fresh.items()},
+            "state": {} if here else self._state(part, fresh),
+        }
+
+    @staticmethod
+    def _describe(part: Part, fresh: Mapping[str, Parameter], are_needed: bool) -> list[dict[str, Any]]:
+        places = {parameter: place for place, parameter in enumerate((*part.replica.ordered, *fresh.values()))}
+        settings = hyperparameters_of(part.optimizer, places, are_needed=are_needed)
+        groups = [group["params"] for group in part.optimizer.param_groups if holds(group, places)]
+        return [
+            {**each, "params": [places[parameter] for parameter in group if parameter in places]}
+            for each, group in zip(settings, groups, strict=True)
+        ]
+
+    @staticmethod
+    def _state(part: Part, fresh: Mapping[str, Parameter]) -> dict[int, Any]:
+        start = len(part.replica.ordered)
+        return {
+            start + place: each
+            for place, parameter in enumerate(fresh.values())
+            if part.optimizer.state.get(parameter)
+            for each in state_of(part.optimizer, [parameter]).values()
+        }
+
+    def _places(self, part: Part) -> list[list[int]]:
+        places = {id(parameter): place for place, parameter in enumerate(part.replica.ordered)}
+        return [[places[each] for each in group if each in places] for group in part.arrangement]
+
+    # --- To the server ---------------------------------------------------------------------------------------------
+
+    def _check_same_in_group(self, text: str) -> None:
+        """Raise `UnsupportedError` unless all members of the group make this change: their collectives must match."""
+        place = self._place
+        if len(place.members) == 1:
+            return
+        mine = torch.tensor([_digest(text)], device=place.device)
+        patience = min(place.options.timeout, PATIENCE)
+        alike, theirs = torch.ones_like(mine), torch.zeros_like(mine)
+        others = range(1, len(place.members)) if place.is_leader else (0,)
+        group = place.compute_group
+        try:
+            if not place.is_leader:
+                _wait(dist.isend(mine, group=group, group_dst=0), patience)
+            for member in others:
+                _wait(dist.irecv(theirs, group=group, group_src=member), patience)
+                alike *= int(theirs) == (int(mine) if place.is_leader else 1)
+            for member in others if place.is_leader else ():
+                _wait(dist.isend(alike, group=group, group_dst=member), patience)
+        except RuntimeError as error:
+            raise UnsupportedError(f"{_UNLIKE}; not all of them came to this change: {error}") from error
+        if not int(alike):
+            raise UnsupportedError(f"{_UNLIKE}; they hold other parameters now")
+
+    def _announce(self, index: int, tree: Any, nbytes: int) -> tuple[int, Tensor]:
+        """Send a change to the server.
+
+        Returns:
+            The version of the layout, and the master weights that are new to this group, on every member.
+        """
+        place, theirs, reason, version = self._place, torch.zeros(nbytes, dtype=torch.uint8), "", 0
+        if place.is_leader:
+            packed, buffer = pack(tree)
+            message = m.Restructure(optimizer=index, packed=packed, nbytes=buffer.numel())
+            try:
+                answer, theirs = self._channel.ask(message, m.Restructured, buffer)
+                version = answer.layout
+            except ProtocolError as error:  # the other members wait here, and must get it
+                reason = str(error)
+        note = self._channel.members.broadcast_bytes(msgspec.msgpack.encode((reason, version)))
+        reason, version = msgspec.msgpack.decode(note, type=tuple[str, int])
+        if reason:
+            raise UnsupportedError(
+                f"the optimizer's parameter groups have changed, and the server cannot follow: {reason}"
+            )
+        if nbytes:
+            self._channel.members.broadcast(theirs)
+        return version, theirs
+
+
+def _wait(work: dist.Work | None, patience: timedelta) -> None:
+    assert work is not None
+    work.wait(patience)
+
+
+def _structure_of(tree: Any) -> str:
+    """Return a description of a change, which must be equal on all members of a group."""
+    places = [group["params"] for group in tree["groups"]]
+    return repr((places, [(name, *value.shape, value.dtype) for name, value in tree["weights"].items()]))
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+
+
+def _layout_with(part: Part, fresh: Mapping[str, Parameter]) -> Layout:
+    try:
+        return part.replica.layout_with(fresh)
+    except MalformedMessage as error:
+        raise UnsupportedError(f"{error}; leave it out of the optimizer, or use groups=1") from error
+
+
+def _take_over(parameters: list[Parameter], values: list[Tensor]) -> None:
+    """Copy the server's weights into added parameters, which others train already or which are random here."""
+    for parameter, value in zip(parameters, values, strict=True):
+        own = parameter.detach()
+        if not torch.equal(own, value := value.to(own.device)):
+            own.copy_(value)
+            parameter.grad = None

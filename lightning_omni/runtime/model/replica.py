@@ -1,0 +1,441 @@
+"""A rank's copy of one optimizer's parameters: its flat layout for exchanges, and the detection of others' writes."""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_omni.errors import UnsupportedError
+from lightning_omni.methods import Pulled, Replica
+from lightning_omni.methods.model.master import describe, park
+from lightning_omni.methods.model.replica import Drift, copies
+from lightning_omni.runtime.model.sharded import complete, gradient_of, here, like, load_state, parts_of, rows
+from lightning_omni.wire.formats.base import Memory
+from lightning_omni.wire.layout import Layout
+from lightning_omni.wire.partition import Split, over_parameters
+
+_LARGE = 1 << 16
+"""Elements of a weight above which a comparison of all takes too long for a step."""
+_FEW = 1 << 12
+"""Elements of a frozen weight that a step compares to detect a write."""
+
+
+class ModelReplica(Replica):
+    """The parameters of one optimizer on this rank.
+
+    Args:
+        parameters: parameters by name, in the optimizer's order.
+        optimizer: the worker's own optimizer over them.
+        is_shared: whether the group's members hold the parameters together, and each exchanges its part of them.
+
+    Attributes:
+        parameters: parameters by name, in the order of the layout.
+        ever_held: the set of these parameters, including those that the optimizer has released.
+    """
+
+    def __init__(self, parameters: Mapping[str, Parameter], optimizer: Optimizer, is_shared: bool = False) -> None:
+        super().__init__(list(parameters.values()), optimizer)
+        self.parameters, self._is_shared = dict(parameters), is_shared
+        self.ever_held = set(self.ordered)
+        self._writes = Writes()
+        self._stashed: Pulled | None = None
+        self._stashed_drift: Drift | None = None
+        self._released: set[Parameter] = set()
+        self._parked: dict[Tensor, Any] = {}
+        self._given: list[Tensor | None] = []
+        self._version = 0
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Return the flat layout of this rank's part of the parameters."""
+        return self._layout_of({name: here(parameter) for name, parameter in self.parameters.items()})
+
+    def described(self) -> dict[str, Any]:
+        """Return the optimizer's description for a server, with the state of this rank's part of the parameters."""
+        description = describe(self.optimizer, {parameter: name for name, parameter in self.parameters.items()})
+        if self._is_shared:
+            description["state"] = parts_of(description["state"])
+        return description
+
+    def part_of(self, tree: Any) -> Any:
+        """Return this rank's part of a tree of sharded tensors, or of whole ones, which `over_parameters` traverses."""
+        if not self._is_shared or any(isinstance(leaf, DTensor) for leaf in tree_leaves(tree)):
+            return parts_of(tree)
+
+        def part(value: Any, place: int | None) -> Any:
+            if place is None or not isinstance(value, Tensor):
+                return value
+            return here(rows(value, self.ordered[place]))
+
+        return over_parameters(tree, self.layout_with({}).specs, part)
+
+    def on_device(self, tree: Any) -> Any:
+        device = self.ordered[0].device
+        return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, tree)
+
+    def sharded(self, tree: Any) -> Any:
+        """Return a tree of this rank's parts as tensors, sharded as their parameters are. The whole group calls it."""
+
+        def part(value: Any, place: int | None) -> Any:
+            return value if place is None or not isinstance(value, Tensor) else like(value, self.ordered[place])
+
+        return over_parameters(tree, self.layout.specs, part)
+
+    def layout_with(self, more: Mapping[str, Parameter]) -> Layout:
+        """Return the layout of the whole parameters, with more of them at its end."""
+        return self._layout_of({**self.parameters, **more})
+
+    def _layout_of(self, tensors: Mapping[str, Tensor]) -> Layout:
+        plain = Layout.of({name: tensor.detach() for name, tensor in tensors.items()})
+        return Layout(plain.specs, self._version, self.first if self._version else 0, servers=self.servers)
+
+    def here(self, tensor: Tensor) -> Tensor:
+        return here(tensor)
+
+    # --- Parameters that come and go in mid-run ----------------------------------------------------------------------
+
+    def hold(self, parameters: Mapping[str, Parameter]) -> None:
+        """Replace the parameters, and forget the state of earlier ones."""
+        self.parameters, self.ordered = dict(parameters), list(parameters.values())
+        self.first = len(self.ordered)
+        self.ever_held, self._released = set(self.ordered), set()
+        self._writes.forget()
+        self.abandon()
+        self._lay_out()
+
+    def begin_layout(self) -> None:
+        """Begin the first version of the layout, before a server receives the present parameters."""
+        self._version, self.first = 0, len(self.ordered)
+        self._lay_out()
+
+    def divide(self, servers: int) -> None:
+        self.servers = servers
+        self._lay_out()
+
+    def grow(self, more: Mapping[str, Parameter], version: int) -> None:
+        """Append parameters, which gives the layout the version that the server has assigned."""
+        self._version = version
+        self.parameters.update(more)
+        self.ordered.extend(more.values())
+        self.ever_held.update(more.values())
+        if self._stashed is not None:
+            self._stashed = Pulled(
+                [*self._stashed.tensors, *copies([each.detach() for each in more.values()])], self._stashed.clock
+            )
+        self._lay_out()
+
+    def release(self, held: Set[Parameter]) -> None:
+        """Release all parameters that the optimizer does not hold: they stay as they are, and have no gradient."""
+        self._released = self.ever_held - held
+        park(self.optimizer, self._parked)
+
+    def _lay_out(self) -> None:
+        vars(self).pop("layout", None)
+
+    def load(self, pulled: Pulled) -> None:
+        """Overwrite the weights, except frozen ones that this group has written: those are its own."""
+        if not pulled.tensors:
+            return
+        own = self.own_frozen()
+        for name, weight, value in zip(self.parameters, self.weights(), pulled.tensors, strict=True):
+            if name not in own:
+                weight.copy_(value, non_blocking=True)
+        complete(self.ordered)
+        self.clock = pulled.clock
+        self.drift.read()
+        self._writes.remember(self.ordered, pulled.tensors)
+
+    def overwrite(self, values: Sequence[Tensor], fragment: int | None = None, of: int = 1) -> None:
+        with self._without_own_frozen():
+            super().overwrite(values, fragment, of)
+        self._writes.mark(self.ordered)
+
+    def mix(self, pulled: Pulled, of: int, own: float = 0.0) -> None:
+        with self._without_own_frozen():
+            super().mix(pulled, of, own)
+        self._writes.remember(self.ordered, self.weights())
+
+    @contextmanager
+    def _without_own_frozen(self) -> Iterator[None]:
+        kept = {name: here(self.parameters[name]).clone() for name in self.own_frozen()}
+        yield
+        for name, value in kept.items():
+            here(self.parameters[name]).copy_(value)
+        complete(self.ordered)
+
+    def agreed(self, fragment: int | None = None, of: int = 1) -> list[bool]:
+        """Return whether each piece is frozen, equals the server's, and was not written by this group."""
+        own, names = self.own_frozen(), list(self.parameters)
+        known = zip(super().agreed(fragment, of), self.pieces(fragment, of), strict=True)
+        return [agreed and names[piece.place] not in own for agreed, piece in known]
+
+    @property
+    def loose(self) -> list[int]:
+        """Return the indices of frozen weights that differ from the server's, without those written by this group."""
+        own, names = self.own_frozen(), list(self.parameters)
+        return [place for place in super().loose if names[place] not in own]
+
+    def take_frozen(self, pulled: Pulled) -> None:
+        super().take_frozen(pulled)
+        complete(self.ordered)
+        self._writes.mark(self.ordered)
+
+    def know(self) -> None:
+        """Record that the server has the present weights."""
+        self.drift.read()
+        self._know()
+
+    def _know(self) -> None:
+        self._writes.remember(self.ordered, copies(self.weights()))
+
+    def descend(self, gradient: Sequence[Tensor | None]) -> None:
+        """Make a local step between two fetches, which counts as a write of the method."""
+        super().descend(gradient)
+        complete(self.ordered)
+        self._know()
+
+    def move(self, by: Sequence[Tensor], factor: float = 1.0) -> None:
+        super().move(by, factor)
+        complete(self.ordered)
+        self._writes.stepped(self.ordered)
+
+    def written(self, in_passing: bool = False) -> list[str]:
+        """Return the names of trained weights that other code has written since the load; see `Writes.of_trained`."""
+        return self._writes.of_trained(self.parameters, in_passing)
+
+    def own_frozen(self) -> set[str]:
+        """Return the names of weights that other code has written while frozen, so that they are this group's."""
+        return self._writes.of_frozen(self.parameters)
+
+    def gradients(self) -> list[Tensor | None]:
+        """Return the gradients, in order; None where a parameter took no part in the loss.
+
+        Raises:
+            UnsupportedError: a gradient is sparse.
+        """
+        gradients = [gradient_of(each) if each not in self._released else None for each in self.ordered]
+        for name, gradient in zip(self.parameters, gradients, strict=True):
+            if gradient is not None and gradient.layout != torch.strided:
+                raise UnsupportedError(
+                    f"the gradient of {name} is sparse, and gradients travel dense; build the embedding with"
+                    " sparse=False, or use groups=1"
+                )
+        if self._is_shared:
+            gradients = [None if gradient is None else here(gradient) for gradient in gradients]
+        self._given = gradients
+        return gradients
+
+    def step(self, gradient: Sequence[Tensor | None]) -> None:
+        """Make a step of the worker's own optimizer along this gradient, of this rank's part of the parameters."""
+        if self._is_shared:
+            gradient = [
+                parameter.grad if part is given else None if part is None else like(part, parameter)
+                for part, parameter, given in zip(gradient, self.ordered, self._given, strict=True)
+            ]
+        super().step(gradient)
+        self._writes.stepped(self.ordered)
+
+    # --- Synchronization: evaluated weights replace a group's own for a time ------------------------------------------
+
+    def stash(self) -> None:
+        """Store the group's own weights while others are evaluated instead."""
+        if self._stashed is None:
+            self._stashed, self._stashed_drift = Pulled(copies(self.weights()), self.clock), deepcopy(self.drift)
+
+    def restore(self, but_frozen: bool = False) -> None:
+        """Restore the group's own weights, if they were stashed.
+
+        Args:
+            but_frozen: whether frozen weights are left out: all groups continue with the evaluated ones.
+        """
+        if self._stashed is None:
+            return
+        pairs = zip(self.ordered, self.weights(), self._stashed.tensors, strict=True)
+        back = [mine if but_frozen and not each.requires_grad else own for each, mine, own in pairs]
+        drift = None if but_frozen else self._stashed_drift
+        if drift is None:  # weights that differ from the evaluated ones are this group's own
+            drift = Drift()
+            drift.move(
+                place
+                for place, (mine, own) in enumerate(zip(self.weights(), back, strict=True))
+                if not torch.equal(mine, own.to(mine.device))
+            )
+        self.load(Pulled(back, self._stashed.clock))
+        self.drift = drift
+        self._stashed = self._stashed_drift = None
+
+    def abandon(self) -> None:
+        """Drop the stashed weights and the memory: training continues, or ends, with the evaluated weights."""
+        self._stashed = None
+        self.memory.clear()
+
+    def own_state(self, whole: bool) -> dict[str, Any]:
+        """Return the state that only this group holds: its memory, and if ``whole`` its weights and optimizer state."""
+        if not whole:
+            return {"memory": self.memory}
+        state = parts_of(self.state()) if self._is_shared else self.state()
+        if self._stashed is not None:
+            state.update(weights=list(self._stashed.tensors), clock=self._stashed.clock)
+        return state
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        self.memory = self.on_device(state["memory"])
+        if "weights" in state and len(state["weights"]) == len(self.ordered):
+            self._stashed, self._stashed_drift = Pulled(copies(state["weights"]), int(state["clock"])), None
+            load_state(self.optimizer, state["optimizer"])
+
+
+@dataclass
+class Part:
+    """One optimizer's part of the exchange."""
+
+    optimizer: Optimizer
+    replica: ModelReplica
+    into: Tensor | None = None
+    coded: Memory | None = None
+    handed: Memory = field(default_factory=Memory)
+    """Memory for an encoded answer and its prefix, which a leader broadcasts to its group."""
+    spare: Tensor | None = None
+    """Memory that replaces ``into`` while an exchange is in flight."""
+    split: Split | None = None
+    """The division of its parameters over the servers, at the last exchange."""
+    staleness: Counter[int] = field(default_factory=Counter)
+    """Number of exchanges by staleness, since the last report; a loop without Lightning requests none."""
+    head: tuple[str, Module] | None = None
+    """Name and submodule of a merged head, which is at the server and not pushed; None for other parts."""
+    names: Callable[[], Mapping[Parameter, str]] = dict
+    """Returns the present names of all the model's parameters."""
+    outside: Collection[Parameter] = ()
+    """Parameters of the optimizer that other parts exchange."""
+    arranged: list[list[int]] = field(init=False)
+    """The `arrangement` that the server has."""
+
+    def __post_init__(self) -> None:
+        self.arranged = self.arrangement
+        self._outs: list[Memory] = []
+        self._backs: list[Memory] = []
+
+    def memory(self, before: int, empty: Callable[[int], Tensor]) -> Tensor:
+        """Return memory for the tensors of an answer, after ``before`` bytes; ``empty`` allocates it."""
+        nbytes = before + self.replica.layout.nbytes
+        if self.into is None or self.into.numel() != nbytes:
+            self.into = empty(nbytes)
+        return self.into
+
+    def outs(self, servers: int, empty: Callable[[int], Tensor]) -> list[Memory]:
+        return _as_many(self._outs, servers, lambda: Memory(empty))
+
+    def backs(self, servers: int) -> list[Memory]:
+        return _as_many(self._backs, servers, Memory)
+
+    @property
+    def arrangement(self) -> list[list[int]]:
+        """Return the parameters of each parameter group, as identities for a quick comparison."""
+        return [list(map(id, group["params"])) for group in self.optimizer.param_groups]
+
+
+def _as_many(memories: list[Memory], count: int, make: Callable[[], Memory]) -> list[Memory]:
+    memories.extend(make() for _ in range(count - len(memories)))
+    return memories[:count]
+
+
+# --- Writes of other code ---------------------------------------------------------------------------------------------
+
+
+class Writes:
+    """A record of the weights as they were loaded. Parameters are identified by their index, which never changes.
+
+    Trained weights are compared with the loaded ones. Frozen weights are not loaded with each exchange, so a few of
+    their elements are compared; a frozen weight that was written belongs to the group that wrote it (a target network,
+    for example).
+    """
+
+    def __init__(self) -> None:
+        self._loaded: list[Tensor] = []
+        self._versions: list[int] = []
+        self._marks: list[int] = []
+        self._frozen: set[str] = set()
+        self._checks = 0
+
+    def forget(self) -> None:
+        self._loaded = []
+
+    def remember(self, parameters: Iterable[Parameter], loaded: Sequence[Tensor]) -> None:
+        """Record the loaded tensors, which the parameters now equal; they are kept, not copied."""
+        parameters = list(parameters)
+        self._loaded = list(loaded)
+        self.mark(parameters)
+
+    def mark(self, parameters: Sequence[Parameter]) -> None:
+        """Record that only the group's method has written the parameters since they were loaded."""
+        self.stepped(parameters)
+        self._marks = [0 if parameter.requires_grad else fingerprint(parameter, _FEW) for parameter in parameters]
+
+    def stepped(self, parameters: Sequence[Parameter]) -> None:
+        """Record that only the group's method has written the trained parameters since they were loaded."""
+        self._versions = [here(parameter)._version for parameter in parameters]
+        marks = zip(parameters, self._marks, strict=False)
+        self._marks = [0 if parameter.requires_grad else mark for parameter, mark in marks]
+
+    def of_trained(self, parameters: Mapping[str, Parameter], in_passing: bool = False) -> list[str]:
+        """Return the names of trained weights that other code has written.
+
+        Args:
+            parameters: all of them, in order.
+            in_passing: whether to compare only an eighth of each large weight that is unwritten by torch's count,
+                another eighth at each call. (torch does not count writes through ``.data``.)
+        """
+        self._checks += in_passing
+        return [
+            name
+            for place, (name, parameter) in enumerate(parameters.items())
+            if parameter.requires_grad and self._is_written(place, parameter, in_passing)
+        ]
+
+    def of_frozen(self, parameters: Mapping[str, Parameter]) -> set[str]:
+        for place, (name, parameter) in enumerate(parameters.items()):
+            if parameter.requires_grad:
+                self._frozen.discard(name)
+            elif place < len(self._loaded) and (
+                fingerprint(parameter, _FEW) != self._marks[place]
+                if self._marks[place]
+                else here(parameter)._version != self._versions[place]  # it was trained when it was loaded
+            ):
+                self._frozen.add(name)
+        return self._frozen
+
+    def _is_written(self, place: int, parameter: Parameter, in_passing: bool) -> bool:
+        if place >= len(self._loaded):
+            return False
+        mine, known = here(parameter), self._loaded[place].flatten()
+        is_unwritten, mine = mine._version == self._versions[place], mine.flatten()
+        if in_passing and is_unwritten and len(known) > _LARGE:
+            eighth = self._checks % 8
+            part = slice(eighth * len(known) // 8, (eighth + 1) * len(known) // 8)
+            mine, known = mine[part], known[part]
+        return not _is_same(mine, known)
+
+
+def fingerprint(tensor: Tensor, most: int) -> int:
+    """Return a checksum of about ``most`` elements spread over a tensor, by which a write is detected."""
+    flat = here(tensor).flatten()
+    some = flat[:: max(1, flat.numel() // most)].cpu().contiguous()
+    return zlib.crc32(some.view(torch.uint8).numpy().tobytes()) if flat.numel() else 0
+
+
+def _is_same(weight: Tensor, known: Tensor) -> bool:
+    here = weight.to(known.device)
+    return torch.equal(here, known) or torch.allclose(here, known, rtol=0.0, atol=0.0, equal_nan=True)

@@ -1,0 +1,460 @@
+"""A model that the members of a compute group hold together: torch's FSDP2 and tensor parallelism, by DTensors.
+
+Rule 1: a rank exchanges its own part of a parameter, flat (`here`), and holds more of it only while a block computes.
+Rule 2: parameters that all ranks of a tensor-parallel row have alike (those of a norm, for example) are divided for the
+exchange: each rank exchanges a part, and passes the answer on to the others (`complete`), so that they stay alike.
+Rule 3: a checkpoint has whole tensors, which are merged one by one on the CPU of one rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn import Module, ModuleDict, ModuleList, Parameter, Sequential
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+
+from lightning_omni.errors import UnsupportedError
+from lightning_omni.methods.model.master import held_by
+from lightning_omni.methods.model.replica import teach
+from lightning_omni.runtime._private import all_reduce_hook_of, root_mesh
+from lightning_omni.runtime.model.meshes import DATA, TENSOR, Inside, shown
+from lightning_omni.runtime.model.values import contiguous
+from lightning_omni.topology import RECORDER, Topology
+
+# --- The module ------------------------------------------------------------------------------------------------------
+
+
+def is_sharded(module: Module) -> bool:
+    """Return whether any parameter of a module is sharded, by `shard` or by the user's ``configure_model``."""
+    return any(isinstance(parameter, DTensor) for parameter in module.parameters())
+
+
+def shard(module: Module, mesh: DeviceMesh) -> None:
+    """Apply ``fully_shard`` to a module's children and to their blocks, unless a parameter is sharded already.
+
+    Blocks are the outermost entries of every ModuleList, ModuleDict and Sequential in a child, such as the layers of a
+    transformer. Entries without parameters are left out, and so are entries that share a parameter with any other
+    module of the child. The module itself and its own parameters are left as they are, because Lightning calls its
+    ``training_step`` and not its ``forward``.
+
+    Raises:
+        UnsupportedError: two children share a parameter.
+    """
+    if is_sharded(module):
+        return
+    children = [child for child in module.children() if next(child.parameters(), None) is not None]
+    owners = Counter(parameter for child in children for parameter in child.parameters())
+    for name, parameter in module.named_parameters():
+        if owners[parameter] > 1:
+            raise UnsupportedError(
+                f'inside="fsdp": the parameter {name} is shared by two submodules, which are gathered each by itself:'
+                " put both into one submodule with a forward of its own, or apply fully_shard in configure_model, on"
+                f' self.device_mesh["{DATA}"]'
+            )
+    for child in children:
+        for block in _blocks(child):
+            fully_shard(block, mesh=mesh)
+        if not isinstance(child, (ModuleList, ModuleDict)):  # which have no forward
+            fully_shard(child, mesh=mesh)
+
+
+def _blocks(child: Module) -> Iterator[Module]:
+    """Yield the outermost entries of every ModuleList, ModuleDict and Sequential in a child.
+
+    Entries without parameters are left out, and so are entries that share a parameter with any other module of the
+    child.
+    """
+    uses = Counter(parameter for _, parameter in child.named_parameters(remove_duplicate=False))
+    for block in _listed(child):
+        own = Counter(parameter for _, parameter in block.named_parameters(remove_duplicate=False))
+        if own and all(uses[parameter] == count for parameter, count in own.items()):
+            yield block
+
+
+def _listed(module: Module) -> Iterator[Module]:
+    for child in module.children():
+        if isinstance(module, (ModuleList, ModuleDict, Sequential)) and not isinstance(child, (ModuleList, ModuleDict)):
+            yield child
+        else:
+            yield from _listed(child)
+
+
+def check_sharded(
+    parameters: Mapping[str, Parameter], mesh: DeviceMesh, inside: Inside, is_replicated: bool = False
+) -> None:
+    """Raise `UnsupportedError` unless ranks hold every exchanged parameter together.
+
+    Args:
+        parameters: parameters by name.
+        mesh: the mesh of these ranks.
+        inside: as the user has passed it.
+        is_replicated: whether a group has several replicas of the model, whose gradients FSDP2 is to average.
+    """
+    for name, parameter in parameters.items():
+        if not isinstance(parameter, DTensor):
+            raise UnsupportedError(
+                f"{shown(inside)}: the parameter {name} is not sharded, and its gradient would be each rank's own: put"
+                " it into a submodule with a forward of its own, apply fully_shard to the module that holds it, on"
+                f' self.device_mesh["{DATA}"], or freeze it and leave it out of the optimizer'
+            )
+        # Dimensions of size 1 do not count: torch may have replaced the mesh by an equal one of an earlier run.
+        if not torch.equal(root_mesh(parameter.device_mesh).mesh.squeeze(), mesh.mesh.squeeze()):
+            raise UnsupportedError(
+                f"{shown(inside)}: the parameter {name} lies on {parameter.device_mesh}, and its group's mesh is"
+                f' {mesh}: shard it on self.device_mesh, or on self.device_mesh["{DATA}"]'
+            )
+        if any(placement.is_partial() for placement in parameter.placements):
+            raise UnsupportedError(
+                f"{shown(inside)}: the parameter {name} lies as {parameter.placements}, and is the sum of what its"
+                " ranks have; parallelize it with Shard or Replicate"
+            )
+        if (mesh.size(0) > 1 or is_replicated) and _is_replicated(parameter, DATA):
+            raise UnsupportedError(
+                f"{shown(inside)}: the parameter {name} lies as {parameter.placements}, alike on the data-parallel"
+                " ranks, or those of several replicas, and nothing would average its gradient over them: apply"
+                f' fully_shard to the module that holds it, on self.device_mesh["{DATA}"]'
+            )
+        if not parameter.to_local().is_contiguous():
+            raise UnsupportedError(
+                f"{shown(inside)}: what this rank has of the parameter {name} is not contiguous in memory; make it so"
+                " before it is sharded, with .contiguous()"
+            )
+
+
+def division_of(parameters: Iterable[Tensor], mesh: DeviceMesh) -> str:
+    """Return a description of each member's part of each parameter, equal where all groups divide them alike.
+
+    It has the sizes of the group's mesh, and a digest of each parameter's placements on it.
+    """
+    lies = [str(each.placements) for each in parameters if isinstance(each, DTensor)]
+    return f"{' x '.join(map(str, mesh.shape))} ranks, {hashlib.sha256(repr(lies).encode()).hexdigest()[:8]}"
+
+
+def check_clipping(optimizers: Iterable[Optimizer], inside: Inside) -> None:
+    """Raise `UnsupportedError` if gradients cannot be clipped by the norm of all parameters of an optimizer."""
+    for optimizer in optimizers:
+        meshes = {each.device_mesh for each in held_by(optimizer) if isinstance(each, DTensor) and each.requires_grad}
+        if len(meshes) > 1:
+            raise UnsupportedError(
+                f"{shown(inside)} and gradient_clip_val: the optimizer holds parameters on {len(meshes)} meshes, and"
+                " torch takes the norm of those of one; parallelize all modules that have parameters on"
+                f' self.device_mesh["{TENSOR}"] (with SequenceParallel, say, which copies them), or leave'
+                " gradient_clip_val= out"
+            )
+
+
+def reshard(module: Module | None) -> None:
+    """Release parameters that a forward pass without a backward pass has left gathered, because they may be outdated.
+
+    Until then the module's parameters are the gathered ones. If the user has frozen or unfrozen these, so are the
+    sharded ones afterwards.
+    """
+    if module is None:
+        return
+    trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
+    for each in module.modules():
+        if isinstance(each, FSDPModule):
+            each.reshard()
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad is not trained[name]:
+            parameter.requires_grad_(trained[name])
+
+
+def average_over_replicas(module: Module, mean: Callable[[Tensor], None] | None) -> None:
+    """Install the hook by which FSDP2 averages gradients over replicas, after it has averaged them over the ranks.
+
+    Args:
+        module: a sharded module.
+        mean: replaces this rank's part of a gradient by the mean over the replicas; None with one replica, which
+            removes the hook.
+
+    Raises:
+        UnsupportedError: this release of torch cannot do it, or a user's own hook would be replaced.
+    """
+    for name, each in module.named_modules():
+        if not isinstance(each, FSDPModule):
+            continue
+        ours = vars(each).get(_AVERAGES)
+        is_theirs = hasattr(each, "set_all_reduce_hook") and all_reduce_hook_of(each) not in (None, ours)
+        if mean is None and (ours is None or is_theirs):
+            continue  # a user's own hook stays
+        if is_theirs:
+            raise UnsupportedError(
+                f"set_all_reduce_hook() of {name or type(each).__name__}, and several replicas of the model in a group:"
+                " FSDP2 has one such hook, by which they average gradients; leave it out, or pass as many groups= as"
+                " there are replicas"
+            )
+        if not hasattr(each, "set_all_reduce_hook"):
+            raise UnsupportedError(
+                f"shards= of several replicas in a group, and torch {torch.__version__}: its FSDP2 has no"
+                " set_all_reduce_hook(), by which they average gradients; use a later release, or as many groups as"
+                " there are replicas"
+            )
+        each.set_all_reduce_hook(mean)  # type: ignore[arg-type]  # None removes the hook
+        vars(each)[_AVERAGES] = mean
+
+
+_AVERAGES = "_omni_averages"
+"""The attribute of a module with the function that averages its gradients over replicas, perhaps that of an earlier
+run."""
+
+
+def share_initial(module: Module, holders: Topology, rank: int) -> None:
+    """Copy the parameters of the recorder's replica to all others, share by share, and the buffers of rank 0.
+
+    All ranks call it, while the default process group is that of all.
+    """
+    mine, first = holders.members(holders.group_of(rank)), holders.members(holders.group_of(RECORDER))
+    place = mine.index(rank)
+    for name, parameter in module.named_parameters():
+        with contiguous(_memory_of(parameter), name) as part:
+            if not isinstance(parameter, DTensor):
+                dist.broadcast(part, src=RECORDER)
+            elif not part.numel():
+                continue
+            elif mine == first:
+                for replica in holders.alive:
+                    if holders.members(replica) != first:
+                        dist.send(part, holders.members(replica)[place])
+            else:
+                dist.recv(part, first[place])
+    for name, buffer in module.named_buffers():
+        with contiguous(buffer, name) as memory:
+            dist.broadcast(memory, src=RECORDER)
+
+
+# --- Tensors ---------------------------------------------------------------------------------------------------------
+
+
+def is_part(tensor: Tensor) -> bool:
+    """Return whether the members of the group hold a tensor together."""
+    return isinstance(tensor, DTensor)
+
+
+def _memory_of(tensor: Tensor) -> Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """Return all that this rank has of a sharded tensor, flat, in the same memory; another tensor as it is."""
+    return _memory_of(tensor).reshape(-1) if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def here(tensor: Tensor) -> Tensor:
+    """Return the part of a sharded tensor that this rank alone exchanges; another tensor as it is."""
+    local = local_of(tensor)
+    return _part(local, *_copy_of(tensor)) if isinstance(tensor, DTensor) else local
+
+
+def _is_replicated(tensor: DTensor, dim: str) -> bool:
+    """Return whether ranks along a dimension of the group's mesh have the same part of a tensor."""
+    mesh = tensor.device_mesh
+    names = mesh.mesh_dim_names or (DATA,)
+    return dim not in names or tensor.placements[names.index(dim)].is_replicate()
+
+
+def _copy_of(tensor: DTensor) -> tuple[int, int]:
+    """Return the index of this rank's copy in its tensor-parallel row, and the number of copies."""
+    mesh = root_mesh(tensor.device_mesh)
+    names, coordinate = mesh.mesh_dim_names or (), mesh.get_coordinate()
+    if TENSOR not in names or not _is_replicated(tensor, TENSOR):
+        return 0, 1
+    assert coordinate is not None
+    return coordinate[names.index(TENSOR)], mesh.size(names.index(TENSOR))
+
+
+def _part(flat: Tensor, number: int, of: int) -> Tensor:
+    each = -(-flat.numel() // of)
+    return flat[each * number : each * (number + 1)]
+
+
+def complete(tensors: Iterable[Tensor]) -> None:
+    """Pass the parts that ranks have written `here` on to their tensor-parallel row. All ranks of the row call it."""
+    copied: dict[torch.dtype, list[DTensor]] = {}
+    for tensor in tensors:
+        if isinstance(tensor, DTensor) and _copy_of(tensor)[1] > 1:
+            copied.setdefault(tensor.dtype, []).append(tensor)
+    for alike in copied.values():
+        _exchange_in_row(alike)
+
+
+def _exchange_in_row(tensors: Sequence[DTensor]) -> None:
+    """Complete copied tensors of one dtype in one collective."""
+    number, of = _copy_of(tensors[0])
+    flats = [local_of(tensor) for tensor in tensors]
+    sizes = [-(-flat.numel() // of) for flat in flats]
+    mine = flats[0].new_zeros(sum(sizes))
+    for room, flat in zip(mine.split(sizes), flats, strict=True):
+        part = _part(flat, number, of)
+        room[: part.numel()] = part
+    theirs = [torch.empty_like(mine) for _ in range(of)]
+    dist.all_gather(theirs, mine, group=root_mesh(tensors[0].device_mesh).get_group(TENSOR))
+    for tensor, *parts in zip(tensors, *(each.split(sizes) for each in theirs), strict=True):
+        local = _memory_of(tensor)
+        local.copy_(torch.cat(parts)[: local.numel()].view(local.shape))
+
+
+def fill(tensors: Mapping[str, Tensor], parts: Mapping[str, Tensor]) -> None:
+    """Overwrite this rank's part of some tensors, with values in the form of `local_of`."""
+    with torch.no_grad():
+        for name, part in parts.items():
+            local = _memory_of(tensors[name])
+            local.copy_(part.view(local.shape))
+
+
+def like(part: Tensor, parameter: Tensor) -> Tensor:
+    """Return the tensor of which ``part`` is the part `here`, sharded as a parameter; any other value as it is.
+
+    All ranks of a tensor-parallel row call it.
+    """
+    if not isinstance(parameter, DTensor) or isinstance(part, DTensor) or part.dim() != 1:
+        return part
+    local = parameter.to_local().detach()
+    number, of = _copy_of(parameter)
+    if of == 1:
+        return _as_sharded(part.to(local.device).view(local.shape), parameter)
+    flat = torch.empty(local.numel(), dtype=part.dtype, device=local.device)
+    _part(flat, number, of).copy_(part)
+    made = _as_sharded(flat.view(local.shape), parameter)
+    complete([made])
+    return made
+
+
+def rows(whole: Tensor, parameter: Tensor) -> Tensor:
+    """Return a tensor of a parameter's shape, sharded as the parameter; any other tensor as it is."""
+    if not isinstance(parameter, DTensor) or isinstance(whole, DTensor) or whole.shape != parameter.shape:
+        return whole
+    mesh, local = parameter.device_mesh, whole
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    placed = list(zip(parameter.placements, coordinate, mesh.shape, strict=True))
+    # FSDP2 divides the part that tensor parallelism has left of the same dimension, so it is applied last.
+    for placement, place, of in sorted(placed, key=lambda each: getattr(each[0], "split_factor", 1) > 1):
+        if not placement.is_replicate():
+            dim = placement.dim  # type: ignore[attr-defined]
+            each = -(-local.shape[dim] // of)
+            start, stop = (min(local.shape[dim], each * i) for i in (place, place + 1))
+            local = local.narrow(dim, start, stop - start)
+    return _as_sharded(local.to(parameter.device, copy=True), parameter)
+
+
+def gradient_of(parameter: Parameter) -> Tensor | None:
+    """Return a parameter's gradient, with the placements of the parameter.
+
+    Where each rank of a tensor-parallel row has computed a part of it, it is their sum: all of them call it.
+    """
+    gradient = parameter.grad
+    if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
+        return gradient
+    if gradient.placements != parameter.placements:
+        parameter.grad = gradient.redistribute(parameter.device_mesh, parameter.placements)
+    return parameter.grad
+
+
+def _as_sharded(local: Tensor, parameter: DTensor) -> DTensor:
+    return DTensor.from_local(
+        local.contiguous(),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+# --- States ----------------------------------------------------------------------------------------------------------
+
+
+def parts_of(tree: Any) -> Any:
+    """Return a tree in which `here` replaces each sharded tensor."""
+    return tree_map(lambda leaf: here(leaf) if isinstance(leaf, DTensor) else leaf, tree)
+
+
+def state_like(state: Mapping[Any, Mapping[str, Any]], optimizer: Optimizer) -> dict[Any, dict[str, Any]]:
+    """Return a state of `here` parts, by parameter index, with tensors that are sharded as the optimizer's own."""
+    return _converted(state, dict(enumerate(held_by(optimizer))), like)
+
+
+def load_state(optimizer: Optimizer, state: Mapping[Any, Mapping[str, Any]]) -> None:
+    """Load a state of `here` parts into an optimizer; its hyperparameters stay."""
+    teach(optimizer, state_like(state, optimizer))
+
+
+def state_rows(saved: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """Return a ``state_dict`` of whole parameters with its state sharded as the optimizer's own.
+
+    Its parameter groups number the parameters: ModelParallelStrategy counts frozen ones, too.
+    """
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    held = dict(zip(numbers, held_by(optimizer), strict=False))  # torch raises an error if one is longer
+    known = {number: values for number, values in saved["state"].items() if number in held}
+    return {**saved, "state": {**saved["state"], **_converted(known, held, rows)}}
+
+
+def _converted(
+    state: Mapping[Any, Mapping[str, Any]],
+    parameters: Mapping[Any, Parameter],
+    make: Callable[[Tensor, Tensor], Tensor],
+) -> dict[Any, Any]:
+    if not any(isinstance(parameter, DTensor) for parameter in parameters.values()):
+        return dict(state)
+    return {
+        place: {
+            key: make(value, parameters[place]) if isinstance(value, Tensor) else value for key, value in values.items()
+        }
+        for place, values in state.items()
+    }
+
+
+def whole(tree: Any, keeps: bool) -> Any:
+    """Return a tree in which whole tensors on the CPU replace sharded ones. Every member of the group calls it.
+
+    Args:
+        tree: a tree that is the same on all of them, except for the values in its tensors.
+        keeps: whether this rank keeps the tensors; elsewhere None replaces sharded ones.
+    """
+
+    def gathered(leaf: Any) -> Any:
+        if not isinstance(leaf, DTensor):
+            return leaf
+        full = leaf.full_tensor().detach()
+        return full.cpu() if keeps else None
+
+    return tree_map(gathered, tree)
+
+
+def in_order(tree: Any) -> Any:
+    """Return a tree with mappings by number (groups, indices) in ascending order, the same on all members."""
+    if isinstance(tree, Mapping):
+        keys = sorted(tree) if all(isinstance(key, int) for key in tree) else list(tree)
+        return {key: in_order(tree[key]) for key in keys}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(in_order(each) for each in tree)
+    return tree
+
+
+def tensors_of(module: Module) -> dict[str, Any]:
+    """Return a module's own tensors by the names that they have in it, as torch reads them.
+
+    A user's class may have a ``state_dict()`` that takes no arguments, and returns copies or other names.
+    """
+    return dict(Module.state_dict(module, keep_vars=True))
+
+
+def named_rows(state: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
+    """Return a ``state_dict`` of whole tensors, each sharded as the module's own tensor of that name."""
+    own = dict(tensors)
+    return {
+        name: rows(value, own[name]) if name in own and isinstance(value, Tensor) else value
+        for name, value in state.items()
+    }

@@ -1,0 +1,450 @@
+"""The position of a rank in the run: this rank, its compute group, the live ranks, and their agreements."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import Module, Parameter
+
+from lightning_omni.checks import check_kind
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.group.core import GroupCore
+from lightning_omni.methods import Method
+from lightning_omni.runtime._private import forget_meshes
+from lightning_omni.runtime.membership.registration import Enlistment
+from lightning_omni.runtime.model.meshes import ModelParallel, columns_of, evenly, mesh_of, rows_of, sizes_in
+from lightning_omni.runtime.model.reduction import Reduction
+from lightning_omni.runtime.model.replica import Part
+from lightning_omni.runtime.options import WorldOptions
+from lightning_omni.runtime.process_groups import ProcessGroups, check_none_lost
+from lightning_omni.runtime.server_process import RunServer
+from lightning_omni.topology import RECORDER, Topology
+from lightning_omni.transport.base import Control
+from lightning_omni.wire import messages as m
+from lightning_omni.wire.all_reduce import AllReduce
+from lightning_omni.wire.codec import Packed, pack, unpack
+from lightning_omni.wire.formats.base import WireFormat
+from lightning_omni.wire.partition import Split, is_elementwise
+
+
+class Communication(NamedTuple):
+    """The settings for the communication of gradients and weights.
+
+    Attributes:
+        method: how groups exchange.
+        wire_format: encoding of pushes.
+        overlap: whether exchanges overlap the groups' computation.
+        all_reduce: how the members of a group average their gradients.
+    """
+
+    method: Method
+    wire_format: WireFormat
+    overlap: bool
+    all_reduce: AllReduce
+
+
+def default_device(backend: str, current_gpu: Callable[[], int] = torch.cuda.current_device) -> torch.device:
+    """Return the device of the weights for a caller that names none.
+
+    The default process group decides: NCCL refuses tensors on the CPU, so a collective of flags would fail there.
+
+    Args:
+        backend: backend of the default process group.
+        current_gpu: returns the index of the GPU that this process computes on.
+    """
+    return torch.device("cuda", current_gpu()) if backend == dist.Backend.NCCL else torch.device("cpu")
+
+
+class Place:
+    """The position of this rank among all ranks. The arguments are those of `World`.
+
+    Attributes:
+        options: all settings; their ``groups`` is the requested number.
+        device: device of the model's weights.
+        rank: this rank, as all groups of the run number it.
+        size: number of ranks that its launcher has started.
+        torch_rank: this rank, as torch.distributed numbers it.
+        topology: the compute groups.
+        generation: number of times that groups were formed.
+        control: the connection by which ranks synchronize; None unless the server was joined.
+        parts: the exchanged part of each optimizer.
+        names: names of parameters in modules that a loop without Lightning has wrapped.
+        steps: optimizer steps of the run in one group, which no server's clock counts.
+        core: this rank's view of its group.
+        server: the servers of the run.
+        shards: number of ranks that hold one replica of the model together; 1 where each has all of it.
+        holders: ranks, as torch numbers them, by the replica of the model that they hold together.
+        tensor_parallel: number of neighbours among these that get the same samples, and compute on them together.
+        process_groups: torch's process groups.
+        is_computing: whether the default process group is the compute group.
+        is_entering: whether the group has joined others that train already, and is about to train.
+        is_new: whether the group has joined since the groups last synchronized.
+        ever_lost: ranks that were lost in this loop or an earlier one.
+        failures: reasons of those among them that have failed by themselves.
+        reduction: how the members of this rank's group average their gradients.
+        where: returns this rank's position in its loop, in words, for messages to other ranks.
+        enlistment: the reservation of a group that joins on its own, whose ranks are the only ones in
+            torch.distributed; None where all ranks were started together.
+    """
+
+    def __init__(
+        self,
+        groups: int | None = None,
+        device: torch.device | str | None = None,
+        options: WorldOptions | None = None,
+        ranks_per_node: Sequence[int] | None = None,
+    ) -> None:
+        if not dist.is_initialized():
+            raise ConfigurationError("call torch.distributed.init_process_group before World(...)")
+        check_none_lost()
+        check_kind("options", options, (WorldOptions, type(None)), 'WorldOptions(method="local_sgd", ...), or None')
+        options = options or WorldOptions()
+        options = self.options = options if groups is None else replace(options, groups=groups)
+        self.core = GroupCore(
+            options.resolved_method(), options.resolved_wire(), options.max_nonfinite_pushes, options.overlap
+        )
+        self.where: Callable[[], str] = str
+        self.device = default_device(dist.get_backend()) if device is None else torch.device(device)
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.torch_rank = self.rank
+        ranks_per_node = list(map(int, ranks_per_node or _count_ranks_per_node(self.size)))
+        joins, inside, shards = options.join, options.inside, options.shards
+        self.process_groups = ProcessGroups(self.rank, self.size, options.timeout, self.device, is_group=joins)
+        wanted = 1 if joins else options.groups
+        self.topology = (
+            Topology.by_node(ranks_per_node) if wanted is None else evenly(self.size, wanted, inside, shards)
+        )
+        self.method.check(len(self.topology.alive))
+        self.shards = self.tensor_parallel = 1
+        if options.is_sharded:
+            samples, self.tensor_parallel = sizes_in(self.topology, inside, ranks_per_node, joins, shards)
+            self.shards = samples * self.tensor_parallel
+        self.holders = rows_of(self.topology, self.shards)
+        self.enlistment: Enlistment | None = None
+        if joins:
+            self.enlistment = Enlistment(options, self.rank, self.size, self._broadcast_text_with_torch)
+            first = self.enlistment.first
+            self.rank += first
+            self.topology = Topology((tuple(range(first, first + self.size)),))
+        self._records = self.rank == RECORDER
+        self._is_with_recorder = RECORDER in self.members
+        self.generation = 0
+        self.control: Control | None = None
+        self.parts: list[Part] = []
+        self.names: dict[Parameter, str] = {}
+        self.steps = 0
+        self.server = RunServer(self.rank, options, ranks_per_node, self.shards if self.is_sharded else None)
+        self.is_computing = self.is_entering = self.is_new = False
+        self.ever_lost: set[int] = set()
+        self.failures: tuple[str, ...] = ()
+        self._mesh: DeviceMesh | None = None
+        self.reduction = Reduction(options.resolved_all_reduce())
+
+    # --- Which rank is where ------------------------------------------------------------------------------------------
+
+    @property
+    def method(self) -> Method:
+        """Return the method by which groups exchange. A new one applies when groups are formed next."""
+        return self.core.method
+
+    @method.setter
+    def method(self, method: Method) -> None:
+        self.core.method = method
+
+    @property
+    def communication(self) -> Communication:
+        """Return the settings for communication. New ones apply when groups are formed next."""
+        return Communication(self.core.method, self.core.wire_format, self.core.overlap, self.reduction.format)
+
+    @communication.setter
+    def communication(self, communication: Communication) -> None:
+        self.core.method, self.core.wire_format, self.core.overlap, self.reduction.format = communication
+
+    @property
+    def group(self) -> int:
+        return self.topology.group_of(self.rank)
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return self.topology.members(self.group)
+
+    @property
+    def torch_members(self) -> Sequence[int]:
+        """Return the ranks of this rank's group, as torch.distributed numbers them."""
+        return self.members if self.enlistment is None else range(self.size)
+
+    @property
+    def is_leader(self) -> bool:
+        return self.members[0] == self.rank
+
+    @property
+    def is_recorder(self) -> bool:
+        """Return whether this rank is the recorder, which forms groups, transfers weights, logs and saves for the run.
+
+        Where groups join on their own, it is the lowest live rank. All ranks agree on it where they synchronize; while
+        they compute it stays the same until `follow_recorder`, because a checkpoint takes several calls.
+        """
+        if self.enlistment is not None and self.control is not None and not self.is_computing:
+            self._records = self.rank == self.process_groups.live.ranks[0]
+        return self._records
+
+    def follow_recorder(self, asks: bool = False) -> bool:
+        """Check whether this rank is the recorder now: while groups compute, the recorder's group may leave.
+
+        Args:
+            asks: whether to request the status from the server, instead of using the last one.
+        """
+        if self.enlistment is not None and self.control is not None and self.is_computing:
+            status = self.control.request(m.AskStatus(), m.Status) if asks else self.control.status
+            if status is not None:
+                self._records |= self.rank == status.recorder  # never reset, because the status may be old
+        return self.is_recorder
+
+    @property
+    def is_with_recorder(self) -> bool:
+        """Return whether this rank holds a replica of the model together with the recorder.
+
+        Where groups join on their own, all ranks agree on it where they synchronize. While they compute, the members of
+        a group agree on it in `World.agree_on_recorder`.
+        """
+        if self.enlistment is None:
+            return RECORDER in self.members and self.speaks
+        if self.control is not None and not self.is_computing:
+            self._is_with_recorder = self.process_groups.live.ranks[0] in self.members
+        return self._is_with_recorder and self.speaks
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.options.is_sharded
+
+    @property
+    def share(self) -> tuple[int, int] | None:
+        """Return index and number of shares, if each rank that holds a part of a model exchanges its own; or None."""
+        if not self.is_sharded or (self.is_synchronous and self.enlistment is None and self.control is None):
+            return None
+        return self.members.index(self.rank) % self.shards, self.shards
+
+    @property
+    def replicas(self) -> int:
+        """Return the number of replicas of the model in this rank's group."""
+        return len(self.members) // self.shards
+
+    @property
+    def data_place(self) -> tuple[int, int]:
+        """Return the index of this rank's part of its group's samples, and the number of parts."""
+        return self.members.index(self.rank) // self.tensor_parallel, len(self.members) // self.tensor_parallel
+
+    @property
+    def speaks(self) -> bool:
+        """Return whether this rank exchanges with the server, for its group or for its share of the parameters.
+
+        These are the ranks of the group's first replica; they pass the answers on to the others.
+        """
+        return self.members.index(self.rank) < self.shards
+
+    @property
+    def hands_over(self) -> bool:
+        """Return whether this rank sends weights to the server and reads them back, or its share of them."""
+        return self.is_recorder or (self.share is not None and self.is_with_recorder)
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """Return the mesh of the ranks with which this one holds a replica of the model.
+
+        The first access is made by all ranks, before training begins. The mesh stays, whatever groups are formed.
+        """
+        if self._mesh is None:
+            for topology in self._parted:
+                self.process_groups.make(topology, stays=True)
+            self.make_groups()
+            groups = [self.process_groups.compute(topology) for topology in self._parted]
+            own = self.holders.members(self.holders.group_of(self.torch_rank))
+            forget_meshes()
+            self._mesh = mesh_of(own, groups, self.tensor_parallel, self.device.type)
+        return self._mesh
+
+    @property
+    def _parted(self) -> list[Topology]:
+        """Return the ranks that hold a replica of the model, and their tensor-parallel columns and rows, if any."""
+        if not isinstance(self.options.inside, ModelParallel):
+            return [self.holders]
+        return [self.holders, *(part(self.holders, self.tensor_parallel) for part in (columns_of, rows_of))]
+
+    @property
+    def _compute_groups(self) -> Topology:
+        """Return the compute groups that torch knows, as it numbers their ranks."""
+        return self.topology if self.enlistment is None else Topology.even(self.size, 1)
+
+    @property
+    def _alike(self) -> Topology:
+        """Return the ranks of each group with the same part of the model; if that is all of it, the groups."""
+        return columns_of(self._compute_groups, self.shards) if self.is_sharded else self._compute_groups
+
+    @property
+    def has_replicas(self) -> bool:
+        """Return whether any group holds the model several times, in shards."""
+        return self.is_sharded and any(len(members) > self.shards for members in self._compute_groups.groups)
+
+    def make_groups(self, gather: Callable[[list[int]], list[list[int]]] | None = None) -> None:
+        """Create the process groups of the compute groups, and of their ranks with the same part of a sharded model.
+
+        All live ranks call it; ``gather`` is as in `ProcessGroups.make`.
+        """
+        self.process_groups.make(self._compute_groups, gather)
+        if self.has_replicas:
+            self.process_groups.make(self._alike, gather)
+
+    @property
+    def groups_inside(self) -> list[Any]:
+        """Return this rank's process groups of members of its compute group, in which they wait for each other."""
+        if not self.is_sharded:
+            return [self.compute_group]
+        topologies = [self._compute_groups, *self._parted, *([self._alike] if self.has_replicas else [])]
+        return list({id(group): group for group in map(self.process_groups.compute, topologies)}.values())
+
+    def abandon_groups(self) -> None:
+        """Destroy the process groups inside this rank's compute group, because this rank has failed.
+
+        With gloo, members that wait for it then fail at once. A group of all ranks that torch knows is not destroyed:
+        its members fail when this process ends. The original process group becomes the default one.
+        """
+        for topology in (self._compute_groups, self._alike, *self._parted):
+            self.process_groups.abandon(topology)
+
+    @property
+    def is_synchronous(self) -> bool:
+        """Return whether there is one group only: plain synchronous training, with no server in the path."""
+        return self.topology.is_synchronous
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        return self.control.lost if self.control else ()
+
+    @property
+    def goes_on(self) -> bool:
+        """Return whether this rank's group is to join a running run; see `LateGroup`."""
+        return self.enlistment is not None and not self.enlistment.begins
+
+    @property
+    def takes_part(self) -> bool:
+        """Return whether this rank's group has joined a running run."""
+        return self.goes_on and self.control is not None
+
+    @property
+    def live_ranks(self) -> tuple[int, ...]:
+        """Return the ranks that are not lost; in a group that joined on its own, those of the group."""
+        ranks = range(self.size) if self.enlistment is None else self.members
+        return tuple(rank for rank in ranks if rank not in self.lost)
+
+    @property
+    def live_groups(self) -> tuple[int, ...]:
+        """Return the numbers of the groups that have lost no rank."""
+        lost = set(self.lost)
+        return tuple(g for g in self.topology.alive if not lost.intersection(self.topology.members(g)))
+
+    @property
+    def steps_at_worker(self) -> bool:
+        """Return whether the user's optimizer steps on every rank, so that groups have weights of their own."""
+        return self.method.steps_at == "worker"
+
+    @property
+    def servers(self) -> int:
+        """Return the number of servers that divide this rank's exchanged parameters among them."""
+        return 1 if self.control is None or self.is_sharded else self.control.shards
+
+    @property
+    def server_address(self) -> str:
+        return self.control.address if self.control else ""
+
+    @property
+    def compute_group(self) -> Any:
+        """Return the process group of this rank's compute group, which `broadcast_initial` and `regroup` create."""
+        return self.process_groups.compute(self.topology)
+
+    @property
+    def replica_group(self) -> Any:
+        """Return the process group of the compute group's ranks that have the same part of the model as this one."""
+        return self.process_groups.compute(self._alike)
+
+    @property
+    def holder_group(self) -> Any:
+        """Return the process group of the ranks with which this one holds a replica of the model."""
+        return self.process_groups.compute(self.holders)
+
+    def steps_here(self, part: Part) -> bool:
+        """Return whether the user's optimizer steps this part on every rank."""
+        return self.steps_at_worker and part.head is None
+
+    def split_of(self, part: Part, servers: int) -> Split:
+        """Return the division of an optimizer's parameters over this number of servers."""
+        layout = part.replica.layout
+        if part.split is None or part.split.layout is not layout or len(part.split.shares) != servers:
+            at_servers = None if self.steps_here(part) else part.optimizer
+            if part.head is not None:
+                part.split = Split.whole(layout, servers)
+            else:
+                part.split = Split.of(layout, servers, is_elementwise(self.method, at_servers))
+        return part.split
+
+    def empty(self, nbytes: int) -> Tensor:
+        """Return memory for exchanges with the server: see `Control.empty`."""
+        assert self.control is not None
+        return self.control.empty(nbytes)
+
+    def learn_names(self, module: Module) -> None:
+        """Record a module's names of its parameters, and make those unique that another module has, too."""
+        taken = set(self.names.values())
+        for name, parameter in module.named_parameters():
+            if parameter not in self.names:
+                while name in taken:
+                    name += "'"
+                self.names[parameter] = name
+                taken.add(name)
+
+    # --- Among all ranks ---------------------------------------------------------------------------------------------
+
+    def all_reduce_max(self, numbers: Sequence[int]) -> list[int]:
+        """Return the largest of each number over all live ranks."""
+        groups = self.process_groups
+        return groups.largest(numbers, groups.live if self.control is not None else groups.original)
+
+    def broadcast_text(self, text: str) -> str:
+        """Return rank 0's text on every rank, while there is one group, or none yet. All ranks call it."""
+        if not self.is_synchronous:
+            return self._broadcast_text_with_torch(text)
+        return self.process_groups.broadcast_text(text, self.compute_group)
+
+    def _broadcast_text_with_torch(self, text: str) -> str:
+        return self.process_groups.broadcast_text(text, self.process_groups.original)
+
+    def broadcast_from_recorder(self, tree: Any) -> Any:
+        """Return the recorder's tree on every live rank; this rank's own, if the recorder has died meanwhile.
+
+        Args:
+            tree: plain values and tensors; small ones, because each byte is sent as a number.
+        """
+        packed, buffer = pack(tree)
+        mine = msgspec.msgpack.encode((packed, bytes(buffer.numpy()))) if self.is_recorder else b""
+        [length] = self.all_reduce_max([len(mine)])
+        data = bytes(self.all_reduce_max([*mine] or [0] * length)) if length else b""
+        if not any(data):
+            return tree
+        packed, values = msgspec.msgpack.decode(data, type=tuple[Packed, bytes])
+        return unpack(packed, torch.tensor([*values], dtype=torch.uint8), copy=True)
+
+    def barrier(self) -> None:
+        self.process_groups.barrier()
+
+
+def _count_ranks_per_node(size: int) -> list[int]:
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", size))  # set by torchrun
+    full, rest = divmod(size, local)
+    return [local] * full + ([rest] if rest else [])

@@ -1,0 +1,354 @@
+"""The parameter servers of a run: processes that its ranks start, or a server that runs already at an address."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
+
+from lightning_omni.errors import ConfigurationError, OmniError
+from lightning_omni.methods import Method
+from lightning_omni.methods.model.master import class_path
+from lightning_omni.methods.model.modules import class_paths, describe_module
+from lightning_omni.registry import to_wire
+from lightning_omni.runtime.model.meshes import shown
+from lightning_omni.runtime.model.replica import Part
+from lightning_omni.runtime.options import WorldOptions
+from lightning_omni.transport.base import Transport
+from lightning_omni.transport.serving import ServerProcess
+from lightning_omni.transport.serving.process import ServerSettings
+from lightning_omni.transport.serving.supervisor import GAVE_UP, RESTARTS, SOON
+from lightning_omni.transport.zeromq.addresses import PrivateDirectory
+from lightning_omni.transport.zeromq.keys import ENVIRONMENT, key_of_environment, new_key
+from lightning_omni.transport.zeromq.keys import load as load_key
+from lightning_omni.wire.formats.base import WireFormat
+
+_log = logging.getLogger(__name__)
+
+
+class Keeper:
+    """A thread that restarts the embedded server when its process (with its supervisor) has ended and the run has not.
+
+    Args:
+        process: the server's process.
+        again: settings of the server that replaces it.
+    """
+
+    def __init__(self, process: ServerProcess, again: ServerSettings) -> None:
+        self._process, self._again = process, again
+        self._lock = threading.Lock()
+        self._stopping = False
+        threading.Thread(target=self._keep, name="omni-keeper", daemon=True).start()
+
+    def stop(self) -> None:
+        with self._lock:
+            self._stopping = True
+        self._process.stop()
+
+    def _keep(self) -> None:
+        fallen = 0  # ends in a row, each soon after its start
+        while fallen < RESTARTS:
+            began = time.monotonic()
+            status = self._process.wait()
+            fallen = fallen + 1 if time.monotonic() - began < SOON else 0
+            with self._lock:
+                if self._stopping:
+                    return
+                if status == GAVE_UP:
+                    _log.error("the parameter server has ended too often, and is not restarted any more")
+                    return
+                _log.warning("the parameter server's process has ended with status %d; restarting it", status)
+                self._process = ServerProcess(self._again)
+            try:
+                self._process.address()
+            except OmniError as error:
+                if not self._stopping:
+                    _log.error("the parameter server could not be restarted: %s", error)
+                return
+        _log.error("the parameter server has ended %d times in a row; it is not restarted any more", fallen)
+
+
+class RunServer:
+    """The server of a run, or its several servers, each with a share of the weights: it starts, finds and ends them.
+
+    Args:
+        rank: this rank. Rank 0 starts the server; with one server per node, the first rank of each node starts that.
+        options: the run's options.
+        ranks_per_node: number of ranks on each node.
+        shares: required number of servers, one for each share, where ranks hold a model together; None for the number
+            in the options.
+
+    Attributes:
+        transport: the transport to the servers.
+        process: process of the embedded server, on rank 0; a process that was started in advance may be set here.
+    """
+
+    def __init__(
+        self, rank: int, options: WorldOptions, ranks_per_node: Sequence[int], shares: int | None = None
+    ) -> None:
+        self._rank, self._options, self._ranks_per_node, self._needed = rank, options, ranks_per_node, shares
+        self._key = b""
+        self.transport = options.resolved_transport()
+        self.process: ServerProcess | None = None
+        self._shares: dict[int, ServerProcess] = {}  # further servers that this rank starts, by number
+        self._states: PrivateDirectory | None = None
+        self._dismissed: list[tuple[list[ServerProcess], PrivateDirectory | None]] = []
+        self._keeper: Keeper | None = None
+        self._taught: tuple[Method, Sequence[Part]] | None = None
+        self._failure: Exception | None = None
+
+    @property
+    def count(self) -> int:
+        """Return the number of servers, each of which holds a share of the weights, if the run starts them."""
+        if self._needed is not None:
+            return self._needed
+        return self.nodes if self._options.servers == "per-node" else self._options.servers
+
+    @property
+    def nodes(self) -> int:
+        return len(self._ranks_per_node)
+
+    @property
+    def node(self) -> int | None:
+        """Return the node that all servers are on; None if it is unknown, or if each node has a server."""
+        return 0 if self._options.server is None and not self.per_node else None
+
+    def nodes_of(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """Return the node of each rank; empty if all are on one, or if some belong to another launcher."""
+        known = [node for node, count in enumerate(self._ranks_per_node) for _ in range(count)]
+        found = tuple(known[rank] for rank in ranks if rank < len(known))
+        return found if len(found) == len(ranks) and len(set(found)) > 1 else ()
+
+    @property
+    def per_node(self) -> bool:
+        return self._options.servers == "per-node" and self.count > 1
+
+    @property
+    def _own_shares(self) -> Sequence[int]:
+        """Return the numbers of the servers that this rank starts, without the coordinating one."""
+        if self._options.servers != "per-node":
+            return range(1, self.count) if self._rank == 0 else ()
+        firsts = itertools.accumulate(self._ranks_per_node[:-1])
+        return [number for number, first in enumerate(firsts, 1) if first == self._rank]
+
+    @property
+    def is_on_this_node_only(self) -> bool:
+        """Return whether all ranks are on the node of rank 0."""
+        return self.nodes == 1
+
+    def check(self, shards: int, address: str) -> None:
+        """Raise `ConfigurationError` if ``shards``, the number of servers at an address, is not the required one."""
+        if self._needed is None or shards == self._needed:
+            return
+        if self._options.join:
+            raise ConfigurationError(
+                f"{shown(self._options.inside)} and {self._needed} ranks, each of which exchanges a share:"
+                f" the server at {address} is one of {shards}; all groups of the run need as many shards as there are"
+                " servers (lightning-omni serve --shards N), and shards= if they have more ranks"
+            )
+        raise ConfigurationError(
+            f"{shown(self._options.inside)} and {self._needed} ranks, each of which exchanges a share:"
+            f" the server at {address} is one of {shards}; start it and the others with lightning-omni serve"
+            f" --shards {self._needed}, or leave server= out"
+        )
+
+    def start(self, method: Method, parts: Iterable[Part]) -> None:
+        """Start this rank's servers without waiting, so that they start up meanwhile."""
+        if self._options.server is not None:
+            return
+        self._taught = method, list(parts)
+        for number in self._own_shares:
+            if number not in self._shares:
+                self._shares[number] = ServerProcess()
+        if self._rank != 0:
+            return
+        if self._options.servers == "per-node" and self.count == 1:
+            _log.info('servers="per-node" on one node is one server')
+        self._failure = None
+        try:
+            if self.process is None:
+                self.process = ServerProcess()
+            if not self.process.is_told:
+                self._key = key_of_environment() or new_key()
+                self._states = self._states or self._place_for_states(self._taught[1])
+                self.process.configure(self._settings(method, self._taught[1]))
+        except (OSError, ConfigurationError) as error:  # the other ranks wait in `find`, which reports it
+            self._failure = error
+
+    def share(self, address: str, key: bytes) -> None:
+        """Configure the further servers that this rank has started to join the coordinating one, and wait for them.
+
+        Raises:
+            ConfigurationError: a server could not be started.
+        """
+        if self._taught is None:
+            return
+        settings = self._settings(*self._taught)
+        for number, process in self._shares.items():
+            if not process.is_told:
+                # On rank 0's node it has the same host; elsewhere the address from which it reaches rank 0's server.
+                host = settings.host if self._rank == 0 else ""
+                own = {"key": key.hex(), "host": host, "shard": number, "coordinator": address, "record": ""}
+                process.configure(msgspec.structs.replace(settings, **own))
+        for process in self._shares.values():
+            process.address()
+
+    def dismiss(self) -> None:
+        """End servers that no rank has joined, without waiting: they may still be importing torch."""
+        processes = [*([self.process] if self.process is not None else []), *self._shares.values()]
+        for process in processes:
+            process.dismiss()
+        self._dismissed.append((processes, self._states))
+        self.process, self._states, self._shares, self._failure = None, None, {}, None
+
+    def stop(self, has_failed: bool = False) -> None:
+        """End the embedded servers, and wait for them and for those that were dismissed.
+
+        Args:
+            has_failed: whether this rank has failed, and not the run: its further servers then continue.
+        """
+        if self._keeper is not None:
+            self._keeper.stop()
+            self._keeper = self.process = None
+        if self.process is not None:
+            self.process.stop()
+            self.process = None
+        if self._states is not None:
+            self._states.remove()
+            self._states = None
+        for process in self._shares.values():  # they end with the one that coordinates
+            process.leave() if has_failed and self._rank else process.stop()
+        for processes, states in self._dismissed:
+            for process in processes:
+                process.stop()
+            if states is not None:
+                states.remove()
+        self._shares, self._dismissed, self._failure = {}, [], None
+
+    def find(self, broadcast_text: Callable[[str], str]) -> tuple[str, bytes, str]:
+        """Return address, key and a name for the run, which rank 0 sends to all; its failure is an error on all ranks.
+
+        Raises:
+            ConfigurationError: there is no server, and none could be started.
+        """
+        found: dict[str, str] = {}
+        failure: Exception | None = None
+        if self._rank == 0:
+            try:
+                if self._failure is not None:
+                    raise self._failure
+                if self._options.server is None:
+                    assert self.process is not None
+                    # A key that all ranks were given is not sent, because these connections are not encrypted.
+                    key = ENVIRONMENT if key_of_environment() else self._key.hex()
+                    address = self.process.address()
+                    if self._states is not None and self._taught is not None and self._keeper is None:
+                        again = msgspec.structs.replace(self._settings(*self._taught), again=address)
+                        self._keeper = Keeper(self.process, again)
+                    found = {"address": self.published(address), "key": key}
+                else:
+                    found = {"address": self._options.server, "key": ""}
+            except Exception as error:
+                failure, found = error, {"error": str(error)}
+            found["run"] = secrets.token_hex(8)
+        found = json.loads(broadcast_text(json.dumps(found)))
+        if failure is not None:
+            raise failure
+        if "error" in found:
+            raise ConfigurationError(f"rank 0 could not start the parameter server: {found['error']}")
+        return found["address"], self._key_of(found["key"]), found["run"]
+
+    @staticmethod
+    def _key_of(text: str) -> bytes:
+        if text != ENVIRONMENT:
+            return bytes.fromhex(text) if text else load_key()
+        key = key_of_environment()
+        if key is None:
+            raise ConfigurationError(
+                f"rank 0 has its key from the environment variable {ENVIRONMENT}, and this rank has none: set it to the"
+                " same key for all ranks, or for none"
+            )
+        return key
+
+    def published(self, address: str) -> str:
+        """Return an address of this machine as the other ranks can reach it."""
+        return address.replace("//0.0.0.0:", f"//{_main_host()}:")
+
+    def _settings(self, method: Method, parts: Sequence[Part]) -> ServerSettings:
+        options = self._options
+        wire = options.resolved_wire()
+        return ServerSettings(
+            key=self._key.hex(),
+            host=self._host(),
+            port=0,
+            heartbeat_timeout=options.heartbeat_timeout,
+            join_timeout=options.timeout.total_seconds(),
+            threads=options.server_threads,
+            allow_optimizers=tuple({class_path(type(part.optimizer)) for part in parts}),
+            methods=_foreign(method),
+            allow_modules=tuple(
+                path for part in parts if part.head for path in class_paths(describe_module(part.head[1]))
+            ),
+            record=os.path.abspath(options.record) if options.record else "",
+            wire_formats=tuple({*_foreign(wire.pushes), *_foreign(wire.answers)}),
+            transport=to_wire(self.transport),
+            transports=_foreign(self.transport),
+            shards=self.count,
+            state=str(self._states.path / "state") if self._states is not None else "",
+            save_every=options.save_every or 0.0,
+            progress_timeout=options.progress_timeout,
+        )
+
+    def _place_for_states(self, parts: Sequence[Part]) -> PrivateDirectory | None:
+        """Create the directory for the server's saved state; return None if the run ends with its server."""
+        options = self._options
+        goes_on = type(self.transport).serve_again is not Transport.serve_again
+        if options.save_every is None or options.record or not goes_on or any(part.head for part in parts):
+            return None
+        if self.count > 1:
+            return None
+        try:
+            return PrivateDirectory()
+        except ConfigurationError as error:
+            _log.warning("the parameter server's state is not saved, and its loss would end the run: %s", error)
+            return None
+
+    def _host(self) -> str:
+        if self._options.host is not None:
+            return self._options.host
+        if self.is_on_this_node_only:
+            return ""
+        address = _resolve(_main_host())
+        # Many systems resolve their own name to 127.0.1.1; other nodes reach this one at another address.
+        return "0.0.0.0" if _is_loopback(address) and not _is_loopback(_main_host()) else address
+
+
+def _foreign(value: Method | WireFormat | Transport) -> tuple[str, ...]:
+    """Return the class that the server must import for a value; empty if it is one of this package."""
+    kind = type(value)
+    return () if kind.__module__.startswith("lightning_omni.") else (class_path(kind),)
+
+
+def _main_host() -> str:
+    return os.environ.get("MASTER_ADDR") or socket.gethostname()
+
+
+def _resolve(host: str) -> str:
+    """Return the address of a host, IPv4 if it has one; for an unknown host, 0.0.0.0 (all of this machine)."""
+    try:
+        found = sorted(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM), key=lambda each: each[0])
+    except OSError:
+        return "0.0.0.0"
+    return str(found[0][4][0])
+
+
+def _is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")

@@ -1,0 +1,134 @@
+"""A group's part in validations while groups train: it claims one, evaluates a snapshot of the weights, and reports.
+
+Every rank of a group makes the same calls. The evaluation itself and the use of its result are not handled here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+from lightning_omni.methods import Pulled
+from lightning_omni.runtime.exchange.channel import Channel
+from lightning_omni.runtime.model.external_writes import Edits
+from lightning_omni.runtime.model.replica import fingerprint
+from lightning_omni.runtime.parallel_state import Place
+from lightning_omni.runtime.state.server_store import ServerSnapshot
+from lightning_omni.topology import RECORDER
+from lightning_omni.wire import messages as m
+from lightning_omni.wire.codec import pack, unpack
+from lightning_omni.wire.cut import Cut
+
+_SAMPLED = 1 << 12
+"""Number of a parameter's elements by which it is recognized."""
+_Answer = TypeVar("_Answer", bound=m.Message)
+
+
+class Versions:
+    """The published weights of validations, for one rank."""
+
+    def __init__(self, place: Place, channel: Channel, edits: Edits) -> None:
+        self._place, self._channel, self._edits = place, channel, edits
+        self._evaluated: list[list[int]] = []
+
+    def claim(self, epoch: int, passed: int) -> int:
+        """Report that this group has passed ``passed`` validation points of the epoch.
+
+        Returns:
+            The number of the validation that it is to evaluate, or 0.
+        """
+        message = m.ClaimValidation(epoch=epoch, generation=self._place.generation, passed=passed)
+        return self._ask(message, m.ValidationClaimed).number
+
+    def ask(self) -> m.Validations:
+        return self._ask(m.AskValidations(), m.Validations)
+
+    @contextmanager
+    def loaded(self, number: int) -> Iterator[Cut]:
+        """Load the weights of a validation, claimed by this group, in this context; then restore the group's own.
+
+        Yields:
+            The cut of the weights, on the leader; an empty one on its peers.
+        """
+        for part in self._place.parts:
+            self._edits.check(part)
+        self._channel.finish_exchanges()
+        snapshot = self._channel.store.snapshot(with_state=False, version=number) if self._place.is_leader else None
+        for index in range(len(self._place.parts)):
+            self._load(index, snapshot)
+        self._evaluated.append(self._marks())
+        try:
+            yield Cut() if snapshot is None else snapshot.cut
+        finally:
+            for part in self._place.parts:
+                part.replica.restore()
+
+    @contextmanager
+    def own_weights(self) -> Iterator[None]:
+        """Keep the group's weights if hooks in this context restore those that they have saved when a validation began.
+
+        Those are weights of the validation, and outdated. Other writes in this context are edits, as elsewhere.
+        """
+        if not self._evaluated:
+            yield
+            return
+        own = [(weight, weight.clone()) for part in self._place.parts for weight in part.replica.weights()]
+        before = self._marks()
+        yield
+        after = self._marks()
+        if after != before and after in self._evaluated:
+            for weight, value in own:
+                weight.copy_(value)
+
+    def forget_evaluated(self) -> None:
+        """Forget the evaluated weights, once callbacks have handled the end of all validations of this group."""
+        self._evaluated.clear()
+
+    def _marks(self) -> list[int]:
+        return [fingerprint(each, _SAMPLED) for part in self._place.parts for each in part.replica.ordered]
+
+    def _load(self, index: int, snapshot: ServerSnapshot | None) -> None:
+        replica = self._place.parts[index].replica
+        memory = torch.zeros(replica.layout.nbytes, dtype=torch.uint8)
+        tensors, clock = replica.layout.views(memory), replica.clock
+        if snapshot is not None:
+            weights = snapshot.parts[index]["weights"]
+            for name, tensor in zip(replica.parameters, tensors, strict=True):
+                tensor.copy_(weights[name])
+        self._channel.members.broadcast(memory)
+        replica.stash()
+        replica.load(Pulled(tensors, clock))
+
+    def publish(self, number: int, result: dict[str, Any]) -> None:
+        """Publish the result of a validation to all ranks. Every member calls it; the leader sends its own."""
+        if self._place.is_leader:
+            packed, buffer = pack(result)
+            message = m.PublishEvaluation(number=number, packed=packed, nbytes=buffer.numel())
+            self._channel.ask(message, m.EvaluationPublished, buffer)
+
+    def read(self, number: int) -> dict[str, Any] | None:
+        """Return the result of a complete validation; None if its group died meanwhile."""
+        evaluation, buffer = self._channel.ask(m.ReadEvaluation(number=number), m.Evaluation)
+        if evaluation.is_void:
+            return None
+        tree: dict[str, Any] = unpack(evaluation.packed, buffer, copy=True)
+        return tree
+
+    def ask_for_recorder(self) -> bool:
+        """Return whether the recorder is in this group, by the server's present status."""
+        if self._place.enlistment is None:
+            return RECORDER in self._place.members
+        is_here = self._place.follow_recorder(asks=self._place.is_leader)
+        return bool(self._channel.members.broadcast_bytes(b"here" if is_here else b""))
+
+    def release(self, number: int) -> None:
+        """Report, on the recorder, that no checkpoint of validations up to this one is saved any more."""
+        if self._place.is_recorder:
+            self._ask(m.ReleaseVersion(number=number), m.VersionReleased)
+
+    def _ask(self, message: m.Message, expect: type[_Answer]) -> _Answer:
+        assert self._place.control is not None
+        return self._place.control.request(message, expect)

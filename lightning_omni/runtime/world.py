@@ -1,0 +1,582 @@
+"""A rank's position in the run: its group, its phases, and the synchronization points of all ranks.
+
+`OmniOptimizer` and the Lightning strategy are built on `World`. It does no arithmetic on weights, and does not depend
+on Lightning. One rule governs everything here: inside the training epoch the default process group of torch.distributed
+is the compute group; elsewhere it is the whole live world.
+
+Each part of the world, in the order of its constructor, gets those before it, and none depends on the world.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+from lightning_omni.checks import plain
+from lightning_omni.errors import ConfigurationError, OmniError, RankLost, UnsupportedError, ending
+from lightning_omni.group.core import LastAnswer
+from lightning_omni.methods.model.head import check_mergeable, held_by_one
+from lightning_omni.methods.model.master import check_servable
+from lightning_omni.runtime.checks.first_steps import FirstSteps
+from lightning_omni.runtime.checks.leaving import Leaving
+from lightning_omni.runtime.checks.raw_steps import RawSteps
+from lightning_omni.runtime.exchange.channel import Channel, Traffic
+from lightning_omni.runtime.exchange.connection import LEARN, Connection
+from lightning_omni.runtime.executor import Exchanging, Executor
+from lightning_omni.runtime.membership.formation import Forming
+from lightning_omni.runtime.membership.group_join import LateGroup
+from lightning_omni.runtime.model.external_writes import Edits
+from lightning_omni.runtime.model.merged_head import RemoteHead
+from lightning_omni.runtime.model.parameter_groups import ParameterGroups
+from lightning_omni.runtime.model.replica import ModelReplica, Part
+from lightning_omni.runtime.model.sharded import (
+    check_sharded,
+    reshard,
+)
+from lightning_omni.runtime.model.wrapping import HeldModel, take_from_rank_zero
+from lightning_omni.runtime.options import WorldOptions
+from lightning_omni.runtime.parallel_state import Place
+from lightning_omni.runtime.process_groups import outlive
+from lightning_omni.runtime.state.transfer import Residuals, States
+from lightning_omni.runtime.validation import Versions
+from lightning_omni.topology import Topology, check_groups
+from lightning_omni.wire import messages as m
+
+_log = logging.getLogger(__name__)
+
+_END = "the end of training"
+"""The name of the last collective of a loop, in the message to ranks that call another one."""
+
+
+class World(Place):
+    """The compute groups of a run, as seen from this rank. Create it after ``torch.distributed.init_process_group``.
+
+    It is for loops without Lightning; with Lightning, use `OmniStrategy`. A loop needs `wrap`, `training`,
+    `enter_world`, `enter_compute` and perhaps `regroup`; the other methods are for `OmniStrategy`.
+
+    Args:
+        groups: number of compute groups, or None for one group per node.
+        device: device of the model's weights. By default it is the CPU, and with NCCL the process's current GPU, that
+            of ``torch.cuda.set_device``.
+        options: all other settings; ``groups`` overrides their ``groups``.
+        ranks_per_node: number of ranks on each node, in rank order; by default that of torchrun.
+
+    Attributes:
+        rank: this rank.
+        size: number of ranks.
+        group: number of this rank's compute group, from 0.
+        members: ranks of this rank's compute group.
+        options: all settings.
+
+    Raises:
+        ConfigurationError: an argument is wrong.
+
+    Example:
+        A loop without Lightning, run by ``torchrun --nproc-per-node 4 train.py``::
+
+            dist.init_process_group("gloo")
+            world = World(groups=2)
+            model = world.wrap(Net())
+            optimizer = OmniOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), world)
+            with world.training():
+                for x, y in batches(seed=world.rank):  # the same number on all members of a group
+                    optimizer.zero_grad()
+                    loss(model(x), y).backward()
+                    optimizer.step()
+
+        docs/quickstart.md has one with epochs, validation and checkpoints.
+    """
+
+    def __init__(
+        self,
+        groups: int | None = None,
+        device: torch.device | str | None = None,
+        options: WorldOptions | None = None,
+        ranks_per_node: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(groups, device, options, ranks_per_node)
+        self.heads: list[RemoteHead] = []
+        self.residuals = Residuals(self)
+        self.channel = Channel(self)
+        self.connection = Connection(self, self.channel)
+        self._forming = Forming(self, self.channel)
+        self.late_group = LateGroup(self, self.channel, self.connection)
+        self.parameter_groups = ParameterGroups(self, self.channel)
+        self.states = States(self, self.channel, self.residuals)
+        self.edits = Edits(self, self.channel, self.states)
+        self.versions = Versions(self, self.channel, self.edits)
+        self.held = HeldModel(self, lambda: self.executor.not_reduced())
+        self._raw_steps = RawSteps(self, lambda: self.executor)
+        self._local = Executor(self.heads)
+        self._exchanging = Exchanging(self, self.channel, self.parameter_groups, self.edits, self.heads)
+        self.wants_stop = self.is_finished = self.is_begun = self._is_in_loop = False
+        self.on_stop: Callable[[], None] | None = None
+        self.first_steps: FirstSteps | None = None
+        self._leaving: Leaving | None = None
+
+    @property
+    def executor(self) -> Executor:
+        """Return the way in which the ranks train together, for the present groups."""
+        return self._local if self.is_synchronous and self.enlistment is None else self._exchanging
+
+    # --- Life --------------------------------------------------------------------------------------------------------
+
+    def dismiss_server(self) -> None:
+        """End a server that was started because it might be needed, if there is one group and no rank has joined it."""
+        if self.control is None and not self.executor.exchanges:
+            self.server.dismiss()
+
+    def check_method(self, groups: int) -> None:
+        """Raise an error if the method does not allow this number of groups, or the server cannot import its class."""
+        self.method.check(groups)
+        for name, kind in (("method", type(self.method)), ("wire_format", type(self.core.wire_format))):
+            if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
+                raise UnsupportedError(
+                    f"{name}={kind.__qualname__}: it is defined in the script itself, where the parameter server cannot"
+                    " import it; move it to a module of its own"
+                )
+
+    def attach(
+        self,
+        optimizer: Optimizer,
+        parameters: Mapping[str, Parameter],
+        names: Callable[[], Mapping[Parameter, str]] = dict,
+        outside: Collection[Parameter] = (),
+    ) -> int:
+        """Attach an optimizer, before training begins, and return its number.
+
+        Args:
+            optimizer: the optimizer.
+            parameters: its exchanged parameters, by name.
+            names: returns the names of all the model's parameters, for those that are added mid-run.
+            outside: its other parameters.
+
+        Raises:
+            UnsupportedError: a parameter is in another optimizer already.
+        """
+        if self.options.is_sharded:
+            exchanged = {
+                name: each for name, each in parameters.items() if self.share is not None or each.requires_grad
+            }
+            check_sharded(exchanged, self.mesh, self.options.inside, self.replicas > 1)
+        replica = ModelReplica(parameters, optimizer, is_shared=self.is_sharded)
+        number = self._take_in(Part(optimizer, replica, names=names, outside=outside))
+        self.executor.check_parts()
+        return number
+
+    def attach_head(self, name: str, model: Module, optimizers: Sequence[Optimizer]) -> RemoteHead:
+        """Attach a submodule as a merged head, before training begins: see `lightning_omni.server.merged_head.head`.
+
+        `attach` attaches the optimizer that holds its parameters, too, for the other parameters.
+
+        Args:
+            name: the submodule's name in the model.
+            model: the whole model.
+            optimizers: all optimizers; one of them holds all parameters of the submodule.
+
+        Raises:
+            ConfigurationError: the submodule cannot be merged; the message names the reason.
+        """
+        module = check_mergeable(name, model)
+        optimizer, parameters = held_by_one(name, module, optimizers)
+        check_servable(optimizer)  # whatever the method, a head is stepped at the server
+        part = Part(optimizer, ModelReplica(parameters, optimizer), head=(name, module))
+        self.heads.append(
+            RemoteHead(self, self.channel, self.parameter_groups, part, self._take_in(part), name, module)
+        )
+        return self.heads[-1]
+
+    def _take_in(self, part: Part) -> int:
+        self.parts.append(part)
+        part.replica.divide(self.servers)
+        return self.core.attach(part.replica, is_head=part.head is not None)
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Raise `UnsupportedError` if the method cannot step this optimizer across groups."""
+        self._exchanging.check_optimizer(optimizer)
+
+    def detach_all(self) -> None:
+        self.parts = []
+        self.heads.clear()
+        self.core.detach_all()
+
+    def begin(self) -> None:
+        """Begin training, on every rank; with several groups, join the server and send it the recorder's weights."""
+        self.connection.open()
+        self.is_finished, self.is_begun = False, True
+        self.steps, self.core.last_answer, self.channel.traffic = 0, LastAnswer(), Traffic()
+        if not self.takes_part:  # otherwise the server gets changes since the group joined, before its first batch
+            self.parameter_groups.renew()
+        self.executor.check_parts()
+        self.held.average_over_replicas()  # refuses a hook that the user has set meanwhile
+        if self.executor.exchanges:
+            self.check_method(len(self.topology.alive))
+            if self.takes_part:
+                self.late_group.read_weights()
+            else:
+                self.connection.join()
+                self._form()
+                self.states.hand_out()
+            self.edits.begin()
+        self.executor.place_heads()
+        self.states.forget()
+        if self.enlistment is not None:
+            self.enlistment.close()
+
+    def take_part(self) -> m.Joined:
+        """Join a running run with this rank's group: see `LateGroup.take_part`. All of its ranks call it."""
+        self.executor.check_parts()
+        return self.late_group.take_part()
+
+    def agree_on_recorder(self) -> None:
+        """Agree inside a group on the recorder, which may change while groups compute. All members call it."""
+        if self.enlistment is not None and self.share is not None and self.is_computing:
+            self._is_with_recorder = self.channel.members.broadcast_bytes(str(self.is_recorder).encode()) == b"True"
+
+    def wait_for_members(self) -> None:
+        dist.barrier(group=self.compute_group)
+
+    def read_again(self) -> None:
+        """Load the server's weights again, if hooks have written this group's weights since it joined.
+
+        All ranks of the group call it, before its first batch.
+        """
+        self.late_group.read_again()
+        self.states.forget()
+        self.edits.begin()
+
+    @contextmanager
+    def training(self) -> Iterator[World]:
+        """Provide the context for a training loop without Lightning. At its end every rank has the weights to evaluate.
+
+        It starts the server, and each group trains separately at once. Buffers (BatchNorm's statistics) stay each
+        rank's own; `enter_world` with the model merges them.
+
+        Inside it `torch.distributed` has the ranks of this compute group, and so has a DistributedSampler that is
+        created there: to divide the samples among all ranks, create it before.
+
+        Raises:
+            UnsupportedError: a wrapped optimizer steps by itself while groups exchange; DDP over ranks of several
+                groups is called; or ``join=True`` was passed, which works with Lightning only.
+            ConfigurationError: the members of a group have not averaged their gradients; weights have moved without an
+                OmniOptimizer of this world, so that groups exchange nothing; or this is inside another loop.
+            RankLost: ranks have died in an earlier loop; or in this one, and it cannot continue without them; or the
+                members of a group have made different numbers of steps.
+        """
+        if self.enlistment is not None:
+            raise UnsupportedError(
+                "World.training() with join=True: a group that joins late must find its place in the epoch, which is"
+                " done for Lightning's loops; use OmniStrategy(join=True), or start all ranks together"
+            )
+        is_part = dist.get_world_size() < self.size
+        if (self.is_begun and self.executor.exchanges) or (is_part and not self.ever_lost):
+            raise ConfigurationError(
+                "world.training() inside `with world.training():`, of this World or another one: one loop trains all"
+                " that the OmniOptimizers of one World hold, and further epochs belong into it; make all of them before"
+            )
+        if is_part:
+            raise RankLost(
+                f"world.training(): an earlier loop has lost the ranks {', '.join(map(str, sorted(self.ever_lost)))},"
+                f" and a loop begins with all {self.size}; start the script again, from a checkpoint"
+            )
+        self.ever_lost.clear()  # those that left an earlier loop, with an exception that was caught, are here again
+        try:
+            self._share_weights()
+            self.states.agree()
+            self.begin()
+            self.enter_compute()
+            before = self._clocks if self.executor.exchanges else None
+            with self._guarded() as leaving:
+                yield self
+            self._synchronize(_END)
+            if self._clocks == before:
+                self._warn_of_no_update(leaving.steps)
+            self._forget_own()
+            if self.hands_over and self.executor.control is not None:
+                self.states.take_back()
+            self.close()
+        except BaseException as error:
+            self.explain(error)
+            self.fail(error)
+            self._forget_own()
+            raise
+
+    def _forget_own(self) -> None:
+        """Drop the state that only this group has (an exchange in flight, for example): no further loop may use it."""
+        self.is_computing = False
+        for part in self.parts:
+            part.replica.abandon()
+
+    @property
+    def _clocks(self) -> list[int]:
+        return [part.replica.clock for part in self.parts]
+
+    def _warn_of_no_update(self, steps: int) -> None:
+        """Warn if groups have trained in a loop without an update of the server, whose weights all ranks have now."""
+        if steps and self.executor.exchanges and self.method.evaluated != "mean" and self.is_recorder:
+            _log.warning(
+                "world.training(): the parameter server has made no update in the %d steps of this rank's group, none"
+                " of which is in the model: with %r a group pushes every %d steps; pass settings with which it pushes"
+                " more often, or train for longer",
+                *(steps, self.method, self.method.push_period),
+            )
+
+    @contextmanager
+    def _guarded(self) -> Iterator[Leaving]:
+        """Refuse in this context whatever would let groups train without exchanges."""
+        if not self.options.is_sharded:
+            self.first_steps = FirstSteps(self.members, self.compute_group, self.reduction.check_reduced)
+        self._is_in_loop = True
+        leaving = self._leaving = Leaving(self)
+        first_steps = nullcontext() if self.first_steps is None else self.first_steps.watch()
+        try:
+            with first_steps, leaving.watch(), self._raw_steps.watch(lambda: leaving.steps):
+                yield leaving
+            self._check_left()
+        finally:
+            self.first_steps = self._leaving = None
+            self._is_in_loop = False
+            self.edits.watch(None)
+
+    def _check_left(self) -> None:
+        if self._leaving is not None:
+            self._leaving.check()
+
+    def _share_weights(self) -> None:
+        """Copy rank 0's weights to all ranks: the module may be unwrapped, or have been loaded on some ranks since.
+
+        Raises:
+            ConfigurationError: the optimizers of another rank hold other parameters.
+        """
+        if not self.executor.exchanges:
+            return
+        self.parameter_groups.agree()
+        if not self.options.is_sharded:
+            take_from_rank_zero(named for part in self.parts for named in part.replica.parameters.items())
+
+    def check_step(self) -> None:
+        """Raise `ConfigurationError` if a loop without Lightning steps while the groups are synchronized.
+
+        They stay so until `enter_compute`. Later calls of `enter_world` would do nothing, and ranks would evaluate
+        other weights.
+        """
+        if self._leaving is not None:
+            self._leaving.steps += 1
+        if self._is_in_loop and self.executor.exchanges and not self.is_computing:
+            raise ConfigurationError(
+                "OmniOptimizer.step() after world.enter_world(), where all groups are synchronized: call"
+                " world.enter_compute() before they train on"
+            )
+
+    def step_done(self) -> None:
+        if self._leaving is not None:
+            self._leaving.step_done()
+
+    def explain(self, error: BaseException) -> None:
+        """Name another rank's failure in this error, if it is the cause. Call it before `fail`.
+
+        A rank that waits in a collective gets only a broken connection, often before the server knows the reason.
+        """
+        if not _is_of_a_collective(error):
+            return
+        if self.control is None:
+            time.sleep(LEARN)  # the rank that failed first must end first: launchers name it
+            return
+        cause = self.control.wait_for_end(LEARN)
+        if cause is not None:
+            error.args = (f"{cause} (here: {error})",)
+
+    def fail(self, error: BaseException, where: str = "") -> None:
+        """End this rank's run with an error, and report it to the server, so that no other rank waits for this one."""
+        self.is_begun = False
+        how = f"has lost its group: {error}" if _is_of_a_loss(error) else ending(error)
+        # A rank that has trained to the end has not failed, whatever happens afterwards.
+        self.connection.leave("" if self.is_finished else f"rank {self.rank} {how}{where}")
+        self._close_connections(has_failed=True)
+        self.abandon_groups()
+
+    def close(self) -> None:
+        """Leave the run in good order, stop the embedded server, and restore the default process group."""
+        self.residuals.warn_of_remainder()
+        groups, after = self.process_groups, self.process_groups.original
+        try:
+            if self.control is not None and self.enlistment is None:
+                # No rank stops the server while others still need it. If the ranks here continue, they do so without
+                # the lost ones, of which they may learn at different times.
+                live = tuple(rank for rank, _ in self.channel.synchronize(_END, b""))
+                if len(live) < self.size:
+                    survivors = Topology((live,))
+                    groups.make(survivors, self.channel.gather)
+                    after = groups.compute(survivors)
+                    outlive(after, sorted({*range(self.size)} - {*live}))
+        except OmniError:
+            if not self.is_finished:
+                raise
+        groups.use(after)
+        self.is_computing = self.is_begun = False
+        self.connection.leave(has_finished=self.is_finished)
+        self._close_connections()
+        groups.leave()
+
+    def _close_connections(self, has_failed: bool = False) -> None:
+        self.connection.close()
+        self.executor.place_heads()
+        self.server.stop(has_failed)
+
+    # --- Phases ------------------------------------------------------------------------------------------------------
+
+    def enter_compute(self) -> None:
+        """Begin to train each group separately, at the start of an epoch or after a validation inside it."""
+        if self.executor.exchanges and not self.is_begun:
+            raise ConfigurationError(
+                "world.enter_compute() outside `with world.training():`, which calls it when it begins; call it there,"
+                " after world.enter_world()"
+            )
+        reshard(self.held.sharded)
+        self.executor.enter_compute()
+
+    def enter_world(self, module: Module | None = None) -> None:
+        """Synchronize the groups: every rank gets the weights to evaluate. This waits for all ranks.
+
+        Tensors that no optimizer moves become the same on all ranks: running statistics, and the parameters of a
+        `torch.optim.swa_utils.AveragedModel`, the mean over the groups; other buffers, and other parameters that were
+        written (a target network's, for example), those of rank 0. If the method has groups with weights of their own,
+        `enter_compute` restores these. If any rank ``wants_stop``, ``on_stop`` is called on all.
+
+        Args:
+            module: the model, with all that belongs to it (a ``ModuleList`` of the model and an average of its weights,
+                for example); with None each group keeps its own tensors.
+        """
+        if self._is_in_loop and self.is_computing:
+            self._check_left()
+            self.edits.watch(module)
+        self._synchronize(f"enter_world({'' if module is None else 'module'})", module)
+
+    def _synchronize(self, what: str, module: Module | None = None) -> None:
+        reshard(self.held.sharded)
+        stops = self.executor.enter_world(module, self.wants_stop, what)
+        if stops and self.on_stop is not None:
+            self.on_stop()
+
+    def wrap(self, module: Module, **ddp_options: Any) -> Module:
+        """Wrap a module in DistributedDataParallel over the compute group.
+
+        Initial weights are rank 0's. In a group of one rank the module itself is returned, and also where the members
+        of a group hold the model together: then it is sharded here, or was sharded on `mesh` before.
+
+        Args:
+            module: the model.
+            ddp_options: further arguments of DistributedDataParallel.
+
+        Raises:
+            ConfigurationError: the module has other parameters or buffers on another rank.
+        """
+        self._raw_steps.wrapped(module)
+        if self.options.is_sharded:
+            self.held.shard(module)
+            self.held.share_initial()
+        else:
+            self.broadcast_initial(module)
+        self.learn_names(module)
+        return module if self.options.is_sharded else self.held.wrap(module, ddp_options)
+
+    def broadcast_initial(self, module: Module) -> None:
+        """Copy the parameters and buffers of rank 0 to all ranks: see `HeldModel.broadcast_initial`."""
+        self.held.broadcast_initial(module)
+
+    # --- Regrouping --------------------------------------------------------------------------------------------------
+
+    def check_regroup(self, groups: int) -> None:
+        """Raise an error if these ranks cannot form this number of groups now: see `regroup`."""
+        if self.enlistment is not None:
+            raise UnsupportedError(
+                "join=True: groups that have joined on their own cannot form other groups, for ranks of different"
+                " launchers have no process group in common; start other groups instead"
+            )
+        if not self.is_begun:
+            raise ConfigurationError(
+                f"World.regroup({groups}) forms groups of ranks that train; call it inside `with world.training():`, on"
+                f" every rank at the same step, and to begin with other groups pass groups={groups} to World"
+            )
+        check_groups(groups, len(self.live_ranks), self.shards)
+        if groups > 1:
+            self.check_method(groups)
+        if self.is_sharded:
+            has_replicas = len(self.live_ranks) > groups * self.shards
+            for part in self.parts:
+                check_sharded(part.replica.parameters, self.mesh, self.options.inside, has_replicas)
+
+    def regroup(
+        self, groups: int, module: Module | None = None, speeds: Mapping[int, float] | None = None
+    ) -> tuple[tuple[int, int], ...]:
+        """Change the number of groups, and keep weights and optimizer state. All live ranks call it, at the same step.
+
+        In a loop without Lightning, `wrap` the module again afterwards: ``model = world.wrap(net)``. A module that was
+        wrapped before averages gradients in the earlier groups, and a step with these is refused.
+
+        Args:
+            groups: the new number of groups.
+            module: as in `enter_world`.
+            speeds: each live rank's samples per second, the same on all ranks: ranks of similar speed form a group.
+                None forms groups in the order of ranks.
+
+        Returns:
+            The ranges of the epoch that the server knows to be trained, if there is one group from here on.
+
+        Raises:
+            ConfigurationError: ``groups`` is out of range, or this is outside `training`.
+        """
+        self.check_regroup(groups)
+        groups = plain(groups)
+        before, computing = self.executor, self.is_computing
+        if before.exchanges:
+            self.parameter_groups.follow_all()
+        else:
+            self.parameter_groups.agree()
+        self.enter_world(module)
+        if not before.exchanges:
+            if groups == 1:
+                return ()
+            self.connection.join()
+        self._form(groups, speeds, keeps_epoch=before.exchanges)
+        self.parameter_groups.check_alike()
+        self.executor.check_parts()
+        spans = self.states.hand_over(was_synchronous=not before.exchanges)
+        if not before.exchanges:
+            self.edits.begin()
+        self.executor.place_heads()
+        if not self.executor.exchanges:
+            self.process_groups.use(self.compute_group)
+        elif computing or not before.exchanges:
+            self.enter_compute()
+        if self.first_steps is not None:
+            self.first_steps.renew(self.members, self.compute_group)
+        return spans
+
+    def _form(
+        self, groups: int | None = None, speeds: Mapping[int, float] | None = None, keeps_epoch: bool = False
+    ) -> None:
+        self._forming.form(groups, speeds, keeps_epoch)
+        self.held.average_over_replicas()
+
+
+def _is_of_a_loss(error: BaseException) -> bool:
+    """Return whether a collective has failed because another rank, or the link to it, is gone."""
+    signs = ("connect", "network", "socket", "broken pipe", "timed out", "timeout")
+    return _is_of_a_collective(error) and any(sign in str(error).lower() for sign in signs)
+
+
+def _is_of_a_collective(error: BaseException) -> bool:
+    """Return whether torch.distributed raised an error; gloo's errors have no class of their own."""
+    names = ("gloo", "nccl")
+    return isinstance(error, dist.DistError) or (
+        type(error) is RuntimeError and any(name in str(error).lower() for name in names)
+    )

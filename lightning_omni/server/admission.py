@@ -1,0 +1,123 @@
+"""Admission of ranks and their connections.
+
+Rule 1: a rank is admitted by a proof that it holds the run's key, its data connection by one of that rank's process.
+Rule 2: a rank has one control connection and one data connection, and keeps those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lightning_omni.errors import Refused
+from lightning_omni.server.membership.roster import MOST_CHALLENGED, Member
+from lightning_omni.server.run_context import RunContext
+from lightning_omni.server.service import Out, Payload, Peer, Sender
+from lightning_omni.wire import messages as m
+from lightning_omni.wire import server_messages as sm
+from lightning_omni.wire.handshake import NONCE_BYTES, attach_mac, is_equal, server_mac
+
+
+class Admission:
+    """The service that admits ranks.
+
+    Args:
+        run: the run.
+        key: the run's shared secret.
+        random: returns a number of random bytes (nonces).
+        data_port: returns the port of the data socket, which every admitted rank is sent.
+        standing: returns the seconds for which ranks are to look for the server again when it is gone, its updates so
+            far, and its start time.
+    """
+
+    def __init__(
+        self,
+        run: RunContext,
+        key: bytes,
+        random: Callable[[int], bytes],
+        data_port: Callable[[], int],
+        standing: Callable[[], tuple[float, int, int]],
+    ) -> None:
+        self._roster, self._servers, self._limits, self._now = run.roster, run.servers, run.limits, run.now
+        self._key, self._random = key, random
+        self._data_port, self._standing = data_port, standing
+        self._attaching: dict[Peer, tuple[m.Attach, bytes]] = {}
+        self._attached: dict[Peer, int] = {}
+        self._data_peers: dict[int, Peer] = {}
+
+    @property
+    def attached(self) -> set[Peer]:
+        """Return the data connections of live ranks."""
+        out = self._roster.gone, self._roster.lost  # a server with a share receives the dead in the latter only
+        return {peer for peer, rank in self._attached.items() if not any(rank in ranks for ranks in out)}
+
+    def find(self, channel: m.Channel, peer: Peer) -> Member | None:
+        """Return the admitted rank behind a connection; None if there is none."""
+        if channel == m.DATA:
+            return self._roster.members[self._attached[peer]] if peer in self._attached else None
+        return self._roster.by_peer(peer)
+
+    def member_of(self, channel: m.Channel, peer: Peer) -> Member:
+        """Return the admitted rank behind a connection.
+
+        Raises:
+            Refused: the connection has not been admitted.
+        """
+        member = self.find(channel, peer)
+        if member is not None:
+            return member
+        if channel == m.DATA:
+            raise Refused("stranger", "attach first: this data connection has not been admitted")
+        raise Refused("stranger", "say Hello first: this connection has not been admitted")
+
+    def leader_peer(self, group: int) -> Peer:
+        """Return the data connection of a group's leader, or of its member that exchanges with this server."""
+        return self._data_peers[self._roster.formed.exchanges_with(group, self._servers.number)]
+
+    def data_connection(self, rank: int) -> tuple[Peer, bytes] | None:
+        """Return a live rank's data connection, and the secret that has opened it; None if there is none."""
+        if rank not in self._data_peers or rank in self._roster.gone:
+            return None
+        return self._data_peers[rank], self._roster.members[rank].session
+
+    def hello(self, sender: Sender, message: m.Hello, payload: Payload) -> list[Out]:
+        """Answer a rank's hello with a challenge."""
+        challenge = self._random(NONCE_BYTES)
+        self._roster.record_hello(sender.peer, message, challenge)
+        return [Out(sender.peer, m.CONTROL, m.Challenge(nonce=challenge))]
+
+    def admit(self, sender: Sender, message: m.Proof, payload: Payload) -> list[Out]:
+        """Admit a rank that proves that it holds the key."""
+        hello, challenge = self._roster.admit(sender.peer, message, self._now())
+        patience, clock, began = self._standing()
+        welcome = m.Welcome(
+            mac=server_mac(self._key, hello, challenge),
+            data_port=self._data_port(),
+            heartbeat_timeout=self._limits.heartbeat,
+            shards=self._servers.count,
+            patience=patience,
+            clock=clock,
+            began=began,
+        )
+        self._servers.send_to_all(sm.Admit(hello=hello, challenge=challenge, joins=self._roster.joining))
+        return [Out(sender.peer, m.CONTROL, welcome)]
+
+    def challenge(self, sender: Sender, message: m.Attach, payload: Payload) -> list[Out]:
+        """Answer a rank's request for a data connection with a challenge."""
+        challenge = self._random(NONCE_BYTES)
+        self._attaching[sender.peer] = (message, challenge)
+        while len(self._attaching) > MOST_CHALLENGED:
+            self._attaching.pop(next(iter(self._attaching)))
+        return [Out(sender.peer, m.DATA, m.AttachChallenge(nonce=challenge))]
+
+    def attach(self, sender: Sender, message: m.AttachProof, payload: Payload) -> list[Out]:
+        """Admit a data connection with a proof that the rank's own process is behind it."""
+        attach, challenge = self._attaching.pop(sender.peer, (None, b""))
+        member = self._roster.members.get(attach.rank) if attach is not None else None
+        secret = member.session if member is not None else b""
+        if attach is None or not secret or not is_equal(message.mac, attach_mac(secret, "rank", attach, challenge)):
+            raise Refused("stranger", "this proof opens nothing")
+        if attach.rank in self._data_peers:
+            raise Refused("attached", f"rank {attach.rank} has a data connection already; it keeps that one")
+        self._attached[sender.peer] = attach.rank
+        self._data_peers[attach.rank] = sender.peer
+        return [Out(sender.peer, m.DATA, m.Attached(mac=attach_mac(secret, "server", attach, challenge)))]

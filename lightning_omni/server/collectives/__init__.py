@@ -1,0 +1,1 @@
+"""Collectives of all live ranks: their contributions, and the points at which ranks wait for each other."""

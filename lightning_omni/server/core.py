@@ -1,0 +1,500 @@
+"""The server's state machine: messages and times are its input, messages its output. No sockets, clocks or threads.
+
+This module assembles the services. The table in `router` specifies the messages, their senders and their services;
+`membership` handles the forming and the end of groups; the services do everything else.
+
+Rule 1: a peer that has not been admitted may only send the table's messages of strangers; others are refused and
+counted.
+Rule 2: the outgoing weights are the live ones: the driver sends (or copies) them before the next message.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from lightning_omni.errors import CollectiveMismatch, MalformedMessage, OmniError, Refused
+from lightning_omni.methods.model.master import Resolve, resolver
+from lightning_omni.methods.model.modules import ResolveModule, module_resolver
+from lightning_omni.server.admission import Admission
+from lightning_omni.server.collectives.service import Synchronization
+from lightning_omni.server.epochs.epoch import Epochs
+from lightning_omni.server.epochs.service import DataLeasing
+from lightning_omni.server.log.record import Recorder
+from lightning_omni.server.log.recorder import Notes
+from lightning_omni.server.log.restore import Persistence, check_state
+from lightning_omni.server.membership.joining import Joining
+from lightning_omni.server.membership.roster import Roster
+from lightning_omni.server.membership.service import Membership
+from lightning_omni.server.membership.timeouts import TimeLimits
+from lightning_omni.server.merged_head.service import MergedHeads
+from lightning_omni.server.observers import Happening, Observers, RunObservation
+from lightning_omni.server.parameter_store import HeldShards
+from lightning_omni.server.replication import Coordinator, Follower, OneServer, Servers
+from lightning_omni.server.router import SHARD_TABLE, TABLE, Router, Row
+from lightning_omni.server.run_context import RunContext
+from lightning_omni.server.served_optimizer import Shard
+from lightning_omni.server.service import Out, Payload, Peer, Service
+from lightning_omni.server.snapshots import Snapshots
+from lightning_omni.server.status import Monitoring
+from lightning_omni.server.training import Training
+from lightning_omni.server.validation.service import Evaluations
+from lightning_omni.wire import messages as m
+from lightning_omni.wire import server_messages as sm
+from lightning_omni.wire.journal import Entry, Journal
+
+STRANGE = ("stranger", "key", "malformed")
+"""Codes of refusals that are counted, because their receivers are no ranks of the run, or send invalid messages."""
+
+
+class ServerCore:
+    """The parameter server, without its sockets.
+
+    Args:
+        key: the run's shared secret.
+        random: returns a number of random bytes (nonces).
+        heartbeat_timeout: seconds, ``heartbeat`` of `TimeLimits`.
+        joined_heartbeat_timeout: its ``joined_heartbeat``.
+        progress_timeout: its ``progress``; infinite for never.
+        join_timeout: its ``join``.
+        resolve: returns the class of an optimizer's class path.
+        resolve_module: returns the class of a merged head's module.
+        clock: returns seconds, to measure the server's arithmetic; None if this takes no time, as in virtual time.
+        record: function that takes every event of the weights, in order.
+        rows: messages in addition to the table, for ``services``.
+        services: your own services. Each is a class that is constructed once for every run, with this core.
+        shards: servers that hold a share of the weights each, this one among them.
+        shard: which of them this is; number 0 coordinates the others.
+
+    Attributes:
+        journal: journal of decisions since the state was saved; the code that saves the `state` sets its destination.
+        patience: seconds for which ranks look for this server again when it is gone, because another one will continue;
+            the code that saves its state sets it. 0 if no server will.
+        goes_on: whether it has continued the run of an earlier server.
+        on_save: called on a server that holds a share, with the number of the save, when the coordinating server
+            requests that all save their state.
+        on_run_over: called when the coordinating server reports the end of the run, before this server forgets the run.
+        key: the run's shared secret.
+        limits: time limits for waiting for ranks.
+        data_port: port reported to every admitted rank; the driver sets it.
+        about: returns a description of the server's process for observers; the driver sets it.
+        began: see `lightning_omni.wire.messages.Welcome`; the driver sets it.
+        strangers: messages refused because they were malformed or their sender had not been admitted.
+        roster: the ranks of the run.
+        notes: the event log of the weights.
+    """
+
+    def __init__(
+        self,
+        key: bytes,
+        random: Callable[[int], bytes],
+        heartbeat_timeout: float = 30.0,
+        join_timeout: float = 300.0,
+        resolve: Resolve | None = None,
+        record: Recorder | None = None,
+        resolve_module: ResolveModule | None = None,
+        clock: Callable[[], float] | None = None,
+        rows: Sequence[Row] = (),
+        services: Sequence[Callable[[ServerCore], Service]] = (),
+        shards: int = 1,
+        shard: int = 0,
+        progress_timeout: float = math.inf,
+        joined_heartbeat_timeout: float | None = None,
+    ) -> None:
+        self.key = key
+        self._random = random
+        # The coordinating server reports silent ranks to the others.
+        self.limits = (
+            TimeLimits()
+            if shard > 0
+            else TimeLimits(heartbeat_timeout, join_timeout, progress_timeout, joined_heartbeat_timeout)
+        )
+        self._resolve = resolve or resolver(())
+        self._resolve_module = resolve_module or module_resolver(())
+        self._clock = clock or self._last_now
+        self._record = record
+        self._more_services = tuple(services)
+        self._now = 0.0
+        self.servers: Servers
+        table: Sequence[Row] = TABLE
+        if shard > 0:
+            self.servers = Follower(shard, shards)
+        elif shards > 1:
+            self.servers = Coordinator(
+                key, random, shards, heartbeat_timeout, join_timeout, self._last_now, lambda: self.patience > 0
+            )
+            table = (*TABLE, *SHARD_TABLE)
+        else:
+            self.servers = OneServer()
+        self._table = (*table, *rows)
+        self.strangers = 0
+        self.data_port = 0
+        self.about: Callable[[], m.About] = m.About
+        self._observers = Observers(key, random)
+        self.journal = Journal()
+        self.patience, self.began = 0.0, 0
+        self.on_save: Callable[[int], None] = lambda number: None
+        self.on_run_over: Callable[[], None] = lambda: None
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the run, so that the next one may begin."""
+        self._now, self.roster, self.goes_on = 0.0, Roster(self.key), False
+        self._shards, self._epochs, servers = HeldShards(), Epochs(self.journal), self.servers
+        self.notes = Notes(self._record, self._shards, self._epochs, self._last_now, servers.count)
+        run = RunContext(
+            self.roster, self._shards, self._epochs, self.notes, self.journal, servers, self.limits, self._last_now
+        )
+        self._admission = Admission(
+            run, self.key, self._random, lambda: self.data_port, lambda: (self.patience, self.clock, self.began)
+        )
+        training = self._training = Training(run, self._admission)
+        self._synchronization = Synchronization(run, training, lambda *brought: self._router.forward(*brought))
+        self._evaluations = Evaluations(run, training)
+        self._monitoring = Monitoring(run, self._work_time, lambda: self.strangers, lambda: training.pushes)
+        self._observation = RunObservation(
+            run, self._monitoring, self._observers, lambda: self._membership.over, self._description
+        )
+        # The services are notified in this order.
+        services: list[Service] = [
+            servers,
+            self._synchronization,
+            DataLeasing(run, training),
+            training,
+            self._evaluations,
+            Snapshots(run, training, self._resolve, self._resolve_module),
+            MergedHeads(run, self._work_time),
+            self._monitoring,
+            self._observation,
+            Joining(run, self._synchronization, self._random, lambda *asked: self._membership.join(*asked)),
+            *(service(self) for service in self._more_services),
+        ]
+        self._membership = Membership(run, services, self._monitoring, self._synchronization)
+        self._persistence = Persistence(
+            run, self._membership, services, training, self._synchronization, self._evaluations
+        )
+        self._router = Router(self._table, [self._admission, self._membership, *services], self.roster, servers)
+        servers.begin(self._membership.end, lambda: self.roster.live)
+
+    # --- Called by the driver ----------------------------------------------------------------------------------------
+
+    def decode(self, channel: m.Channel, data: bytes | memoryview) -> m.Message:
+        """Decode a message of a channel.
+
+        Raises:
+            MalformedMessage: the bytes are no message of this channel.
+        """
+        return self._router.decode(channel, data)
+
+    def check_payload(self, peer: Peer, message: m.Message) -> int:
+        """Return the size of a data message's payload, before memory is allocated for it.
+
+        Raises:
+            ProtocolError: this peer may not send the message, or not this many bytes.
+        """
+        try:
+            return self._router.check_payload(peer, message)
+        except Refused as no:
+            self._count(no)
+            raise
+
+    def keeps_payload(self, message: m.Message) -> bool:
+        """Return whether a data message's payload is kept; if not, its memory may be reused after the answer."""
+        return self._router.keeps_payload(message)
+
+    def receive(self, channel: m.Channel, peer: Peer, message: m.Message, payload: Payload, now: float) -> list[Out]:
+        """Handle a message and its payload, and return the messages to send.
+
+        ``now`` is in seconds on any monotonic clock.
+        """
+        self._pass_time(self._now if self.servers.number else now)
+        self._monitoring.begin(message)
+        try:
+            return self._sent(self._router.route(channel, peer, message, payload, now))
+        except Refused as no:
+            self._count(no)
+            return self._sent([Out(peer, channel, m.RefusedMessage(code=no.code, reason=str(no)))])
+        except CollectiveMismatch as mismatch:
+            return self._sent(self._membership.end(str(mismatch)))
+        except OmniError as error:
+            return self._sent([Out(peer, channel, m.RefusedMessage(code="protocol", reason=str(error)))])
+
+    def follow(self, message: m.Message) -> list[Out]:
+        """Handle a message of the coordinating server, on a server that holds a share."""
+        servers = self.servers
+        assert isinstance(servers, Follower)
+        if not isinstance(message, sm.Told):
+            return []
+        self._pass_time(message.now)
+        self._monitoring.begin(message)
+        out = self._done_also(servers, message)
+        servers.done()
+        if isinstance(message, (sm.Admit, sm.Relay)):  # a rank waits for this report
+            servers.report()
+        return self._sent(out)
+
+    def shard_hello(self, address: str, nonce: bytes) -> sm.ShardHello:
+        """Return this server's first message to the coordinating server, with its data socket's address for ranks."""
+        servers = self.servers
+        return sm.ShardHello(
+            version=m.VERSION, shard=servers.number, shards=servers.count, address=address, nonce=nonce
+        )
+
+    def _done_also(self, servers: Follower, message: sm.Told) -> list[Out]:
+        match message:
+            case sm.Expire():
+                return self._training.expire(message.now)
+            case sm.Decide():
+                return servers.decide(message)
+            case sm.Idle():
+                return self._training.idle(message.rank)
+            case sm.Resume():
+                self._training.resume(message.rank)
+            case sm.Admit():
+                self.roster.take_in(_peer_of(message.hello.rank), message.hello, message.challenge, self._now)
+                self.roster.joining = self.roster.can_go_on = message.joins  # the coordinator reports the end
+            case sm.Relay():
+                return self._router.relay(_peer_of(message.rank), message.rank, message.message)
+            case sm.Lose():
+                return self._membership.lose(message.rank, message.reason)
+            case sm.Save():
+                self.on_save(message.number)
+            case sm.Redo():
+                self._persistence.redo(message.entry)
+            case sm.RunOver(reason=""):
+                if self.roster.run:  # else this server has seen the end first
+                    self.on_run_over()
+                self.reset()
+            case sm.RunOver():
+                return self._membership.end(message.reason)
+            case _:
+                raise MalformedMessage(f"{type(message).__name__} is nothing that a server is told to do")
+        return []
+
+    def _sent(self, out: list[Out]) -> list[Out]:
+        """Return the messages to send; a server that holds a share has no control connections to ranks."""
+        out = [each for each in out if each.peer]  # ranks that have not reconnected have no peer
+        if self.servers.number:
+            out = [each for each in out if each.channel == m.DATA]
+        return out + self.servers.drain()
+
+    def handed_over(self) -> None:
+        """Stop measuring the last message, whose answers have been passed to the socket."""
+        self._monitoring.end()
+
+    def refuse(self, channel: m.Channel, peer: Peer, reason: str) -> list[Out]:
+        """Count bytes that are no message, and answer with the reason."""
+        self.strangers += 1
+        return [Out(peer, channel, m.RefusedMessage(code="malformed", reason=reason))]
+
+    def tick(self, now: float) -> list[Out]:
+        """Pass the time: methods continue at requested times, and ranks that were silent for too long are lost."""
+        if self.servers.number:  # the coordinating server handles time limits
+            return self._sent(self.servers.tick(now))
+        self._pass_time(now)
+        self._monitoring.tick(now)
+        self._observation.tick(now)
+        # A method's answers must be passed to the socket before the loss of a rank can change the weights again.
+        out = self._training.expire(now) or self._membership.tick(now)
+        return self._sent(out + self.servers.tick(now))
+
+    @property
+    def due(self) -> float:
+        """Return the time at which a method needs a `tick`, on the clock of ``now``; infinite for never."""
+        return math.inf if self.servers.number else self._training.due
+
+    def lose(self, rank: int, reason: str) -> list[Out]:
+        """Evict the group of a dead rank; no rank waits for it any more."""
+        return self._sent(self._membership.lose(rank, reason))
+
+    def hang_up(self, peer: Peer) -> list[Out]:
+        """Handle the end of a control connection without a goodbye."""
+        self._observers.forget(peer)
+        self.roster.numbers.withdraw(peer)
+        return self._sent(self._membership.hang_up(peer) + self.servers.hang_up(peer))
+
+    def fail(self, reason: str) -> list[Out]:
+        """End the run, because this server cannot continue; every rank is notified."""
+        if isinstance(self.servers, Follower):
+            self.servers.fail(reason)
+            return self._sent([])
+        return self._sent(self._membership.end(f"the parameter server failed: {reason}"))
+
+    # --- Saved state -------------------------------------------------------------------------------------------------
+
+    @property
+    def has_state(self) -> bool:
+        """Return whether a run is under way that `state` can represent completely."""
+        return bool(self._shards.all) and not self._shards.heads and not self.over and not self.is_over
+
+    @property
+    def is_quiet(self) -> bool:
+        """Return whether no group waits for the answer to a push, so that a state represents all activity."""
+        return self._training.all_answered
+
+    @property
+    def missing(self) -> int:
+        """Return the number of pushes that an earlier server has answered after its last save."""
+        return self._training.missing
+
+    def state(self) -> dict[str, Any]:
+        """Return the state from which another server can continue the run, as plain values and live tensors.
+
+        It may be called between two messages, if `has_state`. Later decisions that ranks receive are written to the
+        `journal`.
+        """
+        return self._persistence.state()
+
+    def save_shares(self, number: int) -> None:
+        """Request that the other servers, which hold a share each, save their states of this moment.
+
+        ``number`` is the number of this save, different each time.
+        """
+        self.servers.send_to_all(sm.Save(number=number))
+
+    def share_ended(self, number: int, how: str) -> None:
+        """Record the end of another server's process; see `Coordinator.ended`."""
+        assert isinstance(self.servers, Coordinator)
+        self.servers.ended(number, how)
+
+    def load(self, state: Mapping[str, Any], journal: Iterable[Entry], now: float) -> None:
+        """Continue a run with the weights of a state, and with all decisions that ranks have received since.
+
+        Args:
+            state: the `state` of a server that is gone.
+            journal: the journal that this server has written since.
+            now: seconds on the clock of this server.
+
+        Raises:
+            ConfigurationError: this server cannot continue from the state.
+        """
+        check_state(state)
+        self.reset()
+        self._now, self.goes_on = now, True
+        self._persistence.load(state, journal, now)
+        self._pass_time(now)
+
+    # --- Status ------------------------------------------------------------------------------------------------------
+
+    @property
+    def over(self) -> str:
+        """Return why the run cannot continue, or an empty string."""
+        return self._membership.over
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether a run took place and all its ranks are gone."""
+        return self.roster.is_over
+
+    @property
+    def generation(self) -> int:
+        """Return the recorder's count of formings of groups."""
+        return self._membership.generation
+
+    @property
+    def peers(self) -> list[Peer]:
+        """Return the control connections of ranks that have not left, of other servers, and of observers.
+
+        They include groups that have requested rank numbers, even if further observers have displaced them, because the
+        end of these connections must be noticed.
+        """
+        if self.servers.number:
+            return []
+        watching = self._observers.peers + self.roster.numbers.peers
+        return self._membership.peers + self.servers.peers + list(dict.fromkeys(watching))
+
+    @property
+    def attached(self) -> set[Peer]:
+        """Return the data connections of ranks that have not left."""
+        return self._admission.attached
+
+    def is_admitted(self, channel: m.Channel, peer: Peer) -> bool:
+        """Return whether a connection is that of an admitted rank, server or observer."""
+        if channel == m.CONTROL and (peer in self.servers.peers or self._observers.has(peer)):
+            return True
+        return self._admission.find(channel, peer) is not None
+
+    def is_watching(self, peer: Peer) -> bool:
+        """Return whether a control connection is that of an admitted observer."""
+        return self._observers.has(peer)
+
+    def data_connection(self, rank: int) -> tuple[Peer, bytes] | None:
+        """Return a rank's data connection, and the secret that has opened it; None if it has none, or is gone."""
+        return self._admission.data_connection(rank)
+
+    @property
+    def shards(self) -> list[Shard]:
+        """Return the shard of each optimizer."""
+        return self._shards.all
+
+    @property
+    def clock(self) -> int:
+        """Return the updates so far, over all optimizers. Those of a merged head belong to updates of the body."""
+        return self._shards.clock
+
+    def status(self, sent: float) -> m.Status:
+        """Return the status of the run; ``sent`` is as in `lightning_omni.wire.messages.Status`."""
+        return self._monitoring.status(sent)
+
+    def overview(self) -> m.Overview:
+        return self._observation.overview()
+
+    @property
+    def now(self) -> float:
+        """Return the time of the last message or `tick`, on the clock of these."""
+        return self._now
+
+    @property
+    def happenings(self) -> Sequence[Happening]:
+        """Return the log of the run, up to this moment."""
+        return self._observation.happenings
+
+    def locate(self, peer: Peer, host: str) -> None:
+        """Store the address from which a rank's control connection comes."""
+        if (member := self.roster.by_peer(peer)) is not None:
+            member.host = host
+
+    def _pass_time(self, now: float) -> None:
+        self._now = now
+        self._training.set_time(now)
+
+    def _count(self, no: Refused) -> None:
+        self.strangers += no.code in STRANGE
+
+    @property
+    def missing_servers(self) -> int:
+        """Return the number of servers with a share that have not joined yet; ranks wait for them before they join."""
+        return self.servers.missing if isinstance(self.servers, Coordinator) else 0
+
+    @property
+    def knows_run(self) -> bool:
+        """Return whether it has the status of the whole run, unlike servers that only hold a share."""
+        return self.servers.number == 0
+
+    @property
+    def gone(self) -> str:
+        """Return which server that holds a share is lost, so that no run can be served; or an empty string."""
+        return self.servers.gone if isinstance(self.servers, Coordinator) else ""
+
+    def _description(self) -> m.ServerDescription:
+        return m.ServerDescription(
+            about=self.about(),
+            data_port=self.data_port,
+            heartbeat_timeout=self.limits.heartbeat_of(self.roster.joining),
+            progress_timeout=self.limits.progress,
+            shards=self.servers.count,
+            patience=self.patience,
+            joined_heartbeat_timeout=self.limits.heartbeat_of(joining=True),
+        )
+
+    def _last_now(self) -> float:
+        return self._now
+
+    def _work_time(self) -> float:
+        return self._clock()
+
+
+def _peer_of(rank: int) -> Peer:
+    """Return a stand-in for a rank's control connection, at a server without control connections to ranks."""
+    return b"\0%d" % rank

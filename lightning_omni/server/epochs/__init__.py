@@ -1,0 +1,1 @@
+"""Epochs whose samples are leased to groups while they are trained."""

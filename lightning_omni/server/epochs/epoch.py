@@ -1,0 +1,384 @@
+"""The current epoch: its lease book, the ranks that wait at its end, and requests to stop.
+
+Rule: every member of a group gets the same verdict on the same question, however late it asks. A verdict therefore
+depends on the verdicts that the member has received and on the batches that its group has drawn, and ``more`` is a
+promise: the batch is drawn already. A rank that repeats a question, because the answer was lost, gets the same answer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import msgspec
+
+from lightning_omni.errors import ProtocolError
+from lightning_omni.server.validation.schedule import ValidationBook
+from lightning_omni.wire.journal import (
+    AskedEntry,
+    DrewEntry,
+    Journal,
+    LeftEpochEntry,
+    OpenedEntry,
+    ResolvedEntry,
+    TrainedEntry,
+)
+from lightning_omni.wire.leases import Batch, EpochPlan, LeaseBook
+from lightning_omni.wire.messages import Await, Leave
+
+STOPS = ("", "validate", "end", "skip")
+"""Ways in which a group that leaves an epoch may end it for all: see `lightning_omni.wire.messages.Leave`."""
+
+
+class Epochs:
+    """The epochs of a run, of which at most one is open.
+
+    Args:
+        journal: journal for the decisions that ranks are sent.
+    """
+
+    def __init__(self, journal: Journal | None = None) -> None:
+        self._journal = journal or Journal()
+        self.book: LeaseBook | None = None
+        self.validations = ValidationBook()
+        self.stop = ""
+        self.generation = 0
+        self.samples: Counter[int] = Counter()  # of each group, trained since groups were formed
+        self._sizes: dict[int, int] = {}
+        self._waiting: dict[int, tuple[int, Await]] = {}
+        self._asked: set[int] = set()  # ranks with questions that were not checked yet
+        self._dirty = True  # whether the checked questions must be checked again
+        self._validations = 0
+        self._validated: Counter[int] = Counter()
+        self._told: dict[int, tuple[Await, str]] = {}  # each rank's last answered question
+        self._saved: _Saved | None = None
+
+    @property
+    def progress(self) -> int:
+        """Return the number of trained positions of the epoch."""
+        return self.book.trained if self.book else 0
+
+    @property
+    def trained_spans(self) -> tuple[tuple[int, int], ...]:
+        """Return the trained ranges of the epoch."""
+        return self.book.trained_spans if self.book else ()
+
+    @property
+    def called(self) -> tuple[int, int]:
+        """Return the number of the last epoch opened, -1 for none, and the number of its validations so far."""
+        return (self.book.plan.epoch if self.book else -1), self._validations
+
+    @property
+    def plan(self) -> EpochPlan | None:
+        return self.book.plan if self.book else None
+
+    def form(self, group_sizes: dict[int, int], generation: int, keep_epoch: bool) -> None:
+        """Start with new groups; leased batches return to the pool."""
+        self._sizes = dict(group_sizes)
+        self.generation = generation
+        self.stop = ""
+        self._begin()
+        self.samples.clear()
+        if self.book is not None and keep_epoch:
+            self.book.regroup(self._sizes)
+        else:
+            self.book = None
+
+    def join(self, group: int, ranks: Sequence[int]) -> None:
+        """Add a group, which also draws from the current epoch and skips its earlier validations."""
+        self._sizes[group] = len(ranks)
+        self._dirty = True
+        for rank in ranks:
+            self._validated[rank] = self._validations
+        if self.book is not None:
+            self.book.join(group, len(ranks))
+
+    def draw_first(self, group: int) -> None:
+        if self.book is not None:
+            self.book.draw(group, 0)
+
+    def open(self, plan: EpochPlan) -> None:
+        """Open an epoch; every rank requests this.
+
+        Raises:
+            ProtocolError: ranks disagree on the plan.
+        """
+        if self.book is not None and self.book.plan.epoch == plan.epoch:
+            if self.book.plan != plan:
+                raise ProtocolError(
+                    f"ranks disagree on the data of epoch {plan.epoch}: {self.book.plan} against {plan}; every rank"
+                    " must build the same dataset and dataloader"
+                )
+            return
+        if self._waiting:
+            raise ProtocolError(
+                f"epoch {plan.epoch} cannot begin: ranks {sorted(self._waiting)} wait for another's end"
+            )
+        self.book = LeaseBook(plan, self._sizes, self.samples)
+        self._journal.note(OpenedEntry(plan))
+        self.stop = "" if self.stop == "skip" else self.stop
+        self._begin()
+
+    def book_of(self, epoch: int, generation: int) -> LeaseBook:
+        """Return the book of an epoch.
+
+        Raises:
+            ProtocolError: that epoch is not open, or the groups have changed since.
+        """
+        if generation != self.generation:
+            raise ProtocolError(f"groups were formed again: generation {self.generation}, not {generation}")
+        if self.book is None or self.book.plan.epoch != epoch:
+            raise ProtocolError(f"epoch {epoch} is not under way")
+        return self.book
+
+    def holds(self, group: int, epoch: int) -> bool:
+        """Return whether that epoch is open and the group draws from it."""
+        return self.book is not None and self.book.plan.epoch == epoch and self.book.has(group)
+
+    def check_trained(self, group: int, epoch: int, batches: int) -> None:
+        """Raise `ProtocolError` unless `train` would accept these arguments."""
+        if self.book is not None and self.book.plan.epoch == epoch:
+            self.book.check_trained(group, batches)
+
+    def train(self, group: int, epoch: int, batches: int) -> None:
+        """Record the number of batches that a group has trained, as its push reports."""
+        if self.book is not None and self.book.plan.epoch == epoch:
+            self.book.train(group, batches)
+            self._journal.note(TrainedEntry(group, epoch, batches))
+
+    def draw(self, group: int, number: int, trained: int) -> list[Batch]:
+        """Return a group's batches from a number on, and record the number that it has trained.
+
+        Raises:
+            ProtocolError: the group skips a number, or reports more trained batches than it has drawn.
+        """
+        assert self.book is not None
+        self.train(group, self.book.plan.epoch, trained)
+        self._dirty = self._dirty or not self.book.has_begun(group)  # batches kept for it may go to others now
+        batches = self.book.draw(group, number)
+        self._journal.note(DrewEntry(group, number))
+        return batches
+
+    def verdict_again(self, rank: int, question: Await) -> str:
+        """Return the verdict that a rank received on this question before; empty if there is none."""
+        asked, verdict = self._told.get(rank, (None, ""))
+        return verdict if asked == question else ""
+
+    def wait(self, group: int, rank: int, question: Await) -> None:
+        """Record the question of a rank that has trained its group's batches of the validation interval."""
+        book = self.book_of(question.epoch, question.generation)
+        if book.has(group) or group not in self._sizes:  # else a peer's `Leave` arrived first
+            book.train(group, question.trained)
+        self._journal.note(AskedEntry(group, rank, question))  # after the checks, so that replay cannot fail
+        self._waiting[rank] = (group, question)
+        self._asked.add(rank)
+
+    def new_spans(self, group: int, epoch: int, batches: int) -> tuple[tuple[int, int], ...]:
+        """Return the group's batches, one range each, that `train` would add."""
+        if self.book is None or self.book.plan.epoch != epoch:
+            return ()
+        return self.book.untrained_spans(group, batches)
+
+    def leave(self, group: int, message: Leave) -> None:
+        """Remove a group from the epoch early; it may also end the run for all.
+
+        Raises:
+            ProtocolError: the group reports more trained batches than it has drawn, or ``stop`` is unknown; nothing has
+                changed.
+        """
+        if message.stop not in STOPS:
+            raise ProtocolError(f"a group leaves an epoch with stop={message.stop!r}: there are {STOPS}")
+        if self.holds(group, message.epoch):
+            self.check_trained(group, message.epoch, message.trained)
+        self._journal.note(LeftEpochEntry(group, message))
+        self._dirty = True
+        if message.stop:
+            self.stop = self.stop or message.stop
+        if self.book is None or message.epoch != self.book.plan.epoch:
+            return
+        if self.book.has(group):
+            self.book.train(group, message.trained)
+            self.book.evict(group)
+        if self.stop:
+            self.book.close()
+
+    def evict(self, group: int) -> None:
+        self._dirty = True
+        self._sizes.pop(group, None)
+        self._waiting = {rank: asked for rank, asked in self._waiting.items() if asked[0] != group}
+        if self.book is not None and self.book.has(group):
+            self.book.evict(group)
+
+    def resolve_pending(self, all_answered: bool = True) -> list[tuple[int, str]]:
+        """Return the verdicts that are possible now: rank and verdict.
+
+        Args:
+            all_answered: whether no group waits for the answer to a push. If one does, the epoch is not over, because
+                the answer may depend on the other groups being idle.
+        """
+        if not self._waiting:
+            return []
+        given: list[tuple[int, str]] = []
+        # A verdict can enable another one (an interval closes), so repeat until none is left.
+        while ready := self._next_verdict(all_answered):
+            _, question = self._waiting.pop(ready[0])
+            self._told[ready[0]] = question, ready[1]
+            given.append(ready)
+            self._dirty = True
+        self._dirty = False
+        self._asked.clear()
+        if given:
+            self._journal.note(ResolvedEntry(all_answered))
+        return given
+
+    # --- Saved state --------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Return the state as plain values."""
+        state = _EpochsState(
+            sizes=self._sizes,
+            generation=self.generation,
+            stop=self.stop,
+            samples=dict(self.samples),
+            waiting=self._waiting,
+            validations=self._validations,
+            validated=dict(self._validated),
+            told=self._told,
+        )
+        return {
+            "epochs": msgspec.msgpack.encode(state),
+            "book": self.book.state() if self.book is not None else None,
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        plain = msgspec.msgpack.decode(state["epochs"], type=_EpochsState)
+        self._sizes, self.generation, self.stop = plain.sizes, plain.generation, plain.stop
+        self.samples = Counter(plain.samples)
+        self._waiting, self._told = plain.waiting, plain.told
+        self._validations, self._validated = plain.validations, Counter(plain.validated)
+        self.book = LeaseBook.from_state(state["book"], self.samples) if state["book"] is not None else None
+        self._saved = _Saved(self.plan, self.trained_spans, plain.samples)
+        self._dirty = True
+
+    def go_back(self) -> None:
+        """Discard the training that was recorded after the state was saved, because the weights do not contain it.
+
+        Batches trained since then return to the pool; a group keeps the batches that it has drawn and not trained.
+        Validation results that no rank has read become void.
+        """
+        self.validations.go_back()
+        if self.book is None or self._saved is None:
+            return
+        is_same = self._saved.plan == self.plan
+        self.book.go_back(self._saved.trained if is_same else self.book.plan.trained)
+        self.samples.clear()
+        self.samples.update(self._saved.samples)
+        if self.stop:
+            self.book.close()
+        self._dirty = True
+
+    def _begin(self) -> None:
+        self._waiting.clear()
+        self._dirty = True
+        self._validations = 0
+        self._validated.clear()
+
+    def _next_verdict(self, all_answered: bool) -> tuple[int, str] | None:
+        """Return the first possible verdict."""
+        state = _QuiescenceCheck(self, all_answered)
+        # With a thousand groups, most questions at an epoch's end change nothing for the waiting ranks.
+        all_again = self._dirty or self.stop or state.is_trained or state.all_wait
+        ranks = sorted(self._waiting if all_again else self._asked & self._waiting.keys())
+        verdicts = ((rank, self._verdict(rank, state)) for rank in ranks)
+        return next((given for given in verdicts if given[1]), None)
+
+    def _verdict(self, rank: int, state: _QuiescenceCheck) -> str:
+        assert self.book is not None
+        group, question = self._waiting[rank]
+        if self._validated[rank] == self._validations:
+            if self._has_more(group, question):
+                self.book.draw(group, question.trained)
+                return "more"
+            if self.stop and not self._is_called_over:
+                return f"stop:{self.stop}"
+            if state.is_trained:
+                return self._over if state.all_answered else ""
+            if not state.all_wait:
+                return ""
+            self.book.advance()
+            self._validations += 1
+        self._validated[rank] += 1
+        return "validate"
+
+    @property
+    def _over(self) -> str:
+        assert self.book is not None
+        return "over:validate" if self.book.has_point_after(self.book.interval) else "over"
+
+    @property
+    def _is_called_over(self) -> bool:
+        """Return whether a rank's verdict was that this epoch is over: a later stop then affects no other rank."""
+        plan = self.plan
+        return plan is not None and any(
+            verdict.startswith("over") and (asked.epoch, asked.generation) == (plan.epoch, self.generation)
+            for asked, verdict in self._told.values()
+        )
+
+    def _has_more(self, group: int, question: Await) -> bool:
+        """Return whether the group has a batch to train before the next validation."""
+        assert self.book is not None
+        if not self.book.has(group):
+            return False
+        interval = max(self.book.interval, question.interval)
+        if held := self.book.drawn(group, question.trained):
+            return held.interval <= interval
+        return self.book.has_free(group) and self.book.next_interval <= interval
+
+    def all_wait(self) -> bool:
+        """Return whether every group waits, without a batch to train before the next validation."""
+        assert self.book is not None
+        here = [asked for rank, asked in self._waiting.items() if self._validated[rank] == self._validations]
+        if len(here) < len(self.book.groups):
+            return False  # called for every message, so the cheap test is first
+        if any(self._has_more(*asked) for asked in here):
+            return False
+        return {group for group, _ in here} >= set(self.book.groups)
+
+
+class _Saved(NamedTuple):
+    """The progress of the run when its state was saved."""
+
+    plan: EpochPlan | None
+    trained: tuple[tuple[int, int], ...]
+    samples: dict[int, int]
+
+
+class _EpochsState(msgspec.Struct, frozen=True):
+    """The state of `Epochs`, without the book."""
+
+    sizes: dict[int, int]
+    generation: int
+    stop: str
+    samples: dict[int, int]
+    waiting: dict[int, tuple[int, Await]]
+    validations: int
+    validated: dict[int, int]
+    told: dict[int, tuple[Await, str]]
+
+
+class _QuiescenceCheck:
+    """The values shared by all waiting ranks until the next verdict, each computed once."""
+
+    def __init__(self, epochs: Epochs, all_answered: bool) -> None:
+        self._epochs, self.all_answered = epochs, all_answered
+
+    @cached_property
+    def is_trained(self) -> bool:
+        assert self._epochs.book is not None
+        return self._epochs.book.is_finished
+
+    @cached_property
+    def all_wait(self) -> bool:
+        return self._epochs.all_wait()

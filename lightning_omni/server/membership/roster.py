@@ -1,0 +1,357 @@
+"""The participating ranks of a run: admission, heartbeats and losses.
+
+Rule 1: a lost rank never rejoins the same run under its number.
+Rule 2: a rank that was not announced may join a running run, under a number beyond the announced ones; it participates
+only once it is in a group.
+Rule 3: a dead rank's group is lost with it; if it is the recorder's group, the run ends.
+Rule 4: where groups join on their own, the recorder is the lowest live rank, and the run outlives every group: it ends
+when one of them has trained it to its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from lightning_omni.errors import ProtocolError, Refused
+from lightning_omni.server.membership.groups import FormedGroups
+from lightning_omni.server.membership.numbering import JOINS, MOST_RANKS, RankNumbers, origin
+from lightning_omni.topology import RECORDER, Topology
+from lightning_omni.wire.handshake import fingerprint_problem, is_equal, rank_mac, session_key, version_problem
+from lightning_omni.wire.messages import Heartbeat, Hello, Proof
+
+MOST_CHALLENGED = 1024
+"""The most connections with an open challenge; a further one displaces the first. Each holds at most 1 kB."""
+TRAINED_TO_ITS_END = "it has been trained to its end"
+"""The reason for which a finished run refuses groups."""
+
+
+@dataclass
+class Member:
+    """An admitted rank.
+
+    Attributes:
+        peer: its control connection; empty after a restart of the server, until the rank has reconnected.
+        session: secret that it shares with the server; it is never sent.
+        since: time of its admission.
+        got_on: last time at which it had made progress, or was exempt from the check for progress.
+        host: address from which it has connected, if the transport provides it.
+    """
+
+    rank: int
+    peer: bytes
+    session: bytes
+    last_seen: float
+    timings: Heartbeat = field(default_factory=lambda: Heartbeat(sent=0.0))
+    since: float = field(init=False)
+    got_on: float = field(init=False)
+    host: str = ""
+
+    def __post_init__(self) -> None:
+        self.since = self.got_on = self.last_seen
+
+    def update(self, heartbeat: Heartbeat) -> None:
+        """Record a heartbeat, received at `last_seen`."""
+        if heartbeat.progress == 0 or heartbeat.progress != self.timings.progress:
+            self.got_on = self.last_seen
+        self.timings = heartbeat
+
+
+class Roster:
+    """The ranks of one run.
+
+    Attributes:
+        formed: their compute groups.
+        numbers: the rank numbers of groups that join on their own.
+        joining: whether groups join on their own.
+        finished: whether the run was trained to its end.
+        can_go_on: whether a group that joins can continue the run, even if no rank is left.
+        wanted_groups: number of groups that an observer has requested; 0 if no request is pending.
+        barred: lost ranks whose group must not rejoin by itself.
+        barred_hosts: addresses from which no group may join.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._first: Hello | None = None
+        self._began = 0.0
+        self._challenged: dict[bytes, tuple[Hello, bytes]] = {}
+        self.members: dict[int, Member] = {}
+        self.lost: dict[int, str] = {}
+        self.barred: set[int] = set()
+        self.barred_hosts: set[str] = set()
+        self.gone: set[int] = set()
+        self.formed, self.numbers = FormedGroups(), RankNumbers()
+        self.late: list[int] = []
+        self.joining = self.finished = self.can_go_on = False
+        self.wanted_groups = 0
+        self._ranks: dict[bytes, int] = {}
+
+    @property
+    def run(self) -> str:
+        """Return the run's name; empty before a rank has joined."""
+        return self._first.run if self._first else ""
+
+    @property
+    def began(self) -> float:
+        """Return the time at which the first rank was admitted."""
+        return self._began
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of announced ranks."""
+        return self._first.world_size if self._first else 0
+
+    @property
+    def recorder(self) -> int:
+        """Return the rank that forms groups, uploads the weights, logs and saves."""
+        return min(self.live, default=RECORDER) if self.joining else RECORDER
+
+    def hears_first(self, group: int) -> bool:
+        """Return whether a group may receive a validation before the recorder has saved its snapshot.
+
+        Where groups join on their own, only the recorder's group may; otherwise all may.
+        """
+        return not self.joining or self.formed.group_of(self.recorder) == group
+
+    @property
+    def live(self) -> tuple[int, ...]:
+        """Return the ranks that participate in collectives: announced or joined, not lost, and not gone."""
+        ranks = (*range(self.world_size), *self.late)
+        return tuple(r for r in ranks if r not in self.lost and r not in self.gone)
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether ranks have joined and none is left, and no other group can continue the run."""
+        goes_on = self.can_go_on and not self.finished
+        return self._first is not None and not goes_on and not any(rank in self.members for rank in self.live)
+
+    @property
+    def lost_ranks(self) -> tuple[int, ...]:
+        return tuple(sorted(self.lost))
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """Return the numbers of the participating groups; none before groups are formed."""
+        return self.formed.alive
+
+    @property
+    def joined_groups(self) -> int:
+        """Return the number of participating groups if groups join on their own; otherwise 0."""
+        return len(self.groups) if self.joining else 0
+
+    def form(self, topology: Topology, names: Sequence[str] = (), by_member: bool = False) -> None:
+        """Form groups; see `FormedGroups.form`."""
+        self.formed.form(topology, names, by_member)
+        self.wanted_groups = 0
+
+    def enlist(self, peer: bytes, ranks: int, run: str) -> tuple[int, int]:
+        """Assign numbers to the ranks of a group that joins on its own; see `RankNumbers.enlist`.
+
+        Raises:
+            Refused: the run is over, its ranks were announced, or too few numbers are left.
+        """
+        if self.finished:
+            raise Refused("over", TRAINED_TO_ITS_END)
+        if self._first is not None and not self.joining:
+            raise Refused(
+                "busy",
+                "this server is busy with a run whose ranks were all announced when it began; start a server for each"
+                " run",
+            )
+        return self.numbers.enlist(peer, ranks, run, self.world_size)
+
+    def join(self, ranks: Sequence[int], name: str) -> int:
+        """Make late ranks a group; return its number.
+
+        Raises:
+            ProtocolError: the ranks cannot be a group.
+            Refused: one of them has connected from a barred address.
+        """
+        if not self.formed.is_any:
+            raise ProtocolError("no group can join before the first are formed")
+        for rank in ranks:
+            if rank not in self.members or rank in self.late or rank < self.world_size or rank in self.gone:
+                raise ProtocolError(f"rank {rank} is not one that came late and is in no group")
+            if (host := self.members[rank].host) in self.barred_hosts:
+                raise Refused("barred", f"a person has barred {host} from this run")
+        if not ranks or len(set(ranks)) != len(ranks):
+            raise ProtocolError(f"ranks={tuple(ranks)}: a group has one rank or more, each of them once")
+        number = self.formed.add(ranks, name)
+        self.late.extend(ranks)
+        return number
+
+    def leave(self, rank: int) -> None:
+        """Record an orderly departure of a rank; its group is removed once all of its ranks have left."""
+        self.gone.add(rank)
+        group = self.formed.group_of(rank)
+        if group < 0 or not self.gone.issuperset(self.formed.members(group)):
+            return
+        if len(self.groups) > 1 or self.joining:
+            self.formed.take_out(group)
+
+    def record_hello(self, peer: bytes, hello: Hello, challenge: bytes) -> None:
+        """Store a rank's hello and its challenge.
+
+        Raises:
+            Refused: the rank uses another protocol version.
+        """
+        if problem := version_problem(hello):
+            raise Refused("version", problem)
+        self._challenged[peer] = (hello, challenge)
+        while len(self._challenged) > MOST_CHALLENGED:  # bounds the memory that strangers can occupy
+            self._challenged.pop(next(iter(self._challenged)))
+
+    def admit(self, peer: bytes, proof: Proof, now: float) -> tuple[Hello, bytes]:
+        """Check the answer to a challenge, and admit the rank.
+
+        Returns:
+            Its hello, and the challenge.
+
+        Raises:
+            Refused: wrong key, another run, another model, an invalid rank, or an unknown run of an earlier server.
+        """
+        hello, challenge = self._challenged.pop(peer, (None, b""))
+        if hello is None or not is_equal(proof.mac, rank_mac(self._key, hello, challenge)):
+            raise Refused("key", "the key does not match the server's; both sides must be given the same key")
+        if problem := self._gone_with_its_server(hello):
+            raise Refused("gone", problem)
+        joins = hello.run.startswith(JOINS)
+        if joins and self._first is None and self.numbers.claimed not in ("", hello.run):
+            raise Refused(
+                "busy",
+                "another group is about to begin a run here, and this server, which was started again meanwhile, knows"
+                " nothing of this group; start it again, and it joins the other",
+            )
+        if hello.world_size > MOST_RANKS:
+            raise Refused("rank", f"a run of {hello.world_size} ranks cannot be: {MOST_RANKS} are the most")
+        first = self._first or hello
+        comes_late = self._first is not None and not hello.world_size
+        if hello.run != first.run or (hello.world_size != first.world_size and not comes_late):
+            raise Refused(
+                "busy", f"this server is busy with another run of {first.world_size} ranks; start a server for each run"
+            )
+        allowed = range(first.world_size, MOST_RANKS) if comes_late else range(min(hello.world_size, MOST_RANKS))
+        if hello.rank not in allowed or hello.rank in self.lost or hello.rank in self.gone:
+            of = f" of {hello.world_size}" if hello.world_size else ""  # a group that joins on its own announces none
+            raise Refused("rank", f"rank {hello.rank}{of} cannot join: it was lost or never was")
+        if hello.rank in self.members and self.members[hello.rank].peer:
+            raise Refused("rank", f"rank {hello.rank} has joined already; is the script running twice?")
+        if problem := fingerprint_problem(hello, first):
+            raise Refused("fingerprint", problem)
+        self.take_in(peer, hello, challenge, now)
+        return hello, challenge
+
+    def _gone_with_its_server(self, hello: Hello) -> str:
+        """Return why a rank cannot continue the run that it joined at an earlier server; empty if it can."""
+        joins = hello.run.startswith(JOINS)
+        is_unknown = self._first is None and (hello.returns or (joins and not hello.world_size))
+        here = self.run or self.numbers.claimed or self.numbers.lost
+        if joins and origin(hello.run) == origin(here) and (is_unknown or hello.run != here):
+            return "the server before this one was gone before it had saved anything; the run is begun again"
+        if is_unknown:
+            return (
+                "this server knows nothing of the run: what the one before it had saved is not there; start it with the"
+                " same --state"
+            )
+        return ""
+
+    def take_in(self, peer: bytes, hello: Hello, challenge: bytes, now: float) -> None:
+        """Add a rank that has proved that it holds the key."""
+        if self._first is None:
+            self._first, self._began = hello, now
+            self.joining = hello.run.startswith(JOINS)
+            self.numbers.begin()
+        self.members[hello.rank] = Member(hello.rank, peer, session_key(self._key, hello, challenge), now)
+        self._ranks[peer] = hello.rank
+
+    # --- Saved state -------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Return the state as plain values, without the connections of ranks."""
+        return {
+            "first": msgspec.msgpack.encode(self._first),
+            "members": list(self.members),
+            "lost": dict(self.lost),
+            "barred": sorted(self.barred),
+            "barred_hosts": sorted(self.barred_hosts),
+            "wanted_groups": self.wanted_groups,
+            "gone": sorted(self.gone),
+            "joining": self.joining,
+            "finished": self.finished,
+            "numbered": self.numbers.given,
+            "late": list(self.late),
+            **self.formed.state(),
+        }
+
+    def load(self, state: dict[str, Any], now: float) -> None:
+        """Continue from a `state`; its ranks count as seen at ``now``."""
+        self._first, self._began = msgspec.msgpack.decode(state["first"], type=Hello), now
+        self.lost, self.gone, self.barred = dict(state["lost"]), set(state["gone"]), set(state["barred"])
+        self.barred_hosts = set(state["barred_hosts"])
+        self.wanted_groups = state["wanted_groups"]
+        self.joining, self.finished = state["joining"], state["finished"]
+        self.numbers.given, self.late = state["numbered"], list(state["late"])
+        self.formed.load(state)
+        self.expect(state["members"], now)
+
+    def expect(self, ranks: Sequence[int], now: float) -> None:
+        """Expect ranks that an earlier server had admitted to reconnect."""
+        for rank in ranks:
+            self.members.setdefault(rank, Member(rank, b"", b"", now))
+
+    def by_peer(self, peer: bytes) -> Member | None:
+        return self.members.get(self._ranks.get(peer, -1))
+
+    def silent(self, now: float, timeout: float, join_timeout: float) -> list[tuple[int, str]]:
+        """Return the live ranks that were silent for too long, each with a message about it."""
+        late = []
+        for rank in self.live:
+            member = self.members.get(rank)
+            if member is None:
+                if now - self._began > join_timeout:
+                    late.append((rank, f"rank {rank} did not join within {join_timeout:.0f} s"))
+            elif now - member.last_seen > timeout:
+                late.append((rank, f"rank {rank} gave no sign of life for {timeout:.0f} s"))
+        return late
+
+    def stalled(self, now: float, timeout: float, contributed: Container[int]) -> list[tuple[int, str]]:
+        """Return one rank of each group that is alive without progress for too long, with a message about it.
+
+        The members of a group wait for one another, so a group is stalled only if none of its ranks makes progress.
+        Ranks in ``contributed`` wait at a synchronization point of all ranks, and do not count, because the others of
+        their group do not wait for them. Groups whose loss would end the run are skipped.
+        """
+        late = []
+        for group in self.groups:
+            if self.ends_with(group):
+                continue
+            ranks = [r for r in self.formed.members(group) if r in self.members and r not in self.gone]
+            at_work = [self.members[rank].got_on for rank in ranks if rank not in contributed]
+            if at_work and now - max(at_work) > timeout:
+                name = self.formed.identity(group).name
+                late.append((ranks[0], f"group {name} is alive and has made no progress for {timeout:.0f} s"))
+        return late
+
+    def ends_with(self, group: int) -> bool:
+        """Return whether the run would end with this group."""
+        return not self.joining and (len(self.groups) == 1 or self.recorder in self.formed.members(group))
+
+    def lose(self, rank: int, reason: str, barred: bool = False) -> tuple[int | None, bool]:
+        """Remove a dead rank's group from the run; if ``barred``, it must not rejoin by itself.
+
+        Returns:
+            The number of the evicted group, or None; and whether the run is over.
+        """
+        group = self.formed.group_of(rank)
+        if group < 0 or self.ends_with(group):
+            self.lost[rank] = reason
+            return None, True
+        members = self.formed.members(group)
+        self.lost.update(dict.fromkeys(members, reason))
+        self.barred.update(members if barred else ())
+        self.formed.take_out(group)
+        return group, False

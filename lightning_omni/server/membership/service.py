@@ -1,0 +1,314 @@
+"""Membership: the forming of groups, the loss and departure of ranks, and the end of the run.
+
+Rule 1: each service handles a loss itself; this module only decides which services are notified, and in which order.
+Rule 2: when the run cannot continue, every rank is notified once, and again at each later request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from lightning_omni.errors import ProtocolError
+from lightning_omni.server.collectives.service import Synchronization
+from lightning_omni.server.membership.roster import TRAINED_TO_ITS_END, Member
+from lightning_omni.server.run_context import RunContext
+from lightning_omni.server.service import Out, Payload, Peer, Sender, Service
+from lightning_omni.server.status import Monitoring
+from lightning_omni.topology import Topology
+from lightning_omni.wire import messages as m
+from lightning_omni.wire import server_messages as sm
+from lightning_omni.wire.formats import base as wire_format
+from lightning_omni.wire.journal import FormedEntry, JoinedEntry, LeftEntry, LostEntry
+
+
+class Membership:
+    """The participating ranks and groups of a run.
+
+    Args:
+        run: the run.
+        services: services to notify of changes of groups, in this order.
+        monitoring: service that reports new groups to ranks.
+        synchronization: synchronization points, and the ranks that wait there.
+
+    Attributes:
+        generation: the recorder's count of formings of groups.
+        over: why the run cannot continue, or an empty string.
+    """
+
+    def __init__(
+        self,
+        run: RunContext,
+        services: Sequence[Service],
+        monitoring: Monitoring,
+        synchronization: Synchronization,
+    ) -> None:
+        self._roster, self._epochs, self._journal = run.roster, run.epochs, run.journal
+        self._servers, self._limits, self._now = run.servers, run.limits, run.now
+        self._services = services
+        self._waited_for = [each for each in services if type(each).resolve_pending is not Service.resolve_pending]
+        self._monitoring, self._synchronization = monitoring, synchronization
+        self._formed: m.Form | None = None
+        self.generation = 0
+        self.over = ""
+
+    @property
+    def peers(self) -> list[Peer]:
+        """Return the control connections of the ranks that have not left."""
+        members = self._roster.members.items()
+        return [member.peer for rank, member in members if member.peer and rank not in self._roster.gone]
+
+    # --- Saved state --------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Return the state that another server needs to continue."""
+        return {"generation": self.generation, "formed": m.encode(self._formed) if self._formed is not None else b""}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.generation = state["generation"]
+        self._formed = msgspec.msgpack.decode(state["formed"], type=m.Form)
+
+    def redo(self, entry: LostEntry | LeftEntry | JoinedEntry) -> None:
+        """Replay an entry of the journal."""
+        match entry:
+            case LostEntry():
+                group, _ = self._roster.lose(entry.rank, entry.reason, entry.barred)
+                if group is not None:
+                    self._evict(group, lost=True)
+            case LeftEntry():
+                self._leave(entry.rank, entry.finished)
+            case JoinedEntry():
+                self._roster.expect(entry.message.ranks, self._now())
+                self._join(entry.rank, entry.message)
+
+    def notice_for(self, member: Member, even_lost: bool, even_over: bool) -> m.Notice | None:
+        """Return the notice that a rank receives instead of an answer, if it or the run is lost.
+
+        Args:
+            member: the rank.
+            even_lost: whether to answer the rank although its group is gone.
+            even_over: whether to answer the rank although the run is over.
+        """
+        if member.rank in self._roster.lost and not even_lost:
+            barred = member.rank in self._roster.barred
+            return m.Notice(lost=self._roster.lost_ranks, reason=self._roster.lost[member.rank], barred=barred)
+        if self.over and not even_over:
+            return m.Notice(lost=self._roster.lost_ranks, reason=self.over, over=True)
+        return None
+
+    # --- Messages ----------------------------------------------------------------------------------------------------
+
+    def form(self, sender: Sender, message: m.Form, payload: Payload) -> list[Out]:
+        """Form the compute groups at the recorder's request."""
+        topology = Topology(message.groups)
+        if topology.ranks != self._roster.live:
+            raise ProtocolError(
+                f"the groups {message.groups} are not a partition of the live ranks {self._roster.live}"
+            )
+        method = m.method_from_wire(message.method)
+        wire_format.from_wire(message.wire_format)  # refuses an unknown format before anything has changed
+        if message.by_member and any(len(topology.members(group)) % self._servers.count for group in topology.alive):
+            raise ProtocolError(
+                f"the members of the groups {message.groups} exchange a share each, and there are {self._servers.count}"
+                " servers: the size of each group must be a multiple of that"
+            )
+        formed = self._roster.formed
+        self._roster.form(topology, message.names, message.by_member)
+        self.generation = message.generation
+        self._formed = message
+        self._journal.note(FormedEntry())
+        self._journal.is_due = True
+        for service in self._services:
+            service.form(topology, method, message)
+        # Ranks that read the status before their next heartbeat should see these groups.
+        return [
+            *self._send_to_everyone(self._monitoring.status(-1.0)),
+            Out(sender.peer, m.CONTROL, m.Formed(generation=message.generation, incarnation=formed.incarnation)),
+        ]
+
+    def join(self, sender: Sender, message: m.Join, payload: Payload) -> list[Out]:
+        """Make ranks that were not announced a group."""
+        if not message.ranks or message.ranks[0] != sender.rank:
+            raise ProtocolError(f"rank {sender.rank} speaks for no group of {message.ranks}: the first of them does")
+        formed = self._roster.formed
+        if formed.by_member and len(message.ranks) % self._servers.count:
+            raise ProtocolError(
+                f"the members of the groups exchange a share each, with {self._servers.count} servers, and"
+                f" {len(message.ranks)} ranks want to be one more: the size of each group must be a multiple of that"
+            )
+        group = formed.group_of(sender.rank)
+        if group < 0 or message.ranks != formed.members(group):  # else the answer was lost, and the rank repeats
+            group = self._join(sender.rank, message)
+        assert self._formed is not None
+        joined = m.Joined(
+            group=group,
+            incarnation=formed.identity(group).incarnation,
+            generation=self.generation,
+            groups=self._roster.groups,
+            method=self._formed.method,
+            wire_format=self._formed.wire_format,
+            plan=self._epochs.book.plan if self._epochs.book is not None else None,
+            overlap=self._formed.overlap,
+            live=self._roster.live,
+            synchronizations=self._synchronization.completed,
+        )
+        out = [*self._send_to_everyone(self._monitoring.status(-1.0)), Out(sender.peer, m.CONTROL, joined)]
+        if self._servers.count > 1:  # only now, because the request may have waited
+            self._servers.send_to_all(sm.Relay(rank=sender.rank, message=m.encode(message)))
+            out = self._servers.when_done(out)
+        return out
+
+    def _join(self, rank: int, message: m.Join) -> int:
+        """Add a group and return its number."""
+        group = self._roster.join(message.ranks, message.name)
+        for service in self._services:
+            service.join(group, message.ranks)
+        self._journal.note(JoinedEntry(rank, message))
+        self._journal.is_due = True
+        return group
+
+    def report_lost(self, sender: Sender, message: m.Lost, payload: Payload) -> list[Out]:
+        """Handle a launcher's report that a rank's process has ended."""
+        return self.lose(message.rank, message.reason)
+
+    def evict(self, sender: Sender, message: m.Evict, payload: Payload) -> list[Out]:
+        """Remove a group from the run at an observer's request.
+
+        Raises:
+            ProtocolError: the group does not exist any more, the run would end without it, or its addresses are to be
+                barred and groups do not join the run on their own.
+        """
+        roster, group = self._roster, message.group
+        if self.over:
+            raise ProtocolError(f"the run is over: {self.over}")
+        if group not in roster.groups or roster.formed.identity(group).incarnation != message.incarnation:
+            raise ProtocolError(f"there is no group {group} of incarnation {message.incarnation} any more")
+        name, ranks = roster.formed.identity(group).name, roster.formed.members(group)
+        if roster.ends_with(group):
+            raise ProtocolError(f"group {name} cannot be evicted, for the run would end with it; stop the run instead")
+        if message.bars:
+            if not roster.joining:
+                raise ProtocolError("no group joins this run on its own: there is nothing to bar its addresses from")
+            roster.barred_hosts |= {roster.members[rank].host for rank in ranks if rank in roster.members} - {""}
+            self._journal.is_due = True
+        live = next(rank for rank in ranks if rank in roster.live)
+        out = self.lose(live, f"group {name} was evicted by hand", barred=True)
+        return [*out, Out(sender.peer, m.CONTROL, m.Acknowledged())]
+
+    def set_groups(self, sender: Sender, message: m.SetGroups, payload: Payload) -> list[Out]:
+        """Store an observer's request for a number of groups, which the ranks receive with their next heartbeats.
+
+        Raises:
+            ProtocolError: the number is impossible.
+        """
+        roster, most = self._roster, len(self._roster.live)
+        if self.over:
+            raise ProtocolError(f"the run is over: {self.over}")
+        if roster.joining:
+            raise ProtocolError("groups join this run on their own: start further ones, or evict some")
+        if not roster.groups:
+            raise ProtocolError("no groups have been formed yet")
+        if not 1 <= message.groups <= most:
+            raise ProtocolError(f"there cannot be {message.groups} groups of {most} ranks; ask for 1 to {most}")
+        roster.wanted_groups, self._journal.is_due = message.groups, True
+        return [Out(sender.peer, m.CONTROL, m.Acknowledged())]
+
+    def save(self, sender: Sender, message: m.SaveNow, payload: Payload) -> list[Out]:
+        """Request a save of the state for an observer.
+
+        Raises:
+            ProtocolError: this server saves none.
+        """
+        if self._journal.write is None:
+            raise ProtocolError(
+                "no state is saved here: start the server with --state DIR; training begins first, and if its log says"
+                " that something could not be written, the next save is tried when it is due"
+            )
+        self._journal.is_due = True
+        return [Out(sender.peer, m.CONTROL, m.Acknowledged())]
+
+    def goodbye(self, sender: Sender, message: m.Goodbye, payload: Payload) -> list[Out]:
+        """Remove a rank that leaves on its own."""
+        out = [Out(sender.peer, m.CONTROL, m.Acknowledged())]
+        self._servers.send_to_all(sm.Relay(rank=sender.rank, message=m.encode(message)))
+        if message.reason:
+            out += self.lose(sender.rank, message.reason, barred=True)
+            self._roster.finished |= message.finished
+            self._roster.leave(sender.rank)
+            return out
+        return out + self._leave(sender.rank, message.finished)
+
+    def _leave(self, rank: int, finished: bool) -> list[Out]:
+        group = self._roster.formed.group_of(rank)
+        out = self._evict(group, lost=False) if group >= 0 else []
+        self._roster.finished |= finished
+        self._roster.leave(rank)
+        self._journal.note(LeftEntry(rank, finished))
+        return out + self._say_that_it_is_over()
+
+    def _say_that_it_is_over(self) -> list[Out]:
+        """Notify groups that are about to join, if the last rank of a finished run is gone: the server may end now."""
+        roster = self._roster
+        if not (roster.finished and roster.is_over):
+            return []
+        notice = m.Notice(lost=roster.lost_ranks, reason=TRAINED_TO_ITS_END, over=True)
+        return [Out(peer, m.CONTROL, notice) for peer in (*self.peers, *roster.numbers.peers)]
+
+    # --- Losses ------------------------------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> list[Out]:
+        """Remove ranks that were silent for too long, and groups without progress."""
+        out, roster, limits = list[Out](), self._roster, self._limits
+        for rank, reason in roster.stalled(now, limits.progress, self._synchronization.contributed):
+            out += self.lose(rank, reason)
+        for rank, reason in roster.silent(now, limits.silence_of(roster.joining), limits.join):
+            if self.over:
+                self._roster.gone.add(rank)
+            out += self.lose(rank, reason)
+        return out
+
+    def hang_up(self, peer: Peer) -> list[Out]:
+        """Handle the end of a control connection whose rank has sent no goodbye."""
+        member = self._roster.by_peer(peer)
+        if member is None:
+            return []
+        out = self.lose(member.rank, f"rank {member.rank} is gone without a goodbye: its process or its machine failed")
+        self._roster.gone.add(member.rank)
+        return out
+
+    def lose(self, rank: int, reason: str, barred: bool = False) -> list[Out]:
+        """Evict the group of a dead rank, which no rank waits for any more.
+
+        Args:
+            rank: the dead rank.
+            reason: reason of its death.
+            barred: whether the group must not join again by itself.
+        """
+        if rank not in self._roster.live or self.over:  # it is gone already, or is in no group yet
+            return []
+        self._servers.send_to_all(sm.Lose(rank=rank, reason=reason))
+        group, over = self._roster.lose(rank, reason, barred)
+        if over:
+            return self.end(f"{reason}; the run cannot go on without it")
+        assert group is not None
+        self._journal.note(LostEntry(rank, reason, barred))
+        out = self._send_to_everyone(m.Notice(lost=self._roster.lost_ranks, reason=reason, barred=barred))
+        return out + self._evict(group, lost=True) + self.resolve_pending() + self._say_that_it_is_over()
+
+    def resolve_pending(self) -> list[Out]:
+        """Answer every waiting rank whose condition is met."""
+        return [out for service in self._waited_for for out in service.resolve_pending()]
+
+    def end(self, reason: str) -> list[Out]:
+        """End the run and notify every rank."""
+        self.over, self._roster.can_go_on = reason, False
+        self._servers.send_to_all(sm.RunOver(reason=reason))
+        return self._send_to_everyone(m.Notice(lost=self._roster.lost_ranks, reason=reason, over=True))
+
+    def _evict(self, group: int, lost: bool) -> list[Out]:
+        return [out for service in self._services for out in service.evict(group, lost)]
+
+    def _send_to_everyone(self, message: m.Message) -> list[Out]:
+        return [Out(peer, m.CONTROL, message) for peer in self.peers]

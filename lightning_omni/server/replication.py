@@ -1,0 +1,560 @@
+"""Several servers that hold a share of the weights each, and act as one; or one server, which needs no agreement.
+
+Every server runs the whole state machine of training on its share. One of them, number 0, coordinates: ranks join it,
+and it decides the order of events. It sends the others each event (a rank was admitted, groups were formed, a group is
+dead or waits) and the next request, and each server handles these in the same order. So clocks, staleness and the
+decisions of a method are the same at all servers, and every moment between two requests is a consistent cut.
+
+Rule 1: a request of a rank has one part for each server. Either all servers handle it, once all parts have arrived, or
+none does: a push that is not finite in one part, that a server refuses, or whose leader dies before all parts arrive.
+Rule 2: the coordinator alone decides this. A leader may die at any moment, and no server waits for it.
+Rule 3: if other ranks may act at the other servers upon an answer of the coordinator, it is sent once these servers
+have executed the commands.
+Rule 4: where each member of a group has its own share, the parts arrive from different ranks, and count as those of
+their leader.
+Rule 5: the loss of a server is the loss of its share of the weights, and ends the run. If all servers save their
+states, the others end, too, and new servers continue from the last save, which is of one moment.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Container
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple
+
+import msgspec
+
+from lightning_omni.errors import OmniError, ProtocolError, Refused
+from lightning_omni.server.service import Out, Payload, Peer, Sender, Service
+from lightning_omni.wire import messages as m
+from lightning_omni.wire import server_messages as sm
+from lightning_omni.wire.handshake import NONCE_BYTES, is_equal, shard_mac, version_problem
+
+COORDINATOR: Peer = b"\0coordinator"
+"""The connection of a server to the coordinating server, for the former's driver."""
+MOST_HELD = 16
+"""The most requests of one rank that may wait for further parts."""
+
+Request = m.PushMessage | m.FetchMessage | m.AverageMessage | m.Seed | m.TakeSnapshot
+"""A request to all servers, each of which gets a part."""
+Handle = Callable[[Sender], list[Out]]
+"""A function that handles this server's part of a request, as its row in the table specifies."""
+
+
+class Held(NamedTuple):
+    """A part of a request that waits for the other parts.
+
+    Attributes:
+        sender: sender of the request.
+        handle: function that handles the part.
+    """
+
+    sender: Sender
+    handle: Handle
+
+
+Key = tuple[int, int]
+"""The rank and the number of a request."""
+
+
+class Servers(Service, ABC):
+    """The relation of a server to others that hold a share each.
+
+    Attributes:
+        count: number of servers that hold a share each.
+        number: number of this server; 0 coordinates.
+    """
+
+    count: int = 1
+    number: int = 0
+
+    def begin(self, end: Callable[[str], list[Out]], live: Callable[[], Container[int]]) -> None:
+        """Prepare for a run.
+
+        Args:
+            end: ends the run for a reason.
+            live: returns the participating ranks.
+        """
+
+    def send_to_all(self, message: sm.Told) -> None:
+        """Send a command to the other servers, which execute it after all earlier ones."""
+
+    def when_done(self, out: list[Out]) -> list[Out]:
+        """Return the answers that may be sent now; hold the others until all servers have executed their commands."""
+        return out
+
+    def drain(self) -> list[Out]:
+        """Return the messages to other servers, in order."""
+        return []
+
+    def tick(self, now: float) -> list[Out]:
+        """Check time limits, and send signs of life."""
+        return []
+
+    @property
+    def peers(self) -> list[Peer]:
+        """Return the connections of other servers."""
+        return []
+
+    def hang_up(self, peer: Peer) -> list[Out]:
+        """Handle the end of a connection, perhaps of another server's."""
+        return []
+
+    def check_belongs(self, message: type[m.Message], in_parts: bool) -> None:
+        """Raise `ProtocolError` if messages of this type are not for this server."""
+
+    def check_number(self, rank: int, request: int) -> None:
+        """Raise `ProtocolError` if a request cannot have this number."""
+
+    @abstractmethod
+    def hold(self, sender: Sender, message: Request, finite: bool, handle: Handle) -> list[Out]:
+        """Hold or handle this server's part of a request.
+
+        Args:
+            sender: sender of the request.
+            message: the part, without its payload.
+            finite: whether this part is finite.
+            handle: handles it.
+        """
+
+    def refuse(self, rank: int, request: int, refusal: m.RefusedMessage) -> None:
+        """Record that this server has refused its part of a request, so that all servers refuse theirs."""
+
+    # --- Messages ----------------------------------------------------------------------------------------------------
+
+    def ask(self, sender: Sender, message: m.AskShards, payload: Payload) -> list[Out]:
+        """Answer a rank with the addresses of the other servers."""
+        return self.send_addresses(sender.peer)
+
+    def send_addresses(self, peer: Peer) -> list[Out]:
+        """Send the addresses of the other servers, once all of them have joined."""
+        return [Out(peer, m.CONTROL, m.Shards(addresses=()))]
+
+
+class OneServer(Servers):
+    """The only server, which holds everything."""
+
+    def hold(self, sender: Sender, message: Request, finite: bool, handle: Handle) -> list[Out]:
+        return handle(sender)
+
+
+class _InParts(Servers):
+    """The base of servers that hold a share each.
+
+    Args:
+        number: number of this server.
+        count: number of servers.
+    """
+
+    def __init__(self, number: int, count: int) -> None:
+        self.number, self.count = number, count
+        self._out: list[Out] = []
+        self._held: dict[Key, Held] = {}
+        self._refused: dict[Key, m.RefusedMessage] = {}  # parts to refuse when they arrive
+
+    def begin(self, end: Callable[[str], list[Out]], live: Callable[[], Container[int]]) -> None:
+        self._end, self._live = end, live
+        self._held.clear()
+        self._refused.clear()
+
+    def evict(self, group: int, lost: bool) -> list[Out]:
+        live = self._live()
+        self._held = {key: held for key, held in self._held.items() if key[0] in live}
+        self._refused = {key: refusal for key, refusal in self._refused.items() if key[0] in live}
+        return []
+
+    def drain(self) -> list[Out]:
+        out, self._out = self._out, []
+        return out
+
+    def check_number(self, rank: int, request: int) -> None:
+        if request < 1 or (rank, request) in self._held:
+            raise ProtocolError(f"request {request} of rank {rank}: the parts of a request have one number, from 1 on")
+        if sum(key[0] == rank for key in self._held) >= MOST_HELD:
+            raise ProtocolError(f"{MOST_HELD} requests of rank {rank} wait for the rest of their parts; no more may")
+
+    def hold(self, sender: Sender, message: Request, finite: bool, handle: Handle) -> list[Out]:
+        key = sender.rank, message.request
+        if (refusal := self._refused.pop(key, None)) is not None:
+            return [Out(sender.peer, m.DATA, refusal)]
+        self._held[key] = Held(sender, handle)
+        present = message.present if isinstance(message, m.PushMessage) else ()
+        return self._has(key, finite, () if all(present) else present)
+
+    @abstractmethod
+    def _has(self, key: Key, finite: bool, present: tuple[bool, ...]) -> list[Out]:
+        """Handle the arrival of this server's part; see `lightning_omni.wire.server_messages.ShardReady`."""
+
+    def _decided(
+        self,
+        key: Key,
+        finite: bool,
+        refusal: m.RefusedMessage | None,
+        elsewhere: tuple[tuple[bool, ...], ...] = (),
+    ) -> list[Out]:
+        """Handle this server's part of a request for which all parts have arrived, or refuse it."""
+        held = self._held.pop(key, None)
+        if held is None:
+            if refusal is not None:
+                self._refused[key] = refusal
+                of_rank = [each for each in self._refused if each[0] == key[0]]
+                for oldest in of_rank[:-MOST_HELD]:  # parts that were refused here never arrive
+                    del self._refused[oldest]
+            return []
+        if refusal is None:
+            try:
+                return held.handle(held.sender._replace(finite=finite, elsewhere=elsewhere))
+            except OmniError as error:
+                refusal = refusal_of(error)
+        return [Out(held.sender.peer, m.DATA, refusal)]
+
+
+@dataclass
+class _FollowerLink:
+    """The coordinator's connection to another server.
+
+    Attributes:
+        peer: the connection.
+        address: address of the server's data socket.
+        last_seen: time of its last message.
+        done: number of commands that it has executed.
+    """
+
+    peer: Peer
+    address: str
+    last_seen: float
+    done: int = 0
+
+
+@dataclass
+class _Parts:
+    """The parts of a request: the servers that have theirs, with its presence, and whether all are finite so far."""
+
+    here: dict[int, tuple[bool, ...]] = field(default_factory=dict)
+    finite: bool = True
+
+
+class Newcomers:
+    """The servers that have sent a hello, and must still prove that they hold the key.
+
+    Args:
+        key: the run's shared secret.
+        random: returns a number of random bytes (nonces).
+        most: the most servers remembered, which bounds the memory that strangers can occupy.
+    """
+
+    def __init__(self, key: bytes, random: Callable[[int], bytes], most: int) -> None:
+        self._key, self._random, self._most = key, random, most
+        self._challenged: dict[Peer, tuple[sm.ShardHello, bytes]] = {}
+
+    def challenge(self, peer: Peer, hello: sm.ShardHello) -> list[Out]:
+        """Challenge a server that has sent its hello.
+
+        Raises:
+            Refused: the server uses another protocol version.
+        """
+        if problem := version_problem(hello):
+            raise Refused("version", problem)
+        nonce = self._random(NONCE_BYTES)
+        self._challenged[peer] = hello, nonce
+        while len(self._challenged) > self._most:
+            self._challenged.pop(next(iter(self._challenged)))
+        return [Out(peer, m.CONTROL, m.Challenge(nonce=nonce))]
+
+    def proved(self, peer: Peer, proof: sm.ShardProof) -> tuple[sm.ShardHello, bytes]:
+        """Return a server's hello and nonce, after checking its proof.
+
+        Raises:
+            Refused: the proof is wrong.
+        """
+        hello, nonce = self._challenged.pop(peer, (None, b""))
+        if hello is None or not is_equal(proof.mac, shard_mac(self._key, "shard", hello, nonce)):
+            raise Refused("key", "the key does not match the server's; both sides must be given the same key")
+        return hello, nonce
+
+
+class Coordinator(_InParts):
+    """The server that decides the order of events.
+
+    Args:
+        key: the run's shared secret.
+        random: returns a number of random bytes (nonces).
+        count: number of servers that hold a share each, including this one.
+        heartbeat_timeout: seconds of silence after which a server counts as gone.
+        join_timeout: seconds for the other servers to join once a rank has requested their addresses.
+        now: returns the time of the current message.
+        goes_on: returns whether new servers continue when one of these is gone.
+    """
+
+    def __init__(
+        self,
+        key: bytes,
+        random: Callable[[int], bytes],
+        count: int,
+        heartbeat_timeout: float,
+        join_timeout: float,
+        now: Callable[[], float],
+        goes_on: Callable[[], bool] = lambda: False,
+    ) -> None:
+        super().__init__(0, count)
+        self._key, self._now, self._goes_on = key, now, goes_on
+        self._heartbeat_timeout, self._join_timeout = heartbeat_timeout, join_timeout
+        self._newcomers = Newcomers(key, random, most=4 * count)
+        self._links: dict[int, _FollowerLink] = {}
+        self._gone: dict[int, str] = {}
+        self._ended: dict[int, str] = {}
+        self._history: list[sm.Told] = []  # commands for servers that have not joined yet
+        self._sent = 0
+        self._waiting: list[tuple[int, Callable[[], list[Out]]]] = []
+        self._asked_at: float | None = None
+        self._parts: dict[Key, _Parts] = {}
+
+    def begin(self, end: Callable[[str], list[Out]], live: Callable[[], Container[int]]) -> None:
+        super().begin(end, live)
+        self._parts.clear()
+        self._waiting.clear()
+        self._asked_at = None
+        if self._sent:
+            self.send_to_all(sm.RunOver())
+
+    @property
+    def gone(self) -> str:
+        """Return why no run can be served any more, or an empty string."""
+        return next(iter(self._gone.values()), "")
+
+    @property
+    def missing(self) -> int:
+        """Return how many of the other servers have not joined."""
+        return self.count - 1 - len(self._links)
+
+    @property
+    def peers(self) -> list[Peer]:
+        return [link.peer for link in self._links.values()]
+
+    # --- Commands ----------------------------------------------------------------------------------------------------
+
+    def send_to_all(self, message: sm.Told) -> None:
+        self._sent += 1
+        message = msgspec.structs.replace(message, now=self._now())
+        if not self._is_complete:
+            self._history.append(message)
+        self._out += [Out(link.peer, m.CONTROL, message) for link in self._links.values()]
+
+    def when_done(self, out: list[Out]) -> list[Out]:
+        return self._when_done(lambda: out)
+
+    def _when_done(self, answer: Callable[[], list[Out]]) -> list[Out]:
+        if not self._is_complete and self._asked_at is None:
+            self._asked_at = self._now()
+        self._waiting.append((self._sent, answer))
+        return self._answers_due()
+
+    def _answers_due(self) -> list[Out]:
+        done = min((link.done for link in self._links.values()), default=0) if self._is_complete else -1
+        if self._gone and not self._goes_on():  # the run is over, so no rank must wait
+            done = self._sent
+        due = [answer for sent, answer in self._waiting if sent <= done]
+        self._waiting = [each for each in self._waiting if each[0] > done]
+        return [out for answer in due for out in answer()]
+
+    @property
+    def _is_complete(self) -> bool:
+        return len(self._links) == self.count - 1
+
+    # --- Connections of servers --------------------------------------------------------------------------------------
+
+    def hello(self, sender: Sender, message: sm.ShardHello, payload: Payload) -> list[Out]:
+        """Challenge a server that has sent its hello."""
+        return self._newcomers.challenge(sender.peer, message)
+
+    def admit(self, sender: Sender, message: sm.ShardProof, payload: Payload) -> list[Out]:
+        """Admit a server that proves that it holds the key."""
+        hello, challenge = self._newcomers.proved(sender.peer, message)
+        if hello.shards != self.count or not 0 < hello.shard < self.count:
+            raise Refused(
+                "shard",
+                f"server {hello.shard} of {hello.shards} cannot hold a share here: this one coordinates {self.count};"
+                " give all of them the same number of shards",
+            )
+        if hello.shard in self._links or hello.shard in self._gone:
+            raise Refused("shard", f"there was a server {hello.shard} already; give each another number")
+        link = self._links[hello.shard] = _FollowerLink(sender.peer, hello.address, self._now())
+        welcome = sm.ShardWelcome(
+            mac=shard_mac(self._key, "coordinator", hello, challenge), heartbeat_timeout=self._heartbeat_timeout
+        )
+        out = [Out(link.peer, m.CONTROL, each) for each in (welcome, *self._history)]
+        link.done = self._sent - len(self._history)
+        if self._is_complete:
+            self._history.clear()
+            self._asked_at = None
+        return out
+
+    def send_addresses(self, peer: Peer) -> list[Out]:
+        return self._when_done(lambda: [Out(peer, m.CONTROL, self._addresses())] if self._is_complete else [])
+
+    def _addresses(self) -> m.Shards:
+        return m.Shards(addresses=tuple(self._links[number].address for number in range(1, self.count)))
+
+    def tick(self, now: float) -> list[Out]:
+        for number, link in list(self._links.items()):
+            if now - link.last_seen > self._heartbeat_timeout:
+                return self._lose(number, f"gave no sign of life for {self._heartbeat_timeout:.0f} s")
+        missing = sorted(set(range(1, self.count)) - self._links.keys() - self._gone.keys())
+        if ended := [number for number in missing if number in self._ended]:
+            return self._never_comes(ended[0], self._ended[ended[0]])
+        if missing and self._asked_at is not None and now - self._asked_at > self._join_timeout:
+            self._asked_at = None
+            reason = f"{self._awaited(missing[0])}, did not come within {self._join_timeout:.0f} s"
+            if self._goes_on():
+                self._gone[missing[0]] = reason
+                return []
+            return self._end(f"{reason}; the run cannot go on without it")
+        return []
+
+    def hang_up(self, peer: Peer) -> list[Out]:
+        for number, link in list(self._links.items()):
+            if link.peer == peer:
+                return self._lose(number, "is gone: its process or its machine failed")
+        return []
+
+    def ended(self, number: int, how: str) -> None:
+        """Record how a server's process has ended; if the server has not joined, it is not awaited any more."""
+        self._ended[number] = how
+
+    def _awaited(self, number: int) -> str:
+        return f"parameter server {number} of {self.count}, which is to hold a share of the weights"
+
+    def _never_comes(self, number: int, how: str) -> list[Out]:
+        reason = f"{self._awaited(number)}, never came: {how}"
+        self._gone[number] = reason
+        if self._goes_on():
+            return []
+        return self._end(f"{reason}; the run cannot go on without it") + self._answers_due()
+
+    def _lose(self, number: int, what: str) -> list[Out]:
+        link = self._links.pop(number)
+        reason = f"parameter server {number} of {self.count} at {link.address} {what}, and its share of the weights"
+        if self._goes_on():
+            self._gone[number] = f"{reason}; all servers go on from the last save"
+            return []
+        self._gone[number] = f"{reason} is lost"
+        return self._end(f"{reason} with it; the run cannot go on") + self._answers_due()
+
+    def fail(self, sender: Sender, message: sm.ShardFailed, payload: Payload) -> list[Out]:
+        """Handle a server's report that it cannot continue."""
+        return self._lose(self._number_of(sender), f"failed: {message.reason}")
+
+    def heard(self, sender: Sender, message: sm.ShardHeard, payload: Payload) -> list[Out]:
+        """Record a server's sign of life, with the number of commands that it has executed."""
+        link = self._links[self._number_of(sender)]
+        link.last_seen = self._now()
+        link.done = max(link.done, message.count)
+        return [Out(link.peer, m.CONTROL, m.Acknowledged()), *self._answers_due()]
+
+    def _number_of(self, sender: Sender) -> int:
+        for number, link in self._links.items():
+            if link.peer == sender.peer:
+                return number
+        raise Refused("stranger", "say ShardHello first: this connection is of no server that holds a share")
+
+    # --- Requests ----------------------------------------------------------------------------------------------------
+
+    def ready(self, sender: Sender, message: sm.ShardReady, payload: Payload) -> list[Out]:
+        """Record that another server has its part of a request, or has refused it."""
+        number = self._number_of(sender)
+        key = message.rank, message.request
+        if message.rank not in self._live():  # the rank has died meanwhile
+            return []
+        if message.refusal is not None:
+            return self._refuse(key, message.refusal)
+        return self._take(key, number, message.finite, message.present)
+
+    def refuse(self, rank: int, request: int, refusal: m.RefusedMessage) -> None:
+        self._out += self._refuse((rank, request), refusal)
+
+    def evict(self, group: int, lost: bool) -> list[Out]:
+        live = self._live()
+        self._parts = {key: parts for key, parts in self._parts.items() if key[0] in live}
+        return super().evict(group, lost)
+
+    def _has(self, key: Key, finite: bool, present: tuple[bool, ...]) -> list[Out]:
+        return self._take(key, 0, finite, present)
+
+    def _take(self, key: Key, number: int, finite: bool, present: tuple[bool, ...]) -> list[Out]:
+        parts = self._parts.setdefault(key, _Parts())
+        parts.here[number] = present
+        parts.finite &= finite
+        if len(parts.here) < self.count:
+            return []
+        del self._parts[key]
+        self.send_to_all(sm.Decide(rank=key[0], request=key[1], finite=parts.finite))
+        return self._decided(key, parts.finite, None, tuple(parts.here[number] for number in range(1, self.count)))
+
+    def _refuse(self, key: Key, refusal: m.RefusedMessage) -> list[Out]:
+        self._parts.pop(key, None)
+        self.send_to_all(sm.Decide(rank=key[0], request=key[1], refusal=refusal))
+        return self._decided(key, False, refusal)
+
+
+class Follower(_InParts):
+    """A server that holds a share and executes the coordinator's commands.
+
+    Args:
+        number: number of this server, from 1.
+        count: number of servers.
+    """
+
+    IN_PARTS: ClassVar[tuple[type[m.Message], ...]] = (
+        m.Attach,
+        m.AttachProof,
+        m.Long,
+        m.GroupState,
+        m.StoreRunState,
+        m.ReadRunState,
+    )
+
+    def __init__(self, number: int, count: int) -> None:
+        super().__init__(number, count)
+        self._count_heard = 0
+
+    def check_belongs(self, message: type[m.Message], in_parts: bool) -> None:
+        if not in_parts and message not in self.IN_PARTS:
+            raise ProtocolError(
+                f"this server holds share {self.number} of {self.count}, and takes no {message.__name__}; speak to the"
+                " server that coordinates, server 0"
+            )
+
+    def done(self) -> None:
+        """Count the last command as executed."""
+        self._count_heard += 1
+
+    def report(self) -> None:
+        """Report the number of executed commands."""
+        self._send(sm.ShardHeard(count=self._count_heard))
+
+    def tick(self, now: float) -> list[Out]:
+        self.report()
+        return []
+
+    def decide(self, message: sm.Decide) -> list[Out]:
+        return self._decided((message.rank, message.request), message.finite, message.refusal)
+
+    def refuse(self, rank: int, request: int, refusal: m.RefusedMessage) -> None:
+        self._send(sm.ShardReady(rank=rank, request=request, refusal=refusal))
+
+    def fail(self, reason: str) -> None:
+        """Report that this server cannot continue."""
+        self._send(sm.ShardFailed(reason=reason))
+
+    def _has(self, key: Key, finite: bool, present: tuple[bool, ...]) -> list[Out]:
+        self._send(sm.ShardReady(rank=key[0], request=key[1], finite=finite, present=present))
+        return []
+
+    def _send(self, message: m.Message) -> None:
+        self._out.append(Out(COORDINATOR, m.CONTROL, message))
+
+
+def refusal_of(error: OmniError) -> m.RefusedMessage:
+    """Return the refusal, the same at all servers, of a request that one of them cannot handle."""
+    return m.RefusedMessage(code=error.code if isinstance(error, Refused) else "protocol", reason=str(error))

@@ -1,0 +1,385 @@
+"""The table of messages, one row each, and the routing that follows from it.
+
+Rule 1: a message without a row in the table, or on another channel than its row's, is refused.
+Rule 2: the router first checks which rank sent a message and whether that still participates, then the size of its
+payload, before memory is allocated; then the message is handled.
+Rule 3: every answer to a message is sent on the message's channel.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import reduce
+from operator import or_
+from typing import Any
+
+import msgspec
+
+from lightning_omni.errors import MalformedMessage, OmniError, ProtocolError, Refused
+from lightning_omni.server.admission import Admission
+from lightning_omni.server.collectives.service import Synchronization
+from lightning_omni.server.epochs.service import DataLeasing
+from lightning_omni.server.membership.joining import Joining
+from lightning_omni.server.membership.roster import Roster
+from lightning_omni.server.membership.service import Membership
+from lightning_omni.server.merged_head.service import MergedHeads
+from lightning_omni.server.observers import RunObservation
+from lightning_omni.server.replication import Coordinator, OneServer, Servers, refusal_of
+from lightning_omni.server.service import Out, Payload, Peer, Sender
+from lightning_omni.server.snapshots import Snapshots
+from lightning_omni.server.status import Monitoring
+from lightning_omni.server.training import Training
+from lightning_omni.server.validation.service import Evaluations
+from lightning_omni.wire import messages as m
+from lightning_omni.wire import server_messages as sm
+from lightning_omni.wire.messages import CONTROL, DATA
+
+
+class Role(Enum):
+    """The role required of a message's sender. All but the first require an admitted connection on its channel."""
+
+    STRANGER = auto()
+    """Any connection, even one that has not been admitted."""
+    OBSERVER = auto()
+    """A process that holds the key and observes the run, without being a rank."""
+    RANK = auto()
+    """An admitted rank."""
+    MEMBER = auto()
+    """An admitted rank in a group."""
+    LEADER = auto()
+    """An admitted rank that leads its group."""
+    RECORDER = auto()
+    """The recorder: see `Roster.recorder`."""
+    SHARD = auto()
+    """A server that holds a share of the weights, and is no rank."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A message's row in the table.
+
+    Attributes:
+        message: type of the message.
+        channel: channel of the message.
+        role: role of its sender.
+        service: type of the service that handles it.
+        handle: method that answers it, called with the service, a `Sender`, the message and the payload; None if the
+            transport converts it to another message.
+        payload: method that returns the size of the payload that may follow, called with the service, a `Sender` and
+            the message; None without payload. On the control channel a payload is in one frame with the message, and
+            the transport limits it.
+        keeps: whether the payload is kept; otherwise its memory belongs to the connection, which reuses it after the
+            answer.
+        resolves: whether pending answers may be possible afterwards.
+        when_lost: whether a rank is answered although its group is gone.
+        when_over: whether a rank is answered although the run is over.
+        does: for a message of the recorder, its effect, as text for an error.
+        in_parts: whether each of several servers that hold a share gets a part of it.
+        is_finite: method that returns whether such a part is finite, called like ``handle``; None if it need not be.
+        check: method that raises an error if all servers must refuse such a part, called with the service, a `Sender`
+            and the message; None for no check.
+        on_all_servers: whether the other servers must handle it, too, before it is answered.
+    """
+
+    message: type[m.Message]
+    channel: m.Channel
+    role: Role
+    service: type[Any]
+    handle: Callable[..., list[Out]] | None
+    payload: Callable[..., int] | None = None
+    keeps: bool = False
+    resolves: bool = False
+    when_lost: bool = False
+    when_over: bool = False
+    does: str = ""
+    in_parts: bool = False
+    is_finite: Callable[..., bool] | None = None
+    check: Callable[..., None] | None = None
+    on_all_servers: bool = False
+
+
+TABLE = (
+    # admission
+    Row(m.Hello, CONTROL, Role.STRANGER, Admission, Admission.hello),
+    Row(m.Proof, CONTROL, Role.STRANGER, Admission, Admission.admit),
+    Row(m.Attach, DATA, Role.STRANGER, Admission, Admission.challenge),
+    Row(m.AttachProof, DATA, Role.STRANGER, Admission, Admission.attach),
+    # membership
+    Row(m.Form, CONTROL, Role.RECORDER, Membership, Membership.form, does="forms groups", on_all_servers=True),
+    Row(m.Join, CONTROL, Role.RANK, Joining, Joining.ask),
+    Row(m.Lost, CONTROL, Role.RANK, Membership, Membership.report_lost),
+    Row(m.Goodbye, CONTROL, Role.RANK, Membership, Membership.goodbye, resolves=True, when_lost=True, when_over=True),
+    # joining
+    Row(m.Enlist, CONTROL, Role.OBSERVER, Joining, Joining.enlist),
+    Row(
+        m.StoreRunState, DATA, Role.RECORDER, Joining, Joining.store, Joining.check_state,
+        keeps=True, resolves=True, does="says what groups that join are given",
+    ),
+    Row(m.ReadRunState, DATA, Role.RANK, Joining, Joining.read),
+    # monitoring
+    Row(m.Heartbeat, CONTROL, Role.RANK, Monitoring, Monitoring.heartbeat),
+    Row(m.AskStatus, CONTROL, Role.RANK, Monitoring, Monitoring.ask, when_over=True),
+    # several servers
+    Row(m.AskShards, CONTROL, Role.RANK, Servers, Servers.ask),
+    # observation
+    Row(m.Observe, CONTROL, Role.STRANGER, RunObservation, RunObservation.hello),
+    Row(m.ObserverProof, CONTROL, Role.STRANGER, RunObservation, RunObservation.admit),
+    Row(m.AskOverview, CONTROL, Role.OBSERVER, RunObservation, RunObservation.ask),
+    Row(m.AskServer, CONTROL, Role.OBSERVER, RunObservation, RunObservation.describe),
+    Row(m.Echo, CONTROL, Role.OBSERVER, RunObservation, RunObservation.echo),
+    Row(m.Evict, CONTROL, Role.OBSERVER, Membership, Membership.evict),
+    Row(m.SetGroups, CONTROL, Role.OBSERVER, Membership, Membership.set_groups),
+    Row(m.SaveNow, CONTROL, Role.OBSERVER, Membership, Membership.save),
+    # data
+    Row(m.OpenEpoch, CONTROL, Role.MEMBER, DataLeasing, DataLeasing.open),
+    Row(m.Draw, CONTROL, Role.MEMBER, DataLeasing, DataLeasing.draw),
+    Row(m.Await, CONTROL, Role.MEMBER, DataLeasing, DataLeasing.wait, resolves=True),
+    Row(m.Leave, CONTROL, Role.MEMBER, DataLeasing, DataLeasing.leave, resolves=True),
+    # validations
+    Row(m.ClaimValidation, CONTROL, Role.MEMBER, Evaluations, Evaluations.claim),
+    Row(m.AskValidations, CONTROL, Role.RANK, Evaluations, Evaluations.ask),
+    Row(
+        m.PublishEvaluation, DATA, Role.LEADER, Evaluations, Evaluations.publish, Evaluations.check_result, keeps=True
+    ),
+    Row(m.ReadEvaluation, DATA, Role.RANK, Evaluations, Evaluations.read),
+    # synchronization
+    Row(m.Contribute, CONTROL, Role.RANK, Synchronization, Synchronization.contribute, resolves=True),
+    Row(m.ReadBrought, CONTROL, Role.RANK, Synchronization, Synchronization.read_brought),
+    Row(m.Bring, DATA, Role.RANK, Synchronization, Synchronization.bring, Synchronization.check_brought, keeps=True),
+    Row(m.Long, DATA, Role.RANK, Synchronization, None, Synchronization.check_long, keeps=True),
+    Row(m.Collect, DATA, Role.RANK, Synchronization, Synchronization.collect),
+    # training
+    Row(
+        m.PushMessage, DATA, Role.LEADER, Training, Training.push, Training.check_push,
+        resolves=True, in_parts=True, is_finite=Training.is_push_finite, check=Training.check_counts,
+    ),
+    Row(m.FetchMessage, DATA, Role.RANK, Training, Training.fetch, in_parts=True, check=Training.check_counts),
+    Row(
+        m.AverageMessage, DATA, Role.LEADER, Training, Training.average, Training.check_average,
+        resolves=True, in_parts=True, is_finite=Training.is_average_finite,
+    ),
+    Row(m.Restructure, DATA, Role.LEADER, Training, Training.restructure, Training.check_restructure),
+    # snapshots
+    Row(
+        m.Seed, DATA, Role.RECORDER, Snapshots, Snapshots.seed, Snapshots.check_packed,
+        does="hands weights over", in_parts=True,
+    ),
+    Row(m.GroupState, DATA, Role.LEADER, Snapshots, Snapshots.store_group_state, Snapshots.check_packed),
+    Row(m.TakeSnapshot, DATA, Role.RANK, Snapshots, Snapshots.take, in_parts=True, check=Snapshots.check_version),
+    Row(
+        m.ReleaseVersion, CONTROL, Role.RECORDER, Snapshots, Snapshots.release,
+        does="saves the weights of validations", on_all_servers=True,
+    ),
+    # merged head
+    Row(m.HeadForward, DATA, Role.MEMBER, MergedHeads, MergedHeads.forward, MergedHeads.check_forward),
+    Row(m.HeadBackward, DATA, Role.LEADER, MergedHeads, MergedHeads.backward, MergedHeads.check_backward),
+    Row(m.HeadRelease, DATA, Role.LEADER, MergedHeads, MergedHeads.release),
+)  # fmt: skip
+"""Every message that a server may receive."""
+
+SHARD_TABLE = (
+    Row(sm.ShardHello, CONTROL, Role.STRANGER, Coordinator, Coordinator.hello),
+    Row(sm.ShardProof, CONTROL, Role.STRANGER, Coordinator, Coordinator.admit),
+    Row(sm.ShardReady, CONTROL, Role.SHARD, Coordinator, Coordinator.ready),
+    Row(sm.ShardHeard, CONTROL, Role.SHARD, Coordinator, Coordinator.heard),
+    Row(sm.ShardFailed, CONTROL, Role.SHARD, Coordinator, Coordinator.fail),
+)
+"""Further messages that a coordinating server may receive."""
+
+
+def types_on(channel: m.Channel, rows: Iterable[Row] = TABLE) -> tuple[type[m.Message], ...]:
+    """Return the types of the messages on a channel, in the order of the table."""
+    return tuple(row.message for row in rows if row.channel == channel)
+
+
+class Router:
+    """The router of messages to services, as the table specifies.
+
+    Args:
+        rows: the table.
+        services: one service of each type in the table.
+        roster: the ranks of the run.
+        servers: the other servers that hold a share each; None for one server.
+
+    Raises:
+        ValueError: a message has two rows, or a row has no service.
+    """
+
+    def __init__(
+        self, rows: Iterable[Row], services: Iterable[Any], roster: Roster, servers: Servers | None = None
+    ) -> None:
+        rows = tuple(rows)
+        self._rows = {row.message: row for row in rows}
+        self._services = {type(service): service for service in services}
+        self._roster = roster
+        self._servers = self._services[Servers] = servers or OneServer()
+        self._admission: Admission = self._services[Admission]
+        self._membership: Membership = self._services[Membership]
+        self._observation: RunObservation = self._services[RunObservation]
+        twice = sorted(kind.__name__ for kind, count in Counter(row.message for row in rows).items() if count > 1)
+        if twice:
+            raise ValueError(f"rows: {', '.join(twice)} cannot have two; give each message one row")
+        homeless = sorted({row.service.__name__ for row in rows if row.service not in self._services})
+        if homeless:
+            raise ValueError(f"rows: there is no service {', '.join(homeless)}; pass it in services=, too")
+        self._decoders = {
+            channel: msgspec.msgpack.Decoder(reduce(or_, types_on(channel, rows))) for channel in (CONTROL, DATA)
+        }
+
+    def decode(self, channel: m.Channel, data: bytes | memoryview) -> m.Message:
+        """Decode a message.
+
+        Raises:
+            MalformedMessage: the bytes are no message of this channel.
+        """
+        try:
+            message: m.Message = m.decode_with(self._decoders[channel], data, channel)
+        except MalformedMessage:
+            if channel == DATA:
+                self._check_is_for_data(data)
+            raise
+        return message
+
+    def _check_is_for_data(self, data: bytes | memoryview) -> None:
+        """Raise `MalformedMessage` for a control message, whose sender has the wrong port."""
+        try:
+            m.decode_with(self._decoders[CONTROL], data, CONTROL)
+        except MalformedMessage:
+            return
+        raise MalformedMessage(
+            f"not a {DATA} message: this is the server's data port; pass its address with the control port"
+            " (serve --port)"
+        )
+
+    def route(self, channel: m.Channel, peer: Peer, message: m.Message, payload: Payload, now: float) -> list[Out]:
+        """Handle a message.
+
+        Raises:
+            ProtocolError: the message is not allowed.
+        """
+        row = self._row(channel, message)
+        if row.role is Role.STRANGER or row.role is Role.SHARD:
+            return self._handle(row, Sender(peer), message, payload)
+        if row.role is Role.OBSERVER:
+            self._observation.check(peer)
+            return self._handle(row, Sender(peer), message, payload)
+        member = self._admission.member_of(channel, peer)
+        notice = self._membership.notice_for(member, row.when_lost, row.when_over)
+        if notice is not None and channel == DATA:
+            raise _refusal(member.rank, notice)
+        member.last_seen = now
+        if notice is not None:
+            return [Out(peer, channel, notice)]
+        sender = self._sender(channel, peer, member.rank)
+        if row.in_parts and self._servers.count > 1:
+            return self._hold(row, sender, message, payload)
+        return self._handle(row, sender, message, payload)
+
+    def _sender(self, channel: m.Channel, peer: Peer, rank: int) -> Sender:
+        """Return an admitted rank as a sender; where members exchange a share each, it counts as its leader."""
+        counts_as = self._roster.formed.counts_as(rank, self._servers.number) if channel == DATA else rank
+        return Sender(peer, counts_as, self._roster.formed.group_of(rank))
+
+    def _hold(self, row: Row, sender: Sender, message: Any, payload: Payload) -> list[Out]:
+        """Check this server's part of a request, and hold it until the other servers have theirs."""
+        service = self._services[row.service]
+        try:
+            self._check(row, sender)
+            self._servers.check_number(sender.rank, message.request)
+            if row.check is not None:
+                row.check(service, sender, message)
+            finite = row.is_finite is None or row.is_finite(service, sender, message, payload)
+        except OmniError as error:
+            self._servers.refuse(sender.rank, message.request, refusal_of(error))
+            raise
+        return self._servers.hold(sender, message, finite, lambda decided: self._handle(row, decided, message, payload))
+
+    def relay(self, peer: Peer, rank: int, data: bytes) -> list[Out]:
+        """Handle a rank's encoded control message that the coordinating server has handled."""
+        message = self.decode(CONTROL, data)
+        sender = Sender(peer, rank, self._roster.formed.group_of(rank))
+        return self._handle(self._row(CONTROL, message, is_relayed=True), sender, message, b"")
+
+    def forward(self, sender: Sender, data: bytes, payload: Payload) -> list[Out]:
+        """Handle a control message that arrived on the data channel, as if it had arrived on its own.
+
+        Raises:
+            ProtocolError: the message is invalid or not allowed.
+        """
+        message = self.decode(CONTROL, data)
+        row = self._row(CONTROL, message)
+        if row.role in (Role.STRANGER, Role.OBSERVER) or row.message is m.ReadBrought:
+            raise ProtocolError(f"a {type(message).__name__} cannot be brought")
+        return self._handle(row, sender, message, payload)
+
+    def check_payload(self, peer: Peer, message: m.Message) -> int:
+        """Return the size of the payload that may follow a data message.
+
+        Raises:
+            ProtocolError: this peer may not send the message, or not this many bytes.
+        """
+        row = self._row(DATA, message)
+        if row.payload is None:
+            return 0
+        if not row.in_parts or self._servers.count == 1:
+            return self._check_payload(row, peer, message)
+        try:
+            return self._check_payload(row, peer, message)
+        except ProtocolError as error:
+            member = self._admission.find(DATA, peer)
+            if member is not None:
+                rank = self._sender(DATA, peer, member.rank).rank
+                self._servers.refuse(rank, message.request, refusal_of(error))  # type: ignore[attr-defined]
+            raise
+
+    def _check_payload(self, row: Row, peer: Peer, message: Any) -> int:
+        assert row.payload is not None
+        member = self._admission.member_of(DATA, peer)
+        notice = self._membership.notice_for(member, row.when_lost, row.when_over)
+        if notice is not None:
+            raise _refusal(member.rank, notice)
+        sender = self._sender(DATA, peer, member.rank)
+        self._check(row, sender)
+        if row.in_parts and self._servers.count > 1:
+            self._servers.check_number(sender.rank, message.request)
+        return row.payload(self._services[row.service], sender, message)
+
+    def keeps_payload(self, message: m.Message) -> bool:
+        row = self._row(DATA, message)
+        return row.keeps or (row.in_parts and self._servers.count > 1)
+
+    def _row(self, channel: m.Channel, message: m.Message, is_relayed: bool = False) -> Row:
+        row = self._rows.get(type(message))
+        if row is None or row.channel != channel:
+            raise ProtocolError(f"{type(message).__name__} does not belong on the {channel} channel")
+        if not is_relayed:
+            self._servers.check_belongs(row.message, row.in_parts)
+        return row
+
+    def _check(self, row: Row, sender: Sender) -> None:
+        if row.role is Role.LEADER:
+            self._roster.formed.check_leads(sender.rank, sender.group)
+        elif row.role is Role.MEMBER:
+            self._roster.formed.check_grouped(sender.rank, sender.group)
+        elif row.role is Role.RECORDER and sender.rank != self._roster.recorder:
+            raise ProtocolError(f"only rank {self._roster.recorder} {row.does}")
+
+    def _handle(self, row: Row, sender: Sender, message: m.Message, payload: Payload) -> list[Out]:
+        self._check(row, sender)
+        if row.handle is None:
+            raise ProtocolError(f"{type(message).__name__} does not belong on the {row.channel} channel")
+        out = row.handle(self._services[row.service], sender, message, payload)
+        if row.on_all_servers and self._servers.count > 1:
+            self._servers.send_to_all(sm.Relay(rank=sender.rank, message=m.encode(message)))
+            out = self._servers.when_done(out)
+        return out + self._membership.resolve_pending() if row.resolves else out
+
+
+def _refusal(rank: int, notice: m.Notice) -> Refused:
+    """Convert a notice to a refusal for the data channel."""
+    if notice.over:
+        return Refused("over", notice.reason)
+    return Refused("barred" if notice.barred else "lost", f"rank {rank} was evicted: {notice.reason}")

@@ -1,0 +1,101 @@
+"""The base of the server's services, with the sender of a message and the answers.
+
+A service is a part of the server with its own state. It answers the messages that the table in `router` assigns to it,
+and is notified when groups are formed, join or end. It reaches other services only through its constructor's arguments.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+
+from lightning_omni.methods import Method
+from lightning_omni.topology import Topology
+from lightning_omni.wire import messages as m
+
+Peer = bytes
+"""A connection."""
+Payload = bytes | Tensor
+
+
+class Out(msgspec.Struct, frozen=True):
+    """A message to send, with the parts of its payload.
+
+    Attributes:
+        may_take_long: whether only its receiver waits for it, so that messages to others may be sent first.
+    """
+
+    peer: Peer
+    channel: m.Channel
+    message: m.Message
+    payload: tuple[Payload, ...] = ()
+    may_take_long: bool = False
+
+
+class Sender(NamedTuple):
+    """The sender of a message, as far as it is known.
+
+    Attributes:
+        peer: connection of the message.
+        rank: the admitted rank, or -1.
+        group: number of this rank's group, or -1.
+        finite: whether all parts of the request are finite, of which this server has one; None for a request in one
+            part.
+        elsewhere: for a push in parts, for each other server: which entries of its share have a tensor; empty for a
+            server where all have one.
+    """
+
+    peer: Peer
+    rank: int = -1
+    group: int = -1
+    finite: bool | None = None
+    elsewhere: tuple[tuple[bool, ...], ...] = ()
+
+
+class Service:
+    """The base of all services, with the notifications that each receives besides its messages."""
+
+    def form(self, topology: Topology, method: Method, message: m.Form) -> None:
+        """Start with new groups and their method; ``message`` is the recorder's."""
+
+    def join(self, group: int, ranks: tuple[int, ...]) -> None:
+        """Add a group; the others are unchanged."""
+
+    def evict(self, group: int, lost: bool) -> list[Out]:
+        """Remove a group, which no rank waits for any more; unless ``lost``, it has left in order.
+
+        Returns:
+            The answers that were waiting for that group.
+        """
+        return []
+
+    def resolve_pending(self) -> list[Out]:
+        """Return the pending answers whose condition is met."""
+        return []
+
+    def state(self) -> Any:
+        """Return the state from which another server continues, as plain values and live tensors; or None."""
+        return None
+
+    def load(self, state: Any) -> None:
+        """Continue from a `state`, which is not None."""
+
+
+def nbytes_of(payload: Payload) -> int:
+    """Return the size of a payload in bytes."""
+    return payload.numel() if isinstance(payload, Tensor) else len(payload)
+
+
+def bytes_of(payload: Payload) -> bytes:
+    """Return a payload as bytes."""
+    return payload.numpy().tobytes() if isinstance(payload, Tensor) else payload
+
+
+def as_tensor(payload: Payload) -> Tensor:
+    """Return a payload as a tensor of bytes."""
+    if isinstance(payload, Tensor):
+        return payload
+    return torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(0, dtype=torch.uint8)

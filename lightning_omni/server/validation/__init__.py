@@ -1,0 +1,1 @@
+"""Validations while groups train: when one is due, which group evaluates, and the published weights."""

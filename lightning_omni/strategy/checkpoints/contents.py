@@ -1,0 +1,308 @@
+"""The contents of a checkpoint while several groups train, the state that a resumed run takes from one, and its file.
+
+Lightning's own entries are those of plain DDP, with the server's weights and optimizer state. All further state is in
+one more entry, ``"omni"``: see `lightning_omni.runtime.state.checkpoint`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+from typing_extensions import override
+
+from lightning_omni.runtime import World, names_of
+from lightning_omni.runtime.state.distributed_checkpoint import Folder, by_names, without_tensors
+from lightning_omni.runtime.state.distributed_checkpoint import save as save_folder
+from lightning_omni.runtime.state.checkpoint import ENTRY, Saved
+from lightning_omni.runtime.state.server_store import ServerSnapshot
+from lightning_omni.runtime.model.sharded import is_part, local_of
+from lightning_omni.wire import messages as m
+from lightning_omni.wire.progress import Progress
+from lightning_omni.strategy.loops.driver import EpochDriver
+from lightning_omni.strategy.checkpoints.loop_progress import batches_in, go_on_after
+from lightning_omni.strategy.loops.validation import Version
+from lightning_omni.strategy.checkpoints.files import write_whole
+
+if TYPE_CHECKING:
+    from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO as _Base
+else:
+    _Base = object
+
+
+class Checkpoints:
+    """The checkpoints of one strategy. Several calls make one checkpoint, which is consistent.
+
+    Args:
+        info: logs a message for the user, on rank 0.
+
+    Attributes:
+        resumed: the run's entry in the checkpoint that was loaded last.
+        folder: that checkpoint, if it is a folder.
+    """
+
+    def __init__(self, info: Callable[[str], None]) -> None:
+        self._info = info
+        self.folder: Folder | None = None
+        self._snapshot: ServerSnapshot | None = None
+        self._has_said = False
+        self.resumed = Saved()
+
+    def forget(self) -> None:
+        self._snapshot, self.resumed, self.folder = None, Saved(), None
+
+    # --- Saving ------------------------------------------------------------------------------------------------------
+
+    def collect(
+        self,
+        world: World,
+        module: Module,
+        read: Callable[[], dict[str, Any]],
+        version: Version | None = None,
+        is_folder: bool = False,
+        is_alone: bool = False,
+    ) -> dict[str, Any]:
+        """Return the module's state, with the weights that the method evaluates instead of this group's own.
+
+        At a synchronization point every rank participates, and the states that only groups hold are collected. At other
+        times the recorder saves its own state and the server's: the module holds the server's weights while its
+        ``state_dict`` is called.
+
+        Args:
+            world: this rank's world.
+            module: the module.
+            read: returns the module's state.
+            version: the validation whose weights are saved; None for the present ones.
+            is_folder: whether each member of the recorder's group saves its own shards.
+            is_alone: whether this rank has failed, so that the others do not call this.
+        """
+        # The others compute already when a group enters the run.
+        is_together = not (is_alone or world.is_computing or world.is_entering)
+        if is_together:
+            world.states.gather_group_state()
+        elif world.core.wire_format.pushes.is_stateful and not self._has_said:
+            self._has_said = True
+            self._info(
+                "OmniStrategy: a checkpoint is saved inside an epoch, where no group waits for the others: what they"
+                f" have not pushed yet in the wire format {type(world.core.wire_format).__name__} is not in it; save"
+                " at an epoch's end or after a validation to have it"
+            )
+        if not world.hands_over:
+            return read()
+        snapshot = world.channel.store.snapshot(version=version.number if version is not None else 0)
+        if is_together and world.enlistment is None:  # a group that has joined does not have a list of the others
+            snapshot = self._complete_groups(snapshot, world.live_groups)
+        if world.share is not None:
+            snapshot = world.states.sharded(snapshot)
+        values: dict[Tensor, Tensor] = {}
+        if world.is_computing:  # otherwise the module holds them, or the weights that a callback has put there
+            values = _evaluated(world, module, snapshot)
+            own, buffers = dict(module.named_buffers()), version.buffers if version is not None else {}
+            values |= {own[name]: buffers[name] for name in own.keys() & buffers.keys()}
+        state = _read_holding(values, read)
+        gathers = world.share is not None and not is_folder
+        self._snapshot = world.states.gathered(snapshot) if gathers else snapshot
+        return state
+
+    def _complete_groups(self, snapshot: ServerSnapshot, groups: Collection[int]) -> ServerSnapshot:
+        """Return the snapshot, without all groups' states if one group's is missing: they are restored in order."""
+        missing = [str(group) for group in groups if group not in snapshot.groups]
+        if not missing:
+            return snapshot
+        self._info(
+            "OmniStrategy: the parameter server was restarted while a checkpoint was saved, and does not have what the"
+            f" groups {', '.join(missing)} alone know (such as the state of optimizers that step there). The checkpoint"
+            " therefore has this of no group, like one that is saved inside an epoch; the next one will be complete"
+        )
+        return snapshot._replace(groups={})
+
+    def state_of(self, world: World, optimizer: Optimizer, own: dict[str, Any]) -> dict[str, Any]:
+        """Return the optimizer state that belongs to the saved weights, from the server if the optimizer steps there.
+
+        The hyperparameters are those of this rank. (The server's are those of the last push, one scheduler step
+        behind.)
+        """
+        if all(world.steps_here(part) for part in world.parts if part.optimizer is optimizer):
+            return own
+        if self._snapshot is None:
+            self._snapshot = world.channel.store.snapshot()
+        return {"state": world.states.whole(optimizer, self._snapshot.parts), "param_groups": own["param_groups"]}
+
+    def complete(
+        self,
+        world: World,
+        checkpoint: dict[str, Any],
+        epochs: EpochDriver,
+        tensors: dict[str, Any] | None = None,
+    ) -> None:
+        """Add the state of server and groups that Lightning does not have to a checkpoint, in place.
+
+        If each member saves its shards, the added tensors go to ``tensors``.
+        """
+        snapshot, self._snapshot = self._snapshot, None
+        groups, more = len(world.topology.alive), dict[str, Any]()
+        if snapshot is None:
+            progress, cut = epochs.moment()
+            if progress is not None:
+                if cut.epoch != -1:
+                    _count_as_ddp(checkpoint, progress)
+                schedules = epochs.schedulers.catch_up_in(checkpoint, progress)
+                checkpoint[ENTRY] = Saved(cut, groups, progress, schedules=schedules).to_plain()
+            return
+        progress = None if epochs.progress is None else snapshot.cut.progress(epochs.progress)
+        _count_as_ddp(checkpoint, progress)
+        if "optimizer_states" in checkpoint:  # with save_weights_only there are none
+            server, states = [part["method"] for part in snapshot.parts], snapshot.groups
+            if tensors is not None:
+                server = _without_tensors(world, server, tensors)
+                states = {group: _without_tensors(world, states[group], tensors) for group in sorted(states)}
+            more = {
+                "method": m.method_to_wire(world.method),
+                "parameters": [list(part["weights"]) for part in snapshot.parts],
+                "server": server,
+                "states": states,
+            }
+        schedules = epochs.schedulers.catch_up_in(checkpoint, progress)
+        checkpoint[ENTRY] = Saved(snapshot.cut, groups, progress, schedules=schedules, **more).to_plain()
+
+    def save_folder(
+        self,
+        world: World,
+        module: Module,
+        optimizers: Sequence[Optimizer],
+        checkpoint: dict[str, Any],
+        path: Path,
+        epochs: EpochDriver,
+    ) -> None:
+        """Save a checkpoint of which each member of the recorder's group writes its shards; they all call it.
+
+        The checkpoint is changed in place.
+        """
+        tensors: dict[str, Any] = {}
+        self.complete(world, checkpoint, epochs, tensors)
+        names = names_of(module)
+        tensors["state_dict"] = checkpoint.pop("state_dict")
+        for number, (optimizer, state) in enumerate(
+            zip(optimizers, checkpoint.pop("optimizer_states", ()), strict=False)
+        ):
+            tensors[f"optimizer_{number}"] = by_names(optimizer, state, names)
+        save_folder(path, tensors, checkpoint, world.holder_group)
+
+    # --- Resuming ----------------------------------------------------------------------------------------------------
+
+    def read(self, checkpoint: Mapping[str, Any]) -> None:
+        """Read the run's entry of a loaded checkpoint, of this strategy or of any other."""
+        self.resumed = replace(Saved.from_plain(checkpoint.get(ENTRY, {})) or Saved(), folder=self.folder)
+
+    def open_folder(self, path: Path, module: Module, **options: Any) -> dict[str, Any]:
+        """Read a checkpoint that is a folder, without the states of optimizers. All ranks call it.
+
+        The weights are read into the module's own memory; ``options`` are for ``torch.load`` of everything else.
+        """
+        self.folder = Folder(path)
+        checkpoint = {**self.folder.metadata(**options), "state_dict": self.folder.weights(module.state_dict())}
+        if self.folder.optimizers:
+            checkpoint["optimizer_states"] = [{}] * self.folder.optimizers  # placeholders until the optimizers exist
+        return checkpoint
+
+    def optimizer_states(
+        self, checkpoint: Mapping[str, Any], optimizers: Sequence[Optimizer], module: Module
+    ) -> list[dict[str, Any]]:
+        """Return the states for the Trainer's optimizers to load. All ranks call it."""
+        if self.folder is None:
+            return list(checkpoint["optimizer_states"])
+        names = names_of(module)
+        numbered = enumerate(optimizers[: self.folder.optimizers])
+        return [self.folder.optimizer_state(number, optimizer, names) for number, optimizer in numbered]
+
+
+def _count_as_ddp(checkpoint: dict[str, Any], progress: Progress | None) -> None:
+    """Set the loops of a checkpoint, in place, so that DDP trains as many more batches as all groups have left.
+
+    The loops have counted the batches of one group.
+    """
+    if progress is None or "loops" not in checkpoint:
+        return
+    batches = max(1, progress.samples // progress.reference.samples) * progress.reference.window
+    # Before the first exchange the loops have counted batches that are in no weights, and at the epoch's begin none.
+    has_begun = progress.samples > 0 or batches_in(checkpoint["loops"]) > batches
+    if has_begun and batches < progress.batches:
+        go_on_after(checkpoint["loops"], batches)
+
+
+def _without_tensors(world: World, trees: Sequence[Any], tensors: dict[str, Any]) -> list[Any]:
+    pairs = zip(world.parts, trees, strict=True)
+    return [without_tensors(tree, part.replica.layout, part.replica.ordered, tensors) for part, tree in pairs]
+
+
+def _evaluated(world: World, module: Module, snapshot: ServerSnapshot) -> dict[Tensor, Tensor]:
+    """Return the server's weights by the parameter of the module."""
+    mine = {name: parameter for parameter, name in names_of(module).items()}
+    return {
+        own: value
+        for part, theirs in zip(world.parts, snapshot.parts, strict=True)
+        for name, value in theirs["weights"].items()
+        if world.method.evaluated != "mean" or part.head is not None
+        if (own := part.replica.parameters.get(name, mine.get(name))) is not None
+    }
+
+
+def _read_holding(values: Mapping[Tensor, Tensor], read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return a module's state while its tensors hold other values temporarily; values of another shape are left out.
+
+    Parts of the state in the memory of these tensors are copied: shards on their device, others to the CPU.
+    """
+    # torch does not count writes to ``.data``, so that they are not taken for edits by the user.
+    pairs = [(local_of(own).data, local_of(value)) for own, value in values.items() if own.shape == value.shape]
+    kept = [(own, own.to("cpu", copy=True)) for own, _ in pairs]
+    written = {_address_of(own) for own, _ in pairs} - {0}
+
+    def copied(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or _address_of(leaf) not in written:
+            return leaf
+        return leaf.detach().clone() if is_part(leaf) else leaf.detach().to("cpu", copy=True)
+
+    try:
+        for own, value in pairs:
+            own.copy_(value)
+        state = read()
+        for name, entry in state.items():
+            state[name] = tree_map(copied, entry)
+    finally:
+        for own, value in kept:
+            own.copy_(value)
+    return state
+
+
+def _address_of(tensor: Tensor) -> int:
+    """Return the address of a tensor's memory; 0 if it has none."""
+    try:
+        return local_of(tensor).untyped_storage().data_ptr()
+    except RuntimeError:  # its class has no memory of its own
+        return 0
+
+
+class WholeFileHooks(_Base):
+    """A Lightning checkpoint plugin that writes a local file next to the old one, and then renames it.
+
+    Lightning's own plugin moves a temporary file from elsewhere. A move between two file systems is a copy, and if the
+    disk is full, a truncated file replaces the old one.
+    """
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Save a checkpoint.
+
+        Raises:
+            OSError: the file could not be written; an older file of that name is unchanged.
+        """
+        if storage_options is not None or "://" in str(path):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        write_whole(checkpoint, path)

@@ -1,0 +1,358 @@
+"""The state of a run, apart from the weights, that a joining group receives to continue where the run is.
+
+The recorder's group makes the state each time the groups begin to compute, and the server stores it. It is a checkpoint
+without weights and optimizer state, whose progress is that of the run. A group that joins loads it before its loops
+begin, and continues in the current epoch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from lightning_omni.errors import ConfigurationError, MalformedMessage, UnsupportedError
+from lightning_omni.runtime import names_of
+from lightning_omni.runtime.model.sharded import fill, is_part, local_of, reshard, tensors_of
+from lightning_omni.strategy import _private
+from lightning_omni.strategy.grouping import GroupedStrategy
+from lightning_omni.strategy.loops.driver import Entered
+from lightning_omni.strategy.schedules.replay import described
+from lightning_omni.wire.codec import pack
+from lightning_omni.wire.progress import Progress
+
+if TYPE_CHECKING:
+    from pytorch_lightning import Trainer
+
+_APART = ("state_dict", "loops", "epoch", "global_step")
+"""Omitted entries of Lightning's checkpoint: the server has the weights, and progress is counted in samples."""
+_ALIKE = (
+    "max_epochs",
+    "max_steps",
+    "accumulate_grad_batches",
+    "gradient_clip_val",
+    "reload_dataloaders_every_n_epochs",
+)
+"""Arguments of the Trainer that must be equal in all groups."""
+
+
+class RunStates:
+    """The state of a run for joining groups: the recorder's group makes it, and a joining group loads it.
+
+    Args:
+        strategy: the strategy of this rank.
+
+    Attributes:
+        is_described: whether the checkpoint that Lightning makes now has no weights in it.
+    """
+
+    def __init__(self, strategy: GroupedStrategy) -> None:
+        self._strategy = strategy
+        self._told: set[str] = set()
+        self._again: dict[str, Any] | None = None
+        self._limits: dict[str, float | None] = {}
+        self.is_described = False
+
+    def check(self, trainer: Trainer) -> None:
+        """Raise `UnsupportedError` for features of this fit that do not work with groups that join."""
+        if self._strategy.world.enlistment is None:
+            return
+        if _private.finds_rate(trainer):
+            raise UnsupportedError(
+                "join=True with LearningRateFinder or Tuner.lr_find: it measures all ranks as one group, which ranks of"
+                " different launchers cannot form; find the rate before, without server= and LIGHTNING_OMNI_SERVER, and"
+                " pass it to all groups"
+            )
+        if _private.replaces_scheduler(trainer):
+            raise UnsupportedError(
+                "join=True with StochasticWeightAveraging: it replaces a learning-rate scheduler in mid-run, and a"
+                " group that joins has none to replace it with; use WeightAveraging, or start all ranks together"
+            )
+        if len(_private.averaged_models(trainer)) > 1:
+            raise UnsupportedError(
+                "join=True with several WeightAveraging callbacks: a checkpoint has room for the average of one, and so"
+                " has what a group that joins is given; keep one of them"
+            )
+        self._limits = {name: getattr(trainer, name) for name in _ALIKE}
+
+    # --- The recorder's group ----------------------------------------------------------------------------------------
+
+    def store(self) -> None:
+        """Store the state at the server from the recorder's group, after the groups have begun to compute.
+
+        All ranks call it.
+        """
+        world = self._strategy.world
+        if world.enlistment is None or world.process_groups.live.ranks[0] not in world.members:
+            return
+        self.renew()
+
+    def renew(self) -> None:
+        """Replace the state at the server by the current one, while groups compute. The recorder's group calls it."""
+        world = self._strategy.world
+        reshard(world.held.sharded)
+        tree = self._describe()  # all members make it, since hooks of users that save may need collectives
+        if tree["shared"]:
+            if world.speaks and not world.is_leader:
+                world.channel.store.store_run_state(*pack({"shared": tree["shared"]}))
+            world.wait_for_members()  # other groups may join as soon as the leader has stored its part
+        if world.is_leader:
+            try:
+                packed, buffer = pack(tree)
+            except MalformedMessage as error:
+                packed, buffer = pack({"refused": f"the run's schedulers or optimizers cannot be sent: {error}"})
+            world.channel.store.store_run_state(packed, buffer)
+
+    def _describe(self) -> dict[str, Any]:
+        strategy, trainer = self._strategy, self._strategy.pl_module.trainer
+        self.is_described = True
+        try:
+            checkpoint = _private.checkpoint_of(trainer)
+        finally:
+            self.is_described = False
+        served = {id(each) for part in strategy.world.parts for each in part.replica.ordered}
+        entries = tensors_of(strategy.pl_module).items()
+        own = {name: each for name, each in entries if isinstance(each, Tensor) and id(each) not in served}
+        shared = {name: own.pop(name) for name in list(own) if is_part(own[name])}
+        bases = strategy.epochs.schedule
+        averages = _private.averaged_models(trainer)
+        progress = strategy.epochs.progress
+        return {
+            "limits": self._limits,
+            "configured": self._configured(),
+            "epoch": trainer.current_epoch,
+            "counters": _private.progress_counters(trainer)[1:],
+            "samples": strategy.epochs.samples,
+            "progress": None if progress is None else msgspec.to_builtins(progress),
+            "validations": strategy.epochs.published.state,
+            "metrics": _private.known_metrics(trainer),
+            "order": strategy.epochs.data.order,
+            "split": strategy.epochs.data.split,
+            "folders": _private.folders(trainer),
+            "reloads": _private.reload_epochs(trainer),
+            "schedule": [list(bases.get(config.scheduler, ())) for config in trainer.lr_scheduler_configs],
+            "schedulers": checkpoint.pop("lr_schedulers"),
+            "hyperparameters": checkpoint.pop("optimizer_states"),
+            "layouts": strategy.world.parameter_groups.first_layouts,
+            "held": [_names_in(optimizer, strategy.pl_module) for optimizer in strategy.optimizers],
+            "trainable": {name: each.requires_grad for name, each in strategy.pl_module.named_parameters()},
+            "tracking": _tracking(strategy.pl_module),
+            "module": {name: each.detach() for name, each in own.items()},
+            "shared": {name: local_of(each) for name, each in shared.items()},
+            "averages": [average.state_dict() for average in averages],
+            "callbacks": self._sendable("the state of the callback", checkpoint.pop("callbacks")),
+            "more": self._sendable("the checkpoint's entry", {k: v for k, v in checkpoint.items() if k not in _APART}),
+        }
+
+    def _configured(self) -> dict[str, str]:
+        """Return in words the settings that must be equal in all groups.
+
+        Otherwise groups would train differently or wait for each other in different collectives. The hyperparameters of
+        optimizers and schedulers are not among them: a joining group gets those of the run.
+        """
+        strategy, trainer = self._strategy, self._strategy.pl_module.trainer
+        schedulers = [_in_words(config) for config in trainer.lr_scheduler_configs]
+        return {
+            "optimization": "automatic" if strategy.pl_module.automatic_optimization else "manual",
+            "optimizers": ", ".join(type(each).__name__ for each in strategy.optimizers) or "none",
+            "schedulers": ", ".join(schedulers) or "none",
+            "callbacks": ", ".join(_private.deciding_callbacks(trainer)) or "none that saves, stops or tunes",
+        }
+
+    def _sendable(self, what: str, entries: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the entries that can be sent; warn once about each other one, which joining groups do not get."""
+        problems = {name: problem for name, value in entries.items() if (problem := _problem(value))}
+        for name in problems.keys() - self._told:
+            self._told.add(name)
+            self._strategy.rank_zero_warn(
+                f"OmniStrategy: {what} {name} is not given to groups that join: {problems[name]}"
+            )
+        return {name: value for name, value in entries.items() if name not in problems}
+
+    # --- A group that has joined -------------------------------------------------------------------------------------
+
+    def take_over(self, trainer: Trainer) -> None:
+        """Join the run, and load its state. All ranks of the group call it before its loops begin.
+
+        Raises:
+            UnsupportedError: the state of the run cannot be sent.
+            ConfigurationError: this group has other limits, callbacks, optimizers or schedulers.
+        """
+        strategy = self._strategy
+        joined = strategy.world.take_part()
+        tree = strategy.world.channel.store.read_run_state()
+        self._check_given(trainer, tree)
+        assert joined.plan is not None  # the server admits groups only during an epoch
+        checkpoint = {**tree["more"], "callbacks": tree["callbacks"], "state_dict": tree["module"]}
+        if tree["averages"]:  # the callback loads both; the module's own weights are read when training begins
+            [average] = tree["averages"]
+            whole = {name[7:]: each for name, each in average.items() if name.startswith("module.")}
+            checkpoint |= {"state_dict": whole, "current_model_state": strategy.pl_module.state_dict()}
+        _private.set_folders(trainer, tree["folders"])
+        _private.load_callbacks(trainer, checkpoint)
+        if tree["shared"] and not (strategy.world.share is None or strategy.world.is_leader):
+            tree["shared"] = strategy.world.channel.store.read_run_state(share=True)["shared"]
+        self._take_over_module(tree)
+        self._again = tree
+        schedule: dict[Any, Any] = {}
+        for config, state, base in zip(trainer.lr_scheduler_configs, tree["schedulers"], tree["schedule"], strict=True):
+            config.scheduler.load_state_dict(_like(vars(config.scheduler), state))
+            if base:
+                schedule[config.scheduler] = tuple(base)
+        entered = Entered(
+            plan=joined.plan,
+            samples=tree["samples"],
+            progress=msgspec.convert(tree["progress"], Progress | None),
+            validations=tree["validations"],
+            split=tree["split"],
+        )
+        strategy.epochs.enter(entered, schedule)
+        _private.set_metrics(trainer, tree["metrics"])
+        strategy.epochs.data.order = tree["order"]
+        _private.begin_at(trainer, tree["epoch"], tree["counters"])
+
+    def _check_given(self, trainer: Trainer, tree: Mapping[str, Any]) -> None:
+        if "refused" in tree:
+            raise UnsupportedError(f"no group can join this run: {tree['refused']}")
+        for name, limit in tree["limits"].items():
+            if self._limits[name] != limit:  # this group would end while others train, or train alone
+                raise ConfigurationError(
+                    f"{name}={self._limits[name]}: the run that this group joins has {name}={limit}; give all groups"
+                    " the same"
+                )
+        for name, own in self._configured().items():
+            if own != (theirs := tree["configured"][name]):
+                raise ConfigurationError(
+                    f"{name}: {own}; the run that this group joins has: {theirs}; give all groups the same script"
+                )
+        if len(_private.averaged_models(trainer)) != len(tree["averages"]):
+            raise ConfigurationError(
+                "callbacks: WeightAveraging is either in the run or in the group that joins it, and not in both; give"
+                " all groups the same callbacks"
+            )
+
+    def hooks_are_over(self) -> None:
+        """Load the run's state again after the hooks of the epoch's start.
+
+        The run had called these hooks before this group joined. Loading undoes their second effect here, on learning
+        rates, weights and counts of callbacks, for example.
+        """
+        if (tree := self._again) is None:
+            return
+        self.take_over_optimizers()
+        self._again = None
+        _private.load_states_of_callbacks(self._strategy.pl_module.trainer, tree)
+        _private.set_reload_epochs(self._strategy.pl_module.trainer, tree["reloads"])
+        self._take_over_module(tree)
+        self._strategy.world.read_again()
+
+    def _take_over_module(self, tree: Mapping[str, Any]) -> None:
+        """Load buffers and untrained parameters; of a sharded tensor, each member loads its own shard.
+
+        Raises:
+            ConfigurationError: the module of the run has more tensors.
+        """
+        module = self._strategy.pl_module
+        unexpected = Module.load_state_dict(module, tree["module"], strict=False).unexpected_keys
+        if unexpected:
+            raise ConfigurationError(
+                f"the module of the run that this group joins has {unexpected[0]}, and this group's module has not:"
+                " give all groups the same module, which has it from the beginning; what a callback adds in mid-run"
+                " (ModelPruning, say), no group that joins later has"
+            )
+        if tree["shared"]:
+            fill(tensors_of(module), tree["shared"])
+
+    def training_begins(self) -> None:
+        """Load the optimizers' parameters and settings after the hooks before training, and before weights are read."""
+        if self._again is not None:
+            self.take_over_optimizers()
+            self._strategy.world.parameter_groups.begin_with(self._again["layouts"])
+
+    def take_over_optimizers(self) -> None:
+        """Train the parameters that the run trains, with its settings.
+
+        All ranks of the group call it after ``on_fit_start``. Before that, a callback may have frozen parameters that
+        the run has unfrozen since. This may add parameters to an optimizer; their weights are read before the first
+        batch, as if this group had added them itself.
+
+        Raises:
+            ConfigurationError: the optimizers of the run hold a parameter that this group does not have.
+        """
+        if (run := self._again) is None:
+            return
+        module = self._strategy.pl_module
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(run["trainable"].get(name, parameter.requires_grad))
+        for name, tracks in run["tracking"].items():
+            module.get_submodule(name).track_running_stats = tracks
+        optimizers = self._strategy.optimizers
+        for optimizer, state, held in zip(optimizers, run["hyperparameters"], run["held"], strict=True):
+            if held != _names_in(optimizer, module):
+                _hold(optimizer, held, module)
+            for group, theirs in zip(optimizer.param_groups, state["param_groups"], strict=True):
+                group.update(
+                    (name, _as_here(group.get(name), value)) for name, value in theirs.items() if name != "params"
+                )
+
+
+def _in_words(config: Any) -> str:
+    """Return in words a scheduler of Lightning's configuration and when it is stepped."""
+    name, inside = described(config.scheduler)
+    within = f"({', '.join(one or 'of its own' for one, _ in inside)})" if inside else ""
+    when = config.interval if config.frequency == 1 else f"{config.frequency} {config.interval}s"
+    return f"{name or type(config.scheduler).__name__}{within} every {when}"
+
+
+def _names_in(optimizer: Optimizer, module: Module) -> list[list[str]]:
+    """Return the names of the parameters in each parameter group; an empty string for one outside the module."""
+    names = names_of(module)
+    return [[names.get(parameter, "") for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def _hold(optimizer: Optimizer, held: Sequence[Sequence[str]], module: Module) -> None:
+    """Give an optimizer the parameter groups of the run, which a callback has changed since the run began."""
+    known, before = dict(module.named_parameters()), optimizer.param_groups
+    if missing := [name for group in held for name in group if name not in known]:
+        raise ConfigurationError(
+            f"the optimizers of the run hold {missing[0] or 'a parameter that is not in the module'}, which came"
+            " to them after it had begun, and this group cannot find it in its module: give all groups the same module,"
+            " and register in it what an optimizer may come to hold"
+        )
+    optimizer.param_groups = [
+        {**(before[number] if number < len(before) else optimizer.defaults), "params": [known[name] for name in group]}
+        for number, group in enumerate(held)
+    ]
+
+
+def _tracking(module: Module) -> dict[str, bool]:
+    """Return whether each normalization layer updates its running statistics, which BaseFinetuning switches."""
+    flags = ((name, getattr(each, "track_running_stats", None)) for name, each in module.named_modules())
+    return {name: flag for name, flag in flags if isinstance(flag, bool)}
+
+
+def _problem(tree: Any) -> str:
+    """Return why a tree cannot be sent, or an empty string."""
+    if any(isinstance(leaf, Tensor) and is_part(leaf) for leaf in tree_leaves(tree)):
+        return "it holds a part of the model"
+    try:
+        pack(tree)
+    except MalformedMessage as error:
+        return str(error)
+    return ""
+
+
+def _as_here(own: Any, value: Any) -> Any:
+    """Return a hyperparameter of the run; a tensor is moved from the CPU to the device of this group's own value."""
+    return value.to(own.device) if isinstance(value, Tensor) and isinstance(own, Tensor) else value
+
+
+def _like(own: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a scheduler's state as it was before it was sent: a Counter is sent as a dict."""
+    return {name: Counter(value) if isinstance(own.get(name), Counter) else value for name, value in state.items()}

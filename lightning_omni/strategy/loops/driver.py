@@ -1,0 +1,694 @@
+"""The driver that leads Lightning's training loop through epochs whose samples are leased while they are trained.
+
+Lightning counts batches; here an epoch ends when all groups together have trained its samples. `EpochDriver` decides
+when a group has its last batch, and when all groups validate. `LeasedData` holds the samples, `RunProgress` the
+progress, and `RunSchedulers` the schedulers. With one group, and with static data, the loop is unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import msgspec
+from torch.nn import Module
+
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.runtime import World
+from lightning_omni.runtime.data.loader import Leases
+from lightning_omni.runtime.executor import Executor
+from lightning_omni.runtime.state.checkpoint import Saved
+from lightning_omni.server.log.record import Spans
+from lightning_omni.strategy import _private
+from lightning_omni.strategy.loops.epoch_ends import OwnEnd, differ
+from lightning_omni.strategy.loops.leased_data import LeasedData, is_given, size_of
+from lightning_omni.strategy.loops.progress import RunProgress
+from lightning_omni.strategy.loops.validation import PublishedValidation
+from lightning_omni.strategy.schedules.pacing import Schedule
+from lightning_omni.strategy.schedules.plateaus import Plateaus
+from lightning_omni.strategy.schedules.run import RunSchedulers
+from lightning_omni.wire import messages as m
+from lightning_omni.wire.cut import Cut
+from lightning_omni.wire.leases import Batch, EpochPlan
+from lightning_omni.wire.progress import Progress
+
+if TYPE_CHECKING:
+    from pytorch_lightning import Trainer
+
+
+class Entered(NamedTuple):
+    """The position in a run at which a group joins it.
+
+    Attributes:
+        plan: plan of the current epoch.
+        samples: samples of this epoch trained when the groups last began to compute.
+        progress: progress of the run then; earlier epochs may have had other lengths.
+        validations: validations that callbacks have received: `PublishedValidation.state`.
+        split: mark of the trained part of a dataset: `lightning_omni.strategy.loops.leased_data.split_of`.
+    """
+
+    plan: EpochPlan
+    samples: int
+    progress: Progress | None
+    validations: Mapping[str, Any]
+    split: int
+
+    def check(self, plan: EpochPlan, split: int) -> None:
+        """Raise `ConfigurationError` unless the data of a group that joins here has the same plan and split."""
+        if plan != self.plan:
+            raise ConfigurationError(
+                f"this group's data is not that of the run that it joins, {plan} against {self.plan}: give all the"
+                " same dataset, batch size, limits and validation="
+            )
+        if split != self.split:
+            raise ConfigurationError(
+                "this group's training data is another part of its dataset than that of the run that it joins, so that"
+                " groups would train on what others validate with: split with one seed in all groups, as"
+                " random_split(dataset, lengths, generator=torch.Generator().manual_seed(0))"
+            )
+
+
+@dataclass
+class _Epoch:
+    """The state of the current epoch, which is dropped at its end.
+
+    Attributes:
+        plan: plan of its data, if they are leased.
+        validates: whether all groups validate after this batch; None leaves it to Lightning.
+        is_due: whether the other groups, too, validate after this batch without being notified.
+        is_over: whether this group has trained its last batch.
+        is_skipped: whether another group has ended the epoch early.
+        is_check: whether all groups synchronize after this batch without a validation.
+        is_counted: whether this group's last batch has counted the epoch for schedules.
+    """
+
+    plan: EpochPlan | None = None
+    validates: bool | None = None
+    is_due: bool = False
+    is_over: bool = False
+    is_skipped: bool = False
+    is_check: bool = False
+    is_counted: bool = False
+
+
+class EpochDriver:
+    """The driver of one strategy's epochs.
+
+    Args:
+        data: ``"dynamic"`` or ``"static"``.
+        info: logs a message for the user, on rank 0.
+        warn: warns the user, on rank 0.
+        validation: ``"wait"`` or ``"published"``.
+
+    Attributes:
+        published: the validations for which no group waits.
+        data: the training data, as leased.
+        is_open: whether a training epoch is under way.
+        run: the progress and the step limit of the run.
+        schedulers: the schedulers, which follow the progress of all groups.
+        is_open_ended: whether the epoch ends when the samples do, and not after a number of batches.
+        is_cut_short: whether max_steps have ended the epoch before its samples did; as under DDP, schedules by epoch do
+            not count such an epoch.
+        batches_cut_short: batches of such an epoch that each rank of DDP would have trained.
+        on_parted: function called on every rank each time the groups begin to compute.
+        check_every: samples between two synchronization points inside an epoch of several groups that has no validation
+            for which all of them wait; 0 if there is none.
+        on_check: function called on every rank at these points.
+    """
+
+    def __init__(
+        self,
+        data: Literal["dynamic", "static"],
+        info: Callable[[str], None],
+        warn: Callable[[str], None],
+        validation: Literal["wait", "published"] = "wait",
+    ) -> None:
+        self._info, self._warn = info, warn
+        self.published = PublishedValidation(validation == "published", info)
+        # The epoch of a loader that was made in the epoch's first hook may be another one.
+        self.data = LeasedData(
+            data,
+            info,
+            lambda epoch: self.begin(self.trainer.current_epoch),
+            lambda: self._is_for_user,
+            lambda batches: int(self.own_batches(batches)),
+        )
+        self.run = RunProgress(self.data)
+        self.is_open = False
+        self.is_open_ended = self.is_cut_short = False
+        self.batches_cut_short = 0
+        self._trainer: Trainer | None = None
+        self._world: World | None = None
+        self.schedulers = RunSchedulers(self.run, self._steps)
+        self._plateaus = Plateaus()
+        self.published.on_heard = self._step_plateaus
+        self._epoch = _Epoch()
+        self._begun = -1
+        self._started = self._stopping = self._have_differed = False
+        self._entered: Entered | None = None
+        self.on_parted: Callable[[], None] = lambda: None
+        self.check_every = 0
+        self.on_check: Callable[[], None] = lambda: None
+
+    # --- The run -----------------------------------------------------------------------------------------------------
+
+    def connect(self, trainer: Trainer, world: World) -> None:
+        self._trainer, self._world = trainer, world
+        self.data.connect(world)
+        self.published.connect(trainer, world)
+        self.run.connect(trainer, world)
+        self.schedulers.connect(trainer)
+        self._started, self._begun, self._have_differed = False, -1, False
+        self._plateaus = Plateaus()
+
+    def resume(self, saved: Saved) -> None:
+        self.run.resume(saved)
+        self.schedulers.resume(saved.schedules)
+
+    def start(self) -> None:
+        """Start the run, after the groups were formed and before the first epoch."""
+        self._started, self._stopping = True, False
+        self.data.adopt()
+        self.run.start(self.world.tensor_parallel, self._entered.samples if self._entered is not None else None)
+        if self.leases is not None:
+            self.run.limit_steps(self.is_open_ended)
+        self.schedulers.start(count_from_here=self.leases is not None)
+        self._pace()
+
+    def enter(self, entered: Entered, schedule: Schedule) -> None:
+        """Join a run that is under way, before this group's loops begin; schedulers continue from ``schedule``."""
+        self._entered, self.schedule, self.run.past = entered, schedule, entered.progress
+
+    def finish(self) -> None:
+        """Return the loops and the schedulers to Lightning, at the end of the run or after a failure."""
+        self.run.step_limit, self._epoch.validates, self.is_open_ended = None, None, False
+        self.schedulers.finish()
+        self.is_open = self._started = False
+
+    def forget(self) -> None:
+        self.finish()
+        self.data.forget()
+        self.published.forget()
+        self.run.forget()
+        self.schedulers.forget()
+        self._epoch, self._entered = _Epoch(), None
+        self._trainer, self._world = None, None
+
+    @property
+    def trainer(self) -> Trainer:
+        assert self._trainer is not None
+        return self._trainer
+
+    @property
+    def _is_for_user(self) -> bool:
+        """Return whether user code, and not the loops, iterates a training loader: in a hook, or after the fit."""
+        trainer = self._trainer
+        return trainer is None or (_private.is_inside_a_hook(trainer) and not _private.loops_iterate(trainer))
+
+    @property
+    def world(self) -> World:
+        assert self._world is not None
+        return self._world
+
+    @property
+    def leases(self) -> Leases | None:
+        """Return this rank's leases, on which its group's core reports to the server; None if data is not leased."""
+        return self.data.leases
+
+    @leases.setter
+    def leases(self, leases: Leases | None) -> None:
+        self.data.leases = leases
+        self.data.start()
+
+    @property
+    def progress(self) -> Progress | None:
+        return self.run.progress
+
+    @progress.setter
+    def progress(self, progress: Progress | None) -> None:
+        self.run.progress = progress
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.schedulers.bases
+
+    @schedule.setter
+    def schedule(self, schedule: Schedule) -> None:
+        self.schedulers.bases = schedule
+
+    @property
+    def max_steps(self) -> int:
+        return self.run.max_steps
+
+    # --- An epoch ----------------------------------------------------------------------------------------------------
+
+    def begin(self, epoch: int) -> None:
+        """Begin an epoch: the groups start to compute, and the server opens its samples. Further calls do nothing."""
+        if epoch == self._begun or not self._started:
+            return
+        self._begun = epoch
+        self.data.adopt()
+        self.world.enter_compute()
+        self.is_open, self._epoch = True, _Epoch()
+        self.is_open_ended = self.data.is_dynamic or self._is_shrunk or self._goes_on_alone
+        self.is_cut_short = False
+        if self.leases is not None:
+            self._begin_leased(self.leases, self.run.begin(epoch))
+        else:
+            self.progress = None  # drops the last epoch's, which was leased if a reload has brought several loaders
+            self.published.begin(None)
+        self._have_parted()
+
+    def _begin_leased(self, leases: Leases, plan: EpochPlan) -> None:
+        entered, self._entered = self._entered, None
+        trained = plan.trained if entered is None else entered.plan.trained
+        self.published.begin(plan, size_of(trained), self.data.is_dynamic)
+        if entered is not None:
+            plan = msgspec.structs.replace(plan, trained=trained)
+            entered.check(self._dealt(plan), self.data.split)
+            self.run.advance(entered.samples)
+            self.published.enter(entered.validations)
+        self._epoch.plan = plan
+        self._plateaus.begin(plan, size_of(trained) if entered is None else entered.samples)
+        self.world.core.last_answer.progress, self.world.core.last_answer.stop = self.run.now().samples, ""
+        self._follow_schedulers()
+        self.schedulers.note_synchronized()
+        if self.data.is_dynamic:
+            if entered is not None:
+                leases.restart(plan.epoch)  # draws from the book at the server
+            else:
+                leases.begin(self._dealt(plan))
+        elif self.is_open_ended:
+            leases.begin_local(plan, goes_on=True)
+            if not self.schedulers.are_paced:  # the remaining samples may form more batches than under DDP
+                self._pace()
+        self.run.limit_steps(self.is_open_ended)
+
+    def _dealt(self, plan: EpochPlan) -> EpochPlan:
+        """Return the plan for leases: an interval ends at each point where all groups wait for each other."""
+        dealt = self.published.dealt(plan)
+        if not self._is_checked(plan):
+            return dealt
+        return msgspec.structs.replace(dealt, validate_every=self.check_every, validate_offset=0)
+
+    def _is_checked(self, plan: EpochPlan) -> bool:
+        """Return whether groups synchronize inside the epoch for checks, and not for validations."""
+        dealt = self.published.dealt(plan)
+        every = dealt.validate_every
+        validates_inside = every > 0 and every - dealt.validate_offset % every < dealt.budget
+        return self.check_every > 0 and not validates_inside
+
+    def _have_parted(self) -> None:
+        self.on_parted()
+        self.published.have_parted()
+
+    @property
+    def samples(self) -> int:
+        """Return the samples of the current epoch that are trained, as far as this rank knows."""
+        return self.run.now().samples if self.progress is not None else 0
+
+    @property
+    def _is_shrunk(self) -> bool:
+        """Return whether one group has fewer ranks than the run began with, so that its epoch has more batches."""
+        return self.leases is not None and self.leases.is_local and self.world.data_place[1] < self.leases.world_size
+
+    @property
+    def _goes_on_alone(self) -> bool:
+        """Return whether a single group resumes an epoch that several groups had begun.
+
+        The epoch then ends when its samples are trained, because the batch count in the checkpoint is that of one of
+        these groups.
+        """
+        return self.data.kind == "dynamic" and not self.data.is_dynamic and self.run.is_resumed_inside
+
+    def go_on(self) -> None:
+        """Begin a resumed epoch, for which Lightning calls no first hook, after its loader has begun to iterate."""
+        if self._goes_on_alone:
+            self.data.assign()  # drops the batches that the loader has taken
+            self.begin(self.trainer.current_epoch)
+
+    def begin_batch(self) -> None:
+        self.begin(self.trainer.current_epoch)  # a resumed epoch starts without its first hook
+        if self.run.by_hand is not None:
+            self.run.by_hand.begin_batch()
+        if self.leases is not None:
+            self.leases.begin_batch()
+            if self.is_open_ended:
+                # An accumulation window ends at the last batch. `end_batch` decides finally whether this is the last.
+                self._set_last_batch(self.leases.peek() is None)
+
+    def end_batch(self) -> None:
+        """End a batch, and decide with the other groups whether to continue, validate or stop."""
+        if self.run.by_hand is not None:
+            self.run.by_hand.end_batch()
+        self.schedulers.keep_up()
+        epoch = self._epoch
+        epoch.is_counted = self.trainer.is_last_batch
+        if not (self.world.executor.exchanges or self.is_open_ended):
+            return
+        verdict = self._what_next()
+        epoch.is_over = verdict.startswith("over")
+        if self.is_open_ended:
+            self._set_last_batch(epoch.is_over)
+            is_checked = epoch.plan is not None and self._is_checked(epoch.plan)
+            epoch.is_check = verdict == "validate" and is_checked
+            is_due = verdict == "stop:validate" or (verdict.endswith("validate") and not is_checked)
+            if epoch.is_over:  # published validations are counted separately
+                is_due = self._ends_in_validation() or (is_due and not self.published.is_on)
+            epoch.validates = is_due
+        if verdict == "stop:skip":
+            epoch.is_over = epoch.is_skipped = True
+            self._set_last_batch(True)
+            self.is_cut_short = False
+        elif verdict.startswith("stop:"):
+            self._stopping = True
+            if verdict == "stop:validate":
+                self.trainer.should_stop = True
+            else:
+                epoch.validates = False
+                self.run.stop_here()
+        elif self.is_open_ended and not epoch.is_over and self._is_limit_reached_by_hand:
+            self.run.stop_here()  # `end` reports it to the other groups
+
+    @property
+    def _is_limit_reached_by_hand(self) -> bool:
+        self.run.keep_up()
+        return self.run.limits.is_reached_by_hand(self.run.now())
+
+    def end(self, module: Module) -> None:
+        """End an epoch, completed or not, and synchronize the groups."""
+        trainer = self.trainer
+        complete = self._epoch.is_over if self.is_open_ended else trainer.is_last_batch
+        is_cut_short = int(not complete or self._epoch.is_skipped)
+        is_limit_reached = self.run.is_limit_reached
+        stops = _private.stops_now(trainer) or is_limit_reached
+        if self.world.is_computing and not self._stopping and (stops or not complete):
+            self.leave("end" if stops else "skip" if self.is_open_ended else "")
+        self._synchronize(module)
+        trained = self._trained
+        if self.world.executor.exchanges:
+            mine = int(stops or self._stopping), int(_private.stops_now(trainer)), is_cut_short, trained
+            ends, was_asked, is_cut_short, trained = self.world.all_reduce_max(mine)
+            # Any rank may request the stop, even now. A group that received a stop has a limit, but has requested none.
+            trainer.should_stop |= bool(ends) and (bool(was_asked) or not is_limit_reached)
+        self.is_open = False
+        if self._epoch.is_skipped and not self._epoch.is_counted:  # the group that skips has done so in its last batch
+            _private.step_schedules_by_epoch(trainer)
+        self.run.end(trainer.current_epoch, trained if is_cut_short else None)
+        self._follow_schedulers()
+        self.schedulers.catch_up()
+        self.is_open_ended, self._epoch.validates = False, None
+
+    def after_hooks_of_end(self) -> None:
+        """Stop all ranks if a hook of the epoch's end has requested a stop on any of them.
+
+        Warn the user, once, if ranks differ because hooks act at batch numbers that only some ranks reach.
+        """
+        if not self.world.executor.exchanges:
+            return
+        trainer, by_hand = self.trainer, self.run.by_hand
+        own = OwnEnd.of(trainer, by_hand.unstepped if by_hand is not None else 0)
+        stops, *marks = self.world.all_reduce_max([int(_private.stops_now(trainer)), *own.marks])
+        trainer.should_stop |= bool(stops)
+        if not self._have_differed and differ(marks):
+            self._have_differed = True
+            self._warn(f"OmniStrategy: {own.sentence(self.world)}")
+
+    @property
+    def _trained(self) -> int:
+        """Return the samples of the current epoch that are trained; Lightning may have counted its batches."""
+        if self.progress is None:
+            return 0
+        if self.is_open_ended or self.data.is_dynamic:
+            self.run.keep_up()
+            return self.progress.samples
+        return _private.batches_trained(self.trainer) * self.progress.reference.batch
+
+    def moment(self) -> tuple[Progress | None, Cut]:
+        """Return the run's progress and its epoch's trained samples, for a checkpoint of one group or after the fit.
+
+        Return no progress where Lightning's own counts suffice, because several groups have never trained the run.
+        """
+        if not self.run.is_counted_together:
+            return None, Cut()
+        if self.progress is None or self.leases is None:
+            return self.run.past, Cut()
+        cut = Cut()
+        if self.is_open:
+            self.run.keep_up()
+            if self.is_open_ended:
+                spans = self.leases.trained_spans
+                cut = Cut(epoch=self.progress.epochs, total=self.leases.total, trained=spans)
+        return self.progress, cut
+
+    def expected_batches(self, done: int) -> int | None:
+        """Estimate this rank's batches in this epoch, of which ``done`` are trained; None if Lightning knows it."""
+        plan = self._epoch.plan
+        if plan is None or self.leases is None or not self.is_open_ended:
+            return None
+        if self._epoch.is_over:
+            return done
+        seen = min(self.run.seen, plan.budget)
+        return max(done + 1, -(-done * plan.budget // seen) if seen else self.run.now().batches)
+
+    def stepped_by_batches(self, configs: list[Any]) -> list[Any]:
+        if not (self.is_open and self.is_open_ended and self._epoch.plan is not None):
+            return configs
+        return self._plateaus.stepped_by_batches(self.trainer, configs)
+
+    def _step_plateaus(self, before: dict[str, Any], is_at_end: bool = False) -> None:
+        """Step plateau schedulers after a validation that this rank's callbacks have received.
+
+        ``before`` are the metrics before the validation.
+        """
+        plan = self._epoch.plan
+        if plan is not None and self.is_open_ended:
+            now = self.run.now()
+            batches = now.batches if is_at_end else 0
+            self._plateaus.validated(self.trainer, before, plan, batches, now.reference.batch)
+
+    def own_batches(self, batches: float) -> float:
+        """Return how many batches this rank trains in the current epoch, as far as is known.
+
+        ``batches`` is the number under DDP. A hook that compares the result with the batch number thus finds the rank's
+        own last batch.
+        """
+        trainer = self._trainer
+        if trainer is None or not (self.is_open and self.is_open_ended) or _private.loops_iterate(trainer):
+            return batches
+        trained = trainer.fit_loop.batch_idx + 1
+        return trained if trained and trainer.is_last_batch else max(batches, trained + 1)
+
+    def interrupt(self, module: Module) -> None:
+        """End the run inside an epoch: the groups synchronize for the last time, after different numbers of batches.
+
+        A group that has joined on its own returns its untrained samples; the other groups continue.
+        """
+        if self.world.enlistment is not None:
+            self.leave("")
+            return
+        if self.world.is_computing:
+            self.leave("skip")
+            self.published.end_all()  # the others do the same when they receive this group's message
+        self.world.enter_world(module)
+
+    def leave(self, stop: str) -> None:
+        """End the epoch early in this group; ``stop`` is how the other groups end it: see `messages.Leave`."""
+        control = self.world.control
+        if control is None:
+            return
+        self.world.channel.finish_exchanges()  # the server would reject pushes that arrive after the message
+        if self.leases is not None and self.data.is_dynamic:
+            self.leases.leave(stop)
+        elif stop:
+            control.request(m.Leave(epoch=-1, generation=self.world.generation, trained=0, stop=stop), m.Left)
+        self._stopping = self._stopping or stop in ("validate", "end")
+
+    def before_validation(self, module: Module) -> None:
+        """Synchronize the groups for a validation; a group whose callback requests a stop notifies the others first."""
+        if self._world is None or not self.is_open:
+            return  # no training is under way: validation after the fit, or without one
+        if self.published.evaluates or self.published.version is not None:
+            return
+        stops = _private.stops_now(self.trainer) and not self._stopping
+        if self.world.is_computing and stops and not self._epoch.is_due:  # otherwise the others learn of it later
+            self.leave("validate")
+        self._synchronize(module)
+
+    def _synchronize(self, module: Module) -> None:
+        """Synchronize all groups, and set their step counts to those of the recorder, which logs and saves.
+
+        Names of checkpoints contain the step, and are then the same on all ranks.
+        """
+        if not self.world.is_computing:
+            return
+        self.published.end_all()
+        self.world.enter_world(module)
+        trainer, mine = self.trainer, self.trainer.global_step
+        counts = _private.step_counters(trainer)
+        counts = self.world.all_reduce_max(counts if self.world.is_recorder else [0] * len(counts))
+        _private.set_step_counters(trainer, self.published.not_before(counts))
+        _private.average_no_later(trainer)
+        _private.share_saves(trainer, self.world.broadcast_from_recorder)
+        if self.run.step_limit == mine:
+            self.run.stop_here()
+
+    def after_validation(self) -> None:
+        if self.is_open and not self.trainer.is_last_batch and not self.published.evaluates:
+            self.world.enter_compute()
+            self._have_parted()
+
+    def _what_next(self) -> str:
+        leases = self.leases
+        if self.world.core.last_answer.stop:
+            return f"stop:{self.world.core.last_answer.stop}"
+        if not self.is_open_ended or leases is None:
+            return ""
+        coming = leases.peek()
+        if coming is not None and coming.interval <= leases.interval:
+            return ""
+        self.world.channel.finish_exchanges()  # there is nothing to compute while this group waits for the others
+        return leases.ask()
+
+    def _set_last_batch(self, is_last: bool) -> None:
+        _private.be_open_ended(self.trainer)
+        _private.set_last_batch(self.trainer, is_last)
+        plan = self._epoch.plan
+        self.is_cut_short = is_last and plan is not None and self.run.limits.cut_short(plan, self.run.now())
+        if self.is_cut_short and plan is not None:
+            self.batches_cut_short = plan.budget // self.run.now().reference.batch
+
+    def _ends_in_validation(self) -> bool:
+        """Return whether to validate at the end of the epoch, whose samples are all trained; stop at max_steps."""
+        plan = self._epoch.plan
+        assert plan is not None
+        progress, trainer = self.run.now(), self.trainer
+        if self.run.limits.steps_left(progress.steps_before(plan.epoch + 1)) == 0:
+            self.run.stop_here()
+            self._info(
+                f"OmniStrategy: max_steps={self.max_steps} reached: the groups have trained as many samples as"
+                f" {self.max_steps} steps of all {self.world.size} ranks; this group made {trainer.global_step} steps"
+            )
+        return self.run.limits.validates_at_end(plan, progress)
+
+    # --- Validation and steps ----------------------------------------------------------------------------------------
+
+    def validates(self, is_due: Callable[[], bool]) -> bool:
+        """Return whether all groups validate after this batch; ``is_due`` returns the loop's own decision."""
+        trainer, epoch = self.trainer, self._epoch
+        epoch.is_due = False
+        if epoch.is_check:
+            self._check()
+            return False
+        if _private.validates_by_time(trainer):
+            return any(self.world.all_reduce_max([int(is_due())]))  # the clocks of ranks differ
+        if self.published.is_on and not self._stopping and not _private.stops_now(trainer):
+            if not epoch.is_over:
+                self.published.end_known()
+                return not _private.stops_now(trainer) and self.published.is_due(self._coming)
+            epoch.validates = self.published.end_all() or epoch.validates
+        elif not (self.published.is_on or self._stopping) and _private.stops_now(trainer):
+            epoch.is_due = self._is_due_without_stop(is_due)
+        if epoch.validates is None:
+            return is_due()
+        return _private.validates_this_epoch(trainer) and (epoch.validates or _private.stops_now(trainer))
+
+    def _is_due_without_stop(self, is_due: Callable[[], bool]) -> bool:
+        """Return whether all groups would validate after this batch without the stop that this rank has requested."""
+        if self._epoch.validates is not None:
+            return self._epoch.validates and _private.validates_this_epoch(self.trainer)
+        self.trainer.should_stop = False
+        try:
+            return is_due()
+        finally:
+            self.trainer.should_stop = True
+
+    def _check(self) -> None:
+        self._epoch.is_check = False
+        self._synchronize(self.trainer.lightning_module)
+        self.on_check()
+        self.after_validation()
+
+    def validate(self, run: Callable[[], Any]) -> Any:
+        """Run the validation loop on all live ranks, or on this group alone."""
+        if self.published.evaluates:
+            return self.published.run(run, self.run.now())
+        if self._world is None or not self.is_open or self._world.executor.control is None:
+            return run()
+        self.before_validation(self.trainer.lightning_module)
+        before = _private.metrics_by_now(self.trainer)
+        returned = self._validate_together(run)
+        if not self.world.is_computing:  # without a batch, the loop calls no hook of its end
+            self.after_validation()
+        self._step_plateaus(before, self._epoch.is_over)
+        return returned
+
+    def _validate_together(self, run: Callable[[], Any]) -> Any:
+        live = self.world.process_groups.live  # all ranks have just agreed on it
+        is_whole = live.size() == self.world.size and self.world.enlistment is None
+        if is_whole or not all(map(is_given, _private.validation_loaders(self.trainer))):
+            return run()
+        alike = self.world.tensor_parallel  # number of neighbours that get the same samples
+        with _private.dealt_out(self.trainer, live.rank() // alike, live.size() // alike):
+            return run()
+
+    @property
+    def _coming(self) -> Batch | None:
+        return self.leases.peek() if self.leases is not None else None
+
+    def _steps(self) -> int:
+        if self.is_open:
+            self.run.keep_up()
+        return self.run.steps_at(self.run.now())
+
+    def _pace(self) -> None:
+        """Make schedulers follow the progress of all groups, if groups may differ in speed."""
+        if self.leases is not None and self.data.kind == "dynamic":
+            self.schedulers.keep_pace(self.data.is_dynamic or self.is_open_ended)
+
+    def _follow_schedulers(self) -> None:
+        """Pace the current schedulers if callbacks or hooks have replaced them."""
+        if self.schedulers.are_others:
+            self.schedulers.release()
+            self._pace()
+
+    # --- Regrouping --------------------------------------------------------------------------------------------------
+
+    def before_regroup(self) -> Spans:
+        """Give untrained samples back to the server before a change of groups; return the known trained ranges."""
+        self.published.end_all()
+        spans = self._spans_here()
+        if self.data.is_dynamic and self.is_open:
+            self.leave("")
+        return spans
+
+    def _spans_here(self) -> Spans:
+        leases = self.leases
+        if leases is None:
+            return ()
+        before = size_of(self.run.trained_spans(self.trainer.current_epoch)) if leases.is_as_ddp else 0
+        if not before:
+            return leases.trained_spans
+        # The loader of a resumed epoch of one group starts again, as under DDP: only the number of samples is known.
+        return ((0, min(before + size_of(leases.trained_spans), leases.total)),)
+
+    def after_regroup(self, spans: Spans, before: Executor) -> None:
+        """Continue the epoch with its remaining samples, after a change of groups."""
+        self.data.assign()
+        plan = self._epoch.plan
+        if self.is_open and self.leases is not None and plan is not None and self.data.kind == "dynamic":
+            self.is_open_ended = True
+            self.run.count_together()
+            rest = msgspec.structs.replace(plan, trained=spans)
+            self.run.advance(size_of(spans))
+            self.published.go_on(plan, size_of(spans), self.world.executor.exchanges)
+            if self.world.executor.control is None:
+                self.leases.begin_local(rest, goes_on=True)
+            elif before.control is None:
+                self.leases.begin(self._dealt(rest))
+            else:
+                self.leases.restart(rest.epoch)  # draws from the book at the server
+        self.run.align(self.world.all_reduce_max)
+        self.schedulers.align(self.world.all_reduce_max)
+        self._pace()

@@ -1,0 +1,106 @@
+"""A check at the end of an epoch that ranks agree where they would agree under DDP, and the warning if they do not.
+
+Groups train different numbers of batches. A scheduler that the user's code steps in each of them therefore has another
+learning rate on some ranks, and a hook that acts at a batch number which it counts or stores itself acts on some ranks
+only, or at different times.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lightning_omni.runtime import World
+from lightning_omni.strategy import _private
+
+if TYPE_CHECKING:
+    from pytorch_lightning import Trainer
+
+
+class OwnEnd(NamedTuple):
+    """The state of this rank at the end of an epoch.
+
+    Attributes:
+        epoch: number of the epoch.
+        batches: batches of the epoch that this rank has trained.
+        unstepped: batches since the user's last step, in manual optimization.
+        rates: learning rates of all parameter groups.
+    """
+
+    epoch: int
+    batches: int
+    unstepped: int
+    rates: list[float]
+
+    @classmethod
+    def of(cls, trainer: Trainer, unstepped: int) -> OwnEnd:
+        """Return the end of the epoch that the Trainer has trained last."""
+        groups: list[Any] = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        rates = [float(group["lr"]) for group in groups if "lr" in group]
+        return cls(trainer.current_epoch - 1, _private.batches_trained(trainer), unstepped, rates)
+
+    @property
+    def marks(self) -> list[int]:
+        """Return the numbers from whose maxima over all ranks `differ` decides."""
+        rates, groups = zlib.crc32(struct.pack(f"{len(self.rates)}d", *self.rates)), len(self.rates)
+        return [groups, -groups, rates, -rates, int(self.unstepped > 0), int(not self.unstepped)]
+
+    def sentence(self, world: World) -> str:
+        """Return the warning for the user that ranks differ. All live ranks call it."""
+        ends = self._of_all(world)
+        first = next(iter(ends.values()))
+        place = next(
+            (i for i in range(len(self.rates)) if any(e.rates[i] != first.rates[i] for e in ends.values())), -1
+        )
+
+        def said(end: OwnEnd) -> str:
+            last = f"its last step {end.unstepped} batches before its end" if end.unstepped else "a step in the last"
+            return f"the learning rate {end.rates[place]:.4g}" if place >= 0 else last
+
+        shown = ", ".join(
+            f"rank {rank} has trained {end.batches} batches and has {said(end)}"
+            for rank, end in sorted(ends.items(), key=lambda item: (said(item[1]) == said(first), item[0]))[-4:]
+        )
+        return (
+            f"epoch {self.epoch} has not ended alike on all ranks: {shown}. Groups train different numbers of batches,"
+            " so a scheduler that your code steps in each of them goes further on some ranks, and a hook that compares"
+            " its batch number with one that it has kept, or counts by itself, does something on some ranks only. Step"
+            " such a scheduler once an epoch, or use automatic optimization, where Lightning steps it in pace with the"
+            " run; ask trainer.is_last_batch, or compare with trainer.num_training_batches in that very batch, which is"
+            " then that of this rank; and do what is to be done once an epoch in on_train_epoch_end"
+        )
+
+    def _of_all(self, world: World) -> dict[int, OwnEnd]:
+        live = world.process_groups.live
+        numbers = [1, self.batches, self.unstepped, *map(_bits, self.rates)]
+        size, place = len(numbers), live.rank()
+        before, after = [0] * (size * place), [0] * (size * (live.size() - place - 1))
+        everything = world.all_reduce_max([*before, *numbers, *after])
+        found = {}
+        for number, rank in enumerate(live.ranks):
+            is_there, batches, unstepped, *rates = everything[number * size : (number + 1) * size]
+            if is_there:
+                found[rank] = OwnEnd(self.epoch, batches, unstepped, [_rate(bits) for bits in rates])
+        return found
+
+
+def differ(marks: Sequence[int]) -> bool:
+    """Return whether ranks differ, given the maxima of `OwnEnd.marks` over all ranks.
+
+    Rates are not compared where ranks have different numbers of parameter groups: some may add theirs later.
+    """
+    groups, minus_groups, rates, minus_rates, some, others = marks
+    return groups == -minus_groups and (rates != -minus_rates or (some > 0 and others > 0))
+
+
+def _bits(rate: float) -> int:
+    """Return the bits of a rate as an integer, which keeps the order of rates; negative rates become 0."""
+    [bits] = struct.unpack("q", struct.pack("d", max(0.0, rate)))
+    return int(bits)
+
+
+def _rate(bits: int) -> float:
+    [rate] = struct.unpack("d", struct.pack("q", bits))
+    return float(rate)

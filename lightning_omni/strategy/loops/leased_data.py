@@ -1,0 +1,367 @@
+"""The training data of a fit: the loaders that are leased, and the meaning of Lightning's limits for leased data."""
+
+from __future__ import annotations
+
+import inspect
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler, Subset
+
+from lightning_omni.errors import UnsupportedError
+from lightning_omni.runtime import World
+from lightning_omni.runtime.data.loader import Leases, can_lease, lease
+from lightning_omni.server.log.record import Spans
+from lightning_omni.strategy import _private
+from lightning_omni.wire.leases import EpochPlan
+from lightning_omni.wire.progress import Progress, ReferenceBatch
+
+if TYPE_CHECKING:
+    from pytorch_lightning import Trainer
+
+
+class LeasedData:
+    """The training loaders of a fit, converted to leased ones, and their leases.
+
+    Args:
+        data: ``"dynamic"`` or ``"static"``.
+        info: logs a message for the user, on rank 0.
+        before_epoch: called with an epoch's number before its samples are drawn from the server.
+        is_for_user: returns, when a training loader is iterated, whether user code does so.
+        own_batches: returns how many batches this rank trains, given the number under DDP.
+
+    Attributes:
+        leases: this rank's leases, if the data is leased.
+        split: mark of the training data: see `split_of`.
+    """
+
+    def __init__(
+        self,
+        data: Literal["dynamic", "static"],
+        info: Callable[[str], None],
+        before_epoch: Callable[[int], None],
+        is_for_user: Callable[[], bool] = lambda: False,
+        own_batches: Callable[[int], int] = lambda batches: batches,
+    ) -> None:
+        self.kind, self._own_batches = data, own_batches
+        self._info, self._before_epoch, self._is_for_user = info, before_epoch, is_for_user
+        self._world: World | None = None
+        self.leases: Leases | None = None
+        self.split = 0
+        self._new: list[Leases | None] = []  # one per new loader; None if its samples cannot be leased
+        self._may_be_made_again = False
+        self._sampler: DistributedSampler[Any] | None = None
+        self._order: int | None = None
+
+    @property
+    def order(self) -> int | None:
+        """Return the seed of the epochs' order: Lightning's, or that of the run that this group has joined."""
+        return self._order if self._order is not None or self._sampler is None else self._sampler.seed
+
+    @order.setter
+    def order(self, seed: int) -> None:
+        self._order = seed
+        if self._sampler is not None:
+            self._sampler.seed = seed
+
+    def connect(self, world: World) -> None:
+        self._world = world
+
+    def start(self) -> None:
+        """Let the group's core report this rank's leases to the server."""
+        if self._world is not None:
+            self._world.core.data = self.leases
+
+    def forget(self) -> None:
+        self.leases, self._new, self._sampler, self._order = None, [], None, None
+        self.start()
+        self._world = None
+
+    @property
+    def is_dealt_out(self) -> bool:
+        """Return whether the samples are divided in advance among all ranks."""
+        return self._coming is None
+
+    @property
+    def _coming(self) -> Leases | None:
+        if self._new:
+            return self._new[0] if len(self._new) == 1 else None
+        return self.leases
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Return whether samples are drawn from the server's book."""
+        return self.leases is not None and not self.leases.is_local
+
+    def begin_fetch(self) -> None:
+        """Make all live ranks the default process group if the data is divided in advance: it may query its rank."""
+        world = self._world
+        if self.is_dealt_out and world is not None and world.is_computing:
+            world.process_groups.use(world.process_groups.live)
+
+    def end_fetch(self) -> None:
+        world = self._world
+        if self.is_dealt_out and world is not None and world.is_computing:
+            world.process_groups.use(world.compute_group)
+
+    def process(self, loader: object, rank: int, is_ours: Callable[[DataLoader[Any]], bool]) -> object:
+        """Return a training DataLoader with leased batches, if its samples may be leased; otherwise the loader itself.
+
+        ``is_ours`` returns whether a loader has a sampler of Lightning's.
+        """
+        world = self._world
+        if self.kind == "static" or world is None:
+            return loader
+        if not isinstance(loader, DataLoader) or not can_lease(loader) or not is_ours(loader):
+            self._refuse_to_join()
+            if world.executor.exchanges:
+                self._info(
+                    'OmniStrategy: the training data is dealt out beforehand (as with data="static"), because it has a'
+                    " sampler of its own, is iterable, is no plain DataLoader (has an __iter__ of its own, say), or is"
+                    " drawn by training_step (dataloader_iter); so a slow group delays the end of an epoch"
+                )
+            self._take_in(None)
+            return loader
+        leased = lease(
+            loader,
+            self._is_for_user,
+            self._own_batches,
+            rank=rank // world.tensor_parallel,
+            before_epoch=self._before_epoch,
+            is_local=not world.executor.exchanges,
+            shares=self.leases.shares if self.leases is not None else (),  # those of the replaced loader
+        )
+        self._take_in(leased.leases)  # type: ignore[attr-defined]
+        self._sampler = loader.sampler  # type: ignore[assignment]
+        self.split = split_of(loader.dataset)
+        if self._order is not None:
+            self.order = self._order
+        return leased
+
+    def expect_others(self) -> None:
+        """Let the loaders that are made from now on replace the new ones that no epoch has trained yet."""
+        self._may_be_made_again = True
+
+    def _take_in(self, leases: Leases | None) -> None:
+        if self._may_be_made_again:
+            self._new, self._may_be_made_again = [], False
+        self._new.append(leases)
+        if len(self._new) > 1:
+            self._refuse_to_join()
+            # Several loaders advance together; each divides its samples as DistributedSampler does.
+            for each in self._new:
+                if each is not None:
+                    each.is_local = True
+
+    def _refuse_to_join(self) -> None:
+        """Raise `UnsupportedError` if groups may join: data that cannot be leased has no samples for them."""
+        if self._world is not None and self._world.enlistment is not None:
+            raise UnsupportedError(
+                "join=True deals the samples of an epoch out to the groups that there are, and this training data is"
+                " several loaders, has a sampler of its own, is iterable, is no plain DataLoader, or is drawn by"
+                " training_step (dataloader_iter): pass one DataLoader over a dataset with a length, with shuffle= in"
+                " the place of a sampler, leave use_distributed_sampler=True, and have training_step take the batch"
+            )
+
+    def adopt(self) -> None:
+        """Use the loaders that were made at the start or by a reload every few epochs.
+
+        Raises:
+            UnsupportedError: several groups have trained on leased data, and the new data cannot be leased.
+        """
+        assert self._world is not None
+        self._may_be_made_again = False
+        if not self._new:
+            return
+        before, self.leases = self.leases, self._coming
+        self._new = []
+        if self._world.executor.exchanges:
+            if self.leases is not None:
+                self.assign(self.leases.shares)
+            elif before is not None:
+                raise UnsupportedError(
+                    "reload_dataloaders_every_n_epochs: what train_dataloader() returns for this epoch cannot be leased"
+                    " to groups as in the epochs before, because it is several loaders, has a sampler of its own, is"
+                    ' iterable, or is no plain DataLoader; pass data="static", or use groups=1'
+                )
+        self.start()
+
+    def assign(self, shares: Sequence[int] = ()) -> None:
+        """Set the leases' index of this rank in its group, and the group's ``shares``, if they are unequal."""
+        world = self._world
+        if self.leases is not None and world is not None:
+            self.leases.assign(*world.data_place, world.executor.control, world.generation, shares)
+
+    def weigh(self, loss: Tensor) -> Tensor:
+        """Return the loss times this rank's weight: more, if it has more of the group's batch than others."""
+        weight = self.leases.weight if self.leases is not None else 1.0
+        return loss if weight == 1.0 else loss * weight
+
+
+class FitLimits:
+    """Lightning's limits (max_steps, limit_train_batches, val_check_interval) for all ranks together.
+
+    Lightning counts the batches and steps of one rank, which are equal on all ranks of DDP, but not among groups.
+    Limits are therefore those of DDP, in samples: see `lightning_omni.wire.progress`.
+
+    Args:
+        trainer: the Trainer that has the limits.
+        ranks_per_batch: as in `EpochPlan`.
+
+    Attributes:
+        max_steps: steps of DDP after which the user wants the run to end, or -1.
+        by_hand: count of the user's steps in manual optimization; None with automatic optimization.
+    """
+
+    def __init__(self, trainer: Trainer, ranks_per_batch: int = 1) -> None:
+        self._trainer, self._ranks_per_batch = trainer, ranks_per_batch
+        self.max_steps: int = trainer.max_steps
+        automatic = trainer.lightning_module.automatic_optimization
+        self.by_hand = None if automatic else StepsByHand(trainer)
+
+    def reference(self, leases: Leases) -> ReferenceBatch:
+        """Return the batch of one step of DDP at the moment; accumulation may have a schedule."""
+        return ReferenceBatch(leases.world_size, leases.batch_size, int(self._trainer.accumulate_grad_batches))
+
+    def progress(self, leases: Leases, epoch: int, trained: Spans, before: Progress | None = None) -> Progress:
+        """Return the run's progress when an epoch begins, or is resumed with some of its samples trained.
+
+        ``before`` is the progress at the end of the last epoch.
+        """
+        reference = self.reference(leases)
+        there = -(-leases.total // reference.batch)
+        limit = self._trainer.fit_loop.max_batches  # a callback may have set it larger than the data
+        batches = min(int(limit), there) if limit != float("inf") else there
+        is_next = before is not None and epoch - before.epochs in (0, 1)
+        past = before.steps_before(epoch) if before is not None and is_next else None
+        if past is None and (windows := _private.accumulation_windows(self._trainer, epoch)):
+            past = sum(-(-batches // window) for window in windows)
+        return Progress(reference, batches, epochs=epoch, samples=size_of(trained), past=past)
+
+    def plan(self, leases: Leases, progress: Progress, trained: Spans) -> EpochPlan:
+        trainer, epoch = self._trainer, progress.epochs
+        interval = trainer.val_check_batch  # None if val_check_interval is a duration
+        every, offset = 0, 0
+        if _private.validates_this_epoch(trainer) and interval not in (None, float("inf")):
+            # Without check_val_every_n_epoch, the batches of earlier epochs count, too.
+            done = progress.past_batches if trainer.check_val_every_n_epoch is None else 0
+            every = int(interval) * progress.reference.batch
+            offset = done % int(interval) * progress.reference.batch
+        return EpochPlan(
+            epoch=epoch,
+            total=leases.total,
+            batch_size=leases.batch_size,
+            # In manual optimization the number of batches that make max_steps is not known in advance.
+            budget=progress.budget(leases.total, epoch, self.max_steps if self.by_hand is None else -1),
+            validate_every=every,
+            validate_offset=offset,
+            trained=trained,
+            ranks_per_batch=self._ranks_per_batch,
+        )
+
+    @staticmethod
+    def cut_short(plan: EpochPlan, progress: Progress) -> bool:
+        """Return whether max_steps end the epoch before its samples do."""
+        return plan.budget < progress.budget(plan.total, plan.epoch)
+
+    def validates_at_end(self, plan: EpochPlan, progress: Progress) -> bool:
+        """Return whether val_check_interval requires a validation at the end of the epoch."""
+        is_cut_short = self.cut_short(plan, progress)
+        if self._trainer.val_check_batch == float("inf"):
+            return not is_cut_short
+        if not plan.validate_every:
+            return False
+        end = plan.budget if is_cut_short else progress.samples_an_epoch
+        return (end + plan.validate_offset) % plan.validate_every == 0
+
+    def counted(self, progress: Progress) -> Progress:
+        """Return the progress at the start of a fit by Lightning's counts; in manual optimization steps are batches."""
+        trainer, loop = self._trainer, self._trainer.fit_loop
+        is_inside = loop.restarted_mid_epoch or loop.restarted_on_epoch_end
+        batches = _private.batches_trained(trainer) if is_inside else 0
+        steps = int(trainer.global_step) if self.by_hand is None else _private.batches_begun(trainer)
+        if batches >= trainer.num_training_batches:  # saved after the last batch, before the hooks of the epoch's end
+            return replace(progress, epochs=progress.epochs + 1, samples=0, past=steps)
+        return replace(progress, past=steps - batches // progress.reference.window)
+
+    def steps_left(self, taken: int) -> int | None:
+        """Return the steps of DDP that are left after ``taken`` steps; None if there is no limit."""
+        if self.max_steps == -1:
+            return None
+        return max(0, self.max_steps - (taken if self.by_hand is None else self.by_hand.steps_of(taken)))
+
+    def is_reached_by_hand(self, progress: Progress) -> bool:
+        """Return whether DDP would have taken ``max_steps`` by now, in manual optimization."""
+        if self.by_hand is None or self.max_steps == -1:
+            return False
+        return self.by_hand.steps_of(progress.steps) >= self.max_steps  # without accumulation, steps are batches
+
+
+class StepsByHand:
+    """The count of the user's steps in manual optimization, of which a batch may have several, or a fraction.
+
+    Each rank counts the steps in its own batches; another group may have more or fewer batches.
+
+    Args:
+        trainer: the Trainer whose loops count steps and batches.
+
+    Attributes:
+        counts: batches, and the steps that were taken in them; the same on all members of a group.
+        unstepped: batches since the last step.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        batches = _private.batches_begun(trainer)
+        self.counts = batches, _private.steps_by_hand(trainer) if batches else 0
+        self._before = self.unstepped = 0
+
+    def begin_batch(self) -> None:
+        self._before = _private.steps_by_hand(self._trainer)
+
+    def end_batch(self) -> None:
+        batches, steps = self.counts
+        taken = _private.steps_by_hand(self._trainer) - self._before
+        self.counts = batches + 1, steps + taken
+        self.unstepped = 0 if taken else self.unstepped + 1
+
+    def steps_of(self, batches: int) -> int:
+        """Return the steps in a number of batches, by this rank's ratio of steps to batches."""
+        counted, steps = self.counts
+        return batches * steps // max(1, counted)
+
+
+class GivenRank(int):
+    """A rank that OmniStrategy has passed to a sampler."""
+
+
+def is_given(loader: object) -> bool:
+    """Return whether a loader's sampler is Lightning's, with a rank from OmniStrategy, and not a user's own.
+
+    Return False for an object that is not a DataLoader, such as an empty list.
+    """
+    return isinstance(getattr(getattr(loader, "sampler", None), "rank", None), GivenRank)
+
+
+def draws_batches(training_step: Callable[..., Any]) -> bool:
+    """Return whether a training step draws its batches itself; leased batches need the hooks around each of them."""
+    return "dataloader_iter" in inspect.signature(training_step).parameters
+
+
+def split_of(dataset: object) -> int:
+    """Return a mark of the part of a dataset, as `torch.utils.data.random_split` makes it; 0 for a whole dataset."""
+    mark = 0
+    while isinstance(dataset, Subset):
+        indices = torch.as_tensor(dataset.indices, dtype=torch.int64)
+        mark = zlib.crc32(indices.numpy().tobytes(), mark)
+        dataset = dataset.dataset
+    return mark
+
+
+def size_of(spans: Spans) -> int:
+    """Return the number of samples in ranges of an epoch."""
+    return sum(stop - start for start, stop in spans)

@@ -1,0 +1,318 @@
+"""The strategy's listener to Lightning's hooks, which runs before any callback, and runs of a loop inside a hook."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+
+from lightning_omni.errors import UnsupportedError
+from lightning_omni.metrics import Staleness
+from lightning_omni.runtime.data.balance import Balance
+from lightning_omni.runtime.model.meshes import ModelParallel
+from lightning_omni.strategy import _private
+from lightning_omni.strategy.grouping import GroupedStrategy
+from lightning_omni.strategy.live_metrics import ProgressDisplay, live_metrics
+from lightning_omni.strategy.loops.driver import EpochDriver
+from lightning_omni.strategy.saving import SavingStrategy
+from lightning_omni.strategy.signals import Signals
+from lightning_omni.strategy.waiting import whereabouts
+from lightning_omni.topology import Topology
+from lightning_omni.tuning.model.steps.parts import straggler_sentence
+
+if TYPE_CHECKING:
+    from pytorch_lightning import LightningModule, Trainer
+
+
+class Listener:
+    """A listener to one fit, outside the list of callbacks.
+
+    `_private.listen` registers its hooks, and `_private.control_loops` its decisions for the loops.
+    `_private.LoopControl` describes the methods that the loops call.
+
+    Args:
+        strategy: the strategy that it notifies.
+        nested: runs of the loop inside one of its hooks.
+        trainer: the Trainer of the fit.
+        signals: the signals of this process.
+        form_wanted_groups: forms other groups if an operator has requested it; called between two epochs.
+    """
+
+    def __init__(
+        self,
+        strategy: SavingStrategy,
+        nested: NestedRuns,
+        trainer: Trainer,
+        signals: Signals,
+        form_wanted_groups: Callable[[], None],
+    ) -> None:
+        self._strategy, self._form_wanted_groups = strategy, form_wanted_groups
+        self._nested = nested
+        self._trainer, self._signals = trainer, signals
+        self._staleness = Staleness()
+        self._display = ProgressDisplay()
+        _private.forget_hook(trainer)
+        _private.listen(trainer, self)
+        _private.control_loops(trainer, self)
+        world = strategy.world
+        _private.join_lists(lambda: world.executor.exchanges and not world.is_computing)
+        world.where = partial(whereabouts, trainer)
+
+    def close(self) -> None:
+        _private.stop_listening(self._trainer)
+        _private.release_loops(self._trainer)
+        _private.separate_lists()
+        self._display.release()
+
+    # --- Control of the loops ----------------------------------------------------------------------------------------
+
+    @property
+    def step_limit(self) -> int | None:
+        return self._strategy.epochs.run.step_limit
+
+    @property
+    def is_open_ended(self) -> bool:
+        return self._strategy.epochs.is_open_ended
+
+    @property
+    def is_cut_short(self) -> bool:
+        return self._strategy.epochs.is_cut_short
+
+    def validates(self, is_due: Callable[[], bool]) -> bool:
+        return self._strategy.epochs.validates(is_due)
+
+    def validate(self, run: Callable[[], Any]) -> Any:
+        return self._strategy.epochs.validate(run)
+
+    def stepped_by_batches(self, configs: list[Any]) -> list[Any]:
+        return self._strategy.epochs.stepped_by_batches(configs)
+
+    def own_batches(self, batches: float) -> float:
+        return self._strategy.epochs.own_batches(batches)
+
+    def run(self, run: Callable[[], None]) -> None:
+        """Run the fit loop for the Trainer, or nested inside a hook, as a learning-rate finder does."""
+        if _private.is_inside_a_hook(self._trainer):
+            self._nested.run(run)
+        else:
+            self._strategy.epochs.run.restored()
+            run()
+
+    def begin_setup(self) -> None:
+        """Expect new loaders; user code may also have them made again several times in an epoch."""
+        self._strategy.epochs.data.expect_others()
+
+    def begin_epoch(self, iterate: Callable[[], None]) -> None:
+        """Separate the groups after the hooks of the epoch's start, which all ranks call together."""
+        strategy, loop = self._strategy, self._trainer.fit_loop
+        if self._nested.is_running or loop.restarted_mid_epoch or loop.restarted_on_epoch_end:
+            iterate()
+            if not self._nested.is_running:
+                strategy.epochs.go_on()
+            return
+        strategy.run_states.hooks_are_over()
+        self._nested.form_groups_again()
+        self._form_wanted_groups()
+        if strategy.epochs.data.is_dealt_out:
+            iterate()  # an iterable dataset may query the number of ranks
+        self._staleness.reset()
+        strategy.grouping.begin_epoch()
+        strategy.epochs.begin(self._trainer.current_epoch)
+        strategy.balance.begin_epoch()
+        strategy.step_times.interrupt()
+        if not strategy.epochs.data.is_dealt_out:
+            iterate()
+
+    def epoch_has_ended(self) -> None:
+        if not self._nested.is_running:
+            self._strategy.epochs.after_hooks_of_end()
+
+    def begin_fetch(self) -> None:
+        self._strategy.epochs.data.begin_fetch()
+        self._strategy.balance.begin_fetch()
+
+    def end_fetch(self) -> None:
+        self._strategy.balance.end_fetch()
+        self._strategy.epochs.data.end_fetch()
+
+    # --- Hooks of callbacks ------------------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Load the run's optimizers into a group that joins, after Lightning has restored those of a checkpoint."""
+        if not self._nested.is_running:
+            self._strategy.run_states.training_begins()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Begin a batch before any callback does."""
+        if self._nested.is_running:
+            return
+        strategy, traffic = self._strategy, self._strategy.world.channel.traffic
+        self._signals.agree_alone()
+        strategy.follow_recorder()
+        strategy.grouping.begin_batch()
+        if strategy.world.control is not None:
+            strategy.step_times.begin(traffic.seconds, traffic.moved)
+        strategy.balance.begin_batch()
+        strategy.epochs.begin_batch()
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._strategy.balance.backward_done()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """End a batch before any callback does, and log the live metrics."""
+        if self._nested.is_running:
+            return
+        strategy, world = self._strategy, self._strategy.world
+        strategy.merged.step_done()
+        if world.control is not None:
+            strategy.step_times.end(world.channel.traffic.seconds, world.channel.traffic.moved)
+            world.control.report_timings(*strategy.step_times.means)
+            world.control.got_on(has_trained=True)
+        strategy.balance.end_batch()
+        strategy.epochs.end_batch()
+        self._display.show(trainer, strategy.epochs.expected_batches(batch_idx + 1))
+        if _private.logs_now(trainer):
+            values = strategy.balance.metrics()
+            if world.control is not None:
+                self._watch_staleness()
+                values |= live_metrics(world.control.status, self._staleness, strategy.step_times)
+                self._display.update(values)
+            for name, value in values.items():
+                pl_module.log(name, value, batch_size=1)  # Lightning needs it where training_step draws its batches
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._strategy.fails(exception)
+
+    def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        """Check for a signal to leave, if this group has joined on its own and validates for all groups."""
+        if self._strategy.epochs.published.evaluates and self._strategy.world.enlistment is not None:
+            self._signals.agree()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.sanity_checking:
+            self._strategy.epochs.before_validation(pl_module)
+            self._strategy.follow_recorder()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Synchronize the groups, and log the metrics of the epoch."""
+        if self._nested.is_running:
+            return
+        self._strategy.epochs.end(pl_module)
+        self._strategy.follow_recorder()
+        control = self._strategy.world.control
+        if control is None:
+            return
+        self._watch_staleness()
+        self._log_together()
+        if self._strategy.world.executor.exchanges:
+            # A collective computes it, and NCCL accepts no CPU tensors.
+            for name, value in self._staleness.to(self._strategy.world.device).compute().items():
+                if name in ("mean", "max"):
+                    pl_module.log(f"omni/staleness_{name}", value.float(), sync_dist=True, batch_size=1)
+            self._staleness.to("cpu")
+        is_parallel = isinstance(self._strategy.world.options.inside, ModelParallel)  # its ranks share each batch
+        can_rebalance = self._strategy.epochs.leases is not None and not (self._strategy.balance.is_on or is_parallel)
+        if control.status is not None and (sentence := straggler_sentence(control.status, can_rebalance)):
+            self._strategy.rank_zero_info(f"OmniStrategy: {sentence}")
+
+    def _log_together(self) -> None:
+        """Agree on the metrics of an epoch in which there were several groups, or may have been."""
+        world = self._strategy.world
+        mine = _private.logged_together(self._trainer, world.compute_group)
+        # `enc_hook` converts NumPy's booleans.
+        of_all = world.process_groups.live.contribute(
+            "the metrics of an epoch", msgspec.json.encode(mine, enc_hook=bool)
+        )
+        _private.log_together(self._trainer, world.compute_group, [msgspec.json.decode(each) for _, each in of_all])
+
+    def _watch_staleness(self) -> None:
+        world = self._strategy.world
+        for part in world.parts:
+            if world.is_leader:  # its peers receive the same numbers
+                self._staleness.update(torch.tensor(list(part.staleness.elements())))
+            part.staleness.clear()
+
+
+class NestedRuns:
+    """Runs of the loop inside one of its hooks, by learning-rate finders, for which all ranks form one group.
+
+    The measurements of such a run apply to all ranks together, so it is plain DDP; then the groups train on.
+
+    Before several groups first train there is no server yet, and the original topology is simply restored. Between two
+    epochs the groups are merged, and are formed again when the next epoch begins: until then the finder may restore the
+    state that it has saved.
+
+    Args:
+        strategy: the strategy whose groups are merged.
+
+    Attributes:
+        is_running: whether a nested run is under way.
+    """
+
+    def __init__(self, strategy: GroupedStrategy) -> None:
+        self._strategy = strategy
+        self.is_running = False
+        self._groups = 1
+
+    def run(self, run: Callable[[], None]) -> None:
+        """Run the loop.
+
+        Raises:
+            UnsupportedError: the groups are inside an epoch, each at a batch of its own.
+        """
+        world = self._strategy.world
+        if world.is_computing:
+            raise UnsupportedError(
+                "trainer.fit_loop.run() inside an epoch (a learning-rate finder in on_train_batch_end, say): the groups"
+                " are at different batches; run it in on_fit_start or on_train_epoch_start, or use groups=1"
+            )
+        with self._in_one_group(), self._apart():
+            run()
+        self._strategy.epochs.data.expect_others()
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """Return a context in which the run does not count in the fit's own progress."""
+        strategy = self._strategy
+        world = strategy.world
+        kept, steps = (strategy.epochs, strategy.balance), world.steps
+        epochs = EpochDriver("static", strategy.rank_zero_info, strategy.rank_zero_warn)
+        epochs.connect(strategy.pl_module.trainer, world)
+        strategy.epochs, strategy.balance = epochs, Balance("off", strategy.rank_zero_info)
+        self.is_running = True
+        try:
+            yield
+        finally:
+            self.is_running = False
+            (strategy.epochs, strategy.balance), world.steps = kept, steps
+
+    @contextmanager
+    def _in_one_group(self) -> Iterator[None]:
+        strategy, world = self._strategy, self._strategy.world
+        if not world.executor.exchanges:
+            yield
+        elif world.control is not None:
+            self._groups = len(world.live_groups)
+            strategy.form(1)
+            yield
+        else:
+            topology, world.topology = world.topology, Topology.even(world.size, 1)
+            try:
+                strategy.wrap_for_group()
+                strategy.share_loss_scale()
+                yield
+            finally:
+                world.topology = topology
+            strategy.wrap_for_group()
+
+    def form_groups_again(self) -> None:
+        """Form the earlier groups again at the beginning of an epoch, if a nested run has merged them."""
+        groups, self._groups = self._groups, 1
+        if groups > 1:
+            self._strategy.form(min(groups, len(self._strategy.world.live_ranks)))

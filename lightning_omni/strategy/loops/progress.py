@@ -1,0 +1,267 @@
+"""The progress of a run in samples of all groups, and the remaining steps of DDP.
+
+Lightning counts the steps that one rank takes, and compares them with max_steps. If several groups train, these are not
+the steps of DDP. `RunProgress` computes the steps of DDP, also after a resume from a checkpoint, and the limit with
+which the loops compare their own steps, so that the run ends where DDP's would.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from lightning_omni.runtime import World
+from lightning_omni.runtime.state.checkpoint import Saved
+from lightning_omni.server.log.record import Spans
+from lightning_omni.strategy import _private
+from lightning_omni.strategy.declared import reloads
+from lightning_omni.strategy.loops.leased_data import FitLimits, LeasedData, StepsByHand, size_of
+from lightning_omni.wire.cut import Cut
+from lightning_omni.wire.leases import EpochPlan
+from lightning_omni.wire.progress import Progress
+
+if TYPE_CHECKING:
+    from pytorch_lightning import Trainer
+
+
+class RunProgress:
+    """The progress of the runs of one strategy.
+
+    Args:
+        data: the training data, as leased.
+
+    Attributes:
+        progress: progress of the run; None if its data is not leased.
+        past: progress at the end of the last epoch, or of the checkpoint from which the fit resumes if it was loaded
+            later; None if there is neither.
+        resumed: the moment of the checkpoint from which the run resumes, perhaps inside an epoch.
+        is_counted_together: whether several groups have trained the run, so that a rank's own steps are not those of
+            DDP.
+        step_limit: the number that the loops use as max_steps, for comparison with this rank's own steps; None for the
+            Trainer's own.
+    """
+
+    def __init__(self, data: LeasedData) -> None:
+        self._data = data
+        self._trainer: Trainer | None = None
+        self._world: World | None = None
+        self._limits: FitLimits | None = None
+        self._resumed_batches = (-1, 0)  # number of the epoch, and batches of each rank
+        self.progress: Progress | None = None
+        self.past: Progress | None = None
+        self.resumed = Cut()
+        self.is_counted_together = False
+        self.step_limit: int | None = None
+
+    # --- The run -----------------------------------------------------------------------------------------------------
+
+    def connect(self, trainer: Trainer, world: World) -> None:
+        self._trainer, self._world = trainer, world
+        if self.is_counted_together and trainer.max_steps != -1:
+            self.step_limit = sys.maxsize  # until `start`: the loop would compare this rank's own steps with max_steps
+
+    def resume(self, saved: Saved) -> None:
+        self.resumed, self.past = saved.cut, saved.progress
+        self.is_counted_together = saved.progress is not None or saved.cut.epoch != -1
+
+    def restored(self) -> None:
+        """Prevent a run whose max_steps are taken from beginning, after the loops have loaded a checkpoint, if any."""
+        trainer, past = self.trainer, self.past
+        if self.step_limit is None or past is None or past.epochs != trainer.current_epoch:
+            return
+        if past.steps >= trainer.max_steps and trainer.lightning_module.automatic_optimization:
+            self.step_limit = min(trainer.max_steps, trainer.global_step)
+
+    def start(self, ranks_per_batch: int, entered: int | None) -> None:
+        """Start the run, after the groups and the data were set up and before the first epoch.
+
+        ``entered`` samples of the current epoch are trained, if this group has joined a run that is under way.
+        """
+        trainer = self.trainer
+        before, self._limits = self._limits, FitLimits(trainer, ranks_per_batch)
+        if before is not None and self._limits.by_hand is not None and before.by_hand is not None:
+            self._limits.by_hand = before.by_hand  # in a further fit the loops' counts are no longer this rank's own
+        self._resumed_batches = trainer.current_epoch, _private.batches_resumed(trainer)
+        self.step_limit = None
+        if self._data.leases is None:
+            return
+        epoch = trainer.current_epoch
+        self.progress = self._limits.progress(self._data.leases, epoch, self.trained_spans(epoch), self.past)
+        if entered is not None:
+            self.advance(entered)
+        elif self.past is None and not self.is_counted_together:
+            self.progress = self._limits.counted(self.progress)
+
+    def forget(self) -> None:
+        self.progress, self.resumed, self._trainer, self._world = None, Cut(), None, None
+
+    @property
+    def trainer(self) -> Trainer:
+        assert self._trainer is not None
+        return self._trainer
+
+    @property
+    def limits(self) -> FitLimits:
+        assert self._limits is not None
+        return self._limits
+
+    # --- An epoch ----------------------------------------------------------------------------------------------------
+
+    def begin(self, epoch: int) -> EpochPlan:
+        """Begin an epoch of leased data, and return its plan."""
+        assert self._data.leases is not None
+        trained = self.trained_spans(epoch)
+        self.progress = self.limits.progress(self._data.leases, epoch, trained, self.progress)
+        return self.limits.plan(self._data.leases, self.progress, trained)
+
+    def trained_spans(self, epoch: int) -> Spans:
+        """Return the ranges of an epoch that are trained according to the checkpoint."""
+        leases = self._data.leases
+        if leases is None:
+            return ()
+        if self.resumed.epoch == -1:  # one group or DDP saved it, without leases; all ranks have the same count
+            at, batches = self._resumed_batches
+            trained = batches * self._limits.reference(leases).batch if self._limits and at == epoch else 0
+            return ((0, min(trained, leases.total)),) if trained else ()
+        fits = self.resumed.total == leases.total
+        return self.resumed.trained if fits and self.resumed.epoch == epoch else ()
+
+    @property
+    def is_resumed_inside(self) -> bool:
+        """Return whether several groups have trained a part of the current epoch, or had begun it.
+
+        The server and its weights do not contain the samples that groups train between two exchanges.
+        """
+        leases, epoch = self._data.leases, self.trainer.current_epoch
+        if leases is None or (self.resumed.epoch, self.resumed.total) != (epoch, leases.total):
+            return False
+        assert self.progress is not None
+        at, batches = self._resumed_batches
+        trained = size_of(self.trained_spans(epoch))
+        has_begun = trained > 0 or (at == epoch and batches > 0)
+        return has_begun and trained < self.progress.budget(leases.total, epoch)
+
+    def now(self) -> Progress:
+        """Return the run's progress, with the current reference batch: accumulation may have a schedule."""
+        assert self.progress is not None
+        assert self._data.leases is not None
+        self.progress = replace(self.progress, reference=self.limits.reference(self._data.leases))
+        return self.progress
+
+    def advance(self, samples: int) -> None:
+        """Raise the number of trained samples of the epoch to ``samples``."""
+        if self.progress is not None:
+            self.progress = replace(self.progress, samples=max(self.progress.samples, samples))
+
+    @property
+    def seen(self) -> int:
+        """Return this epoch's trained positions, as far as this rank knows; the same on all members of a group."""
+        assert self._world is not None
+        assert self._data.leases is not None
+        if not self._data.is_dynamic:
+            return size_of(self._data.leases.trained_spans)
+        # Groups that exchange weights at intervals, or never, receive the others' progress too seldom.
+        return self._data.leases.position if self._world.steps_at_worker else self._world.core.last_answer.progress
+
+    def keep_up(self) -> None:
+        self.advance(self.seen)
+
+    def align(self, all_reduce_max: Callable[[list[int]], list[int]]) -> None:
+        """Give ranks of different groups the same counts; otherwise they would validate at different batches."""
+        mine, by_hand = _private.progress_counters(self.trainer), self.by_hand
+        *theirs, batches, steps = all_reduce_max([*mine, *(by_hand.counts if by_hand is not None else (0, 0))])
+        if mine != theirs:
+            _private.set_progress_counters(self.trainer, theirs)
+        if by_hand is not None:
+            by_hand.counts = batches, steps
+
+    def end(self, epoch: int, trained: int | None) -> None:
+        """End an epoch, after ``trained`` samples if a rank has skipped its remainder or stopped the run."""
+        if self.progress is None:
+            return
+        over = self.now().steps_before(epoch + 1)
+        if self.max_steps != -1 and self.trainer.lightning_module.automatic_optimization:
+            over = min(over, self.max_steps)  # max_steps may have ended the run inside the epoch
+        if trained is not None:
+            over = min(over, replace(self.progress, samples=trained).steps)
+        self.progress = self.past = replace(self.progress, epochs=epoch + 1, samples=0, past=over)
+
+    # --- Steps -------------------------------------------------------------------------------------------------------
+
+    @property
+    def max_steps(self) -> int:
+        return self._limits.max_steps if self._limits is not None else -1
+
+    @property
+    def by_hand(self) -> StepsByHand | None:
+        return self._limits.by_hand if self._limits is not None else None
+
+    def steps_left(self) -> int | None:
+        """Return the steps of DDP that are left when a fit begins; None if that is not known.
+
+        A group makes as many if all groups are equally fast. Epochs are assumed to be as long as the first one.
+        """
+        trainer, progress = self.trainer, self.progress
+        if not trainer.lightning_module.automatic_optimization:
+            return None
+        epoch, epochs = trainer.current_epoch, trainer.max_epochs
+        bounds = []
+        if self.max_steps != -1:
+            bounds.append(self.max_steps - (trainer.global_step if progress is None else self.now().steps))
+        batches = trainer.num_training_batches if progress is None else progress.batches
+        is_alike = batches != math.inf and not reloads(trainer)
+        if epochs is not None and epochs >= 0 and is_alike:
+            accumulated = int(trainer.accumulate_grad_batches)
+            windows = _private.accumulation_windows(trainer, epochs)[epoch:] or [accumulated] * (epochs - epoch)
+            if progress is None:
+                made = self._resumed_batches[1] // accumulated
+            else:
+                made = self.now().steps - progress.steps_before(progress.epochs)
+            bounds.append(sum(-(-int(batches) // window) for window in windows) - made)
+        return max(0, min(bounds)) if bounds else None
+
+    def steps_at(self, progress: Progress) -> int:
+        """Return the optimizer steps of DDP at a progress."""
+        automatic = self.trainer.lightning_module.automatic_optimization
+        # max_steps may end the run inside an epoch.
+        return min(progress.steps, self.max_steps) if automatic and self.max_steps != -1 else progress.steps
+
+    def limit_steps(self, is_open_ended: bool) -> None:
+        """Set the step limit so that this rank's own steps do not end the run if they are not those of DDP."""
+        assert self.progress is not None
+        self.is_counted_together |= self._data.is_dynamic
+        left, own = self.limits.steps_left(self.progress.steps), self.trainer.global_step
+        if left is None or not self.is_counted_together:
+            return
+        if self._data.is_dynamic or is_open_ended:
+            self.step_limit = sys.maxsize if left else own
+        elif self.step_limit in (None, sys.maxsize):  # from here on the loops of the one group count
+            self.step_limit = own + left
+
+    def count_together(self) -> None:
+        """Let the samples end the run, and not this rank's steps, since several groups were formed inside an epoch."""
+        self.is_counted_together = True
+        if self.max_steps != -1 and not self.is_limit_reached:
+            self.step_limit = sys.maxsize
+
+    def stop_here(self) -> None:
+        self.step_limit = self.trainer.global_step
+
+    @property
+    def is_limit_reached(self) -> bool:
+        """Return whether this rank has taken as many steps as the loops allow."""
+        limit = self.trainer.max_steps if self.step_limit is None else self.step_limit
+        return -1 < limit <= self.trainer.global_step
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether an epoch that is over has trained all its samples, and max_steps has not ended it."""
+        return (
+            self.is_counted_together
+            and self.progress is not None
+            and self._limits is not None
+            and self._limits.steps_left(self.progress.steps) != 0
+        )

@@ -1,0 +1,302 @@
+"""Validation for which no group waits: one group evaluates a snapshot of the weights, and the others train on.
+
+At each validation point of the epoch, the first group that reaches it gets that validation. It loads the
+server's current weights, runs Lightning's validation loop over all of the data on its own ranks, restores its weights
+and trains on. The server passes the result to the ranks of all groups. Each of them ends the validation for its
+callbacks and loggers after one of its next batches, in the order of validations. At an epoch's end, where all groups
+synchronize anyway, they validate together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+from torch.utils.data import DistributedSampler
+
+from lightning_omni.runtime import World
+from lightning_omni.strategy import _private
+from lightning_omni.strategy.loops.leased_data import is_given
+from lightning_omni.wire.leases import Batch, EpochPlan
+from lightning_omni.wire.progress import Progress
+
+if TYPE_CHECKING:
+    from pytorch_lightning import Trainer
+
+
+class Version(NamedTuple):
+    """The weights and buffers of one validation, for a checkpoint that is saved for it.
+
+    Attributes:
+        number: number of the validation, under which the server has its weights.
+        buffers: buffers of the model, by name, on the group that evaluated.
+    """
+
+    number: int
+    buffers: Mapping[str, Tensor]
+
+
+class PublishedValidation:
+    """The validations of one fit for which no group waits.
+
+    Args:
+        is_wanted: whether the user has requested them.
+        info: logs a message for the user, on rank 0.
+
+    Attributes:
+        is_on: whether several groups validate this way in this epoch.
+        evaluates: number of the validation that this group runs, or is about to run; 0 if there is none.
+        version: the validation whose end callbacks receive now.
+        follow_recorder: function called when the recorder may have changed.
+        on_heard: function called on every rank when its callbacks have received a validation, with the metrics before
+            it.
+        on_ended: function called on all of the recorder's group when callbacks have received a validation while groups
+            compute.
+    """
+
+    def __init__(self, is_wanted: bool, info: Callable[[str], None]) -> None:
+        self.is_wanted, self._info = is_wanted, info
+        self._has_said = False
+        self._trainer: Trainer | None = None
+        self._world: World | None = None
+        self.follow_recorder: Callable[[], None] = lambda: None
+        self.on_ended: Callable[[], None] = lambda: None
+        self.on_heard: Callable[[dict[str, Any]], None] = lambda before: None
+        self.forget()
+
+    def forget(self) -> None:
+        self._trainer = self._world = None
+        self.is_on = False
+        self.evaluates, self.version = 0, None
+        self._ended, self._released, self._steps, self._begun = 0, 0, 0, set[int]()
+        self._plan: EpochPlan | None = None
+        self._passed, self._trained, self._counters = 0, 0, [0, 0, 0]
+        self._have_all_ended = True
+
+    version: Version | None
+
+    def connect(self, trainer: Trainer, world: World) -> None:
+        self.forget()
+        self._trainer, self._world, self._has_said = trainer, world, False
+
+    # --- An epoch ----------------------------------------------------------------------------------------------------
+
+    def begin(self, plan: EpochPlan | None, trained: int = 0, is_dynamic: bool = True) -> None:
+        """Begin an epoch: see `go_on`. All ranks call it, with the same number of steps taken."""
+        self._counters, self._steps = _private.step_counters(self._joined[0]), 0
+        self._trained, self._passed = trained, 0
+        self.go_on(plan, trained, is_dynamic)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Return the state for a group that joins this epoch, as plain values."""
+        return {"ended": self._ended, "steps": self._steps, "counters": self._counters}
+
+    def enter(self, state: Mapping[str, Any]) -> None:
+        """Load a `state` of the epoch that this group has joined."""
+        self._ended, self._steps, self._counters = state["ended"], state["steps"], list(state["counters"])
+
+    def go_on(self, plan: EpochPlan | None, trained: int, is_dynamic: bool) -> None:
+        """Begin or continue an epoch after the groups were formed. All ranks call it.
+
+        Args:
+            plan: plan of the epoch's data; None if it is not leased.
+            trained: samples of it that are trained.
+            is_dynamic: whether samples are drawn from the server.
+        """
+        trainer, world = self._joined
+        self._plan, self._have_all_ended = plan, False
+        self.is_on = world.edits.are_validations_apart = False
+        if not (self.is_wanted and world.executor.exchanges and trainer.enable_validation):
+            return
+        reason = "the samples are dealt out beforehand" if plan is None or not is_dynamic else self._reason()
+        if reason:
+            if not self._has_said:
+                self._has_said = True
+                self._info(f'OmniStrategy: validation="published" is validation="wait" here: {reason}')
+            return
+        assert plan is not None
+        self.is_on = world.edits.are_validations_apart = plan.validate_every > 0
+        self._passed = max(self._passed, self._point(trained)) if self.is_on else 0
+
+    def dealt(self, plan: EpochPlan) -> EpochPlan:
+        """Return the plan for leases, in which no group waits for validations."""
+        return msgspec.structs.replace(plan, validate_every=0, validate_offset=0) if self.is_on else plan
+
+    def _reason(self) -> str:
+        """Return why groups must wait for each other to validate, or an empty string."""
+        trainer, world = self._joined
+        if world.method.evaluated == "mean":
+            return f"{type(world.method).__name__} evaluates the mean of all groups' weights"
+        if any(part.head is not None for part in world.parts):
+            return "the merged head is at the server, and goes on there"
+        if _private.averaged_models(trainer):
+            return "a WeightAveraging callback evaluates its own weights"
+        loaders = _private.validation_loaders(trainer)
+        if not any(trainer.num_val_batches):
+            return "the validation data has no batch"
+        if not all(is_given(loader) and isinstance(loader.sampler, DistributedSampler) for loader in loaders):
+            return "the validation data has a sampler of its own, or is iterable, so that one group cannot read it all"
+        return ""
+
+    def _point(self, start: int) -> int:
+        assert self._plan is not None
+        return (start + self._plan.validate_offset) // self._plan.validate_every
+
+    @property
+    def _joined(self) -> tuple[Trainer, World]:
+        assert self._trainer is not None
+        assert self._world is not None
+        return self._trainer, self._world
+
+    # --- Evaluating --------------------------------------------------------------------------------------------------
+
+    def is_due(self, coming: Batch | None) -> bool:
+        """Return whether this group is to validate before its next batch, ``coming``.
+
+        At a validation point, this claims the validation from the server. All members of the group call it.
+        """
+        if coming is None or (point := self._point(coming.start)) <= self._passed:
+            return False
+        assert self._plan is not None
+        self._passed = point
+        self.evaluates = self._joined[1].versions.claim(self._plan.epoch, point)
+        return self.evaluates > 0
+
+    def run(self, run: Callable[[], Any], progress: Progress | None) -> Any:
+        """Run the validation loop over all of the data, on the ranks of this group."""
+        trainer, world = self._joined
+        number = self.evaluates
+        self._begun.add(number)
+        try:
+            with (
+                world.versions.loaded(number) as cut,
+                _private.dealt_out(trainer, world.members.index(world.rank), len(world.members)),
+                _private.metrics_held_back(trainer) as found,
+            ):
+                returned = run()
+                buffers = dict(trainer.lightning_module.named_buffers())
+                steps = 0
+                if progress is not None and world.is_leader:
+                    steps = cut.progress(progress).steps - replace(progress, samples=self._trained).steps
+                world.versions.publish(number, {"metrics": _plain(found), "buffers": buffers, "steps": steps})
+        finally:
+            self.evaluates = 0
+        world.enter_compute()  # resumes the timing of steps
+        return returned
+
+    # --- Results -----------------------------------------------------------------------------------------------------
+
+    def end_known(self) -> None:
+        """Pass validations whose results this group has been notified of to its callbacks. All its members call it.
+
+        Where groups join on their own, the recorder's group is first. The other groups follow when it has saved its
+        checkpoints, and when the state for joining groups contains the results.
+        """
+        is_first = False
+        while self._ended < self._joined[1].core.last_answer.validations:
+            is_first = self._end_next()
+        if is_first and self._joined[1].enlistment is not None:
+            self.on_ended()
+            self._release()
+
+    def have_parted(self) -> None:
+        """Release validations when the groups compute again; the state for joining groups has their results."""
+        self._have_all_ended = False
+        if self._world is not None and self._world.control is not None:
+            self._release()
+
+    def _release(self) -> None:
+        if self._released < self._ended:
+            self._released = self._ended
+            self._joined[1].versions.release(self._ended)
+
+    def end_all(self) -> bool:
+        """Wait for groups that evaluate, and pass all results to the callbacks, before the groups synchronize.
+
+        All ranks call it, once before each synchronization point.
+
+        Returns:
+            Whether a point of the epoch was passed without a validation, because its group has died.
+        """
+        if not self.is_on or self._have_all_ended:
+            return False
+        self._have_all_ended = True
+        world = self._joined[1]
+        world.all_reduce_max([0])
+        complete = 0
+        while True:
+            is_first, known = self._is_first(), world.versions.ask()
+            complete = max(complete, known.complete)
+            while self._ended < complete:
+                self._end_next()
+            # The recorder has the number of complete validations. If it is gone by now, the next recorder has it.
+            numbers = [complete, -self._ended, int(is_first), int(known.is_missed)]
+            complete, behind, is_heard, is_missed = world.all_reduce_max(numbers)
+            if is_heard and complete + behind <= 0:
+                return bool(is_missed)
+
+    def _is_first(self) -> bool:
+        """Return whether this is the current recorder's group. All of the group call it."""
+        is_first = self._joined[1].versions.ask_for_recorder()
+        self.follow_recorder()
+        return is_first
+
+    def _end_next(self) -> bool:
+        """Pass the next validation to the callbacks; return whether this is the recorder's group."""
+        trainer, world = self._joined
+        is_first = self._is_first()
+        self._ended += 1
+        result = world.versions.read(self._ended)
+        if result is not None:
+            found = tree_map(partial(_put, world.device), result["metrics"])
+            self._steps = max(int(result["steps"]), self._steps + 1)
+            own = _private.step_counters(trainer)
+            _private.set_step_counters(trainer, self._after(self._steps))
+            self.version = Version(self._ended, result["buffers"])
+            try:
+                before = _private.metrics_by_now(trainer)
+                with world.versions.own_weights():
+                    _private.end_validation(trainer, found, has_started=self._ended in self._begun)
+                self.on_heard(before)
+            finally:
+                self.version = None
+                _private.set_step_counters(trainer, own)
+        if not any(number > self._ended for number in self._begun):
+            world.versions.forget_evaluated()
+        if world.enlistment is None:  # where groups join, their state is stored before the release
+            self._release()
+        return is_first
+
+    # --- Steps -------------------------------------------------------------------------------------------------------
+
+    def _after(self, steps: int) -> list[int]:
+        """Return the step counters of a validation, ``steps`` after the epoch's begin. All ranks get the same."""
+        trainer, _ = self._joined
+        automatic, manual, batches = self._counters
+        own = _private.step_counters(trainer)
+        each = -(-(own[1] - manual) // max(1, own[2] + 1 - batches))  # steps per batch, in manual optimization
+        return [automatic + (steps if own[0] > automatic else 0), manual + each * steps, batches + steps - 1]
+
+    def not_before(self, counters: list[int]) -> list[int]:
+        """Return the step counters that synchronized groups agreed on, raised above those of any validation."""
+        if self.is_on and self._steps and counters[2] < self._counters[2] + self._steps:
+            return self._after(self._steps + 1)
+        return counters
+
+
+def _put(device: torch.device, leaf: Any) -> Any:
+    return leaf.to(device) if isinstance(leaf, Tensor) else leaf
+
+
+def _plain(found: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {
+        kind: {name: value if isinstance(value, Tensor) else float(value) for name, value in values.items()}
+        for kind, values in found.items()
+    }

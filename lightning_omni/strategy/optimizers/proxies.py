@@ -1,0 +1,187 @@
+"""The optimizers whose steps are exchanges, and the submodule that is trained at the server, during a fit."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from lightning_omni.errors import UnsupportedError
+from lightning_omni.methods.model.head import check_mergeable
+from lightning_omni.methods.model.master import held_by
+from lightning_omni.runtime import OmniOptimizer, World, names_of
+from lightning_omni.runtime.model.merged_head import RemoteHead
+from lightning_omni.strategy import _private
+
+if TYPE_CHECKING:
+    from pytorch_lightning import Trainer
+
+
+class Proxies:
+    """The `OmniOptimizer` of each of the user's optimizers, and a guard against the user's own steps."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, OmniOptimizer] = {}
+        self._own_steps: dict[Optimizer, Callable[..., Any] | None] = {}
+        self._world: World | None = None
+        self._module: Module | None = None
+        self._hook: Any = None
+
+    def __bool__(self) -> bool:
+        return bool(self._of)
+
+    def attach(
+        self, world: World, module: Module, optimizers: Sequence[Optimizer], merged: Merged, trainer: Trainer
+    ) -> None:
+        """Attach these optimizers, which hold parameters, and the merged head to the world, and no others."""
+        world.detach_all()
+        self._world, self._module = world, module
+        left_out = set(merged.parameters(module))
+        names = partial(names_of, module)
+        self._of = {id(each): OmniOptimizer(each, world, names, left_out) for each in optimizers}
+        merged.attach(world, module, optimizers, trainer)
+
+    def are_of(self, optimizers: Sequence[Optimizer]) -> bool:
+        return {id(each) for each in optimizers} == set(self._of)
+
+    def of(self, optimizer: Optimizer) -> OmniOptimizer:
+        """Return the optimizer that steps in place of the user's.
+
+        Raises:
+            UnsupportedError: the user's optimizer was not attached.
+        """
+        if id(optimizer) not in self._of:
+            raise UnsupportedError(
+                "strategy.optimizers was changed inside an epoch, while several groups train: change it at an epoch's"
+                " start or end (on_train_epoch_start, say), where all groups hear of it, or use groups=1"
+            )
+        return self._of[id(optimizer)]
+
+    # --- Steps of the user's own -------------------------------------------------------------------------------------
+
+    def guard(self, optimizers: Sequence[Optimizer]) -> None:
+        """Reject ``optimizer.step()`` outside exchanges, which would change one rank's weights without the server.
+
+        This includes steps of an optimizer that the Trainer does not have.
+        """
+        if self._hook is None:
+            self._hook = register_optimizer_step_pre_hook(self._refuse_unknown)
+        for optimizer in optimizers:
+            if optimizer not in self._own_steps:
+                # A scheduler may have replaced the step of the instance.
+                self._own_steps[optimizer] = vars(optimizer).get("step")
+                optimizer.step = types.MethodType(_refuse_raw_step, optimizer)  # type: ignore[method-assign]
+                _private.ignore_missing_step(optimizer)
+
+    def unguard(self) -> None:
+        """Restore the optimizers' own ``step``, and remove the hook."""
+        for optimizer, own in self._own_steps.items():
+            del optimizer.step
+            if own is not None:
+                optimizer.step = own  # type: ignore[method-assign]
+        self._own_steps.clear()
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def _refuse_unknown(self, optimizer: Optimizer, *_: Any) -> None:
+        """Reject a step of an optimizer that holds parameters of the module and was not attached."""
+        world, module = self._world, self._module
+        assert world is not None
+        assert module is not None
+        if not world.is_computing or world.executor.is_stepping or optimizer in self._own_steps:
+            return
+        names = names_of(module)
+        for parameter in held_by(optimizer):
+            if parameter in names:
+                self._refuse_step(optimizer, names[parameter])
+
+    def _refuse_step(self, optimizer: Optimizer, name: str) -> NoReturn:
+        its = type(optimizer).__name__
+        for own in self._own_steps:
+            if any(each is optimizer for each in vars(own).values()):
+                outer = type(own).__name__
+                raise UnsupportedError(
+                    f"{its}.step() would move {name} outside of step() of the {outer} that holds this {its}, and only"
+                    f" a step of the {outer} is one of the group's: call its step(closure) with a closure that computes"
+                    " loss and gradients, or use groups=1"
+                )
+        raise UnsupportedError(
+            f"{its}.step() would move {name}, and configure_optimizers has not returned that optimizer: each group"
+            " would train weights of its own, of which rank 0's are kept; return it from configure_optimizers and take"
+            " it from self.optimizers(), keep what it trains out of the LightningModule, or use groups=1"
+        )
+
+
+def _refuse_raw_step(self: Optimizer, closure: Any = None) -> Tensor:
+    raise UnsupportedError(
+        "a raw optimizer.step() would move this rank's weights behind the parameter server's back; take the optimizer"
+        " from self.optimizers() (with use_pl_optimizer=True, its default), or use groups=1"
+    )
+
+
+_refuse_raw_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers look for their own mark
+
+
+class Merged:
+    """The submodule that stays at the server (``merged=``), called a merged head; it may be absent.
+
+    Args:
+        name: name of the submodule; None if nothing is merged.
+    """
+
+    def __init__(self, name: str | None) -> None:
+        self.name = name
+        self._head: RemoteHead | None = None
+
+    def __bool__(self) -> bool:
+        return self.name is not None
+
+    def parameters(self, module: Module) -> list[Parameter]:
+        """Return the submodule's parameters; none if nothing is merged.
+
+        Raises:
+            ConfigurationError: the submodule cannot be merged.
+        """
+        if self.name is None:
+            return []
+        if self._head is None:
+            check_mergeable(self.name, module)
+        return list(module.get_submodule(self.name).parameters())
+
+    def attach(self, world: World, module: Module, optimizers: Sequence[Optimizer], trainer: Trainer) -> None:
+        """Attach the submodule to the world, with the Trainer's gradient clipping."""
+        if self.name is None:
+            return
+        self._head = world.attach_head(self.name, module, optimizers)
+        side = self._head.side
+        side.clip = float(trainer.gradient_clip_val or 0.0)
+        how = trainer.gradient_clip_algorithm
+        side.clip_algorithm = "value" if how is not None and how.value == "value" else "norm"
+
+    def step_done(self) -> None:
+        if self._head is not None:
+            self._head.step_done()
+
+    def check(self, trainer: Trainer) -> None:
+        """Raise `UnsupportedError` for features that do not work with a head that is stepped in the backward pass."""
+        if self.name is None:
+            return
+        refused = f"merged={self.name!r}: the head is stepped at the server as soon as its gradients come"
+        if trainer.accumulate_grad_batches != 1:
+            raise UnsupportedError(
+                f"{refused}, and cannot wait for accumulate_grad_batches={trainer.accumulate_grad_batches}; use larger"
+                " batches, or merge nothing"
+            )
+        if not trainer.lightning_module.automatic_optimization:
+            raise UnsupportedError(f"{refused}, and not when training_step says so; use automatic optimization")
+        if getattr(trainer.precision_plugin, "scaler", None) is not None:
+            raise UnsupportedError(
+                f"{refused}, before a loss scaler could undo its scaling; use precision='bf16-mixed'"
+            )

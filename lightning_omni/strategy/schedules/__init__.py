@@ -1,0 +1,1 @@
+"""Learning-rate schedulers that follow the progress of all groups."""

@@ -1,0 +1,133 @@
+"""The schedulers of a run, which follow the progress of all groups: their base counts, and when they are paced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lightning_omni.strategy.loops.progress import RunProgress
+from lightning_omni.strategy.schedules.pacing import Pacer, Schedule, StepCounts, arrive, counts_of, reach_all
+from lightning_omni.strategy.schedules.replay import Counts, Standing, caught_up, standing
+from lightning_omni.wire.progress import Progress
+
+if TYPE_CHECKING:
+    from pytorch_lightning import Trainer
+
+
+class RunSchedulers:
+    """The schedulers of one fit after another.
+
+    Args:
+        run: the run's progress.
+        steps: returns the progress in optimizer steps of DDP, as far as this rank knows.
+
+    Attributes:
+        bases: counts from which paced schedulers continue.
+        synchronized: the schedulers' states when all groups had last exchanged everything that they had trained.
+    """
+
+    def __init__(self, run: RunProgress, steps: Callable[[], int]) -> None:
+        self._run, self._steps = run, steps
+        self._trainer: Trainer | None = None
+        self._pacer: Pacer | None = None
+        self._counts = StepCounts()
+        self._resumed: Sequence[Sequence[int]] = ()
+        self.bases: Schedule = {}
+        self.synchronized: dict[Any, Standing | None] = {}
+
+    def connect(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def resume(self, counts: Sequence[Sequence[int]]) -> None:
+        """Store the schedulers' counts of the checkpoint from which the fit resumes: see `Pacer.counts_at`."""
+        self._resumed = counts
+
+    def start(self, count_from_here: bool) -> None:
+        """Advance the schedulers to the run's progress before the first epoch; they may continue from there."""
+        counts, self._resumed = arrive(self._configs, self._resumed, self._counts), ()
+        if count_from_here:
+            self.bases = {**self.bases, **{each: (count, self._steps()) for each, count in counts.items()}}
+
+    def keep_pace(self, is_paced: bool) -> None:
+        """Make schedulers follow the progress of all groups from now on; without pacing, store only their counts.
+
+        In manual optimization they count the steps of their own group, in which the user's code steps them.
+        """
+        trainer = self._trainer
+        assert trainer is not None
+        if not trainer.lightning_module.automatic_optimization:
+            return
+        pacer = Pacer(
+            self._configs,
+            self._steps,
+            lambda: trainer.current_epoch + 1,
+            lambda frequency, steps: self._run.now().scheduled(frequency, steps),
+            self._counts,
+        )
+        self.bases = pacer.count_from(self.bases)
+        if is_paced:
+            pacer.pace()
+            self._pacer = pacer
+        self.note_synchronized()
+
+    def note_synchronized(self) -> None:
+        """Store the schedulers' states, since everything that groups have trained is exchanged."""
+        self.synchronized = {each: standing(each) for each in self._pacer.schedulers} if self._pacer else {}
+
+    @property
+    def are_paced(self) -> bool:
+        return self._pacer is not None
+
+    @property
+    def are_others(self) -> bool:
+        """Return whether callbacks or hooks have replaced the schedulers, as StochasticWeightAveraging does."""
+        return self._pacer is not None and not self._pacer.has(self._configs)
+
+    def keep_up(self) -> None:
+        if self._pacer is not None:
+            self._pacer.keep_up()
+
+    def catch_up(self) -> None:
+        if self._pacer is not None:
+            self._pacer.catch_up()
+
+    def align(self, all_reduce_max: Callable[[list[int]], list[int]]) -> None:
+        """Give all ranks the same scheduler counts, and stop pacing.
+
+        Ranks of different groups form one group now; otherwise each would have another learning rate.
+        """
+        self.release()
+        if counts := counts_of(self._configs, self._counts):
+            reach_all(self._configs, all_reduce_max(counts), self._counts)
+
+    def catch_up_in(self, checkpoint: dict[str, Any], progress: Progress | None) -> list[Counts]:
+        """Advance the schedulers in a checkpoint to its progress, in place; return their counts: see `Pacer.counts_at`.
+
+        The rank that saves may lag behind the weights of the checkpoint, or may have trained samples that these do not
+        contain.
+        """
+        if self._pacer is None or progress is None or self._trainer is None:
+            return []
+        counts = self._pacer.counts_at(self._configs, self._run.steps_at(progress))
+        schedulers = [config.scheduler for config in self._configs]
+        return caught_up(checkpoint, schedulers, self._trainer.optimizers, counts, self.synchronized)
+
+    def release(self) -> None:
+        """Stop pacing and restore the schedulers."""
+        if self._pacer is not None:
+            self._pacer.release()
+            self._pacer = None
+
+    def finish(self) -> None:
+        self.release()
+        self.bases, self.synchronized = {}, {}
+
+    def forget(self) -> None:
+        self.finish()
+        self._counts.forget()
+        self._trainer = None
+
+    @property
+    def _configs(self) -> list[Any]:
+        assert self._trainer is not None
+        return self._trainer.lr_scheduler_configs

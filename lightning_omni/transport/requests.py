@@ -1,0 +1,198 @@
+"""A rank's requests to several servers that hold a share each, or to one server that holds everything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import msgspec
+from torch import Tensor
+
+from lightning_omni.errors import ProtocolError, Refused
+from lightning_omni.group.core import Outgoing
+from lightning_omni.transport.base import Data, LastingData, ServerAway
+from lightning_omni.wire import messages as m
+
+Answer = TypeVar("Answer", bound=m.Message)
+_Part = tuple[m.Message, Tensor | None, Tensor | None]
+"""The part of a request for one server: the arguments of `lightning_omni.transport.base.Data.send`."""
+
+
+class Requests:
+    """A rank's data connections, used concurrently: it sends each server its part before it waits for any answer.
+
+    Args:
+        connections: connections to the servers; the first one is the coordinating server's.
+        by_member: whether this rank exchanges only with the last one, and the other members of its group with the
+            others.
+        largest: returns the largest of a number over those members, all of which call it.
+    """
+
+    def __init__(
+        self,
+        connections: Sequence[Data],
+        by_member: bool = False,
+        largest: Callable[[int], int] = lambda number: number,
+    ) -> None:
+        self._all = list(connections)
+        self._connections = self._all[-1:] if by_member else self._all
+        self._in_parts = by_member or len(self._all) > 1
+        self._number = 0
+        lasting = [each for each in self._connections if isinstance(each, LastingData)]
+        self._again = _Again(lasting, largest) if self._in_parts and lasting else None
+
+    @property
+    def count(self) -> int:
+        """Return the number of servers that this rank exchanges with."""
+        return len(self._connections)
+
+    @property
+    def coordinator(self) -> Data:
+        """Return the connection to the coordinating server."""
+        return self._all[0]
+
+    @property
+    def own(self) -> Data:
+        """Return the connection to the first server that this rank exchanges with."""
+        return self._connections[0]
+
+    @property
+    def moved(self) -> int:
+        """Return the bytes of payload sent and received so far."""
+        return sum(connection.moved for connection in self._all)
+
+    @property
+    def shared(self) -> int:
+        """Return those of the moved bytes that were in memory shared by both sides."""
+        return sum(connection.shared for connection in self._all)
+
+    def send(self, outgoing: Sequence[Outgoing], into: Sequence[Tensor | None] | None = None) -> None:
+        """Send each server its part of a request.
+
+        Args:
+            outgoing: one part for each server, with payloads as in `lightning_omni.transport.base.Data.send`.
+            into: memory for the answers' payloads, as there.
+        """
+        self._number += 1
+        rooms = into or [None] * self.count
+        if self._in_parts:
+            number = self._number
+            outgoing = [
+                Outgoing(msgspec.structs.replace(message, request=number), payload) for message, payload in outgoing
+            ]
+        parts = [(message, payload, room) for (message, payload), room in zip(outgoing, rooms, strict=True)]
+        if self._again is not None:
+            self._again.send(parts)
+            return
+        for connection, part in zip(self._connections, parts, strict=True):
+            connection.send(*part)
+
+    def receive(self, expect: type[Answer], into: Sequence[Tensor | None] | None = None) -> list[tuple[Answer, Tensor]]:
+        """Wait for all answers.
+
+        Args:
+            expect: type of the answers.
+            into: memory for their payloads, as in `lightning_omni.transport.base.Data.receive`.
+
+        Raises:
+            Refused: a server refused; then no server has handled its part.
+        """
+        memories = into or [None] * self.count
+        # All answers are received first, so that none is mistaken for an answer to the next request.
+        if self._again is not None:
+            received = self._again.receive(expect, memories)
+        else:
+            pairs = zip(self._connections, memories, strict=True)
+            received = [_received(each.receive, expect, memory) for each, memory in pairs]
+        answers = []
+        for each in received:
+            if isinstance(each, Refused):
+                raise each
+            answers.append(each)
+        return answers
+
+    def exchange(self, outgoing: Sequence[Outgoing], expect: type[Answer]) -> list[tuple[Answer, Tensor]]:
+        """Send a request and wait for all answers, in fresh memory."""
+        self.send(outgoing)
+        return self.receive(expect)
+
+    def close(self) -> None:
+        for connection in self._all:
+            connection.close()
+
+
+class _Again:
+    """A request in parts that outlasts its servers: if a part is not answered, all are repeated to the new servers.
+
+    Servers handle a request once all parts have arrived. So even a part that an earlier server has answered is repeated
+    if another one was not; where the members of a group send one part each, they agree on this.
+
+    Args:
+        connections: this rank's connections to the servers.
+        largest: see `Requests`.
+    """
+
+    def __init__(self, connections: Sequence[LastingData], largest: Callable[[int], int]) -> None:
+        self._connections, self._largest = connections, largest
+        self._control = connections[0].control
+        self._returns: int | None = None  # of the servers with which all members of the group exchange
+        self._parts: Sequence[_Part] = ()
+        self._is_out = False
+
+    def send(self, parts: Sequence[_Part]) -> None:
+        """Send all parts of this rank."""
+        if self._returns is None:
+            self._reconnect()
+        self._parts, self._is_out = parts, all(each.returns == self._returns for each in self._connections)
+        try:
+            for connection, part in zip(self._connections, parts, strict=True) if self._is_out else ():
+                connection.send_part(*part)
+        except ServerAway:
+            self._is_out = False
+
+    def receive(self, expect: type[Answer], memories: Sequence[Tensor | None]) -> list[tuple[Answer, Tensor] | Refused]:
+        """Wait for all answers or refusals."""
+        while True:
+            received = self._receive(expect, memories)
+            if self._largest(int(received is None)) == 0:
+                assert received is not None
+                return received
+            assert self._returns is not None
+            self._control.wait_for_another(self._returns + 1)
+            self._reconnect()
+            self.send(self._parts)
+
+    def _reconnect(self) -> None:
+        """Connect to the newest servers that any member of the group has found."""
+        self._returns = self._largest(self._control.returns)
+        self._control.wait_for_another(self._returns)
+        for connection in self._connections:
+            connection.renew()
+
+    def _receive(
+        self, expect: type[Answer], memories: Sequence[Tensor | None]
+    ) -> list[tuple[Answer, Tensor] | Refused] | None:
+        """Return all answers; None if a server is gone before it has answered."""
+        if not self._is_out:
+            return None
+        try:
+            pairs = zip(self._connections, memories, strict=True)
+            return [_received(connection.receive_part, expect, memory) for connection, memory in pairs]
+        except ServerAway:
+            return None
+
+
+def _received(
+    receive: Callable[[type[Answer], Tensor | None], tuple[Answer, Tensor]], expect: type[Answer], memory: Tensor | None
+) -> tuple[Answer, Tensor] | Refused:
+    try:
+        return receive(expect, memory)
+    except Refused as no:
+        return no
+
+
+def check_alike(answers: list[tuple[m.Weights, Tensor]]) -> None:
+    """Raise `ProtocolError` unless the weights from all servers contain equally many updates."""
+    clocks = [answer.clock for answer, _ in answers]
+    if len(set(clocks)) > 1:
+        raise ProtocolError(f"servers that hold a share each have applied different numbers of updates: {clocks}")

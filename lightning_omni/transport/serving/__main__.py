@@ -1,0 +1,169 @@
+"""The process of the embedded server, ``python -m lightning_omni.transport.serving``, which rank 0 starts.
+
+Rank 0 writes the settings, with the key, as the first line of standard input. Any further byte, or the end of standard
+input, ends the run; data loaders forked since hold the other end of the pipe, too, so that end may be late. The server
+writes one line with its address to standard output. A server that saves its state is forked, so that a successor can
+continue when it is killed (`supervisor`). A server that holds a share of the weights ends with the coordinating server
+instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import select
+import sys
+import threading
+
+import msgspec
+import torch
+
+from lightning_omni.server.core import ServerCore
+from lightning_omni.transport import base as transport
+from lightning_omni.transport.serving.process import Ready, ServerSettings, ignore_signals, raise_limit_of_files
+from lightning_omni.transport.serving.startup import core_from, load_plugins
+from lightning_omni.transport.serving.state_directory import EMBEDDED_PATIENCE, ShareDirectory, StateDirectory
+from lightning_omni.transport.serving.supervisor import ORPHANED, Lifeline, can_supervise, preload, supervise
+from lightning_omni.transport.zeromq.addresses import remove_if_abandoned
+
+_log = logging.getLogger(__name__)
+
+
+def main() -> int:
+    """Serve one parent process, either directly or in a forked process that this one supervises."""
+    ignore_signals()
+    logging.basicConfig(format="lightning-omni server: %(message)s", level=logging.WARNING)
+    parent = os.getppid()
+    preload()  # overlaps with the start of the ranks
+    line = _standard_input().readline()
+    if not line.strip():  # the run has ended without needing a server
+        return 0
+    settings = msgspec.json.decode(line, type=ServerSettings)
+    if not settings.state or settings.shard or not can_supervise():
+        return _serve(settings, None)
+    stdin = sys.stdin.fileno()
+
+    def is_over() -> bool:
+        return os.getppid() != parent or bool(select.select([stdin], [], [], 0)[0])
+
+    lifeline = supervise(is_over, lambda text: _log.warning("%s", text), wake_on=[stdin])
+    return lifeline if isinstance(lifeline, int) else _serve(settings, lifeline)
+
+
+def _serve(settings: ServerSettings, lifeline: Lifeline | None) -> int:
+    """Serve until the run has ended, and return the exit status.
+
+    Args:
+        settings: the server's settings.
+        lifeline: connection to the process that forked this one; None in the process that rank 0 started.
+    """
+    raise_limit_of_files()
+    torch.set_num_threads(settings.threads)
+    before = lifeline.report if lifeline is not None else ""
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # rank 0 reads the first line of standard output
+            load_plugins(settings)
+        core = core_from(settings)
+        states = _restore(settings, core)
+        server = _listen(settings, core, before or settings.again)
+    except Exception as error:
+        if before:  # rank 0 already has the address and reads no more
+            _log.error("the parameter server could not be started again: %s", error)
+        else:
+            _report(Ready(address="", error=str(error)))
+        return 2
+    if not before:
+        _report(Ready(address=server.address))
+    if lifeline is not None:
+        lifeline.send(server.address)
+    if settings.shard:
+        # Only the coordinating server ends this one: a dead rank costs its own group, not the share held here.
+        server.run(until=lambda: False)
+        server.close()
+        return 0
+    beginning = lifeline or _Parent()
+
+    def is_over() -> bool:
+        if states is not None:
+            states.poll(core)
+        return beginning.is_over
+
+    server.run(until=is_over)
+    server.farewell("rank 0 has ended, and the parameter server with it")
+    server.close()
+    if states is not None:  # if rank 0 was killed, no other process removes the directory
+        states.close()
+        remove_if_abandoned(f"ipc://{settings.state}")
+    return 0
+
+
+def _restore(settings: ServerSettings, core: ServerCore) -> StateDirectory | None:
+    """Load the state that an earlier server has saved, if any; return the `StateDirectory` to poll, if any."""
+    if not settings.state:
+        return None
+    if settings.shard:
+        ShareDirectory(settings.state).restore(core, settings.restore)
+        return None
+    states = StateDirectory(settings.state, settings.save_every, EMBEDDED_PATIENCE)
+    if text := states.restore(core):
+        _log.warning("%s", text)
+    return states
+
+
+def _listen(settings: ServerSettings, core: ServerCore, again: str) -> transport.Served:
+    """Return the driver of the state machine, bound to a new address or to that of an earlier server (``again``)."""
+    chosen = transport.from_wire(settings.transport)
+    if settings.shard:
+        if settings.state:
+            threading.Thread(target=_end_with_coordinator, name="omni-coordinator", daemon=True).start()
+        return chosen.follow(core, settings.coordinator, settings.host, settings.port)
+    if again:
+        return chosen.serve_again(core, again)
+    return chosen.serve(core, settings.host, settings.port)
+
+
+def _end_with_coordinator() -> None:
+    """Exit at once when the coordinating server, which started this process, is gone.
+
+    Its successor starts new servers for the shares.
+    """
+    if not _standard_input().read(1):
+        os._exit(ORPHANED)
+
+
+class _Parent:
+    """A watch on rank 0, the process that started this server."""
+
+    def __init__(self) -> None:
+        self._number, self._is_gone = os.getppid(), threading.Event()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether rank 0 has ended or has requested the end of the server."""
+        # A killed rank 0 sends nothing, and a forked data loader may hold the other end of the pipe.
+        return self._is_gone.is_set() or os.getppid() != self._number
+
+    def _watch(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            _standard_input().read(1)
+        self._is_gone.set()
+
+
+def _standard_input() -> io.FileIO:
+    """Open standard input without a buffer, because `select` does not see buffered bytes."""
+    return io.FileIO(sys.stdin.fileno(), closefd=False)
+
+
+def _report(ready: Ready) -> None:
+    with contextlib.suppress(BrokenPipeError):  # the run has ended already, which standard input reports, too
+        sys.stdout.buffer.write(msgspec.json.encode(ready) + b"\n")
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    code = main()
+    logging.shutdown()
+    os._exit(code)  # nothing is left to clean up, and rank 0 would wait for torch's exit of half a second

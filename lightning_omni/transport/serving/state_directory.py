@@ -1,0 +1,622 @@
+"""The server's state on disk, from which another server can continue when this one is gone.
+
+A save is a file of plain data and tensors, in their wire encoding (`lightning_omni.wire.codec`). It is written
+beside the last save and then renamed. Each save has a journal (`lightning_omni.wire.journal`) of the answers sent
+to ranks after it. The operating system has every entry before the answer is sent, so the journal outlives the server's
+process, if not its machine.
+
+Rule: the state is copied between two messages, while the server waits; a separate thread writes the copy.
+Rule: a failed save is repeated when the next one is due, and the last save stays until another one is written. If the
+journal lacks an entry, no server continues from an earlier save, because it would contradict answers that ranks have.
+
+Several servers, each of which holds a share of the weights, save a consistent state by a command of the coordinating
+server. A save counts once all servers have written theirs. Only the coordinating server has a journal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import io
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from torch import Tensor
+
+from lightning_omni.checks import counted
+from lightning_omni.errors import ConfigurationError, MalformedMessage, OmniError
+from lightning_omni.server.core import ServerCore
+from lightning_omni.server.membership.numbering import AGAIN
+from lightning_omni.server.service import as_tensor
+from lightning_omni.wire.codec import Packed, pack, unpack
+from lightning_omni.wire.journal import AnyEntry, Entry, WentOnEntry
+
+_log = logging.getLogger(__name__)
+
+EVERY = 30.0
+"""Seconds between two saves."""
+PATIENCE = 300.0
+"""Seconds for which ranks look for a standalone server that is gone."""
+EMBEDDED_PATIENCE = 60.0
+"""Seconds for which ranks look for an embedded server that is gone; rank 0 starts it again."""
+SHARE = 0.02
+"""The largest fraction of its time that the server spends on saves; it saves a larger state less often."""
+ENDED = "ended"
+"""The file name of the last save of a run that ended early."""
+_SAVED, _JOURNAL, _NEW, _LOCK = "state-", "journal-", "new", "lock"
+_BEGUN = "begun-"
+"""Prefix of an empty file that names a run whose groups join on their own, until it is saved: see `_as_begun`."""
+_GAP = "gap-"
+"""Prefix that a journal gets when an entry could not be written: renaming needs no space on the disk."""
+_SHARE = "share-"
+"""Prefix of the directories of the other servers, each of which holds a share of the weights."""
+_ATTEMPTS = 5
+"""Attempts to read a save while a server may write the next one."""
+_PAUSE = 0.25
+"""Seconds between two checks whether the run is over."""
+_RELEASE = 10.0
+"""Seconds for which a server waits for the lock of its directory."""
+_MARK = b"lightning-omni state\n"
+_NOT_SAVED = (
+    "the server's state could not be saved in %s; the last save stays, if there is one, and the next one is tried when"
+    " it is due: %s"
+)
+_LOST = (
+    "what ranks are told could not be written in %s: until the server's state is saved again, its loss would end the"
+    " run: %s"
+)
+_NAME = re.compile(r"[\w+-]{1,200}", re.ASCII)
+"""Names of runs that are valid as file names."""
+_MILLISECOND = 1_000_000
+"""Nanoseconds."""
+_LENGTH = 4
+"""Bytes of the length in front of a journal's entry, or of a save's plain part."""
+
+
+class StateDirectory:
+    """The directory in which a server saves its state, used by one server at a time.
+
+    Args:
+        path: the directory; it is created if missing, and only its user may enter it.
+        every: seconds between two saves.
+        patience: seconds for which ranks look for the server when it is gone.
+        servers: number of servers, each of which holds a share of the weights; this one coordinates.
+
+    Attributes:
+        restored: number of the save that the server continues from; 0 if there is none.
+
+    Raises:
+        ConfigurationError: the directory cannot be used, or another server uses it.
+
+    Example:
+        >>> import secrets, tempfile
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> states = StateDirectory(folder.name)
+        >>> states.restore(ServerCore(bytes(32), secrets.token_bytes)), states.close()
+        ('', None)
+        >>> folder.cleanup()
+    """
+
+    def __init__(self, path: str | Path, every: float = EVERY, patience: float = PATIENCE, servers: int = 1) -> None:
+        self._path, self._every, self._patience = Path(path), every, patience
+        self._others = [share_directory(path, number) for number in range(1, servers)]
+        self.restored = 0
+        self._is_whole = True  # whether all servers have written the last save
+        try:
+            self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = os.open(self._path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            _take(self._lock)
+        except BlockingIOError:
+            os.close(self._lock)
+            raise ConfigurationError(f"--state {path}: another server saves its state there; pass another") from None
+        except OSError as error:
+            raise ConfigurationError(f"--state {path}: {error.strerror}; pass a directory of your own") from error
+        shares = [share_directory(path, number) for number in _numbers(self._path, _SHARE)]
+        if servers == 1:
+            _remove_leftovers(self._path, shares)
+        if len(shares) + 1 != servers and any(_numbers(folder, _SAVED) for folder in (self._path, *shares)):
+            os.close(self._lock)
+            raise ConfigurationError(
+                f"--state {path}: a save of {counted(len(shares) + 1, 'server')} lies there; pass --shards"
+                f" {len(shares) + 1}, or another directory"
+            )
+        for folder in (self._path, *shares):
+            for begun in folder.glob(f"{_NEW}-*"):  # by a server that was killed while writing
+                begun.unlink(missing_ok=True)
+        for folder in shares[servers - 1 :]:  # left by a run that is over
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        files = [number for folder in self._folders for number in _numbers(folder, _SAVED)]
+        self._number = max(files + _numbers(self._path, _JOURNAL) + _numbers(self._path, _GAP), default=0)
+        self._gap = 0  # number of the last journal that lacks an entry
+        self._troubles = _Troubles(self._path)
+        self._journal: int | None = None
+        self._writer: threading.Thread | None = None
+        self._due = self._latest = self._asked = 0.0
+        self._went_on = False
+        self._begun = ""  # name of the run in the last `_BEGUN` file
+
+    def restore(self, core: ServerCore) -> str:
+        """Load the saved state of a run, if any, into the server, which then continues the run.
+
+        Returns:
+            A sentence that describes the restored state; empty if no run was saved.
+
+        Raises:
+            ConfigurationError: this server cannot continue the saved run.
+        """
+        core.patience, core.began = self._patience, self._start()
+        saves = self._whole()
+        self._remove_parts(set(saves[-1:]))
+        if not saves:
+            core.roster.numbers.lost = self._lost()
+            return ""
+        if max(_numbers(self._path, _GAP), default=0) >= saves[-1]:
+            self._keep_ended(saves[-1])
+            _log.warning(
+                "no server can go on with the run in %s, because not all that its ranks were told could be written"
+                " there; the weights of the last save are kept",
+                self._path,
+            )
+            return ""
+        last = self.restored = saves[-1]
+        path = _file(self._path, _SAVED, last)
+        state = read(path)
+        journals = [number for number in _numbers(self._path, _JOURNAL) if number >= last]
+        entries = [entry for number in journals for entry in self._entries(number)]
+        core.load(state, entries, time.monotonic())
+        self._went_on, self._begun = True, _as_begun(core)
+        age = time.time() - path.stat().st_mtime
+        return (
+            f"goes on with a run of {core.roster.world_size} ranks, from a state that was saved {age:.1f} s before:"
+            f" {core.clock} updates"
+        )
+
+    def _start(self) -> int:
+        """Choose, record and return this server's start time in milliseconds, later than those before.
+
+        The lock file's modification time stores it, so that it is later even if the clock was set back; that needs no
+        space on a disk that may be full. If it cannot be stored, only the clock orders the servers.
+        """
+        started = max(time.time_ns(), os.fstat(self._lock).st_mtime_ns + _MILLISECOND) // _MILLISECOND
+        with contextlib.suppress(OSError):
+            os.utime(self._lock, ns=(started * _MILLISECOND, started * _MILLISECOND))
+        return started
+
+    def poll(self, core: ServerCore) -> None:
+        """Save the state if it is due; called often, and between two messages."""
+        try:
+            self._note_begun(core)
+            self._poll(core)
+        except OSError as error:  # the directory is not even readable
+            self._troubles.write(_NOT_SAVED, error)
+
+    def _poll(self, core: ServerCore) -> None:
+        now = time.monotonic()
+        if now < min(self._due, self._asked + _PAUSE) and not core.journal.is_due:
+            return
+        self._asked = now
+        if not core.has_state:
+            if self._journal is not None or self._went_on or (self._number and not self._others):
+                self.discard(core)
+            return
+        if not self._is_whole and self._number in self._whole():
+            self._is_whole = True
+            core.journal.saves += 1
+            self._remove_before(self._number)
+            if self._gap < self._number:
+                self._gap, core.patience = 0, self._patience
+                self._troubles.end()
+        if now < self._due and not core.journal.is_due:
+            return
+        awaits_others = bool(self._others) and not self._is_whole and now < self._latest
+        if awaits_others or (self._writer is not None and self._writer.is_alive()):
+            return
+        if core.is_quiet or now >= self._latest or self._went_on:
+            self._save(core)
+
+    def discard(self, core: ServerCore) -> None:
+        """Remove the state of a run that is over; a run that ended early leaves its last save as `ENDED`."""
+        self.wait()
+        core.journal.write, core.journal.is_due = None, False
+        self._close_journal()
+        if core.roster.run:
+            self._forget_begun()
+        with contextlib.suppress(OSError):
+            if core.over and (saves := _numbers(self._path, _SAVED)):  # its weights may still be of use
+                self._keep_ended(saves[-1])
+            self._remove_before(self._number + 1)
+        # Another server may still be writing the last save, so its number is not used again.
+        self._number = self._number if self._others else 0
+        self._due, self._latest, self._went_on, self._is_whole = 0.0, 0.0, False, True
+        self._gap, core.patience = 0, self._patience
+
+    def close(self, core: ServerCore | None = None) -> None:
+        """Stop saving, after a last save of a run that has not ended.
+
+        Args:
+            core: state machine of the server that ends; None saves nothing.
+        """
+        self.wait()
+        if core is not None and core.has_state and not self._others:  # other servers receive no commands any more
+            self._save(core)
+            self.wait()
+        if core is not None:
+            core.journal.write = None
+        self._close_journal()
+        os.close(self._lock)
+
+    # --- Files -------------------------------------------------------------------------------------------------------
+
+    def _save(self, core: ServerCore) -> None:
+        began = time.monotonic()
+        self._number += 1
+        self._due, core.journal.is_due = began + self._every, False
+        try:
+            self._remove_parts({*self._whole()[-1:], self._number - 1})  # the previous save may still be unfinished
+            self._open_journal(core)
+            packed, buffer = pack(core.state())
+        except (OSError, MemoryError, RuntimeError, OmniError) as error:  # an optimizer's state may hold anything
+            if self._journal is None or core.journal.write is None:  # else the last save's journal is of use
+                self._lose(core, error)
+            self._troubles.write(_NOT_SAVED, error)
+            self._forget_begun()
+            return
+        if self._others:
+            core.save_shares(self._number)
+        self._is_whole = False
+        took = time.monotonic() - began
+        self._due = began + max(self._every, took / SHARE)
+        self._latest = self._due + self._every  # even if groups then wait for answers
+        self._writer = threading.Thread(
+            target=self._write, args=(self._number, packed, buffer), name="omni-save", daemon=True
+        )
+        self._writer.start()
+
+    def _write(self, number: int, packed: Packed, buffer: Tensor) -> None:
+        error = _write_save(self._path, number, packed, buffer)
+        self._forget_begun()
+        if error:
+            self._troubles.write(_NOT_SAVED, error)
+        elif not self._others:
+            with contextlib.suppress(OSError):
+                self._remove_before(number)
+
+    def _open_journal(self, core: ServerCore) -> None:
+        journal = os.open(_file(self._path, _JOURNAL, self._number), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        self._close_journal()
+        self._journal = journal
+
+        def write(entry: Entry) -> None:
+            data = msgspec.msgpack.encode(entry)
+            data = len(data).to_bytes(_LENGTH, "little") + data
+            try:
+                if os.write(journal, data) != len(data):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError as error:
+                self._lose(core, error)
+
+        core.journal.write = write
+        if self._went_on:
+            write(WentOnEntry())
+            self._went_on = False
+
+    def _lose(self, core: ServerCore, error: Exception) -> None:
+        """Mark the journal as incomplete: no server can continue from it until the state is saved again."""
+        core.journal.write, core.patience, self._gap = None, 0.0, self._number
+        with contextlib.suppress(OSError):
+            if journals := _numbers(self._path, _JOURNAL):
+                _file(self._path, _JOURNAL, journals[-1]).rename(_file(self._path, _GAP, self._gap))
+            for kind in (_JOURNAL, _GAP):  # earlier ones are of no use
+                for number in _numbers(self._path, kind):
+                    if number < self._gap:
+                        _file(self._path, kind, number).unlink()
+        self._troubles.write(_LOST, error)
+
+    def _note_begun(self, core: ServerCore) -> None:
+        """Record a run that groups join on their own: if this server is lost now, they begin the run again."""
+        begun = _as_begun(core)
+        if begun == self._begun or not _NAME.fullmatch(begun):  # ranks choose the name, which may be any text
+            return
+        self._forget_begun()
+        self._begun = begun
+        with contextlib.suppress(OSError):  # without the file the run is not begun again, which is safe
+            (self._path / f"{_BEGUN}{begun}").touch(mode=0o600)
+
+    def _forget_begun(self) -> None:
+        """Remove that record once part of the run is saved, or cannot be: a longer run is not begun again unasked."""
+        with contextlib.suppress(OSError):
+            for begun in self._path.glob(f"{_BEGUN}*"):
+                begun.unlink()
+
+    def _lost(self) -> str:
+        """Return the name of the run that groups had joined at the previous server; empty if part of it is saved."""
+        names = [begun.name.removeprefix(_BEGUN) for begun in self._path.glob(f"{_BEGUN}*")]
+        return names[0] if names else ""
+
+    def _keep_ended(self, number: int) -> None:
+        """Rename a save that no server continues from to `ENDED`; saves of several servers stay unchanged."""
+        if not self._others:
+            with contextlib.suppress(OSError):
+                _file(self._path, _SAVED, number).rename(self._path / ENDED)
+
+    def _entries(self, number: int) -> Iterator[Entry]:
+        """Yield the entries of a journal, whose last one may be incomplete and is then left out."""
+        data, decode = _file(self._path, _JOURNAL, number).read_bytes(), msgspec.msgpack.Decoder(AnyEntry).decode
+        position = 0
+        while position + _LENGTH <= len(data):
+            start = position + _LENGTH
+            position = start + int.from_bytes(data[position:start], "little")
+            if position > len(data):
+                return
+            try:
+                yield decode(data[start:position])
+            except msgspec.MsgspecError as error:
+                raise ConfigurationError(
+                    f"{self._path}: journal {number} is damaged: {error}; pass another directory to begin without"
+                ) from error
+
+    @property
+    def _folders(self) -> list[Path]:
+        return [self._path, *self._others]
+
+    def _whole(self) -> list[int]:
+        return sorted(set.intersection(*(set(_numbers(folder, _SAVED)) for folder in self._folders)))
+
+    def _remove_parts(self, but: set[int]) -> None:
+        """Remove all saves but these numbers, with several servers, some of which may lack a save."""
+        for folder in self._folders if self._others else ():
+            for number in set(_numbers(folder, _SAVED)) - but:
+                _file(folder, _SAVED, number).unlink(missing_ok=True)
+
+    def _remove_before(self, before: int) -> None:
+        for folder in self._folders:
+            for kind in (_SAVED, _JOURNAL, _GAP):
+                for number in _numbers(folder, kind):
+                    if number < before:
+                        with contextlib.suppress(OSError):
+                            _file(folder, kind, number).unlink()
+
+    def _close_journal(self) -> None:
+        if self._journal is not None:
+            os.close(self._journal)
+            self._journal = None
+
+    def wait(self) -> None:
+        """Wait until the last save is on the disk."""
+        if self._writer is not None:
+            self._writer.join()
+            self._writer = None
+
+
+class ShareDirectory:
+    """The directory in which a server saves its share, at the coordinating server's command.
+
+    Args:
+        path: path from `share_directory`; while the coordinating server holds its own directory, no other server uses
+            this.
+
+    Raises:
+        ConfigurationError: the directory cannot be used.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+        self._troubles = _Troubles(self._path)
+        self._writer: threading.Thread | None = None
+        try:
+            self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigurationError(f"--state {path}: {error.strerror}; pass a directory of your own") from error
+
+    def restore(self, core: ServerCore, number: int) -> None:
+        """Load this server's share of a save; the coordinating server then sends the later events.
+
+        Args:
+            core: the server's state machine.
+            number: number of the save; 0 if there is none.
+
+        Raises:
+            ConfigurationError: the save does not exist.
+        """
+        if number:
+            core.load(read(_file(self._path, _SAVED, number)), (), 0.0)
+        core.on_save = lambda number: self._save(core, number)
+
+    def _save(self, core: ServerCore, number: int) -> None:
+        if self._writer is not None:
+            self._writer.join()
+        try:
+            packed, buffer = pack(core.state())
+        except (MemoryError, RuntimeError, OmniError) as error:  # an optimizer's state may hold anything
+            self._troubles.write(_NOT_SAVED, error)
+            return
+        self._writer = threading.Thread(
+            target=self._write, args=(number, packed, buffer), name="omni-save", daemon=True
+        )
+        self._writer.start()
+
+    def _write(self, number: int, packed: Packed, buffer: Tensor) -> None:
+        if error := _write_save(self._path, number, packed, buffer):
+            self._troubles.write(_NOT_SAVED, error)
+        else:
+            self._troubles.end()
+
+
+class _Troubles:
+    """A log that reports once that saving fails, and once that it works again; a full disk fails every save."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._said: set[str] = set()
+
+    def write(self, text: str, error: Exception) -> None:
+        """Log a failure once; ``text`` has placeholders for the directory and the error."""
+        if text not in self._said:
+            self._said.add(text)
+            _log.warning(text, self._folder, error)
+
+    def end(self) -> None:
+        if self._said:
+            self._said.clear()
+            _log.warning("the server's state is saved in %s again", self._folder)
+
+
+def _as_begun(core: ServerCore) -> str:
+    """Return the name of the run that groups join on their own, with `AGAIN` once a rank has joined; empty if none."""
+    return f"{core.roster.run}{AGAIN}" if core.roster.joining else core.roster.numbers.claimed
+
+
+def share_directory(path: str | Path, number: int) -> Path:
+    """Return the directory in which a server saves its share of a state.
+
+    Args:
+        path: state directory of the coordinating server.
+        number: number of the server.
+    """
+    return Path(path) / f"{_SHARE}{number}"
+
+
+def _take(lock: int) -> None:
+    """Lock a file; raise `BlockingIOError` if another process does not release it.
+
+    The successor of a server that was killed may start before the system has ended that one, which holds the lock
+    until then.
+    """
+    deadline = time.monotonic() + _RELEASE
+    while True:
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(_PAUSE)
+
+
+def _file(folder: Path, kind: str, number: int) -> Path:
+    return folder / f"{kind}{number:08d}"
+
+
+def _numbers(folder: Path, kind: str) -> list[int]:
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:  # its server has not started yet
+        return []
+    found = (name.removeprefix(kind) for name in names if name.startswith(kind))
+    return sorted(int(number) for number in found if number.isdigit())
+
+
+def _remove_leftovers(path: Path, shares: list[Path]) -> None:
+    """Remove the saves of the other servers that match no save of server 0, also from the list."""
+    saved = set(_numbers(path, _SAVED))
+    for folder in list(shares):
+        numbers = _numbers(folder, _SAVED)
+        if numbers and saved.isdisjoint(numbers):
+            for number in numbers:
+                _file(folder, _SAVED, number).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+            shares.remove(folder)
+
+
+def _write_save(folder: Path, number: int, packed: Packed, buffer: Tensor) -> OSError | None:
+    new, head = folder / f"{_NEW}-{os.getpid()}", msgspec.msgpack.encode(packed)
+    try:
+        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb", buffering=0) as file:
+            for part in (_MARK, len(head).to_bytes(_LENGTH, "little"), head, buffer.numpy().data):
+                _write_whole(file, part)
+            os.fsync(file.fileno())
+        new.rename(_file(folder, _SAVED, number))
+        _sync(folder)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            new.unlink(missing_ok=True)
+        return error
+    return None
+
+
+def read(path: str | Path) -> dict[str, Any]:
+    """Return the contents of a save: see `lightning_omni.server.core.ServerCore.state`.
+
+    Raises:
+        ConfigurationError: the file is not a valid save.
+    """
+    try:
+        data = Path(path).read_bytes()
+        head = len(_MARK) + _LENGTH
+        if data[: len(_MARK)] != _MARK:
+            raise MalformedMessage("it does not begin as one")
+        start = head + int.from_bytes(data[len(_MARK) : head], "little")
+        packed = msgspec.msgpack.decode(memoryview(data)[head:start], type=Packed)
+        # A copy, because the offset in the file is aligned for no dtype.
+        tree: dict[str, Any] = unpack(packed, as_tensor(bytes(memoryview(data)[start:])))
+        return tree
+    except (OSError, ValueError, MalformedMessage, msgspec.MsgspecError) as error:
+        raise ConfigurationError(f"{path}: no saved state: {error}; remove it to begin without") from error
+
+
+def saved_weights(path: str | Path) -> dict[str, Tensor]:
+    """Return the weights of the last save in a server's directory, for ``module.load_state_dict(..., strict=False)``.
+
+    A server may be using the directory meanwhile.
+
+    Args:
+        path: the directory.
+
+    Raises:
+        ConfigurationError: the directory does not exist, it has no readable save, or several servers have saved a share
+            of the weights each.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ConfigurationError(f"{path}: there is no such directory; pass the one that the server was given: --state")
+    if any(folder.glob(f"{_SHARE}*")):
+        raise ConfigurationError(
+            f"{path}: several servers have saved a share of the weights each, and the module's shapes are in none of"
+            " them; start lightning-omni serve again, or load a checkpoint"
+        )
+    state = _last_of(folder)
+    return {
+        name: weight for part in state["services"]["Snapshots"]["parts"] for name, weight in part["weights"].items()
+    }
+
+
+def _last_of(folder: Path) -> dict[str, Any]:
+    """Return the last save of a single server, which may replace it meanwhile."""
+    for attempt in range(_ATTEMPTS):
+        numbers = _numbers(folder, _SAVED)
+        file = _file(folder, _SAVED, numbers[-1]) if numbers else folder / ENDED
+        if not (numbers or file.exists()):
+            break
+        try:
+            return read(file)
+        except ConfigurationError:
+            # The server has meanwhile written another save and removed this one.
+            if attempt == _ATTEMPTS - 1 or file.exists():
+                raise
+    raise ConfigurationError(
+        f"{folder}: nothing is saved there. A server saves when training has begun, and removes its saves when a run"
+        " has ended in good order; then load a checkpoint that the Trainer has saved"
+    )
+
+
+def _write_whole(file: io.FileIO, part: bytes | memoryview) -> None:
+    view = memoryview(part)
+    while view:
+        view = view[file.write(view) :]
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,184 @@
+"""Repeated attempts to connect and be admitted, until one succeeds or time is up."""
+
+from __future__ import annotations
+
+import random
+import secrets
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from lightning_omni.errors import ConnectionLost, MalformedMessage, Refused
+from lightning_omni.transport.zeromq.frames import configure
+from lightning_omni.transport.zeromq.keys import RunKeys
+from lightning_omni.wire import handshake
+from lightning_omni.wire import messages as m
+
+T = TypeVar("T")
+Answer = TypeVar("Answer", bound=m.Message)
+
+_SLICE = 100
+"""Milliseconds between two checks whether waiting is still of use."""
+SIGN = 100
+"""Milliseconds between two ZeroMQ heartbeats, which carry the time that the server is to wait for the next one."""
+ANSWERED = 60_000
+"""Milliseconds within which a server must answer a heartbeat: it may be busy, and ranks have other ways to check it."""
+_CONNECT_TIME = 1000
+"""Milliseconds after which an unanswered TCP connection is requested again."""
+_PAUSE = 0.1
+"""Mean seconds until the next attempt: a server under a flood of strangers may have ended the last one."""
+
+
+class _Ended(Exception):
+    """The error of a connection that the other side has ended."""
+
+
+class Dialed:
+    """One attempt to connect, on its own socket, so that a late answer to an earlier attempt cannot reach this one.
+
+    Args:
+        context: ZeroMQ context of the socket.
+        address: address to connect to.
+        keys: secrets of the run.
+        largest_frame: largest frame that is accepted, in bytes.
+        channel: channel of the messages.
+        decode: decodes an answer from bytes; by default as a message to a rank.
+        silence: seconds without a sign of life after which the server ends the connection; 0 for never. ZeroMQ's own
+            thread sends the signs of life, so they continue while Python holds its lock, and cease when the process is
+            stopped.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        address: str,
+        keys: RunKeys,
+        largest_frame: int,
+        channel: m.Channel,
+        decode: Callable[[bytes], Any] | None = None,
+        silence: float = 0.0,
+    ) -> None:
+        self._decode = decode or partial(m.decode, at="rank", channel=channel)
+        self.wire: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+        configure(self.wire, largest_frame)
+        self.wire.setsockopt(zmq.IPV6, int("[" in address))
+        # The ranks that wait for answers bound both queues.
+        self.wire.setsockopt(zmq.SNDHWM, 0)
+        self.wire.setsockopt(zmq.RCVHWM, 0)
+        # By default the system retries at growing intervals, and few attempts succeed while strangers crowd the gate.
+        self.wire.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_TIME)
+        if silence:
+            self.wire.setsockopt(zmq.HEARTBEAT_IVL, SIGN)
+            self.wire.setsockopt(zmq.HEARTBEAT_TTL, int(1000 * silence))
+            self.wire.setsockopt(zmq.HEARTBEAT_TIMEOUT, ANSWERED)
+        try:
+            self.monitor = self.wire.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        except BaseException:  # too many files are open; the context waits for open sockets
+            self.wire.close(0)
+            raise
+        try:
+            keys.prepare(self.wire, address, "client")
+            self.wire.connect(address)
+        except BaseException:
+            self.close()
+            raise
+
+    def ask(self, message: m.Message, expect: type[Answer], deadline: float, check: Callable[[], None]) -> Answer:
+        """Send a message and return its answer.
+
+        Args:
+            message: the message.
+            expect: the kind of the answer.
+            deadline: time, on the monotonic clock, after which the answer is too late.
+            check: called while waiting; raises if waiting is of no use any more.
+
+        Raises:
+            TimeoutError: no answer has arrived before the deadline.
+            Refused: the other side refuses the message.
+            MalformedMessage: the answer is of another kind.
+        """
+        try:
+            self.wire.send(m.encode(message), zmq.NOBLOCK)
+        except zmq.Again:  # the CURVE handshake has failed for good
+            raise _Ended from None
+        poller = zmq.Poller()
+        for wire in (self.wire, self.monitor):
+            poller.register(wire, zmq.POLLIN)
+        while self.wire not in (ready := dict(poller.poll(_SLICE))):
+            check()
+            if self.monitor in ready:
+                recv_monitor_message(self.monitor)
+                raise _Ended
+            if time.monotonic() > deadline:
+                raise TimeoutError
+        answer = self._decode(self.wire.recv_multipart()[0])
+        if isinstance(answer, m.RefusedMessage):
+            raise Refused(answer.code, answer.reason)
+        if not isinstance(answer, expect):
+            raise MalformedMessage(f"{expect.__name__} was expected, {type(answer).__name__} came")
+        return answer
+
+    def close(self) -> None:
+        if not self.wire.closed:
+            self.wire.disable_monitor()
+            self.monitor.close(0)
+            self.wire.close(0)
+
+
+def dial(
+    make: Callable[[], Dialed],
+    talk: Callable[[Dialed, float], T],
+    keys: RunKeys,
+    where: str,
+    silence: str,
+    limit: float,
+) -> tuple[Dialed, T]:
+    """Repeat attempts until ``talk`` completes on one of them; return that attempt and the result.
+
+    Args:
+        make: starts an attempt.
+        talk: exchanges the messages of an attempt until a deadline; `dial` returns its result.
+        keys: secrets of the run.
+        where: the address, for messages.
+        silence: explanation of a missing answer, for messages.
+        limit: seconds.
+
+    Raises:
+        Refused: the other side refused, or ended every connection before admission.
+        ConnectionLost: no answer arrived.
+    """
+    deadline = time.monotonic() + limit
+    while True:
+        attempt = make()
+        try:
+            return attempt, talk(attempt, deadline)
+        except TimeoutError:
+            attempt.close()
+            raise ConnectionLost(silence) from None
+        except _Ended:
+            attempt.close()
+            if time.monotonic() > deadline:
+                raise Refused(
+                    "key",
+                    f"the server at {where} ended every connection before it was admitted: the key does not match the"
+                    " server's (both sides must be given the same key), or only one side was given"
+                    f' encryption="off" (this one was given {keys.encryption!r}), or it is another program',
+                ) from None
+        except BaseException:
+            attempt.close()
+            raise
+        time.sleep(random.uniform(0.5, 1.5) * _PAUSE)
+
+
+def attach(attempt: Dialed, deadline: float, secret: bytes, number: int, check: Callable[[], None]) -> None:
+    """Authenticate both sides of a data connection, or of one between leaders, by their shared secret."""
+    handshake.attach(
+        lambda message, expect: attempt.ask(message, expect, deadline, check),
+        secret,
+        number,
+        secrets.token_bytes(handshake.NONCE_BYTES),
+    )

@@ -1,0 +1,209 @@
+"""The layout of messages and payloads in ZeroMQ frames.
+
+On the data channel a message is one frame. Its payload follows in ZeroMQ messages of two frames: an empty frame, and at
+most half a megabyte of bytes. (One frame of 100 MB is half as fast, because it cannot be copied out while the rest
+arrives.) If the payload is in memory that both processes share, a second frame of the message holds its range
+(`sharing`), and nothing follows. A larger message is announced by a `Long` and sent in such pieces, too. On the control
+channel, message and payload are the frames of one ZeroMQ message.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy
+import zmq
+from torch import Tensor
+
+from lightning_omni.errors import MalformedMessage
+from lightning_omni.transport.zeromq.keys import HANDSHAKE_TIME
+from lightning_omni.transport.zeromq.shared_memory import NOWHERE, Places
+from lightning_omni.transport.zeromq.shared_memory import encode as encode_places
+from lightning_omni.wire.messages import Long, Message, encode
+
+CHUNK = 1 << 19
+"""The most bytes of payload in one frame."""
+LITTLE = 8 * CHUNK
+"""Bytes of payload up to which ZeroMQ itself copies: at 4 MB both ways take the same time, at 1 MB this one 0.95."""
+MOST_UNTAKEN = 16 << 20
+"""Bytes of answers that an observer has not read, with `_ENVELOPE` for each frame, above which it is sent no more.
+
+`doctor` requests half as many.
+"""
+_ENVELOPE = 4 << 10
+"""An upper bound of the bytes that encryption adds to a frame."""
+LARGEST_CONTROL_FRAME = 64 << 10
+"""Bytes of a frame that a server accepts on the control channel; ZeroMQ ends a connection that sends a larger one."""
+LARGEST_DATA_FRAME = CHUNK + _ENVELOPE
+"""Bytes of a frame that is accepted on the data channel and between leaders."""
+LARGEST_ANSWER_FRAME = 16 << 20
+"""Bytes of a frame that a rank accepts on the control channel: the status of a large run is one frame."""
+KEPT_ALIVE = 60
+"""Seconds of silence after which the system checks a connection with a TCP keep-alive.
+
+Firewalls and address translation drop connections that are silent for a few minutes, as a data connection may be.
+"""
+CHUNK_MARK = b""
+PROBE = b""
+"""A frame that the server sends on the control channel to check a connection. Ranks do not answer it."""
+
+
+def chunks(payload: Tensor) -> Iterator[memoryview]:
+    """Yield a payload's bytes in pieces that share its memory.
+
+    Args:
+        payload: uint8, one-dimensional, on the CPU.
+    """
+    view: memoryview = payload.numpy().data
+    for start in range(0, len(view), CHUNK):
+        yield view[start : start + CHUNK]
+
+
+_Sent = tuple[memoryview, zmq.MessageTracker]
+"""The memory of a frame, and the tracker that reports whether the frame has been sent."""
+
+
+class Assembly:
+    """The assembly of one payload from its chunks.
+
+    Args:
+        message: message that announced the payload.
+        buffer: uint8, exactly as long as the payload.
+        places: ranges of shared memory that were sent with the message.
+    """
+
+    def __init__(self, message: Message, buffer: Tensor, places: Places = NOWHERE) -> None:
+        self.message = message
+        self.places = places
+        self.buffer = buffer
+        self._bytes = buffer.numpy()
+        self._filled = 0
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether all bytes have arrived."""
+        return self._filled == self.buffer.numel()
+
+    def fill(self, payload: Tensor) -> None:
+        """Copy a whole payload out of memory that may change meanwhile.
+
+        Raises:
+            MalformedMessage: its size is not the announced one.
+        """
+        if payload.numel() != self.buffer.numel():
+            raise MalformedMessage(f"{payload.numel()} bytes of payload came, {self.buffer.numel()} were announced")
+        self.buffer.copy_(payload)
+        self._filled = self.buffer.numel()
+
+    def add(self, chunk: Any) -> None:
+        """Append a chunk.
+
+        Raises:
+            MalformedMessage: the chunk is empty, or exceeds the announced size.
+        """
+        size = len(chunk)
+        if size == 0 or self._filled + size > self.buffer.numel():
+            raise MalformedMessage(f"{self._filled + size} bytes of payload came, {self.buffer.numel()} were announced")
+        self._bytes[self._filled : self._filled + size] = numpy.frombuffer(chunk, dtype=numpy.uint8)
+        self._filled += size
+
+
+class Copies:
+    """A sender of payload copies, whose memory is used again once a frame has been sent.
+
+    Copies by ZeroMQ itself use fresh memory each time, and touching fresh memory takes longer than copying. Small
+    payloads are the exception: tracking their frames costs more.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[memoryview] = []
+        self._sent: list[_Sent] = []
+
+    def send(self, socket: zmq.Socket[bytes], peer: bytes, payload: Tensor) -> None:
+        """Send the chunks of a payload to one peer of a ROUTER. The payload may change at once.
+
+        Args:
+            socket: ROUTER socket.
+            peer: identity of the receiver.
+            payload: as for `chunks`.
+        """
+        if payload.numel() <= LITTLE:
+            for chunk in chunks(payload):
+                socket.send_multipart([peer, CHUNK_MARK, chunk], copy=True)
+            return
+        self._reclaim()
+        sent: deque[_Sent] = deque()
+        for chunk in chunks(payload):
+            while sent and sent[0][1].done:  # frames to one peer are sent in order
+                self._free.append(sent.popleft()[0])
+            block = self._free.pop() if self._free else memoryview(bytearray(CHUNK))
+            block[: len(chunk)] = chunk
+            frame = zmq.Frame(block[: len(chunk)], track=True, copy=False)
+            socket.send_multipart([peer, CHUNK_MARK, frame], copy=False)
+            sent.append((block, frame.tracker))
+        self._sent.extend(sent)
+        if self._free:  # shrinks an unneeded reserve slowly
+            self._free.pop()
+
+    def _reclaim(self) -> None:
+        """Take back the memory of frames that have been sent."""
+        sent, self._sent = self._sent, []
+        for block, tracker in sent:
+            if tracker.done:
+                self._free.append(block)
+            else:
+                self._sent.append((block, tracker))
+
+
+class Untaken:
+    """A limit on the answers to peers that no rank waits for: a peer that does not read them is sent no more.
+
+    ZeroMQ queues without limit for a peer that does not read, and releases a frame once it has been sent.
+    """
+
+    def __init__(self) -> None:
+        self._sent: dict[bytes, deque[tuple[int, zmq.MessageTracker]]] = {}
+        self._sizes: Counter[bytes] = Counter()
+
+    def add(self, peer: bytes, parts: Sequence[bytes]) -> list[zmq.Frame]:
+        """Return the frames of an answer to send now; none if the peer has left too much of earlier ones unread."""
+        sent = self._sent.setdefault(peer, deque())
+        while sent and sent[0][1].done:
+            self._sizes[peer] -= sent.popleft()[0]
+        if self._sizes[peer] > MOST_UNTAKEN:
+            return []
+        # ZeroMQ copies small frames by default, and does not report when a copied frame has been sent.
+        frames = [zmq.Frame(part, track=True, copy=False, copy_threshold=0) for part in parts]
+        for part, frame in zip(parts, frames, strict=True):
+            size = len(part) + _ENVELOPE  # a small frame costs more than its bytes
+            self._sizes[peer] += size
+            sent.append((size, frame.tracker))
+        return frames
+
+    def tidy(self) -> None:
+        for peer in [peer for peer, sent in self._sent.items() if all(tracker.done for _, tracker in sent)]:
+            del self._sent[peer], self._sizes[peer]
+
+
+def message_frames(message: Message, places: Places = NOWHERE) -> Iterator[list[Any]]:
+    """Yield the ZeroMQ messages of a message on the data channel: one, or several for a long message."""
+    data = encode(message)
+    behind = [encode_places(places)] if places != NOWHERE else []
+    if len(data) <= CHUNK:
+        yield [data, *behind]
+        return
+    yield [encode(Long(nbytes=len(data))), *behind]
+    for start in range(0, len(data), CHUNK):
+        yield [CHUNK_MARK, data[start : start + CHUNK]]
+
+
+def configure(socket: zmq.Socket[bytes], largest_frame: int) -> None:
+    """Set the options common to all sockets: no lingering, and limits on frames, handshakes and silence."""
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, largest_frame)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIME)
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEPT_ALIVE)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, KEPT_ALIVE)

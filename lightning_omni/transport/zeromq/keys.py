@@ -1,0 +1,200 @@
+"""The single key of a run: its sources, and the secrets derived from it.
+
+These are the CURVE key pairs and the secret by which leaders authenticate each other. Every listening TCP socket is a
+CURVE server whose key pair is derived from the run's key, as is the one key pair of all ranks. A process without that
+key has neither public key: it cannot encrypt the first message that a CURVE server would answer, and none of its frames
+reaches the code behind the socket.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+import tempfile
+from pathlib import Path
+from typing import Literal
+
+import zmq
+from zmq.utils import z85
+
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.transport.zeromq.addresses import is_private
+from lightning_omni.wire.handshake import derive, is_equal
+
+KEY_BYTES = 32
+ENVIRONMENT = "LIGHTNING_OMNI_KEY"
+KINDS = ("curve", "off")
+DOMAIN = b"lightning-omni"
+"""The domain of ZeroMQ's authentication; with a domain, a socket without an authenticator admits no connection."""
+HANDSHAKE_TIME = 3000
+"""Milliseconds within which a connection must have shown the key."""
+
+
+def new_key() -> bytes:
+    """Return a new random key."""
+    return secrets.token_bytes(KEY_BYTES)
+
+
+def default_path() -> Path:
+    """Return the default path of the user's key file: in ``XDG_CONFIG_HOME``, or in ``~/.config``.
+
+    Machines with a common home directory thus have the same key.
+    """
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "lightning-omni" / "key"
+
+
+def key_of_environment() -> bytes | None:
+    """Return the key in ``LIGHTNING_OMNI_KEY``, or None if the variable is not set.
+
+    Raises:
+        ConfigurationError: the variable does not hold a key.
+    """
+    text = os.environ.get(ENVIRONMENT)
+    remedy = "; set it to what the server's key file holds, or unset it"
+    return _parse(text, f"the environment variable {ENVIRONMENT}", remedy) if text else None
+
+
+def load(path: Path | None = None) -> bytes:
+    """Return the key for a server that is running.
+
+    Args:
+        path: a key file; by default the environment variable ``LIGHTNING_OMNI_KEY`` (hexadecimal), then the file that
+            ``lightning-omni serve`` creates.
+
+    Raises:
+        ConfigurationError: no key was found, or its value is invalid.
+    """
+    if path is None and (key := key_of_environment()) is not None:
+        return key
+    file = path or default_path()
+    try:
+        text = file.read_text(errors="replace")  # so that raw bytes fail as not hexadecimal
+    except OSError as error:
+        raise ConfigurationError(
+            f"no key for the parameter server: cannot read {file} ({error.strerror}); copy the key file that"
+            f" `lightning-omni serve` made to this machine, or set {ENVIRONMENT}"
+        ) from error
+    return _parse(text, str(file))
+
+
+def is_open_to_others(path: Path | None = None) -> bool:
+    """Return whether other users may read or write the file that `load` reads; False for the environment variable.
+
+    Args:
+        path: as for `load`.
+    """
+    if path is None and os.environ.get(ENVIRONMENT):
+        return False
+    return bool((path or default_path()).stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO))
+
+
+def load_or_create(path: Path | None = None) -> tuple[bytes, Path | None]:
+    """Return the user's key; create it on first use, readable by the user alone.
+
+    Returns:
+        The key, and the file that holds it (None for the environment variable).
+
+    Raises:
+        ConfigurationError: the file does not hold a key, or cannot be read or created.
+    """
+    if path is None and os.environ.get(ENVIRONMENT):
+        return load(), None
+    file = path or default_path()
+    try:
+        if not file.exists():
+            _create(file)
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot make the key file {file} ({error.strerror}); name another one with --key-file, or set"
+            f" {ENVIRONMENT}"
+        ) from error
+    return load(file), file
+
+
+def _create(file: Path) -> None:
+    """Create a key file atomically; if another server creates one at the same time, both use that one."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, new = tempfile.mkstemp(prefix=f"{file.name}-", dir=file.parent)  # mode 0600
+    with os.fdopen(descriptor, "w") as handle:
+        handle.write(new_key().hex() + "\n")
+    try:
+        os.link(new, file)
+    except OSError:
+        if not file.exists():  # the file system has no links
+            os.replace(new, file)
+            return
+    os.unlink(new)
+
+
+def check_encryption(encryption: str) -> None:
+    """Raise `ConfigurationError` unless the encryption is one of `KINDS`."""
+    if encryption not in KINDS:
+        raise ConfigurationError(
+            f'encryption={encryption!r}: pass "curve" (the default), or "off" on a network whose every user you trust'
+        )
+
+
+class RunKeys:
+    """The secrets of a run, derived from its key (HKDF, RFC 5869).
+
+    Args:
+        key: the run's shared secret.
+        encryption: ``"curve"`` or ``"off"``. Sockets in a private directory need none, and have none.
+
+    Attributes:
+        encryption: the argument.
+        peers: secret by which leaders authenticate each other.
+    """
+
+    def __init__(self, key: bytes, encryption: str = "curve") -> None:
+        check_encryption(encryption)
+        self.encryption = encryption
+        self.peers = derive(key, b"peers")
+        self._server, self._client = derive(key, b"curve server"), derive(key, b"curve client")
+
+    def encrypts(self, address: str) -> bool:
+        """Return whether connections to this address are encrypted."""
+        return self.encryption == "curve" and not is_private(address)
+
+    def prepare(self, socket: zmq.Socket[bytes], address: str, side: Literal["server", "client"]) -> None:
+        """Set the keys of one side on a socket, before it is bound or connected.
+
+        Raises:
+            ConfigurationError: this machine's ZeroMQ cannot encrypt.
+        """
+        if not self.encrypts(address):
+            return
+        if not zmq.has("curve"):
+            raise ConfigurationError(
+                f"the ZeroMQ library on this machine (libzmq {zmq.zmq_version()}) was built without CURVE and cannot"
+                ' encrypt: install pyzmq from a wheel, or pass encryption="off" on a network whose every user you trust'
+            )
+        server, client = z85.encode(self._server), z85.encode(self._client)
+        if side == "server":
+            socket.setsockopt(zmq.CURVE_SERVER, 1)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, server)
+            socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
+            socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        else:
+            socket.setsockopt(zmq.CURVE_SERVERKEY, zmq.curve_public(server))
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(client))
+            socket.setsockopt(zmq.CURVE_SECRETKEY, client)
+
+    def answer_authentication(self, request: list[bytes]) -> list[bytes]:
+        """Answer a ZeroMQ authentication request (ZAP, RFC 27): only the public key of the run's ranks is valid."""
+        version, number, domain, _, _, mechanism, *credentials = request
+        public = z85.decode(zmq.curve_public(z85.encode(self._client)))
+        good = (version, domain, mechanism) == (b"1.0", DOMAIN, b"CURVE")
+        good = good and len(credentials) == 1 and is_equal(credentials[0], public)
+        return [b"1.0", number, b"200" if good else b"400", b"OK" if good else b"NO ACCESS", b"", b""]
+
+
+def _parse(text: str, where: str, remedy: str = "") -> bytes:
+    try:
+        key = bytes.fromhex(text.strip())
+    except ValueError:
+        key = b""
+    if len(key) < KEY_BYTES:
+        raise ConfigurationError(f"{where} does not hold a key: {KEY_BYTES} bytes in hexadecimal are expected{remedy}")
+    return key

@@ -1,0 +1,209 @@
+"""The connection of a process that observes a server's run without being a rank."""
+
+from __future__ import annotations
+
+import math
+import secrets
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
+
+import zmq
+
+from lightning_omni.errors import ConnectionLost
+from lightning_omni.transport.base import answer_of
+from lightning_omni.transport.zeromq.addresses import check_address
+from lightning_omni.transport.zeromq.dialing import Dialed, dial
+from lightning_omni.transport.zeromq.frames import LARGEST_ANSWER_FRAME, PROBE
+from lightning_omni.transport.zeromq.keys import RunKeys
+from lightning_omni.wire import handshake
+from lightning_omni.wire import messages as m
+
+Answer = TypeVar("Answer", bound=m.Message)
+PATIENCE = 30.0
+"""Seconds to wait for any one answer: meanwhile the server may be busy with an update of a large model."""
+
+
+class EchoTimes(NamedTuple):
+    """The round-trip times of echoes in seconds, and the arrivals of the answers, as `time.perf_counter` reads."""
+
+    times: Sequence[float]
+    arrived: Sequence[float]
+
+    @property
+    def rate(self) -> float:
+        """Return the answers per second, from the first one on."""
+        lasted = self.arrived[-1] - self.arrived[0]
+        return (len(self.arrived) - 1) / lasted if lasted > 0 else math.inf
+
+
+class Observer:
+    """An observer of a server's run, used by one thread. Nothing in the run waits for it.
+
+    Args:
+        address: the server's control socket, ``tcp://host:port`` or ``ipc:///directory/control``.
+        key: the run's shared secret.
+        encryption: ``"curve"`` or ``"off"``, as the server's; sockets in a private directory need none.
+        timeout: seconds to wait for the connection.
+
+    Raises:
+        ConfigurationError: the address is invalid.
+        ConnectionLost: the server cannot be reached.
+        Refused: the server or this process does not hold the key, or their versions differ.
+    """
+
+    def __init__(self, address: str, key: bytes, encryption: str = "curve", timeout: float = 10.0) -> None:
+        check_address(address, address)
+        self.address = address
+        keys, self._context = RunKeys(key, encryption), zmq.Context()
+
+        def shake_hands(attempt: Dialed, deadline: float) -> None:
+            handshake.observe(
+                lambda message, expect: attempt.ask(message, expect, deadline, lambda: None),
+                key,
+                secrets.token_bytes(handshake.NONCE_BYTES),
+                address,
+            )
+
+        try:
+            self._dialed, _ = dial(
+                lambda: Dialed(self._context, address, keys, LARGEST_ANSWER_FRAME, m.CONTROL),
+                shake_hands,
+                keys,
+                address,
+                f"no parameter server answers at {address}; check the address, that a server runs there (with --once it"
+                " ends with its first run), and that no firewall is in between",
+                timeout,
+            )
+        except BaseException:
+            self._context.term()
+            raise
+
+    def overview(self) -> m.Overview:
+        """Return the state of the run.
+
+        Raises:
+            ConnectionLost: the server is gone, or does not answer.
+        """
+        return self._ask(m.AskOverview(), m.Overview)
+
+    def evict(self, group: m.GroupStatus, bars: bool = False) -> None:
+        """Remove a group from the run.
+
+        Args:
+            group: the group, as in the overview.
+            bars: whether to bar groups from the same addresses from joining the run again.
+
+        Raises:
+            Refused: the group has left, the run would end without it, or groups do not join the run on their own.
+            ConnectionLost: the server is gone, or does not answer.
+        """
+        self._ask(m.Evict(group=group.group, incarnation=group.incarnation, bars=bars), m.Acknowledged)
+
+    def set_groups(self, groups: int) -> None:
+        """Request a number of groups, which the ranks form when the next epoch begins.
+
+        Raises:
+            Refused: the number is impossible, or groups join the run on their own.
+            ConnectionLost: the server is gone, or does not answer.
+        """
+        self._ask(m.SetGroups(groups=groups), m.Acknowledged)
+
+    def save(self) -> None:
+        """Request that the server save its state now.
+
+        Raises:
+            Refused: the server saves none.
+            ConnectionLost: the server is gone, or does not answer.
+        """
+        self._ask(m.SaveNow(), m.Acknowledged)
+
+    def enlist(self, ranks: int) -> m.Enlisted:
+        """Reserve rank numbers for a group that is about to join, for as long as this connection lasts.
+
+        Args:
+            ranks: the group's number of ranks.
+
+        Raises:
+            RankLost: the run is over.
+            Refused: groups cannot join the run.
+            ConnectionLost: the server is gone, or does not answer.
+        """
+        return self._ask(m.Enlist(ranks=ranks), m.Enlisted)
+
+    def why_over(self) -> str:
+        """Return why the run that this process has enlisted in is over; empty if the server reported no end."""
+        while self._dialed.wire.poll(0):
+            if (frame := self._dialed.wire.recv_multipart()[0]) == PROBE:
+                continue
+            message = m.decode(frame, at="rank", channel=m.CONTROL)
+            if isinstance(message, m.Notice) and message.over:
+                return message.reason
+        return ""
+
+    def describe(self) -> m.ServerDescription:
+        """Return the server's versions and clock.
+
+        Raises:
+            ConnectionLost: the server is gone, or does not answer.
+        """
+        return self._ask(m.AskServer(), m.ServerDescription)
+
+    def echo(self, payload: bytes = b"", back: int = 0, under_way: int = 1, seconds: float = 0.0) -> EchoTimes:
+        """Send bytes to the server repeatedly and receive bytes back.
+
+        Args:
+            payload: bytes to send, at most `lightning_omni.wire.messages.LARGEST_INLINE`.
+            back: number of bytes to receive, at most `lightning_omni.wire.messages.LARGEST_ECHO`.
+            under_way: number of concurrent requests.
+            seconds: time during which further requests are sent; with 0 only the first ones are.
+
+        Raises:
+            ConnectionLost: the server is gone, or does not answer.
+        """
+        frames = [m.encode(m.Echo(nbytes=back)), *([payload] if payload else [])]
+        began = time.perf_counter()
+        waits = deque(self._send(frames) for _ in range(under_way))
+        times, arrived = list[float](), list[float]()
+        while waits:
+            self._receive(m.Echoed)
+            arrived.append(time.perf_counter())
+            times.append(arrived[-1] - waits.popleft())
+            if arrived[-1] - began < seconds:
+                waits.append(self._send(frames))
+        return EchoTimes(times, arrived)
+
+    def close(self) -> None:
+        self._dialed.close()
+        self._context.term()
+
+    def _ask(self, message: m.Message, expect: type[Answer]) -> Answer:
+        self._send([m.encode(message)])
+        return self._receive(expect)
+
+    def _send(self, frames: Sequence[bytes]) -> float:
+        """Send a message; return the time before sending, because the answer may arrive during it."""
+        began = time.perf_counter()
+        try:
+            self._dialed.wire.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            raise ConnectionLost(f"the parameter server at {self.address} is gone") from None
+        return began
+
+    def _receive(self, expect: type[Answer]) -> Answer:
+        wire, deadline = self._dialed.wire, time.monotonic() + PATIENCE
+        poller = zmq.Poller()
+        for each in (wire, self._dialed.monitor):
+            poller.register(each, zmq.POLLIN)
+        try:
+            while (left := deadline - time.monotonic()) > 0:
+                ready = dict(poller.poll(int(1000 * left) + 1))
+                if wire in ready:
+                    if (frame := wire.recv_multipart()[0]) != PROBE:
+                        return answer_of(m.decode(frame, at="rank", channel=m.CONTROL), expect)
+                elif ready:
+                    raise zmq.Again
+        except zmq.Again:
+            raise ConnectionLost(f"the parameter server at {self.address} is gone") from None
+        raise ConnectionLost(f"the parameter server at {self.address} did not answer within {PATIENCE:.0f} s")

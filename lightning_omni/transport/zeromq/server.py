@@ -1,0 +1,397 @@
+"""The server's loop: it drives the state machine over ZeroMQ sockets in real time. Methods do the arithmetic."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+import zmq
+from torch import Tensor
+
+from lightning_omni.errors import ConfigurationError, MalformedMessage, ProtocolError, Refused
+from lightning_omni.server import Out, ServerCore
+from lightning_omni.server.replication import COORDINATOR
+from lightning_omni.transport.base import refusal
+from lightning_omni.transport.serving.build_info import about
+from lightning_omni.transport.zeromq import memory_segments as segments
+from lightning_omni.transport.zeromq import shared_memory as sharing
+from lightning_omni.transport.zeromq.addresses import CONTROL, DATA, PrivateDirectory, memory_path, tcp_endpoint
+from lightning_omni.transport.zeromq.frames import (
+    CHUNK_MARK,
+    LARGEST_CONTROL_FRAME,
+    LARGEST_DATA_FRAME,
+    LITTLE,
+    PROBE,
+    Assembly,
+    Copies,
+    Untaken,
+    message_frames,
+)
+from lightning_omni.transport.zeromq.guard import ConnectionGuard
+from lightning_omni.transport.zeromq.keys import RunKeys
+from lightning_omni.transport.zeromq.pacing import PacedAnswers
+from lightning_omni.transport.zeromq.rate_limits import RefusalLog
+from lightning_omni.transport.zeromq.server_link import ShardLink, reachable
+from lightning_omni.transport.zeromq.shared_memory import NOWHERE, Place, Places, SegmentSocket, SharedMemory
+from lightning_omni.transport.zeromq.suspend_aware_clock import AwakeClock
+from lightning_omni.wire import messages as m
+from lightning_omni.wire.server_messages import ShardProof
+
+_log = logging.getLogger(__name__)
+
+KEPT_BUFFERS = 3
+"""Payload sizes for which memory is kept per connection: of a push, and of both directions of a merged head."""
+LAST_WORDS = 500
+"""Milliseconds for which a closing server still sends queued messages."""
+TICK = 0.25
+"""Seconds between two clock ticks of the state machine."""
+MOST_UNREAD = 256
+"""The most messages of one connection that wait to be read."""
+BURST = 64
+"""Messages read from one socket before the other one is polled."""
+ANSWERED_STRANGERS = 8
+"""Refusals sent to one unadmitted connection; further ones are only counted."""
+_LARGEST_FRAMES = {m.CONTROL: LARGEST_CONTROL_FRAME, m.DATA: LARGEST_DATA_FRAME}
+
+
+class Server:
+    """A parameter server on two sockets: control and data.
+
+    Args:
+        core: the state machine.
+        host: address to bind, an IP or a name; loopback by default, so that no other machine can connect.
+        port: port of the control socket; 0 takes a free one.
+        data_port: port of the data socket; 0 takes a free one.
+        directory: directory to listen in instead of on TCP ports; it is removed when the server closes.
+        encryption: ``"curve"`` or ``"off"`` for TCP. With ``"off"``, only its messages distinguish a stranger from a
+            rank: it can read and alter the network traffic, and the server holds its bytes in memory until the guard
+            ends it (within `guard.ADMISSION_TIME`, or after `guard.STRANGERS_MAY_SEND` bytes where the system counts
+            them).
+        shared_memory: whether leaders may share memory with the server; only in a directory.
+
+    Raises:
+        ConfigurationError: an address cannot be bound, or this machine cannot encrypt.
+    """
+
+    def __init__(
+        self,
+        core: ServerCore,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        data_port: int = 0,
+        directory: PrivateDirectory | None = None,
+        encryption: str = "curve",
+        shared_memory: bool = True,
+    ) -> None:
+        self.core = core
+        self._clock = AwakeClock()
+        self._directory, self._encryption = directory, encryption
+        keys, self._context = RunKeys(core.key, encryption), zmq.Context()
+        self._guard = ConnectionGuard(self._context, keys)
+        self._refusal_log = RefusalLog(_log)
+        self._sockets: dict[m.Channel, zmq.Socket[bytes]] = {}
+        self._segment_socket: SegmentSocket | None = None
+        self._coordinator: ShardLink | None = None
+        try:
+            for channel, number, name in ((m.CONTROL, port, CONTROL), (m.DATA, data_port, DATA)):
+                endpoint = tcp_endpoint(host, number) if directory is None else directory.address(name)
+                self._sockets[channel] = self._guard.listen(endpoint, _LARGEST_FRAMES[channel], MOST_UNREAD)
+        except ConfigurationError:
+            self.close()
+            raise
+        except zmq.ZMQError as error:
+            self.close()
+            where = f"{host}:{number}" if directory is None else endpoint
+            raise ConfigurationError(
+                f"cannot listen on {where}: {zmq.strerror(error.errno or 0)}; pass another port (port= or"
+                " --port; 0 takes a free one), or an address of this machine (host= or --host)"
+            ) from error
+        self.address = self._sockets[m.CONTROL].getsockopt_string(zmq.LAST_ENDPOINT)
+        # Makes sending to a lost peer fail.
+        self._sockets[m.CONTROL].setsockopt(zmq.ROUTER_MANDATORY, 1)
+        core.about, core.limits.hears_connections = about, True
+        core.began = core.began or time.time_ns() // 1_000_000
+        core.data_port = urlsplit(self._sockets[m.DATA].getsockopt_string(zmq.LAST_ENDPOINT)).port or 0
+        self.shared = SharedMemory(core.data_connection, lambda: sum(shard.buffer.numel() for shard in core.shards))
+        if directory is not None and shared_memory and segments.is_offered():
+            self._segment_socket = SegmentSocket(memory_path(self.address), self.shared)
+        self._answer_places: dict[tuple[bytes, int], Place] = {}
+        self._assemblies: dict[bytes, Assembly] = {}
+        self._copies, self._untaken = Copies(), Untaken()
+        self._paced = PacedAnswers(self._clock)
+        self._buffers: dict[bytes, dict[int, Tensor]] = {}
+        self._refusals: Counter[bytes] = Counter()
+        self._turned_away = 0
+        self._guard.start()
+
+    def follow(self, coordinator: str) -> None:
+        """Join a coordinating server, for which this one holds a share; `run` returns when it is gone.
+
+        Args:
+            coordinator: its address.
+
+        Raises:
+            ConnectionLost: it cannot be reached.
+            Refused: it rejects this server; the error holds the reason.
+        """
+        own = self._sockets[m.DATA].getsockopt_string(zmq.LAST_ENDPOINT)
+        self._coordinator = ShardLink(self.core, coordinator, reachable(own, coordinator), self._encryption)
+
+    def run(self, until: Callable[[], bool]) -> None:
+        """Serve until ``until()`` returns true; it is called several times a second."""
+        poller = zmq.Poller()
+        for socket in self._sockets.values():
+            poller.register(socket, zmq.POLLIN)
+        if self._segment_socket is not None:
+            poller.register(self._segment_socket, zmq.POLLIN)
+        if self._coordinator is not None:
+            self._coordinator.watch(poller)
+        due = self._clock()
+        while not until() and (self._coordinator is None or self._coordinator.stands):
+            awaited = min(due, self.core.due, self._paced.due) - self._clock()
+            ready = dict(poller.poll(int(max(0.0, awaited) * 1000) + 1))
+            try:
+                for channel, socket in self._sockets.items():
+                    if socket in ready:
+                        self._drain(channel)
+                if self._segment_socket is not None:
+                    self._segment_socket.serve()
+                if self._coordinator is not None:
+                    self._receive_from(self._coordinator)
+                if self.core.due <= self._clock():
+                    self._send(self.core.tick(self._clock()))
+                self._paced.send(self.core.attached)
+                if self._clock() >= due:
+                    due = self._clock() + TICK
+                    self._probe_connections()
+                    self._count_strangers()
+                    self._send(self.core.tick(self._clock()))
+                    self._forget_strangers()
+            except Exception as error:
+                # Ranks must receive the error instead of waiting for a dead server.
+                _log.exception("the parameter server failed")
+                self._send(self.core.fail(f"{type(error).__name__}: {error}"))
+
+    def _receive_from(self, coordinator: ShardLink) -> None:
+        for message in coordinator.receive():
+            self._send(self.core.follow(message))
+            self.core.handed_over()
+
+    def farewell(self, reason: str) -> None:
+        """Report to the other ranks, unless the run is over, that rank 0, which owns this server, has ended."""
+        self._send(self.core.lose(0, reason))
+
+    def close(self) -> None:
+        """Close both sockets once the queued messages are sent."""
+        if self._coordinator is not None:
+            self._coordinator.close()
+            self._coordinator = None
+        self._refusal_log.close()
+        self._guard.close()
+        if self._segment_socket is not None:
+            self._segment_socket.close()
+        for socket in self._sockets.values():
+            socket.close(LAST_WORDS)
+        self._context.term()
+        if self._directory is not None:
+            self._directory.remove()
+
+    def _drain(self, channel: m.Channel) -> None:
+        socket = self._sockets[channel]
+        for _ in range(BURST):
+            try:
+                peer, *frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            self._send(self.take(channel, peer.bytes, frames))
+            self.core.handed_over()
+
+    def take(self, channel: m.Channel, peer: bytes, frames: list[Any]) -> list[Out]:
+        """Process a received message and return the messages to send. No message from a peer makes this raise.
+
+        Args:
+            channel: channel of the message.
+            peer: connection of the message.
+            frames: its frames, as `zmq.Frame`.
+        """
+        try:
+            return self._on_control(peer, frames) if channel == m.CONTROL else self._on_data(peer, frames)
+        except ProtocolError as error:
+            self._assemblies.pop(peer, None)
+            return refusal(self.core, channel, peer, error)
+
+    def _on_control(self, peer: bytes, frames: list[Any]) -> list[Out]:
+        if not 1 <= len(frames) <= 2:
+            raise MalformedMessage(f"{len(frames)} frames on the control channel")
+        message = self.core.decode(m.CONTROL, frames[0].buffer)
+        payload = frames[1].bytes if len(frames) == 2 else b""
+        if isinstance(message, (m.Proof, m.ObserverProof, ShardProof)):
+            return self._decide(m.CONTROL, peer, message, frames[0])
+        return self.core.receive(m.CONTROL, peer, message, payload, self._clock())
+
+    def _decide(self, channel: m.Channel, peer: bytes, message: m.Message, frame: zmq.Frame) -> list[Out]:
+        """Process a proof, which may admit its connection, while the guard ends none."""
+        was_admitted = self.core.is_admitted(channel, peer)
+        with self._guard.deciding():
+            out = self.core.receive(channel, peer, message, b"", self._clock())
+            if not was_admitted and self.core.is_admitted(channel, peer):
+                self._guard.let_in(frame.get(zmq.SRCFD))
+                if isinstance(message, m.Proof):
+                    host = "localhost" if self._directory is not None else str(frame.get("Peer-Address"))
+                    self.core.locate(peer, host)
+        return out
+
+    def _on_data(self, peer: bytes, frames: list[Any]) -> list[Out]:
+        if len(frames) == 2 and len(frames[0]) == len(CHUNK_MARK):
+            assembly = self._assemblies.get(peer)
+            if assembly is None:
+                if not self.core.is_admitted(m.DATA, peer):
+                    raise MalformedMessage("a piece of nothing")
+                return []  # the rest of a refused payload
+            assembly.add(frames[1].buffer)
+        elif 1 <= len(frames) <= 2:
+            message = self.core.decode(m.DATA, frames[0].buffer)
+            if isinstance(message, m.AttachProof):
+                return self._decide(m.DATA, peer, message, frames[0])
+            places = sharing.decode(frames[1].buffer, Places) if len(frames) == 2 else NOWHERE
+            assembly = self._begin(peer, message, places)
+        else:
+            raise MalformedMessage(f"{len(frames)} frames on the data channel")
+        if assembly.is_complete and isinstance(assembly.message, m.Long):
+            message = self.core.decode(m.DATA, assembly.buffer.numpy().data)
+            if isinstance(message, (m.Long, m.Attach, m.AttachProof)):
+                raise MalformedMessage(f"a long {type(message).__name__}")
+            assembly = self._begin(peer, message, assembly.places)
+        if not assembly.is_complete:
+            return []
+        del self._assemblies[peer]
+        return self.core.receive(m.DATA, peer, assembly.message, assembly.buffer, self._clock())
+
+    def _begin(self, peer: bytes, message: m.Message, places: Places) -> Assembly:
+        """Start to assemble a message whose payload follows in chunks or is in shared memory."""
+        nbytes = self.core.check_payload(peer, message)
+        is_kept = self.core.keeps_payload(message)
+        buffer = torch.empty(nbytes, dtype=torch.uint8) if is_kept else self._buffer(peer, nbytes)
+        assembly = Assembly(message, buffer, places)
+        if not isinstance(message, m.Long):  # a `Long` carries the ranges of the message that it announces
+            if places.payload is not None:
+                assembly.fill(self.shared.at(peer, places.payload))
+            self._offer(peer, message, places.answer)
+        self._assemblies[peer] = assembly
+        return assembly
+
+    def _offer(self, peer: bytes, message: m.Message, place: Place | None) -> None:
+        """Store the range for the payload of an answer; it replaces that for an earlier answer."""
+        self._answer_places.pop(key := _key(peer, message), None)
+        if place is not None:
+            self.shared.at(peer, place)  # raises now if the range does not exist
+            self._answer_places[key] = place
+
+    def _buffer(self, peer: bytes, nbytes: int) -> Tensor:
+        """Return memory for a payload, reused from an earlier one of its size: fresh memory is slow to touch."""
+        if nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        kept = self._buffers.setdefault(peer, {})
+        buffer = kept.pop(nbytes, None)
+        if buffer is None:
+            while len(kept) >= KEPT_BUFFERS:
+                del kept[next(iter(kept))]
+            try:
+                buffer = torch.empty(nbytes, dtype=torch.uint8)
+            except (RuntimeError, MemoryError) as error:
+                raise Refused("memory", f"the server has no memory for {nbytes} bytes") from error
+        kept[nbytes] = buffer
+        return buffer
+
+    def _probe_connections(self) -> None:
+        """Detect ended connections of ranks, far sooner than their heartbeats would time out."""
+        for peer in self.core.peers:
+            if not self._reach([peer, PROBE]):
+                self._send(self.core.hang_up(peer))
+
+    def _reach(self, frames: list[Any]) -> bool:
+        try:
+            self._sockets[m.CONTROL].send_multipart(frames)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return False
+        return True
+
+    def _count_strangers(self) -> None:
+        refused = self._guard.refused
+        self.core.strangers += refused - self._turned_away
+        self._turned_away = refused
+
+    def _forget_strangers(self) -> None:
+        attached = self.core.attached
+        for kept in (self._buffers, self._assemblies):  # an assembly whose payload is kept has no buffer
+            for peer in kept.keys() - attached:
+                del kept[peer]
+        self.shared.keep(attached)
+        self._untaken.tidy()
+        self._answer_places = {key: place for key, place in self._answer_places.items() if key[0] in attached}
+        if self._segment_socket is not None:
+            self._segment_socket.tidy()
+
+    def _send(self, out: list[Out]) -> None:
+        for item in out:
+            if self._coordinator is not None and item.peer == COORDINATOR:
+                self._coordinator.send(item.message)
+                continue
+            if isinstance(item.message, m.RefusedMessage) and not self._worth_an_answer(item):
+                continue
+            if item.channel == m.CONTROL:
+                parts = [part if isinstance(part, bytes) else part.numpy().tobytes() for part in item.payload]
+                multipart: list[Any] = [m.encode(item.message), *parts]
+                if self.core.is_watching(item.peer):
+                    multipart = self._untaken.add(item.peer, multipart)
+                if multipart:
+                    self._reach([item.peer, *multipart])
+                continue
+            socket = self._sockets[m.DATA]
+            place = self._put(item)
+            for frames in message_frames(item.message, Places(answer=place)):
+                socket.send_multipart([item.peer, *frames])
+            for part in item.payload if place is None else ():
+                assert isinstance(part, Tensor)
+                if item.may_take_long and part.numel() > LITTLE:
+                    self._paced.begin(socket, item.peer, part)
+                    continue
+                self._copies.send(socket, item.peer, part)  # the weights change while the sockets still send
+
+    def _put(self, item: Out) -> Place | None:
+        """Copy an answer's payload to the range that its receiver offered; return the range, or None if none fits."""
+        place = self._answer_places.pop(_key(item.peer, item.message), None)
+        if place is None or len(item.payload) != 1:
+            return None
+        (part,) = item.payload
+        if not isinstance(part, Tensor) or not 0 < part.numel() <= place.nbytes:
+            return None
+        try:
+            room = self.shared.at(item.peer, place)
+        except MalformedMessage:  # the leader released it meanwhile
+            return None
+        room[: part.numel()].copy_(part)
+        return place
+
+    def _worth_an_answer(self, item: Out) -> bool:
+        assert isinstance(item.message, m.RefusedMessage)
+        self._refusals[item.peer] += 1
+        # After a server's restart, ZeroMQ may deliver earlier messages before the rank itself has reconnected.
+        is_usual = item.message.code == "stranger" and self.core.goes_on
+        if self._refusals[item.peer] == 1 and not is_usual:
+            self._refusal_log.write(f"refused a {item.channel} message", item.message.reason)
+        if len(self._refusals) > 4096:
+            self._refusals.clear()
+        return self._refusals[item.peer] <= ANSWERED_STRANGERS or item.message.code not in ("malformed", "stranger")
+
+
+def _key(peer: bytes, message: m.Message) -> tuple[bytes, int]:
+    """Return the key that joins an answer to its request: each optimizer of a connection has one at a time."""
+    return peer, getattr(message, "optimizer", -1)

@@ -1,0 +1,328 @@
+"""Payloads that are not sent: a leader shares memory with a server on its machine, and messages hold ranges in it.
+
+The memory's descriptor is sent over a socket in the run's private directory, with a proof that the sender owns an
+admitted data connection. Messages on that connection then have a second frame, `Places`, instead of a payload, and so
+do their answers.
+
+Rule 1: the server copies a push out of the leader's memory before it reads it, and copies an answer into it. Neither
+side waits for the other to release memory, and no message refers to data that a dead process left half written.
+Rule 2: a connection may share a few times the size of the server's parameters, and loses all of it when its rank is
+lost.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, closing, suppress
+from typing import Any, TypeVar
+
+import msgspec
+from torch import Tensor
+
+from lightning_omni.errors import MalformedMessage, Refused
+from lightning_omni.server.service import Peer
+from lightning_omni.transport.zeromq import memory_segments as segments
+from lightning_omni.wire.handshake import is_equal, share_mac
+
+_log = logging.getLogger(__name__)
+
+MOST_TIMES = 4
+"""The most memory that a connection may share, as a multiple of the size of the server's parameters."""
+SLACK = 1 << 20
+"""Bytes that it may share beyond that."""
+MOST_SEGMENTS = 256
+"""The most segments of one connection."""
+MOST_WAITING, WAITING_TIME = 64, 5.0
+"""The most processes that are about to pass memory, and the seconds that each has for it."""
+_LARGEST = 16 << 10
+"""The most bytes of a message about memory."""
+
+Anything = TypeVar("Anything")
+
+
+class Place(msgspec.Struct, frozen=True, array_like=True):
+    """A range of bytes: the segment of a connection, the start in it, and the size."""
+
+    segment: int
+    start: int
+    nbytes: int
+
+
+class Places(msgspec.Struct, frozen=True, array_like=True):
+    """The ranges of payloads in shared memory.
+
+    Attributes:
+        payload: range of this message's payload; None if it follows, or the message has none.
+        answer: range for the answer's payload.
+    """
+
+    payload: Place | None = None
+    answer: Place | None = None
+
+
+NOWHERE = Places()
+
+
+class Share(msgspec.Struct, frozen=True, array_like=True):
+    """The message that is sent with a descriptor.
+
+    Attributes:
+        rank: rank that owns the connection.
+        segment: number of the segment on that connection; each is higher than the one before.
+        nbytes: its size.
+        released: segments that are not used any more.
+        mac: see `lightning_omni.wire.handshake.share_mac`.
+    """
+
+    rank: int
+    segment: int
+    nbytes: int
+    released: tuple[int, ...] = ()
+    mac: bytes = b""
+
+    def proof(self, secret: bytes, side: str) -> bytes:
+        """Return the MAC by which ``side``, ``"rank"`` or ``"server"``, proves that it has the connection's secret."""
+        return share_mac(secret, side, (self.rank, self.segment, self.nbytes, self.released))
+
+
+class Shared(msgspec.Struct, frozen=True, array_like=True):
+    """The answer to a `Share`: a MAC, or the reason for a refusal."""
+
+    mac: bytes = b""
+    refused: str = ""
+
+
+encode = msgspec.msgpack.encode
+
+
+def decode(data: Any, kind: type[Anything]) -> Anything:
+    """Decode a message about memory.
+
+    Raises:
+        MalformedMessage: the bytes are no such message.
+    """
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise MalformedMessage(f"not a {kind.__name__}: {error}") from error
+
+
+# --- The leader's side -----------------------------------------------------------------------------------------------
+
+
+class Sharing:
+    """The memory that a data connection shares with its server, to which a segment is passed on first use.
+
+    Args:
+        path: path of the server's socket; empty to share nothing.
+        rank: rank of the connection.
+        secret: secret of the connection.
+        timeout: seconds to wait for the server.
+    """
+
+    def __init__(self, path: str, rank: int, secret: bytes, timeout: float) -> None:
+        self._path, self._rank, self._secret, self._timeout = path, rank, secret, timeout
+        self._numbers: dict[int, int] = {}  # the server's number of each local segment
+        self._count = 0
+
+    def place(self, tensor: Tensor | None) -> Place | None:
+        """Return the range of a tensor of bytes for the server; None if its memory cannot be shared."""
+        if not self._path or tensor is None or not tensor.numel() or (found := segments.find(tensor)) is None:
+            return None
+        segment, start = found
+        if segment.number not in self._numbers:
+            try:
+                self._hand_over(segment)
+            except (OSError, MalformedMessage, Refused) as error:
+                self._path = ""
+                _log.warning("memory cannot be shared with the server, tensors are sent through sockets: %s", error)
+                return None
+        return Place(self._numbers[segment.number], start, tensor.numel())
+
+    def _hand_over(self, segment: segments.Segment) -> None:
+        released = [here for here in self._numbers if not segments.is_in_use(here)]
+        self._count += 1
+        share = Share(
+            self._rank, self._count, segment.nbytes, tuple(self._numbers.pop(here) for here in released[:MOST_SEGMENTS])
+        )
+        share = msgspec.structs.replace(share, mac=share.proof(self._secret, "rank"))
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as wire:
+            wire.settimeout(self._timeout)
+            wire.connect(self._path)
+            socket.send_fds(wire, [encode(share)], [segment.descriptor])
+            answer = decode(wire.recv(_LARGEST), Shared)
+        if answer.refused:
+            raise Refused("memory", answer.refused)
+        if not is_equal(answer.mac, share.proof(self._secret, "server")):
+            raise Refused("key", "the process that answers does not hold the secret of this connection; it is not ours")
+        self._numbers[segment.number] = share.segment
+
+
+# --- The server's side -----------------------------------------------------------------------------------------------
+
+
+class SharedMemory:
+    """The memory that leaders share with this server, by connection.
+
+    Args:
+        find: returns the data connection of an admitted rank, and its secret; None if there is none.
+        held: returns the bytes of the server's parameters.
+    """
+
+    def __init__(self, find: Callable[[int], tuple[Peer, bytes] | None], held: Callable[[], int]) -> None:
+        self._find, self._held = find, held
+        self._segments: dict[Peer, dict[int, Tensor]] = {}
+        self._last: dict[Peer, int] = {}
+
+    def take(self, share: Share, descriptor: int) -> Shared:
+        """Map a segment that a process passes to the server, after unmapping those that its rank released.
+
+        Returns:
+            The answer, with the server's proof.
+
+        Raises:
+            Refused: the proof is wrong, the segment's number is not higher than the last one, the connection would
+                share too many segments or bytes, or the memory is not safe to map.
+        """
+        peer, secret = self._find(share.rank) or (b"", b"")
+        if not peer or not is_equal(share.mac, share.proof(secret, "rank")):
+            raise Refused("stranger", "this proof opens nothing")
+        if share.segment <= self._last.get(peer, 0):
+            raise Refused("late", f"segment {share.segment} was handed over before")
+        mapped = self._segments.setdefault(peer, {})
+        for number in share.released:
+            mapped.pop(number, None)
+        most, total = MOST_TIMES * self._held() + SLACK, sum(tensor.numel() for tensor in mapped.values())
+        if len(mapped) >= MOST_SEGMENTS or total + share.nbytes > most:
+            raise Refused("memory", f"{total + share.nbytes} bytes in {len(mapped) + 1} segments; {most} may be shared")
+        mapped[share.segment] = segments.open_shared(descriptor, share.nbytes)
+        self._last[peer] = share.segment
+        return Shared(mac=share.proof(secret, "server"))
+
+    def at(self, peer: Peer, place: Place) -> Tensor:
+        """Return the bytes of a range. They may change at any time.
+
+        Raises:
+            MalformedMessage: the range does not exist.
+        """
+        segment = self._segments.get(peer, {}).get(place.segment)
+        if segment is None or not 0 <= place.start <= place.start + place.nbytes <= segment.numel():
+            raise MalformedMessage(f"there are no {place.nbytes} bytes at {place.start} of segment {place.segment}")
+        return segment[place.start : place.start + place.nbytes]
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes that all connections share."""
+        return sum(segment.numel() for mapped in self._segments.values() for segment in mapped.values())
+
+    def keep(self, peers: set[Peer]) -> None:
+        """Release the memory of all connections but these."""
+        for peer in self._segments.keys() - peers:
+            del self._segments[peer]
+            self._last.pop(peer, None)
+
+
+class SegmentSocket:
+    """A socket that receives descriptors. It never blocks; call `serve` when its ``fileno`` is readable.
+
+    Args:
+        path: path in a directory that only this user may enter.
+        memory: receives the descriptors.
+    """
+
+    def __init__(self, path: str, memory: SharedMemory) -> None:
+        self._memory = memory
+        self._waiting: dict[int, tuple[socket.socket, float]] = {}
+        with ExitStack() as stack:
+            self._ready = stack.enter_context(closing(_epoll()))
+            self._listening = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            self._listening.setblocking(False)
+            self._listening.bind(path)
+            self._listening.listen(MOST_WAITING)
+            self._ready.register(self._listening.fileno(), select.POLLIN)
+            stack.pop_all()
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when `serve` has work to do."""
+        return int(self._ready.fileno())
+
+    def serve(self) -> None:
+        for descriptor, _ in self._ready.poll(0):
+            if descriptor == self._listening.fileno():
+                self._accept()
+            elif descriptor in self._waiting:
+                self._read(descriptor)
+
+    def tidy(self) -> None:
+        now = time.monotonic()
+        for descriptor, (_, since) in list(self._waiting.items()):
+            if now - since > WAITING_TIME or len(self._waiting) > MOST_WAITING:
+                self._end(descriptor)
+
+    def close(self) -> None:
+        for descriptor in list(self._waiting):
+            self._end(descriptor)
+        self._ready.close()
+        self._listening.close()
+
+    def _accept(self) -> None:
+        try:
+            wire, _ = self._listening.accept()
+        except OSError:  # it is gone already, or too many files are open
+            return
+        wire.setblocking(False)
+        self._waiting[wire.fileno()] = wire, time.monotonic()
+        self._ready.register(wire.fileno(), select.POLLIN)
+        if _user_of(wire) != os.geteuid():
+            self._end(wire.fileno())
+        self.tidy()
+
+    def _read(self, number: int) -> None:
+        wire, _ = self._waiting[number]
+        descriptors: list[int] = []
+        try:
+            data, descriptors, flags, _ = socket.recv_fds(
+                wire, _LARGEST, 1, flags=getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+            )
+            try:
+                if len(descriptors) != 1 or flags & socket.MSG_CTRUNC:
+                    raise MalformedMessage("one descriptor was expected, and none or several came")
+                answer = self._memory.take(decode(data, Share), descriptors[0])
+            except (MalformedMessage, Refused) as error:
+                answer = Shared(refused=str(error))
+            wire.send(encode(answer))
+        except BlockingIOError:
+            return
+        except OSError:  # the other end is gone
+            pass
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        self._end(number)
+
+    def _end(self, number: int) -> None:
+        wire, _ = self._waiting.pop(number)
+        with suppress(OSError):
+            self._ready.unregister(number)
+        wire.close()
+
+
+def _epoll() -> Any:
+    if sys.platform != "linux":
+        raise OSError("only Linux shares memory so")
+    return select.epoll()
+
+
+def _user_of(wire: socket.socket) -> int:
+    if sys.platform != "linux":
+        return -1
+    credentials = struct.Struct("3i")
+    _, user, _ = credentials.unpack(wire.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size))
+    return int(user)

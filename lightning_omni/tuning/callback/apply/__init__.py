@@ -1,0 +1,1 @@
+"""The application of a setting to a run: groups, exchange, momentum and learning rate."""

@@ -1,0 +1,24 @@
+"""The tuners that `lightning_omni` exports, which are callbacks in both of Lightning's namespaces."""
+
+from __future__ import annotations
+
+from lightning_omni.strategy import follow
+from lightning_omni.tuning.callback.device import DeviceTunerHooks
+from lightning_omni.tuning.callback.omni import OmniTunerHooks
+
+
+class DeviceTuner(DeviceTunerHooks):  # noqa: D101
+    __doc__ = DeviceTunerHooks.__doc__
+
+
+class OmniTuner(OmniTunerHooks):  # noqa: D101
+    __doc__ = OmniTunerHooks.__doc__
+
+
+def take_base(callback: type) -> None:
+    """Derive the tuners from an imported namespace's Callback, too; two such bases work, because they have no state."""
+    for kind in (DeviceTuner, OmniTuner):
+        kind.__bases__ = (*kind.__bases__, callback)
+
+
+follow("tuning.callback")

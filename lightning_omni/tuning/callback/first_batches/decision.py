@@ -1,0 +1,310 @@
+"""Tuning by a run's own first batches: they are timed until a faster setting is clear, and the run switches to it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from lightning_omni.errors import ConfigurationError, OmniError
+from lightning_omni.strategy._private import will_step
+from lightning_omni.tuning.callback.apply.applied import AppliedSetting
+from lightning_omni.tuning.callback.apply.hyperparameters import Hyperparameters
+from lightning_omni.tuning.callback.background import at_once, beside
+from lightning_omni.tuning.callback.first_batches.timing import FirstBatches
+from lightning_omni.tuning.callback.guards.retuning import Retuning
+from lightning_omni.tuning.callback.recommendations import Advice
+from lightning_omni.tuning.callback.reports.reports import TunerReports
+from lightning_omni.tuning.callback.run import TunedRun
+from lightning_omni.tuning.callback.space import FitSpace
+from lightning_omni.tuning.callback.state import Command
+from lightning_omni.tuning.model.measured import Measured
+from lightning_omni.tuning.search import Observation, Search, SearchSpec
+from lightning_omni.tuning.search.choice import verdict
+
+
+@dataclass
+class _Decision:
+    """A decision during the first batches.
+
+    Attributes:
+        observation: the measurements of all ranks; None if there are too few.
+        is_early: whether they suffice for proportional batches only.
+        is_hurried: whether they cover so small a part of the run that measuring more costs little.
+        is_last: whether a decision is made in any case.
+        may_stay: whether "nothing is faster" may be decided before the last decision.
+        found: the future of rank 0's search; None on other ranks.
+        batches: batches trained since.
+    """
+
+    observation: Observation | None
+    is_early: bool
+    is_hurried: bool
+    is_last: bool
+    may_stay: bool
+    found: Future[Search | None] | None = None
+    batches: int = 0
+
+    def trained(self) -> bool:
+        """Count a batch, and return whether to poll rank 0: after 1, 2, 4, 8 batches, and so on.
+
+        A poll takes as long as a short batch, so there are few; the first one suffices if a batch takes longer than the
+        decision.
+        """
+        self.batches += 1
+        return self.batches & (self.batches - 1) == 0
+
+
+class ByFirstBatches:
+    """The tuning of a run by its own first batches.
+
+    Proportional batches cost no samples, but their gain is the least certain: equal batches alone do not show whether a
+    slow rank takes longer for each sample or for each step. So once batches are split, they are timed again.
+
+    Args:
+        run: the tuned run.
+        space: the search space of the run.
+        applied: the setting that it trains with.
+        retuning: the record of its speed.
+        reports: the reports of the choice.
+    """
+
+    def __init__(
+        self,
+        run: TunedRun,
+        space: FitSpace,
+        applied: AppliedSetting,
+        retuning: Retuning,
+        reports: TunerReports,
+    ) -> None:
+        self._run, self._space, self._applied = run, space, applied
+        self._retuning, self._reports = retuning, reports
+        self._batches: FirstBatches | None = None
+        self._known: list[Measured] = []
+        self._is_patient = False
+        self._deciding = 0.0
+        self._decision: _Decision | None = None
+        self._postponed: Command | None = None
+        self._spec: SearchSpec | None = None
+        self._advice = Advice(run)
+
+    # --- Start --------------------------------------------------------------------------------------------------------
+
+    def begin(self, hyperparameters: Hyperparameters) -> None:
+        """Begin the run in one group with the user's own setting, and time it."""
+        run = self._run
+        run.strategy.form_one()
+        run.state.own, run.state.reference = None, float(run.batch(run.world.size))
+        spec = self._space.specification(hyperparameters, self._applied.seconds_to_form)
+        run.state.own = spec.start
+        self._is_patient = False
+        self._time(spec)
+
+    def begin_again(self, reason: str) -> None:
+        """Restore the user's own setting, in one group, and time it again. All ranks call it.
+
+        That nothing is faster is then decided only by the last decision: an effect that is new, or has misled the last
+        ones, may show in few batches.
+        """
+        run = self._run
+        run.info(f"OmniTuner: timing the run in one group again, because {reason}")
+        self.close()
+        self._applied.take_back()
+        run.state.unfinished = True
+        # One group's speed is no reason to begin again, if the epoch is too short for a choice.
+        self._retuning.changed(in_mid_epoch=run.strategy.epochs.is_open)
+        hyperparameters = run.hyperparameters()
+        self._deciding, self._known, self._is_patient = 0.0, [], True
+        spec = self._space.specification(hyperparameters, self._applied.seconds_to_form)
+        if max(spec.space.groups) > 1:
+            run.world.connection.start_server()  # it was dismissed if one group was chosen before
+        self._time(spec)
+
+    def _time(self, spec: SearchSpec, before: FirstBatches | None = None) -> None:
+        heads = [name for name in spec.space.head.options(spec.start) if name]
+        is_asked = bool(heads)
+        if not is_asked and max(spec.space.groups) > 1:
+            heads = self._space.mergeable()
+        self._spec = spec
+        self._batches = FirstBatches(self._run.strategy, spec, heads, before, is_asked=is_asked)
+
+    # --- Training -----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_timing(self) -> bool:
+        """Return whether batches are timed, or a choice is postponed."""
+        return self._batches is not None or self._postponed is not None
+
+    def interrupted(self) -> None:
+        if self._batches is not None:
+            self._batches.interrupted()
+
+    def batch_done(self, loss: Tensor | None) -> None:
+        """Record the loss and the time of a batch, if batches are timed.
+
+        After a step of the optimizer, start a decision that is due, or poll the one in progress; not at the last batch
+        of an epoch. If no batches are timed, continue with the advice to the user. All ranks call it.
+        """
+        batches, trainer = self._batches, self._run.trainer
+        if batches is None:
+            self._advice.batch_done()
+            return
+        steps = will_step(trainer)
+        if self._decision is not None:
+            batches.interrupted()  # rank 0 decides meanwhile, and is slower
+        # The size of the last batch is not known here if samples were distributed beforehand.
+        is_partial = trainer.is_last_batch and not self._run.may_change_inside
+        batches.batch_done(loss, steps, counts=not is_partial)
+        if not steps or trainer.is_last_batch:
+            return
+        if self._decision is not None:
+            if self._decision.trained():
+                self._poll_decision(self._decision)
+        elif batches.is_due:
+            self._begin_to_decide(batches)
+
+    def ended(self) -> None:
+        """Stop timing before the strategy's own balance ends, and report the advice."""
+        self.close()
+        self._advice.ended()
+
+    def close(self) -> None:
+        """Stop timing."""
+        self._postponed = None
+        if self._batches is not None:
+            self._batches.close()
+            self._batches = self._decision = None
+
+    # --- Decisions ----------------------------------------------------------------------------------------------------
+
+    def _begin_to_decide(self, batches: FirstBatches) -> None:
+        """Start a decision on every rank; all ranks keep training until rank 0 has decided."""
+        began, run = time.perf_counter(), self._run
+        decision = self._decision = _Decision(
+            batches.seen(), batches.is_early, batches.is_hurried, batches.is_last, not self._is_patient
+        )
+        if run.speaks:
+            # An early decision takes no time.
+            decision.found = (at_once if decision.is_early else beside)(self._finding(decision, batches.spec))
+        self._leave_out(time.perf_counter() - began)
+        self._poll_decision(decision)
+
+    def _poll_decision(self, decision: _Decision) -> None:
+        """Poll whether rank 0 has decided, and conclude if it has. All ranks call it."""
+        began, run = time.perf_counter(), self._run
+        is_over = False
+        if run.broadcast(int(decision.found is not None and decision.found.done())):
+            self._decision = None
+            is_over = self._conclude(decision)
+        self._leave_out(time.perf_counter() - began)
+        if is_over and run.speaks:
+            run.rounds[-1].search.overhead += self._deciding
+            self._deciding = 0.0
+
+    def _leave_out(self, seconds: float) -> None:
+        self._deciding += seconds
+        self._run.leave_out(seconds)
+
+    def _conclude(self, decision: _Decision) -> bool:
+        """Carry out a decision, or continue timing; return whether anything was decided. All ranks call it."""
+        run, batches = self._run, self._batches
+        assert batches is not None
+        command = run.broadcast_command(self._command(decision, batches.spec))
+        if command is not None and command.setting.groups > 1 and not self._space.has_server():
+            batches.spec = self._spec = self._space.reachable(batches.spec)
+            if run.speaks:
+                run.rounds.pop()
+                decision.found = at_once(self._finding(decision, batches.spec))
+            command = run.broadcast_command(self._command(decision, batches.spec))
+        if command is not None and command.error:
+            raise ConfigurationError(command.error)
+        if command is not None or decision.is_last:
+            self.close()
+        batches.interrupted()
+        if command is not None and not (self._known and command.setting == run.state.setting):
+            if run.may_change_inside or command.setting == batches.spec.start:
+                self.adopt(command)
+            else:
+                self._postponed = command
+            splits = command.setting.groups == 1 and command.setting.rebalance
+            if splits and decision.observation is not None:
+                self._time_again(decision.observation, batches)
+        if command is not None or decision.is_last:
+            run.state.unfinished = self._postponed is not None
+        return command is not None
+
+    def epoch_done(self, is_last: bool) -> None:
+        """Adopt a postponed choice at the end of an epoch, unless the run ends here. All ranks call it."""
+        if self._postponed is not None and not is_last:
+            began, run = time.perf_counter(), self._run
+            self.adopt(self._postponed)
+            run.state.unfinished = False
+            self._leave_out(time.perf_counter() - began)
+            if run.speaks:
+                run.rounds[-1].search.overhead += self._deciding
+                self._deciding = 0.0
+        self._postponed = None
+
+    def _finding(self, decision: _Decision, spec: SearchSpec) -> Callable[[], Search | None]:
+        """Return the function of rank 0 that returns a search whose choice is clear or due, and None otherwise."""
+        observation, segments = decision.observation, list(self._run.state.segments)
+        now = observation.measured if observation is not None else None
+        known = [each for each in self._known if now is not None and each.ranks == now.ranks]
+
+        def find() -> Search | None:
+            if observation is None:
+                return None
+            search = Search(spec, observation, known, segments)
+            if not (decision.is_last or verdict(search, decision.is_early, decision.may_stay, decision.is_hurried)):
+                return None
+            search.choice(asks=not decision.is_early)  # an early choice takes no time
+            return search
+
+        return find
+
+    def _command(self, decision: _Decision, spec: SearchSpec) -> Command | None:
+        """Return rank 0's command; None to continue measuring, and on other ranks."""
+        run = self._run
+        if decision.found is None:
+            return None
+        try:
+            search = decision.found.result()
+            if search is None:
+                return None
+            if search.known and search.choice().setting in (run.state.setting, spec.start):
+                return Command(run.setting)  # the forecast was right, or nothing is better
+            self._advice.seek(search)
+            run.remember(search, run.seconds)
+            self._retuning.search_begins()
+            return run.conclude(search)
+        except OmniError as error:
+            return Command(spec.start, error=str(error))
+
+    def _time_again(self, observation: Observation, before: FirstBatches) -> None:
+        """Time one group with proportional batches, once, to see whether it is as fast as predicted."""
+        if not self._known:
+            self._known = [observation.measured]
+            self._time(before.spec, before)
+
+    def adopt(self, command: Command) -> None:
+        """Train with the setting of a command from now on. All ranks call it."""
+        run = self._run
+        start = run.own if self._spec is None else self._spec.start  # a resumed run has no specification
+        if command.setting == start and run.state.setting in (None, start):
+            run.state.setting = command.setting
+            run.world.dismiss_server()
+        else:
+            self._applied.keep()
+            run.state.reference = run.batch(len(run.world.live_ranks)) / command.setting.groups
+            scale = replace(command, scale=command.setting.lr / start.lr / run.state.scaled)
+            self._applied.apply(run.hyperparameters(), scale)
+        self._applied.watch(command.divergence_threshold, keeps=True)
+        run.state.rounds, run.state.learnt_below = run.state.rounds + 1, command.learnt_below
+        self._retuning.changed(in_mid_epoch=run.strategy.epochs.is_open)
+        self._reports.chosen(command)
+
+
+__all__ = ["ByFirstBatches"]

@@ -1,0 +1,43 @@
+"""DeviceTuner and OmniTuner for ``lightning.pytorch``."""
+
+# mypy checks the base classes against the other namespace.
+# mypy: disable-error-code="misc, attr-defined, assignment"
+
+from __future__ import annotations
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_omni.tuning.callback import either
+from lightning_omni.tuning.callback.device import DeviceProbeHooks, DeviceTunerHooks
+from lightning_omni.tuning.callback.omni import OmniTunerHooks
+
+
+class Names:
+    """The names that callbacks use of this namespace."""
+
+    rank_zero_info = staticmethod(rank_zero_info)
+    mixed_precision = MixedPrecision
+    mute_logger = DummyLogger
+    strategies = (SingleDeviceStrategy, DDPStrategy)
+
+
+class DeviceTuner(DeviceTunerHooks, Callback):  # noqa: D101
+    __doc__ = DeviceTunerHooks.__doc__
+
+
+class DeviceProbe(DeviceProbeHooks, DeviceTuner):
+    """A `DeviceTuner` that ends the fit before its first batch."""
+
+    trainer_class = Trainer
+
+
+class OmniTuner(OmniTunerHooks, Callback):  # noqa: D101
+    __doc__ = OmniTunerHooks.__doc__
+
+
+either.take_base(Callback)

@@ -1,0 +1,40 @@
+"""DeviceTuner and OmniTuner for ``pytorch_lightning``."""
+
+from __future__ import annotations
+
+from pytorch_lightning import Trainer
+from pytorch_lightning.callbacks import Callback
+from pytorch_lightning.loggers.logger import DummyLogger
+from pytorch_lightning.plugins import MixedPrecision
+from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy
+from pytorch_lightning.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
+
+from lightning_omni.tuning.callback import either
+from lightning_omni.tuning.callback.device import DeviceProbeHooks, DeviceTunerHooks
+from lightning_omni.tuning.callback.omni import OmniTunerHooks
+
+
+class Names:
+    """The names that callbacks use of this namespace."""
+
+    rank_zero_info = staticmethod(rank_zero_info)
+    mixed_precision = MixedPrecision
+    mute_logger = DummyLogger
+    strategies = (SingleDeviceStrategy, DDPStrategy)
+
+
+class DeviceTuner(DeviceTunerHooks, Callback):  # noqa: D101
+    __doc__ = DeviceTunerHooks.__doc__
+
+
+class DeviceProbe(DeviceProbeHooks, DeviceTuner):
+    """A `DeviceTuner` that ends the fit before its first batch."""
+
+    trainer_class = Trainer
+
+
+class OmniTuner(OmniTunerHooks, Callback):  # noqa: D101
+    __doc__ = OmniTunerHooks.__doc__
+
+
+either.take_base(Callback)

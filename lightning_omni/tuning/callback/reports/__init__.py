@@ -1,0 +1,1 @@
+"""Reports of a tuned run, and metrics for loggers."""

@@ -1,0 +1,242 @@
+"""Trainings with one setting, on copies of all that training changes; the original model stays untouched."""
+
+from __future__ import annotations
+
+import copy
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.tuning.device.setting import Applied, DeviceSetting, used
+
+Loss = Callable[[Any, Any], Tensor]
+"""Function that returns the loss of a model for a batch."""
+
+_OWN_OF_TORCH = ("step", "_opt_called", "_zero_grad_profile_name", "defaults", "state", "param_groups")
+
+
+@dataclass(frozen=True)
+class TrainingSetup:
+    """The model, loss, optimizer and batches of a training.
+
+    Args:
+        model: model of which trials train copies; it never changes.
+        loss: function that returns the mean loss of model and batch.
+        optimizer: optimizer over the model's parameters, or a function that creates one from parameters.
+        batches: at least one batch, all of one size; used cyclically.
+        clock: function that returns seconds.
+
+    Raises:
+        ConfigurationError: ``batches`` is empty, or its first batch holds no tensor.
+    """
+
+    model: nn.Module
+    loss: Loss
+    optimizer: Optimizer | Callable[[Any], Optimizer]
+    batches: Sequence[Any]
+    clock: Callable[[], float] = time.perf_counter
+
+    def __post_init__(self) -> None:
+        if not self.batches or size_of(self.batches[0]) is None:
+            raise ConfigurationError("batches: pass at least one, with a tensor whose first dimension counts samples")
+
+    @property
+    def batch_size(self) -> int:
+        size = size_of(self.batches[0])
+        assert size is not None
+        return size
+
+    @property
+    def device(self) -> torch.device:
+        return next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
+
+    def copies(self) -> tuple[nn.Module, Optimizer]:
+        """Return independent copies of the model and of an optimizer over it."""
+        # Both copies share a memo, so the copied optimizer holds the copied parameters.
+        memo: dict[int, Any] = {}
+        model = copy.deepcopy(self.model, memo)
+        for name, module in self.model.named_modules():
+            if module._compiled_call_impl is not None:
+                model.get_submodule(name).compile()  # deepcopy drops it
+        if not isinstance(self.optimizer, Optimizer):
+            return model, self.optimizer(model.parameters())
+        optimizer = copy.deepcopy(self.optimizer, memo)
+        for name, value in vars(self.optimizer).items():  # Optimizer.__getstate__ leaves these out
+            if name not in vars(optimizer) and name not in _OWN_OF_TORCH and not callable(value):
+                setattr(optimizer, name, copy.deepcopy(value, memo))
+        return model, optimizer
+
+
+class Trial:
+    """A copy of a setup that trains with one setting; it is `Timed`.
+
+    Args:
+        setup: setup to copy.
+        setting: use of the device.
+        nudge: relative size of a random change of all weights before training.
+
+    Raises:
+        ConfigurationError: a submodule to compile does not exist.
+    """
+
+    def __init__(self, setup: TrainingSetup, setting: DeviceSetting, nudge: float = 0.0) -> None:
+        self.setup, self.setting, self._nudge = setup, setting, nudge
+        self.samples = setting.batch_size or setup.batch_size
+        self.model, self.optimizer = setup.copies()
+        self._begins_empty = not self.optimizer.state
+        Applied().to_model(setting, self.model, self.optimizer)  # never undone: the copy is discarded
+        same_size = self.samples == setup.batch_size
+        self._batches = list(setup.batches) if same_size else [resized(batch, self.samples) for batch in setup.batches]
+
+    def run(self, steps: int) -> float:
+        with used(self.setting):
+            self.reset()
+            for number in range(1 + steps // 5):
+                self._step(number)
+            synchronize(self.setup.device)
+            began = self.setup.clock()
+            for number in range(steps):
+                self._step(number)
+            synchronize(self.setup.device)
+            return self.setup.clock() - began
+
+    def losses(self, steps: int, seed: int = 0) -> list[float]:
+        """Return the losses of a training from the setup's weights, on its batches cyclically."""
+        with used(self.setting):
+            self.reset()
+            seed_all(seed)
+            return [float(self._step(number).detach()) for number in range(steps)]
+
+    def reset(self) -> None:
+        """Restore the weights of the setup, because trained weights might have another speed."""
+        with torch.no_grad():
+            for own, lent in zip(_tensors(self.model), _tensors(self.setup.model), strict=True):
+                own.copy_(lent)
+            if self._nudge:
+                seed_all(1)
+                for parameter in filter(Tensor.is_floating_point, self.model.parameters()):
+                    parameter.mul_(1 + self._nudge * torch.randn_like(parameter))
+        if self._begins_empty:
+            self.optimizer.state.clear()
+
+    def _step(self, number: int) -> Tensor:
+        batch = self._batches[number % len(self._batches)]
+
+        def closure() -> Tensor:
+            self.optimizer.zero_grad()
+            with self.setting.autocast(self.setup.device):
+                loss = self.setup.loss(self.model, batch)
+            loss.backward()
+            return loss
+
+        with torch.enable_grad():
+            return self.optimizer.step(closure)  # type: ignore[arg-type, return-value]  # typed for floats
+
+    def check(self) -> None:
+        """Raise a `ConfigurationError` if a step gave the copy no gradients, because its loss uses another model."""
+        if not any(parameter.grad is not None for parameter in self.model.parameters()):
+            raise ConfigurationError(
+                "the loss of a copy of the model does not depend on the copy's weights; does the model keep a function"
+                " that refers to itself? Let it refer to self instead"
+            )
+
+
+def _tensors(model: nn.Module) -> Iterator[Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+# --- Preserved state --------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def same_rng_state() -> Iterator[None]:
+    """Restore the RNG state of torch, Python and numpy on exit."""
+    in_use = torch.cuda.is_available() and torch.cuda.is_initialized()
+    with torch.random.fork_rng(range(torch.cuda.device_count()) if in_use else ()), ExitStack() as kept:
+        kept.callback(random.setstate, random.getstate())
+        kept.callback(np.random.set_state, np.random.get_state())  # noqa: NPY002
+        yield
+
+
+@contextmanager
+def untouched(setup: TrainingSetup) -> Iterator[None]:
+    """Restore the RNG state, the threads, and the gradients of the setup's model on exit."""
+    threads = torch.get_num_threads()
+    gradients = [parameter.grad for parameter in setup.model.parameters()]
+    try:
+        with same_rng_state():
+            yield
+    finally:
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+        for parameter, gradient in zip(setup.model.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+
+
+def seed_all(seed: int) -> None:
+    """Seed torch, Python and numpy."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has finished its work."""
+    if device.type not in ("cpu", "meta") and hasattr(getattr(torch, device.type, None), "synchronize"):
+        getattr(torch, device.type).synchronize()
+
+
+# --- Batches ----------------------------------------------------------------------------------------------------------
+
+
+def size_of(batch: Any) -> int | None:
+    """Return the first dimension of the first tensor in a tree of dicts, lists and tuples; None without any.
+
+    Example:
+        >>> size_of({"x": [torch.zeros(5, 2)], "y": torch.zeros(5)})
+        5
+    """
+    if isinstance(batch, Tensor):
+        return int(batch.shape[0]) if batch.dim() else None
+    if isinstance(batch, dict):
+        batch = list(batch.values())
+    if isinstance(batch, (list, tuple)):
+        return next((size for size in map(size_of, batch) if size is not None), None)
+    return None
+
+
+def resized(batch: Any, size: int) -> Any:
+    """Return a batch with ``size`` samples, by repeating or truncating the given ones.
+
+    Only tensors whose first dimension is the batch's change.
+
+    Example:
+        >>> resized((torch.arange(2), "name"), 5)
+        (tensor([0, 1, 0, 1, 0]), 'name')
+    """
+    old = size_of(batch)
+
+    def change(tree: Any) -> Any:
+        if isinstance(tree, Tensor):
+            if not tree.dim() or tree.shape[0] != old:
+                return tree
+            return tree[torch.arange(size, device=tree.device) % old]
+        if isinstance(tree, dict):
+            return {key: change(value) for key, value in tree.items()}
+        if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+            return type(tree)(*map(change, tree))
+        if isinstance(tree, (list, tuple)):
+            return type(tree)(map(change, tree))
+        return tree
+
+    return change(batch)

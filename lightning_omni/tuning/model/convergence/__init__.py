@@ -1,0 +1,1 @@
+"""Statistical efficiency: the number of updates to a target, and the effect of staleness on momentum."""

@@ -1,0 +1,368 @@
+"""The time to a target of any setting, hardware efficiency × statistical efficiency, with an interval.
+
+A prior (`lightning_omni.tuning.search.experience`) or theory predicts the samples that a setting needs; a profile of
+the cluster (`lightning_omni.tuning.model.profile`) predicts the samples per second.
+
+Rule 1: Settings are compared by samples, not updates: groups of different size make updates of different size.
+Rule 2: Proportional batches have the sample efficiency of equal ones, because the gradient is the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+
+from lightning_omni.checks import counted
+from lightning_omni.methods import method_named
+from lightning_omni.serialization import Serializable
+from lightning_omni.tuning.model import constants as c
+from lightning_omni.tuning.model.convergence.statistical import DecayFit, Estimate, LossCurve, check_level, fit_decay
+
+Array = np.ndarray[Any, Any]
+
+
+# --- Settings --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, order=True)
+class Setting(Serializable):
+    """A point of the search space.
+
+    Attributes:
+        groups: number of compute groups.
+        momentum: explicit momentum (β1 of Adam and its variants); 0.0 if the optimizer has none.
+        lr: learning rate.
+        rebalance: whether a group's batch is split in proportion to the speeds of its ranks.
+        period: local steps between two exchanges.
+        further: names and values of user-defined dimensions, sorted by name.
+        method: method of the exchange without its period, as in ``OmniStrategy(method=...)``; empty for the run's own.
+        wire: wire format of pushes and answers, such as ``"int8"``, or ``"int8/bf16"`` for one each way; empty for the
+            run's own.
+        overlap: whether exchanges overlap computation.
+        all_reduce: format in which the members of a group average gradients, as in ``OmniStrategy(all_reduce=...)``;
+            empty for the run's own.
+        merged: name of the submodule that stays at the server if there are several groups; empty if there is none.
+
+    Example:
+        >>> str(Setting(groups=4, momentum=0.3, lr=0.025))
+        '4 groups, momentum 0.3, lr 0.025'
+        >>> str(Setting(4, 0.9, 0.1, period=8, method="local_sgd", wire="int8/bf16"))
+        '4 groups, local_sgd, period 8, wire int8/bf16, momentum 0.9, lr 0.1'
+    """
+
+    groups: int
+    momentum: float
+    lr: float
+    rebalance: bool = False
+    period: int = 1
+    further: tuple[tuple[str, Any], ...] = ()
+    method: str = ""
+    wire: str = ""
+    overlap: bool = False
+    all_reduce: str = ""
+    merged: str = ""
+
+    @property
+    def updates_per_batch(self) -> int:
+        """Return the updates of the weights per batch of all ranks: one per group if the server steps, or one."""
+        if self.groups == 1:
+            return 1
+        return method_named(self.method).updates_per_batch(self.groups) if self.method else self.groups
+
+    def further_value(self, name: str) -> Any:
+        return dict(self.further)[name]
+
+    def with_further(self, name: str, value: Any) -> Setting:
+        """Return the setting with another value of a user-defined dimension."""
+        return replace(self, further=tuple(sorted({**dict(self.further), name: value}.items())))
+
+    @property
+    def exchange(self) -> str:
+        """Describe how gradients and weights travel; empty for the plain or unspecified way."""
+        return ", ".join([*self._named_method, *self._pace] if self.groups > 1 else self._averaged)
+
+    @property
+    def _named_method(self) -> list[str]:
+        return [self.method] * (self.groups > 1 and bool(self.method))
+
+    @property
+    def _averaged(self) -> list[str]:
+        return [f"all-reduce {self.all_reduce}"] * (self.all_reduce not in ("", "fp32"))
+
+    @property
+    def _pace(self) -> list[str]:
+        several = self.groups > 1
+        parts = [f"period {self.period}"] * (self.period > 1)
+        parts += self._averaged
+        parts += [f"wire {self.wire}"] * (several and self.wire not in ("", "fp32"))
+        parts += [f"{self.merged} merged"] * (several and bool(self.merged))
+        return parts + ["overlapped"] * (several and self.overlap)
+
+    def __str__(self) -> str:
+        parts = [counted(self.groups, "group"), *self._named_method]
+        parts += ["proportional batches"] * self.rebalance + self._pace
+        parts += [f"{name} {value}" for name, value in self.further]
+        return ", ".join([*parts, f"momentum {self.momentum:.3g}", f"lr {self.lr:.3g}"])
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """A rule for learning rates that act alike at different numbers of groups and momenta.
+
+    A group of N / g ranks has a g-th of the batch, so each sample moves the weights equally if the rate is a g-th, too;
+    momentum m multiplies the total effect of a gradient by 1 / (1 - m). Their product is the *step* of a setting: for
+    small steps training follows one curve, whatever the groups and the momentum. Adaptive optimizers divide by the size
+    of gradients, which cancels both; for them the square root of the batch is usual.
+
+    Args:
+        is_adaptive: whether the optimizer divides by the size of gradients, as Adam does.
+
+    Example:
+        >>> Scaling().step(Setting(groups=1, momentum=0.9, lr=0.1)), Scaling().lr(groups=4, momentum=0.6, step=1.0)
+        (1.0, 0.1)
+    """
+
+    is_adaptive: bool = False
+
+    def step(self, setting: Setting) -> float:
+        """Return the learning rate at which one group without momentum would act alike."""
+        return setting.lr / self.lr(setting.updates_per_batch, setting.momentum, 1.0)
+
+    def lr(self, groups: int, momentum: float, step: float) -> float:
+        """Return the learning rate for a step.
+
+        Args:
+            groups: number of groups whose updates follow each other; 1 for methods that average simultaneous ones, see
+                `Setting.updates_per_batch`.
+            momentum: explicit momentum.
+            step: step as returned by `step`.
+        """
+        return step / math.sqrt(groups) if self.is_adaptive else round(step * (1 - momentum) / groups, 12)
+
+
+# --- The first batches of a run --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TrainedBatches(Serializable):
+    """The losses of batches that a run trained with one setting.
+
+    Attributes:
+        setting: setting of these batches.
+        samples: samples trained when each batch ended, ascending, shape (batches,).
+        losses: mean training loss of each batch, before the update with it, shape (batches,).
+    """
+
+    setting: Setting
+    samples: tuple[float, ...]
+    losses: tuple[float, ...]
+
+    @property
+    def end(self) -> float:
+        return self.samples[-1] if self.samples else 0.0
+
+    @property
+    def first_loss(self) -> float:
+        """Return the mean loss of each group's first batch; NaN without any batch."""
+        return float(np.mean(self.losses[: self.setting.groups])) if self.losses else math.nan
+
+    @property
+    def is_finite(self) -> bool:
+        """Return whether losses were recorded and all of them are finite."""
+        return bool(self.samples) and all(map(math.isfinite, self.losses))
+
+    @property
+    def level(self) -> float:
+        """Return the mean loss of the last segments."""
+        return float(self.blocks()[-c.TAIL :].mean())
+
+    @property
+    def scatter(self) -> float:
+        """Return the standard deviation of a batch's loss about the trend, from differences of successive losses."""
+        differences = np.diff(self.losses)
+        return float(np.sqrt(np.mean(differences**2) / 2)) if len(differences) else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the batches as plain values; None replaces a loss that is not finite, for JSON."""
+        losses = [loss if math.isfinite(loss) else None for loss in self.losses]
+        return {**super().to_dict(), "losses": losses}
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> TrainedBatches:
+        return super().from_dict({**plain, "losses": [math.nan if loss is None else loss for loss in plain["losses"]]})
+
+    def blocks(self, count: int = c.BLOCKS) -> Array:
+        """Return the mean loss of each of ``count`` equal segments of the samples, shape (count,)."""
+        edges = np.linspace(0, self.end, count + 1)
+        ends = np.asarray(self.samples)
+        # The losses are integrated, as constant over each batch, and interpolated at the edges.
+        total = np.concatenate([[0.0], np.cumsum(np.diff(ends, prepend=0.0) * np.asarray(self.losses))])
+        return np.asarray(np.diff(np.interp(edges, np.concatenate([[0.0], ends]), total)) / np.diff(edges))
+
+
+# --- Sample efficiency -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Theory:
+    """The expected log samples of settings that were not tried yet.
+
+    Staleness costs much at first, like the momentum 1 - 1 / g that it acts as, and then little; the best explicit
+    momentum is about what implicit momentum leaves; the best step is near the user's. The coefficients are empirical.
+
+    Args:
+        start: reference for all other settings: the user's own, or the one that a run trains with now.
+        scaling: rule for learning rates.
+        most: largest explicit momentum; that of ``start`` if None.
+        staleness: cost of the first staleness: that of very many groups, without ``spread``.
+        spread: cost of every further group.
+        narrow: cost of a step smaller by a factor of e, as a fraction; a larger step costs twice that.
+
+    References:
+        Mitliagkas et al. 2016, "Asynchrony begets Momentum", Theorem 6, for the momentum.
+    """
+
+    start: Setting
+    scaling: Scaling
+    most: float | None = None
+    staleness: float = 0.4
+    spread: float = 0.01
+    narrow: float = 0.15
+
+    @property
+    def step(self) -> float:
+        return self.scaling.step(self.start)
+
+    @property
+    def total_momentum(self) -> float:
+        """Return explicit and implicit momentum of the starting setting together."""
+        return 1 - (1 - self.start.momentum) / self.start.groups
+
+    def momentum(self, groups: int) -> float:
+        """Return the explicit momentum that keeps the total, at most ``most``; adaptive optimizers keep theirs."""
+        if self.scaling.is_adaptive:
+            return self.start.momentum
+        most = self.start.momentum if self.most is None else self.most
+        return min(most, max(0.0, round(1 - (1 - self.total_momentum) * groups, 6)))
+
+    def setting(self, groups: int, rebalance: bool = False, period: int = 1, factor: float = 1.0) -> Setting:
+        """Return the setting that theory proposes for a number of groups; ``factor`` scales its step."""
+        momentum = self.momentum(groups)
+        return Setting(groups, momentum, self.scaling.lr(groups, momentum, self.step * factor), rebalance, period)
+
+    def error(self, setting: Setting) -> float:
+        """Return the standard deviation of the error of the log samples."""
+        return c.THEORY_ERROR
+
+    def __call__(self, setting: Setting) -> float:
+        """Return the logarithm of the samples to a target, up to a constant."""
+        away = math.log(max(self.scaling.step(setting), 1e-12) / self.step)
+        steepness = self.narrow if away < 0 else 2 * self.narrow
+        momentum = 0.5 * (setting.momentum - self.momentum(setting.groups)) ** 2
+        exchangers = setting.groups * setting.period if setting.groups > 1 else 1  # one group exchanges with no other
+        stale = self.staleness * (1 - 1 / exchangers) + self.spread * (exchangers - 1)
+        return math.log1p(stale) + steepness * away**2 + momentum
+
+
+# --- Forecast --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SettingEstimate:
+    """The expected time and samples of a setting.
+
+    Attributes:
+        seconds: time to the target; without a known target, only ratios between settings are meaningful.
+        samples_per_second: hardware efficiency.
+        samples: samples to the target, or relative to those of the theory's starting setting.
+    """
+
+    setting: Setting
+    seconds: Estimate
+    samples_per_second: float
+    samples: Estimate
+
+
+class Forecast:
+    """An estimator of the time to the target for any setting.
+
+    Args:
+        theory: expected samples of settings, and the error of that expectation.
+        throughput: function that returns the samples per second of a setting.
+        samples: samples to the target with the theory's starting setting; None if unknown, all times are then relative.
+        level: probability of the intervals.
+    """
+
+    def __init__(
+        self,
+        theory: Theory,
+        throughput: Callable[[Setting], float],
+        samples: Estimate | None = None,
+        level: float = 0.8,
+    ) -> None:
+        self.theory, self.throughput, self.samples = theory, throughput, samples
+        self._width = _deviations(level)
+
+    def log_seconds(self, setting: Setting) -> float:
+        """Return the logarithm of the time to the target, up to a constant; a search minimizes it."""
+        return self.theory(setting) - math.log(max(self.throughput(setting), 1e-12))
+
+    def deviation(self, one: Setting, other: Setting) -> float:
+        """Return the standard deviation of the log ratio of the samples; 0 if only ``rebalance`` differs."""
+        alike = replace(one, rebalance=other.rebalance) == other
+        return 0.0 if alike else math.hypot(self.theory.error(one), self.theory.error(other))
+
+    def of(self, setting: Setting) -> SettingEstimate:
+        mean, error = self.theory(setting), self.theory.error(setting)
+        rate = max(self.throughput(setting), 1e-12)
+        low, high = math.exp(mean - self._width * error), math.exp(mean + self._width * error)
+        samples = _times(self.samples or Estimate(1.0, 1.0, 1.0), math.exp(mean), low, high)
+        return SettingEstimate(setting, _times(samples, 1 / rate, 1 / rate, 1 / rate), rate, samples)
+
+    def of_systems(self, ranks: int, saturating: int, own: Setting | None = None) -> dict[str, SettingEstimate]:
+        """Estimate the settings that well-known systems would use.
+
+        These systems keep the user's learning rate, except for Rudra, which divides it by the staleness, and Omnivore,
+        which tunes it.
+
+        Args:
+            ranks: number of ranks.
+            saturating: groups at which a serial part saturates.
+            own: user's setting; None for the theory's start.
+        """
+        start = own or self.theory.start
+        alone = Setting(1, start.momentum, start.lr)
+        systems = {
+            "DDP, Horovod (synchronous)": alone,
+            "proportional batches": Setting(1, start.momentum, start.lr, rebalance=True),
+            "Downpour, A-SGD (asynchronous, untuned)": Setting(ranks, start.momentum, start.lr),
+            "Rudra (asynchronous, lr by staleness)": Setting(ranks, start.momentum, start.lr / max(1, ranks - 1)),
+            "Omnivore (groups where a part saturates)": self.theory.setting(saturating),
+        }
+        return {name: self.of(setting) for name, setting in systems.items()}
+
+
+def samples_to(target: float, batches: TrainedBatches) -> Estimate | None:
+    """Extrapolate the samples to a training loss from a run's first batches; None if these do not determine them."""
+    if not batches.is_finite or len(batches.samples) < c.FEWEST_POINTS:
+        return None
+    fit = fit_decay(LossCurve(np.array(batches.samples), np.array(batches.losses)), lowest=-math.inf)
+    if not isinstance(fit, DecayFit):
+        return None
+    found = fit.updates_to(target)
+    return found if math.isfinite(found.value) else None
+
+
+def _times(estimate: Estimate, value: float, low: float, high: float) -> Estimate:
+    return Estimate(estimate.value * value, estimate.low * low, estimate.high * high, estimate.probability)
+
+
+def _deviations(level: float) -> float:
+    """Return the standard deviations to either side that enclose a normal number with probability ``level``."""
+    check_level(level)
+    return NormalDist().inv_cdf((1 + level) / 2)

@@ -1,0 +1,510 @@
+"""Hardware efficiency: seconds per update of any grouping, from a model fitted to measured steps of one or two.
+
+The costs are fitted to the measurements of ranks and groups, or are known `Costs`. The slowest member determines the
+time of its group, groups wait for one another where they share a server, its link or a merged head, and every number
+has an interval.
+
+    step of a group = E[max over members of compute time] + all-reduce + exchange / H + access to a head
+    compute time of a rank = (overhead + samples × seconds per sample) × jitter, with the measured jitter
+    all-reduce of k members = (k - 1) / k × 2 a + (k - 1) × 2 l
+    exchange = delay + service at shared resources, and the wait for it (`lightning_omni.tuning.model.queueing`)
+
+With S servers that each hold a share of the weights, each takes 1 / S of the service, and the shares of all groups
+queue at all servers alike. The delay that does not depend on bytes counts twice, because the servers agree on each
+update. If each node has a server, 1 / S of an exchange crosses no link. The fitted costs are those of one server.
+
+Groups do not wait for each other elsewhere, so an update follows every 1 / Σ 1 / (step of each group) seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from lightning_omni.checks import check_number, check_whole, counted
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.serialization import Serializable
+from lightning_omni.topology import Topology
+from lightning_omni.tuning.model import constants as c
+from lightning_omni.tuning.model.cluster_change import ClusterChange
+from lightning_omni.tuning.model.convergence.statistical import Estimate, check_level
+from lightning_omni.tuning.model.cost_model import CostModel, first_draw
+from lightning_omni.tuning.model.costs import Costs
+from lightning_omni.tuning.model.exchanging import ExchangePattern
+from lightning_omni.tuning.model.fit import fit_model
+from lightning_omni.tuning.model.head_cost import HeadCost
+from lightning_omni.tuning.model.measured import HeadMeasured, Measured, mean_samples
+from lightning_omni.tuning.model.plan import TrainingPlan
+from lightning_omni.wire.all_reduce import EXACT, all_reduce_of
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The predicted speed of a grouping.
+
+    Attributes:
+        seconds_per_update: seconds per push of any group; with H > 1, per local step of any group.
+        samples_per_second: total over all groups.
+        parts: seconds per update that ``"compute"``, ``"allreduce"``, ``"exchange"`` (its delay), ``"serve"``,
+            ``"link"`` and ``"head"`` take. The first three are divided among the groups; no update is faster than any
+            part.
+        bottleneck: ``"server"``, ``"link"`` or ``"head"`` if it is busy all the time, or else the largest part of a
+            step, ``"compute"``, ``"allreduce"`` or ``"exchange"``.
+        statement: a sentence for users.
+    """
+
+    seconds_per_update: Estimate
+    samples_per_second: Estimate
+    parts: Mapping[str, float]
+    bottleneck: str
+    topology: Topology
+    statement: str
+
+    def faster(self, factor: float) -> Prediction:
+        """Return the prediction for ``factor`` times the samples per second; parts and statement do not change."""
+        seconds, samples = self.seconds_per_update.times(1 / factor), self.samples_per_second.times(factor)
+        return replace(self, seconds_per_update=seconds, samples_per_second=samples)
+
+
+_BOTTLENECKS = {
+    "compute": "each group's slowest member holds it up",
+    "allreduce": "the all-reduce inside the groups holds it up",
+    "exchange": "the way to the server and back holds it up; exchange less often, or less",
+    "server": "the server holds it up: it is always busy, and more groups would not help",
+    "link": "the server's link holds it up: it is always busy, and more groups would not help",
+    "head": "the merged head holds it up: it is always busy, and more groups would not help",
+}
+
+
+_NOT_ALWAYS_BUSY = {
+    **_BOTTLENECKS,
+    "server": "the server, which groups wait for at times, holds it up; exchange less often",
+    "link": "the server's link, which groups wait for at times, holds it up; exchange less often, or less",
+    "head": "the merged head, which groups wait for at times, holds it up",
+}
+
+
+@dataclass(frozen=True)
+class Profile(Serializable):
+    """A fitted cost model of ranks and the links between them, which predicts the speed of other groupings.
+
+    Args:
+        measured: segments of training; see `fit`, which creates a profile. Costs of exchanges are fitted to the
+            segments with as many servers as the last one.
+        draws: number of resampled fits for the intervals.
+        seed: seed of the resampling.
+        changes: changes made by `scaled`, in order.
+        costs: known costs instead of measurements; see `of`.
+        equal_ranks: number of ranks with these costs, and samples of each in a step.
+
+    Example:
+        Two ranks, the second half as fast, measured as two groups that a server answers after 10 ms:
+
+        >>> measured = Measured(
+        ...     groups=((0,), (1,)), samples=((8,) * 9, (8,) * 9), own=((0.1,) * 9, (0.2,) * 9),
+        ...     steps=((0.11,) * 9, (0.21,) * 9), exchanges=((0.01,) * 9, (0.01,) * 9),
+        ... )
+        >>> profile = Profile.fit([measured])
+        >>> [round(speed) for speed in profile.speeds]
+        [80, 40]
+        >>> str(profile.predict(1).seconds_per_update)  # the slower one counts
+        '0.2 (0.2 to 0.2)'
+        >>> round(profile.predict(1, rebalance=True).seconds_per_update.value, 3)  # 11 samples and 5
+        0.137
+        >>> profile.predict(1).statement
+        "1 group: an update every 200 ms (200 to 200), 80 samples/s; each group's slowest member holds it up"
+    """
+
+    measured: tuple[Measured, ...]
+    draws: int = 100
+    seed: int = 0
+    changes: tuple[ClusterChange, ...] = ()
+    costs: Costs | None = None
+    equal_ranks: tuple[int, float] = (1, 1.0)
+
+    @classmethod
+    def of(cls, costs: Costs, ranks: int, batch_size: float) -> Profile:
+        """Return the profile of known costs, for equal ranks with ``batch_size`` samples per step.
+
+        Raises:
+            ConfigurationError: ``ranks`` is below 1, or ``batch_size`` is not a positive number.
+
+        Example:
+            A merged head takes 1 ms per sample, the body 10 ms; of 16 ranks, groups have 16 samples each:
+
+            >>> profile = Profile.of(Costs(per_sample=0.010, head_per_sample=0.001), ranks=16, batch_size=1)
+            >>> found = [profile.predict(groups, batch_size=groups) for groups in (2, 4, 8)]
+            >>> [round(1000 * each.seconds_per_update.value, 1) for each in found], found[2].bottleneck
+            ([18.0, 16.0, 16.0], 'head')
+        """
+        if ranks < 1 or not 0 < batch_size < math.inf:
+            raise ConfigurationError(f"ranks={ranks}, batch_size={batch_size}: pass at least one rank and samples")
+        return cls((), draws=2, costs=costs, equal_ranks=(ranks, batch_size))
+
+    @classmethod
+    def fit(cls, measured: Sequence[Measured], draws: int = 100, seed: int = 0) -> Profile:
+        """Fit the model to measured steps.
+
+        A segment with one group shows the costs inside a group, one with as many groups as ranks those of the server;
+        both together predict the groupings in between. Thirty steps of each rank are enough. With one group alone and a
+        known ``nbytes``, predictions with ``exchanging`` forecast the exchange from the all-reduce, which uses the same
+        links, and their intervals are wider; without ``exchanging``, exchanges count as nothing.
+
+        Args:
+            measured: segments of training by the same ranks, in any groupings.
+            draws: number of resampled fits for the intervals, at least 2.
+            seed: seed of the resampling.
+
+        Raises:
+            ConfigurationError: ``measured`` is empty or mixes different ranks, or SciPy is missing.
+
+        References:
+            Lawson and Hanson 1974 (least squares without negative costs); Künsch 1989 (resampling of blocks).
+        """
+        profile = cls(tuple(measured), draws, seed)
+        profile._model  # noqa: B018 - errors belong here
+        return profile
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "measured", tuple(self.measured))
+        object.__setattr__(self, "changes", tuple(self.changes))
+        if not self.measured and self.costs is None:
+            raise ConfigurationError("measured=[]: pass at least one segment of training")
+        if any(each.ranks != self.measured[0].ranks for each in self.measured):
+            raise ConfigurationError(
+                f"measured: of ranks {[list(each.ranks) for each in self.measured]}; pass segments of the same ranks"
+            )
+        check_whole("draws", self.draws, "a whole number, 2 or more", low=2)
+
+    @cached_property
+    def _model(self) -> CostModel:
+        known = None if self.costs is None else CostModel.of(self.costs, self.equal_ranks[0])
+        model = known or fit_model(self.measured, self.draws, self.seed)
+        for change in self.changes:
+            model = model.changed(change)
+        return model
+
+    @property
+    def ranks(self) -> int:
+        """Return the number of ranks."""
+        return len(self._model.devices)
+
+    @cached_property
+    def batch_size(self) -> float:
+        """Return the mean samples per rank and step: the measured ones, or those last passed to `scaled`."""
+        for change in reversed(self.changes):
+            if change.batch_size is not None:
+                return float(change.batch_size)
+        return mean_samples(self.measured) if self.measured else self.equal_ranks[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of one exchange, one way, as float32; 0 if unknown."""
+        return self._model.nbytes
+
+    @property
+    def servers(self) -> int:
+        """Return the number of parameter servers, each with a share of the weights."""
+        return self._model.servers
+
+    @property
+    def per_node(self) -> bool:
+        """Return whether each node runs one parameter server."""
+        return self._model.per_node
+
+    @property
+    def speeds(self) -> tuple[float, ...]:
+        """Return the samples per second of each rank alone, in batches of `batch_size`, in ascending order of ranks."""
+        return tuple(self._model.speeds(self.batch_size).values())
+
+    @property
+    def knows_overhead(self) -> bool:
+        """Return whether batches of several sizes were measured.
+
+        If not, all time counts as time per sample, and predictions for other sizes are a guess.
+        """
+        return self._model.knows_overhead
+
+    def predict(
+        self,
+        groups: int | Topology,
+        *,
+        batch_size: float | None = None,
+        rebalance: bool = False,
+        period: int | None = None,
+        nbytes: int | None = None,
+        exchanging: ExchangePattern | None = None,
+        all_reduce: str = "fp32",
+        head: HeadCost | None = None,
+        level: float = 0.8,
+    ) -> Prediction:
+        """Predict the speed of a grouping.
+
+        Args:
+            groups: the groups; or their number, with sizes that differ by at most one. Ranks that differ in speed are
+                sorted by it if that is faster; see the prediction's ``topology``.
+            batch_size: mean samples per rank and step; None for the profile's.
+            rebalance: whether the members of a group share its batch in proportion to their speeds.
+            period: local steps between two exchanges, H; None for the measured number.
+            nbytes: bytes of one exchange, one way; None for the measured number.
+            exchanging: pattern of exchanges, in place of ``period`` and ``nbytes``; None for groups that wait for their
+                own answers only, with equal bytes each way. With a pattern, the bottleneck is the part that would help
+                most if it were twice as fast.
+            all_reduce: format of gradients in a group, as in ``OmniStrategy(all_reduce=...)``; ``"fp32"`` as measured.
+            head: merged submodule of several groups; None if there is none, or for the measured one.
+            level: probability of the intervals, which cover noise in the measurements, not errors of the model.
+
+        Raises:
+            ConfigurationError: an argument is out of range, or SciPy is missing.
+        """
+        model = self._model if exchanging is None else self._model.forecast or self._model
+        model = self._averaging(model, all_reduce)
+        model = model if head is None else head.changed(model)
+        batch = self.batch_size if batch_size is None else batch_size
+        if exchanging is not None and (period is not None or nbytes is not None):
+            raise ConfigurationError(
+                f"exchanging={exchanging} with period={period}, nbytes={nbytes}: it has a period and bytes of its own;"
+                " leave the others out"
+            )
+        period = model.period if period is None else period
+        check_number("batch_size", batch, "samples per rank and step, above 0", above=0, below=math.inf)
+        check_whole("period", period, "local steps between two exchanges, 1 or more", low=1)
+        check_level(level)
+        if nbytes is not None:
+            check_number("nbytes", nbytes, "bytes of one exchange, 0 or more", low=0)
+            model.check_nbytes(f"nbytes={nbytes}: what an exchange had was")
+        usual = ExchangePattern(period, *(model.nbytes if nbytes is None else nbytes,) * 2)
+        plan = TrainingPlan(model, batch, rebalance, usual if exchanging is None else model.known(exchanging))
+        topology = groups if isinstance(groups, Topology) else self._fastest_topology(groups, plan)[0]
+        if not set(topology.ranks) <= set(model.devices):
+            raise ConfigurationError(
+                f"groups: ranks {sorted(set(topology.ranks) - set(model.devices))} were not measured;"
+                f" pass a topology of {len(model.devices)} ranks"
+            )
+        outcome = plan.outcome(topology)
+        least = outcome.serial
+        most = float(outcome.samples_rate[0] * outcome.seconds_per_update[0]) / least if least else math.inf
+        seconds = _interval(outcome.seconds_per_update, level, least=least)
+        samples = _interval(outcome.samples_rate, level, most=most)
+        bottleneck = outcome.bottleneck if exchanging is None else plan.bottleneck(topology)
+        reason = (_BOTTLENECKS if exchanging is None or outcome.is_busy else _NOT_ALWAYS_BUSY)[bottleneck]
+        return Prediction(
+            seconds,
+            samples,
+            outcome.parts,
+            bottleneck,
+            topology,
+            self._statement(model, topology, seconds, samples, reason, batch),
+        )
+
+    def samples_per_second(
+        self,
+        groups: int,
+        *,
+        rebalance: bool = False,
+        exchanging: ExchangePattern | None = None,
+        all_reduce: str = "fp32",
+        head: HeadCost | None = None,
+    ) -> float:
+        """Return the most likely speed, as `predict` does, but without intervals and in a fiftieth of the time.
+
+        An exchange that was not measured is forecast where possible, also without ``exchanging``.
+
+        Raises:
+            ConfigurationError: an argument is out of range.
+        """
+        model = self._averaging(self._likely, all_reduce)
+        model = model if head is None else head.changed(model)
+        plan = TrainingPlan(model, self.batch_size, rebalance, model.known(exchanging or ExchangePattern()))
+        topology, rate = self._fastest_topology(groups, plan)
+        return float(plan.outcome(topology).samples_rate[0]) if rate is None else rate
+
+    @property
+    def largest_gain_of_split(self) -> float:
+        """Return a bound on the speed-up of any group by proportional batches: its slowest member counts no more."""
+        slowest, *others = sorted(self.speeds)
+        sums = np.cumsum([slowest, *reversed(others)])  # of the slowest and the fastest few
+        return float((sums / np.arange(1, len(sums) + 1)).max() / slowest)
+
+    def largest_gain(self, all_reduce: str) -> float:
+        """Return a bound on the speed-up of any group by an all-reduce format, compared to the exact one.
+
+        No step is shorter than the compute time of the fastest rank, and no group of any size saves more by the format.
+        """
+        exact, other = self._likely, self._averaging(self._likely, all_reduce)
+        computed = float((other.overhead - exact.overhead).max())
+        # Groups of each size, on several nodes and on one.
+        sizes, together = np.tile(np.arange(1, self.ranks + 1), 2), np.repeat([False, True], self.ranks)
+        saved = float((exact.all_reduce(sizes, together) - other.all_reduce(sizes, together)).max())
+        return 1 + max(0.0, saved - computed) * max(self.speeds) / self.batch_size
+
+    def _averaging(self, model: CostModel, all_reduce: str) -> CostModel:
+        if all_reduce not in self._averages:  # settings share few formats
+            self._averages[all_reduce] = self._average(all_reduce)
+        share, messages, computed = self._averages[all_reduce]
+        if (share, messages, computed) == (1.0, 1, 0.0):
+            return model
+        return replace(model.averaging(share, messages), overhead=model.overhead + computed)
+
+    @cached_property
+    def _averages(self) -> dict[str, tuple[float, int, float]]:
+        return {}
+
+    def _average(self, all_reduce: str) -> tuple[float, int, float]:
+        """Return the fraction of a gradient's bytes that travels, the number of all-reduces, and compute seconds."""
+        format_ = all_reduce_of(all_reduce)
+        if format_ == EXACT:
+            return 1.0, 1, 0.0
+        if not self.shapes:
+            raise ConfigurationError(
+                f"all_reduce={all_reduce!r}: how many bytes travel depends on the parameters' shapes, which were not"
+                " measured; fit with Measured(shapes=...)"
+            )
+        computed = max((each.averaging.get(all_reduce, 0.0) for each in self.measured), default=0.0)
+        return format_.share(self.shapes), format_.messages, computed
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes of the parameters whose gradients a group averages; empty if unknown."""
+        return next((each.shapes for each in reversed(self.measured) if each.shapes), ())
+
+    @property
+    def heads(self) -> Mapping[str, HeadMeasured]:
+        """Return the measured costs of merging, by the submodule's name.
+
+        They are from the latest measurement that has any; empty if none has.
+        """
+        return next((each.heads for each in reversed(self.measured) if each.heads), {})
+
+    @cached_property
+    def _likely(self) -> CostModel:
+        return first_draw(self._model.forecast or self._model)
+
+    def _fastest_topology(self, groups: int, plan: TrainingPlan) -> tuple[Topology, float | None]:
+        """Return the faster of even groups and groups of similar speed, and its rate; None if nothing was compared."""
+        check_whole("groups", groups, f"1 to {self.ranks}, the number of ranks, or a topology", 1, self.ranks)
+        speeds = plan.speeds
+        even = Topology.of(speeds, groups)
+        if max(speeds.values()) <= (1 + c.ALIKE) * min(speeds.values()) or groups in (1, self.ranks):
+            return even, None
+        alike = Topology.by_speed(speeds, groups)
+        quick = replace(plan, model=first_draw(plan.model))
+        rates = [float(quick.outcome(topology).samples_rate[0]) for topology in (even, alike)]
+        return (alike, rates[1]) if rates[1] > rates[0] else (even, rates[0])
+
+    def _statement(
+        self, model: CostModel, topology: Topology, seconds: Estimate, samples: Estimate, reason: str, batch: float
+    ) -> str:
+        count = len(topology.alive)
+        text = (
+            f"{counted(count, 'group')}: an update every {_milliseconds(seconds)},"
+            f" {samples.value:.4g} samples/s; {reason}"
+        )
+        if count > 1 and not model.knows_exchange:
+            text += "; the exchange was not measured"
+            text += " and counts as nothing" if model is self._model else ": forecast from the all-reduce"
+        if batch != self.batch_size and not self.knows_overhead:
+            text += f"; batches of {batch:g} were not measured"
+        return text
+
+    def scaled(
+        self,
+        ranks: int | None = None,
+        bandwidth: float | None = None,
+        latency: float | None = None,
+        slowest: float | None = None,
+        servers: int | None = None,
+        per_node: bool = False,
+        batch_size: float | None = None,
+    ) -> Profile:
+        """Return the profile of a changed cluster, or of other batches.
+
+        Args:
+            ranks: number of ranks, copied cyclically from the measured ones and numbered from 0.
+            bandwidth: bytes per second of the server's link, and between the members of a group.
+            latency: seconds of one message, on both.
+            slowest: factor that multiplies the last rank's compute time.
+            servers: number of parameter servers, each with a share of the weights. They agree by one more message each
+                way, which takes the delay that does not depend on bytes. If all measured exchanges were of one size,
+                that delay is unknown: pass ``latency``, too.
+            per_node: whether each node runs one server, so that a share of each exchange crosses no link.
+            batch_size: mean samples per rank and step.
+
+        Raises:
+            ConfigurationError: an argument is out of range, or the bytes for a bandwidth were not measured.
+
+        Example:
+            >>> measured = Measured(((0, 1),), ((8,) * 9,) * 2, ((0.1,) * 9,) * 2, ((0.1,) * 9,), ((0.0,) * 9,))
+            >>> profile = Profile.fit([measured]).scaled(ranks=16, latency=0.001)
+            >>> [round(1000 * profile.predict(groups).seconds_per_update.value, 2) for groups in (1, 4, 16)]
+            [130.0, 27.0, 6.38]
+        """
+        change = ClusterChange(
+            ranks=ranks,
+            bandwidth=bandwidth,
+            latency=latency,
+            slowest=slowest,
+            servers=servers,
+            per_node=per_node,
+            batch_size=batch_size,
+        )
+        if bandwidth is not None:
+            self._model.check_nbytes(f"bandwidth={bandwidth}: bytes of an exchange were")
+        scaled = replace(self, changes=(*self.changes, change))
+        vars(scaled)["_model"] = self._model.changed(change)  # avoids another fit
+        return scaled
+
+    def saturating_groups(self) -> int:
+        """Return the least number of groups, 2 or more, that saturates a serial part; the number of ranks if none does.
+
+        More groups are no faster and staler, so a search begins here (Hadjis et al. 2016, Algorithm 1).
+        """
+        model = first_draw(self._model)
+        plan = TrainingPlan(model, self.batch_size, False, model.known(ExchangePattern()))
+        low, high = 2, max(self.ranks, 2)
+        while low < high:  # the load grows with the number of groups
+            middle = (low + high) // 2
+            if plan.outcome(self._fastest_topology(middle, plan)[0]).is_saturated:
+                high = middle
+            else:
+                low = middle + 1
+        return min(low, self.ranks)
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> Profile:
+        """Rebuild a profile from `to_dict` and fit it again.
+
+        Raises:
+            ConfigurationError: the values are not from `to_dict`, or SciPy is missing.
+        """
+        profile = super().from_dict(plain)
+        profile._model  # noqa: B018 - errors belong here
+        return profile
+
+
+def _interval(draws: Array, level: float, least: float = 0.0, most: float = math.inf) -> Estimate:
+    """Return the basic bootstrap interval: resampled fits are off the first by as much as it is off the true value.
+
+    The fits are biased, too: few steps miss the slowest one, and the inverse of a mean is not the mean of inverses.
+
+    Args:
+        draws: the fit, and the resampled fits.
+        level: probability of the interval.
+        least: smallest possible value.
+        most: largest possible value.
+    """
+    first, factors = float(draws[0]), draws[0] / draws[1:]
+    low, value, high = first * np.quantile(factors, [(1 - level) / 2, 0.5, (1 + level) / 2])
+    value = float(min(max(value, least), most))
+    return Estimate(value, min(float(low), value), max(float(high), value))
+
+
+def _milliseconds(seconds: Estimate) -> str:
+    return f"{1000 * seconds.value:.4g} ms ({1000 * seconds.low:.4g} to {1000 * seconds.high:.4g})"

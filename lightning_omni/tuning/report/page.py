@@ -1,0 +1,221 @@
+"""The page of a report: one HTML file that includes its pictures and styles and needs no network.
+
+This module has the content of its tables; their layout is in `templates`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from base64 import b64encode
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import accumulate
+from operator import mul
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from lightning_omni.tuning.report.digest import Digest, duration, interval, number, span, times
+from lightning_omni.tuning.report.round import Round
+from lightning_omni.tuning.report.times import RunTimes
+
+_WORD = re.compile(r"[A-Za-z]{5,}")
+"""A word that is longer than any unit."""
+_COSTS = {
+    "compute": "compute",
+    "allreduce": "all-reduce",
+    "exchange": "way to the server",
+    "serve": "server",
+    "link": "its link",
+    "head": "merged head",
+}
+
+
+@dataclass(frozen=True)
+class TextTable:
+    """The content of a table.
+
+    Attributes:
+        heads: heads of the columns; if empty, the first column has the heads.
+        rows: the cells, as plain text.
+        chosen: index of the marked row.
+        bars: by column, how full each row's cell is, from 0 to 1.
+    """
+
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    chosen: int | None = None
+    bars: Mapping[int, Sequence[float]] = field(default_factory=dict)
+
+    def is_numeric(self, column: int) -> bool:
+        """Return whether a column has only numbers, and is aligned to the right."""
+        return all(_is_number(row[column]) for row in self.rows)
+
+
+def _is_number(text: str) -> bool:
+    return not text or text in ("–", "∞") or (text[0].isdigit() and not _WORD.search(text))
+
+
+@dataclass(frozen=True)
+class Section:
+    """The part of the page about one search.
+
+    Args:
+        place: index of the search, from 0.
+        round: the search and its outcome.
+        digest: its derived numbers.
+        png: its picture; None if matplotlib is missing.
+    """
+
+    place: int
+    round: Round
+    digest: Digest
+    png: bytes | None
+
+    @property
+    def title(self) -> str:
+        name = "First search" if self.place == 0 else f"Retuning {self.place}"
+        return f"{name}, epoch {self.round.epoch}"
+
+    @property
+    def picture(self) -> str:
+        """Return the picture in base64; empty if there is none."""
+        return "" if self.png is None else b64encode(self.png).decode()
+
+    @property
+    def overview(self) -> list[str]:
+        """Return the row in the table of all searches."""
+        chosen = str(self.digest.choice.setting)
+        return [str(self.round.epoch), duration(self.round.seconds_run), chosen, self.digest.expense]
+
+    @property
+    def choice(self) -> TextTable:
+        digest, search = self.digest, self.digest.search
+        setting = digest.choice.setting
+        rows = [
+            ["choice", str(setting)],
+            ["why", digest.choice.why],
+            ["your own setting", str(digest.start)],
+            ["search", f"{digest.ranks} ranks, batches of {search.spec.batch} in all; {digest.expense}"],
+        ]
+        if (setting.groups, False) in digest.predictions:
+            rows.insert(2, ["bottleneck", digest.bottleneck(digest.prediction(setting.groups))])
+        if digest.seconds is not None:
+            rows.append(["time to the target", interval(digest.seconds)])
+        rows.append(["speed-up over your own setting", span(digest.speed_up)])
+        return TextTable([], rows)
+
+    @property
+    def contributions(self) -> TextTable:
+        parts = self.digest.contributions
+        heads = ["", "samples/s", "samples to the target", "speed-up"]
+        rows = [["your own setting", "1×", "1×", "1×"]]
+        rows += [[each.part, times(each.rate), times(each.samples), times(each.speed_up)] for each in parts]
+        so_far = list(accumulate((each.speed_up for each in parts), mul, initial=1.0))
+        rate, samples = math.prod(each.rate for each in parts), math.prod(each.samples for each in parts)
+        rows.append(["all of it", *map(times, (rate, samples, so_far[-1]))])
+        full = [*so_far, so_far[-1]]
+        return TextTable(heads, rows, len(rows) - 1, {3: [value / max(full) for value in full]})
+
+    @property
+    def considered(self) -> TextTable:
+        rows = [
+            [str(row.setting), row.by, number(row.rate), times(row.samples), times(row.time), times(row.gain)]
+            for row in self.digest.considered
+        ]
+        chosen = [row.setting for row in self.digest.considered].index(self.digest.choice.setting) if rows else None
+        heads = ["setting", "proposed by", "samples/s", "samples", "time", "expected gain"]
+        return TextTable(heads, rows, chosen)
+
+    @property
+    def segments(self) -> TextTable:
+        rows = [
+            [str(each.setting), times(math.exp(each.log_ratio)), f"{100 * math.sqrt(each.variance):.2g} %"]
+            for each in self.digest.search.segments
+        ]
+        return TextTable(["trained with", "seconds, measured over predicted", "standard error"], rows)
+
+    @property
+    def systems(self) -> TextTable:
+        digest = self.digest
+        heads = ["system", "setting", "time", "80 % interval", *(["to the target"] if digest.seconds else [])]
+        rows = [["the choice", str(digest.choice.setting), times(1.0), "", *self._seconds(1.0)]]
+        values = [1.0]
+        for name, estimate in digest.systems.items():
+            time = digest.time(estimate.setting)
+            between = f"{times(time.low)} to {times(time.high)}"
+            rows.append([name, str(estimate.setting), times(time.value), between, *self._seconds(time.value)])
+            values.append(time.value)
+        return TextTable(heads, rows, 0, {2: [value / max(values) for value in values]})
+
+    def _seconds(self, relative: float) -> list[str]:
+        seconds = self.digest.seconds
+        return [] if seconds is None else [duration(relative * seconds.value)]
+
+    @property
+    def hardware(self) -> TextTable:
+        digest, setting = self.digest, self.digest.choice.setting
+        rows = []
+        for (groups, rebalance), prediction in digest.predictions.items():
+            has_trained = groups != setting.groups or rebalance == setting.rebalance
+            measured = self.round.measured_after.get(groups, math.nan) if has_trained else math.nan
+            batches = "proportional" if rebalance else "equal"
+            seconds = prediction.seconds_per_update.value
+            rate = [str(prediction.samples_per_second), number(measured), number(1000 * seconds)]
+            costs = [number(1000 * prediction.parts[name]) for name in _COSTS]
+            rows.append([str(groups), batches, *rate, *costs, digest.bottleneck(prediction)])
+        key = setting.groups, setting.rebalance
+        heads = ["groups", "batches", "samples/s", "in training", "ms per update", *_COSTS.values(), "bottleneck"]
+        return TextTable(heads, rows, list(digest.predictions).index(key) if key in digest.predictions else None)
+
+    @property
+    def ranks(self) -> TextTable:
+        speeds = self.digest.profile.speeds
+        rows = [[str(rank), number(speed)] for rank, speed in enumerate(speeds)]
+        return TextTable(["rank", "samples/s"], rows, bars={1: [speed / max(speeds) for speed in speeds]})
+
+
+def page(target: float | None, monitor: str, statement: str, run: RunTimes | None, sections: Sequence[Section]) -> str:
+    """Return the whole page.
+
+    Args:
+        target: value of ``monitor`` at which the run is over; None if none was named.
+        monitor: name of a metric.
+        statement: a sentence about the last search.
+        run: how the run spent its time; None before it has trained.
+        sections: one for each search, in their order.
+    """
+    overview = [each.overview for each in sections]
+    heads = ["epoch", "training before", "choice", "spent"]
+    return (
+        templates()
+        .get_template("tuning.html")
+        .render(
+            until="" if target is None else f" until {monitor} is {number(target)}",
+            statement=statement,
+            run=None if run is None else _run(run, target is not None),
+            searches=TextTable(heads, overview, len(overview) - 1) if len(overview) > 1 else None,
+            sections=list(reversed(sections)),  # the latest search is at the top
+        )
+    )
+
+
+@cache
+def templates() -> Environment:
+    """Return the page templates, which escape all values."""
+    return Environment(
+        loader=PackageLoader("lightning_omni.tuning.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+
+
+def _run(run: RunTimes, has_target: bool) -> TextTable:
+    rows = [["trained", duration(run.training)], ["tuned", duration(run.tuning)]]
+    if has_target:
+        reached = "not reached" if run.to_target is None else run.sentence.removeprefix("the target was ")
+        rows.append(["target", reached])
+    return TextTable([], rows)

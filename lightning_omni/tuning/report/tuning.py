@@ -1,0 +1,176 @@
+"""`TuningReport`: the searches of one fit, as files for people and for programs."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from rich.table import Column, Table
+from rich.text import Text
+
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.palette import can_draw
+from lightning_omni.tuning.report.digest import Digest, duration, number, times
+from lightning_omni.tuning.report.page import Section, page
+from lightning_omni.tuning.report.round import Round
+from lightning_omni.tuning.report.times import RunTimes
+
+_STEM = "omni-tuning"
+
+
+@dataclass(frozen=True)
+class TuningReport:
+    """The searches of a fit, their results, and the predicted costs of other settings.
+
+    Args:
+        rounds: the first search and the retunings, in their order.
+        target: value of ``monitor`` at which the run is over; None if none was named.
+        monitor: name of a metric. Seconds to the target are predicted for losses only.
+        times: the time spent so far; None before the run has trained.
+
+    Raises:
+        ConfigurationError: there is no round.
+
+    Example:
+        >>> TuningReport((), target=None, monitor="val_loss")
+        Traceback (most recent call last):
+        ...
+        lightning_omni.errors.ConfigurationError: rounds=(): pass at least one search
+    """
+
+    rounds: tuple[Round, ...]
+    target: float | None
+    monitor: str
+    times: RunTimes | None = None
+
+    def __post_init__(self) -> None:
+        if not self.rounds:
+            raise ConfigurationError("rounds=(): pass at least one search")
+
+    @cached_property
+    def digests(self) -> tuple[Digest, ...]:
+        """Return the derived numbers of each round."""
+        target = self.target if "loss" in self.monitor else None
+        return tuple(Digest(each.search, target) for each in self.rounds)
+
+    @property
+    def statement(self) -> str:
+        """Return a sentence about the last search."""
+        text = self.digests[-1].statement
+        return text if len(self.rounds) == 1 else f"since epoch {self.rounds[-1].epoch} {text}"
+
+    # --- Files -------------------------------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain values."""
+        rounds = [each.to_dict() for each in self.rounds]
+        times = self.times.to_dict() if self.times is not None else None
+        return {"target": self.target, "monitor": self.monitor, "rounds": rounds, "times": times}
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> TuningReport:
+        """Rebuild a report from `to_dict`."""
+        times = plain.get("times")
+        rounds = tuple(map(Round.from_dict, plain["rounds"]))
+        return cls(rounds, plain["target"], plain["monitor"], RunTimes.from_dict(times) if times else None)
+
+    def save(self, folder: str | Path) -> list[Path]:
+        """Write ``omni-tuning.json``, ``omni-tuning.html`` and, if matplotlib is installed, ``omni-tuning.png``.
+
+        Args:
+            folder: the folder, which is created if it is missing.
+
+        Returns:
+            The files.
+
+        Raises:
+            ConfigurationError: a file cannot be written.
+        """
+        folder = Path(folder)
+        files = [folder / f"{_STEM}.json", folder / f"{_STEM}.html"]
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            files[0].write_text(json.dumps(self.to_dict()), encoding="utf-8")
+            files[1].write_text(self.html(), encoding="utf-8")
+            if (picture := self.picture()) is not None:
+                files.append(folder / f"{_STEM}.png")
+                files[-1].write_bytes(picture)
+        except OSError as error:
+            raise ConfigurationError(
+                f"folder={str(folder)!r}: {error.strerror}; pass a folder that can be written"
+            ) from error
+        return files
+
+    @classmethod
+    def load(cls, path: str | Path) -> TuningReport:
+        """Read the JSON file that `save` wrote, or the one in a folder.
+
+        Raises:
+            ConfigurationError: the file is not a report.
+        """
+        path = Path(path)
+        path = path / f"{_STEM}.json" if path.is_dir() else path
+        try:
+            return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigurationError(
+                f"path={str(path)!r}: no report ({error}); pass an {_STEM}.json that TuningReport.save wrote"
+            ) from error
+
+    # --- Presentation ------------------------------------------------------------------------------------------------
+
+    def figure(self, which: int = -1) -> Any:
+        """Return the picture of one round as a matplotlib figure, 1400 pixels wide.
+
+        Args:
+            which: index of the round; the last by default.
+
+        Raises:
+            ConfigurationError: matplotlib is missing.
+        """
+        from lightning_omni.tuning.report.picture import draw
+
+        chosen = self.rounds[which]
+        when = f"epoch {chosen.epoch}, after {duration(chosen.seconds_run)} of training"
+        return draw(self.digests[which], when, chosen.measured_after)
+
+    def picture(self, which: int = -1) -> bytes | None:
+        """Return the picture of one round as the bytes of a PNG file; None if matplotlib is missing."""
+        which %= len(self.rounds)
+        if not can_draw():
+            return None
+        if which not in self._pictures:
+            file = io.BytesIO()
+            self.figure(which).savefig(file, format="png")
+            self._pictures[which] = file.getvalue()
+        return self._pictures[which]
+
+    @cached_property
+    def _pictures(self) -> dict[int, bytes]:
+        return {}
+
+    def html(self) -> str:
+        """Return a page that includes its pictures, tables and styles, and loads nothing from elsewhere."""
+        sections = [
+            Section(place, each, digest, self.picture(place))
+            for place, (each, digest) in enumerate(zip(self.rounds, self.digests, strict=True))
+        ]
+        return page(self.target, self.monitor, self.statement, self.times, sections)
+
+    def table(self) -> Table:
+        """Return a table for `rich.print`, with one row for each considered setting of all rounds."""
+        right = [Column(head, justify="right") for head in ("samples/s", "samples", "time", "expected gain")]
+        table = Table(Column("setting"), Column("proposed by"), *right, title="OmniTuner", caption=self.statement)
+        for chosen, digest in zip(self.rounds, self.digests, strict=True):
+            if len(self.rounds) > 1:
+                table.add_section()
+                table.add_row(Text(f"epoch {chosen.epoch}: {digest.choice.setting}", style="bold"))
+            for row in digest.considered:
+                numbers = number(row.rate), times(row.samples), times(row.time), times(row.gain)
+                table.add_row(Text(str(row.setting)), Text(row.by), *numbers)
+        return table

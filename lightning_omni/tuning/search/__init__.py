@@ -1,0 +1,23 @@
+"""The search for the setting to train with, without a trainer, a cluster or a clock.
+
+`Search` is the entry point. `lightning_omni.OmniTuner` applies its choices in a fit; a simulator can apply them, too.
+"""
+
+from lightning_omni.tuning.search.choice import Choice
+from lightning_omni.tuning.search.evidence import Evidence, Observation, TrainedSegment
+from lightning_omni.tuning.search.phase import Considered
+from lightning_omni.tuning.search.search import Search
+from lightning_omni.tuning.search.space import Dimension, Space
+from lightning_omni.tuning.search.specification import SearchSpec
+
+__all__ = [
+    "Choice",
+    "Considered",
+    "Dimension",
+    "Evidence",
+    "Observation",
+    "Search",
+    "SearchSpec",
+    "Space",
+    "TrainedSegment",
+]

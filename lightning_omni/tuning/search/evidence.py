@@ -1,0 +1,360 @@
+"""The measurements of a run, and the speeds, costs and candidate settings that follow from them.
+
+The run's own first batches are timed in one group, and the hardware model is fitted to them. The prior holds the costs
+of settings in samples. Segments trained with other settings since show how much slower or faster than predicted these
+were, and correct the predictions of similar settings.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from lightning_omni.methods import method_named, with_period
+from lightning_omni.serialization import Serializable
+from lightning_omni.tuning.model.constants import BLOCKS, TAIL
+from lightning_omni.tuning.model.exchanging import ExchangePattern
+from lightning_omni.tuning.model.forecast import Forecast, Scaling, Setting, TrainedBatches
+from lightning_omni.tuning.model.head_cost import HeadCost
+from lightning_omni.tuning.model.measured import Measured
+from lightning_omni.tuning.model.profile import Prediction, Profile
+from lightning_omni.tuning.search import constants as c
+from lightning_omni.tuning.search.experience import Experience
+from lightning_omni.tuning.search.prior import Prior
+from lightning_omni.tuning.search.residuals import SpeedResiduals
+from lightning_omni.tuning.search.rules import is_faster
+from lightning_omni.tuning.search.space import checked_axis, wire_given
+from lightning_omni.tuning.search.specification import SearchSpec
+from lightning_omni.wire.formats import wire_of
+
+
+@dataclass(frozen=True)
+class Observation:
+    """The measurements of a run's first batches, for both efficiencies.
+
+    Attributes:
+        batches: the losses of the batches.
+        measured: the times of the batches.
+    """
+
+    batches: TrainedBatches
+    measured: Measured
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"batches": self.batches.to_dict(), "measured": self.measured.to_dict()}
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> Observation:
+        return cls(TrainedBatches.from_dict(plain["batches"]), Measured.from_dict(plain["measured"]))
+
+
+@dataclass(frozen=True)
+class TrainedSegment(Serializable):
+    """The ratio of measured to predicted time of a segment that a run trained with a chosen setting.
+
+    The ratio is kept instead of the seconds: the hardware model is fitted again to later batches, and the ratio
+    multiplies its predictions. If one group is timed again because groups were slow, the speed is kept and compared
+    with the prediction from the new batches: the whole machine may have become slower.
+
+    Attributes:
+        setting: the setting of the segment.
+        log_ratio: logarithm of the measured over the predicted seconds.
+        variance: variance of ``log_ratio``, by the scatter of step times in the segment and in the first batches.
+        samples_per_second: the measured speed if the comparison is still to be made; otherwise 0.
+    """
+
+    setting: Setting
+    log_ratio: float
+    variance: float
+    samples_per_second: float = 0.0
+
+
+class Evidence:
+    """The measurements of a run, and the predictions that follow from them.
+
+    Args:
+        spec: the specification of the search.
+        known: earlier measurements of the same ranks in one group, with other batches.
+        observation: the measurements of the first batches; None if only the hardware is known.
+        segments: the segments that the run has trained since.
+    """
+
+    def __init__(
+        self,
+        spec: SearchSpec,
+        known: Sequence[Measured] = (),
+        observation: Observation | None = None,
+        segments: Sequence[TrainedSegment] = (),
+    ) -> None:
+        self.spec, self.observation = spec, observation
+        self.known = list(known)
+        self._segments, self._compared = list(segments), False
+        self.theory = Experience(spec.basis, spec.scaling, prior=Prior.load())
+        self._rates: dict[Setting, float] = {}
+        self._uneven: dict[Setting, bool] = {}
+        self._most: dict[tuple[int, str, str], float] = {}
+        self._ways: list[Setting] | None = None
+        self._patterns: dict[tuple[str, int, str, bool, tuple[str, int] | tuple[()]], ExchangePattern] = {}
+
+    @property
+    def scaling(self) -> Scaling:
+        return self.spec.scaling
+
+    # --- Measurements ------------------------------------------------------------------------------------------------
+
+    @property
+    def measured(self) -> list[Measured]:
+        return [*self.known, *([self.observation.measured] if self.observation is not None else [])]
+
+    @cached_property
+    def profile(self) -> Profile:
+        """Return the hardware model, fitted to all measurements; its first use also sets the scatter of ``theory``."""
+        profile = Profile.fit(self.measured)
+        self.theory = replace(self.theory, scatter=scatter(self.measured))
+        return profile
+
+    @cached_property
+    def _may_be_uneven(self) -> bool:
+        """Return whether ranks differ in speed so much that a split of batches may pay."""
+        measured = self.measured  # empty where the profile of planned machines holds only costs
+        return bool(measured) and speeds_differ(measured) and is_faster(self.profile.largest_gain_of_split, 1.0)
+
+    def throughput(self, setting: Setting) -> float:
+        key = replace(setting, momentum=0.0, lr=0.0)
+        if key not in self._rates:  # a search requests hundreds of settings
+            self._rates[key] = self.modelled(setting) * self._correction(setting)
+        return self._rates[key]
+
+    def modelled(self, setting: Setting) -> float:
+        return self.profile.samples_per_second(
+            setting.groups,
+            rebalance=setting.rebalance,
+            exchanging=self._pattern(setting),
+            all_reduce=setting.all_reduce or "fp32",
+            head=self._head(setting),
+        )
+
+    @property
+    def segments(self) -> list[TrainedSegment]:
+        """Return the trained segments, compared with the current predictions."""
+        if not self._compared:
+            most = self.profile.ranks  # some ranks may have died since
+            possible = [each for each in self._segments if each.setting.groups <= most]
+            self._compared, self._segments = True, list(map(self._as_compared, possible))
+        return self._segments
+
+    def _as_compared(self, segment: TrainedSegment) -> TrainedSegment:
+        if not segment.samples_per_second:
+            return segment
+        log_ratio = math.log(self.modelled(segment.setting) / segment.samples_per_second)
+        return replace(segment, log_ratio=log_ratio, samples_per_second=0.0)
+
+    @cached_property
+    def residuals(self) -> SpeedResiduals:
+        """Return the errors of the hardware model, fitted to the trained segments."""
+        axes = {each.name: checked_axis(each, self) for each in self.spec.space.further}
+        return SpeedResiduals(
+            [each.setting for each in self.segments],
+            [each.log_ratio for each in self.segments],
+            [each.variance for each in self.segments],
+            {name: axis[1] - axis[0] for name, axis in axes.items() if isinstance(axis, tuple)},
+        )
+
+    def residual(self, setting: Setting) -> tuple[float, float]:
+        """Return the expected log ratio of actual to modelled seconds of a setting, and its standard deviation.
+
+        Both are 0 for one group with the run's own user-defined dimensions, because every choice times such a group.
+        """
+        is_timed = setting.groups == 1 and setting.further == self.spec.start.further
+        return (0.0, 0.0) if is_timed else self.residuals(setting)
+
+    def _correction(self, setting: Setting) -> float:
+        """Return the factor of the model's samples per second; 1 without segments."""
+        return math.exp(-self.residual(setting)[0]) if self.segments else 1.0
+
+    @property
+    def corrected(self) -> list[str]:
+        """Return at most one sentence for the user: the latest groups that were clearly slower than predicted."""
+        said = []
+        for each in self.segments:
+            predicted = self.modelled(each.setting)
+            rate = predicted * math.exp(-each.log_ratio)
+            if each.setting.groups > 1 and is_faster(predicted, rate):
+                text = f"{each.setting.groups} groups have trained {rate:.3g} samples per second"
+                said.append(f"{text}, and {predicted:.3g} were predicted")
+        return said[-1:]
+
+    def most(self, setting: Setting) -> float:
+        """Return the samples per second that a setting's groups would reach with a free exchange."""
+        key = setting.groups, setting.all_reduce or "fp32", setting.merged
+        if key not in self._most:
+            none = 0 if self.profile.nbytes else None
+            free = ExchangePattern(period=sys.maxsize, push=none, pull=none)
+            ways = (False, True) if self.spec.space.rebalance else (False,)
+            head = self._head(setting)
+            alike = [each for each in self.candidates() if each.groups == setting.groups] if self.segments else []
+            self._most[key] = max(map(self._correction, alike), default=1.0) * max(
+                self.profile.samples_per_second(
+                    setting.groups, rebalance=how, exchanging=free, all_reduce=key[1], head=head and head.at_least
+                )
+                for how in ways
+            )
+        return self._most[key]
+
+    def prediction(self, setting: Setting) -> Prediction:
+        """Return the hardware model's prediction of a setting, corrected by the segments."""
+        pattern, all_reduce = self._pattern(setting), setting.all_reduce or "fp32"
+        period = setting.period if pattern is None else None
+        found = self.profile.predict(
+            setting.groups,
+            rebalance=setting.rebalance,
+            period=period,
+            exchanging=pattern,
+            all_reduce=all_reduce,
+            head=self._head(setting),
+        )
+        factor = self._correction(setting)
+        return found if factor == 1 else found.faster(factor)
+
+    def loading(self, bottleneck: str) -> float:
+        """Return the part of computation that waits for data, if that is most of the bottleneck; 0 otherwise."""
+        share = self.measured[-1].loading_share if bottleneck == "compute" else 0.0
+        return share if share > 1 / 2 else 0.0
+
+    def _pattern(self, setting: Setting) -> ExchangePattern | None:
+        """Return the exchange pattern of a setting; None for one group and for the run's own method."""
+        if setting.groups == 1 or not setting.method:
+            return None
+        head = self._head(setting)
+        shared = (setting.merged, setting.groups) if head is not None else ()
+        key = setting.method, setting.period, setting.wire, setting.overlap, shared
+        if key not in self._patterns:
+            method = with_period(method_named(setting.method), setting.period)
+            wire = wire_given(setting.wire) if setting.wire else "fp32"
+            nbytes = self.profile.nbytes if head is None else head.body
+            found = ExchangePattern.of(method, wire, setting.overlap, nbytes)
+            self._patterns[key] = found if head is None else head.added_to(found)
+        return self._patterns[key]
+
+    def _head(self, setting: Setting) -> HeadCost | None:
+        """Return the cost of the submodule that a setting merges; None if it merges none or the cost is not known."""
+        if setting.groups == 1 or setting.merged not in self.profile.heads:
+            return None
+        rows = self.profile.batch_size * self.profile.ranks / setting.groups
+        wire_format = wire_of(wire_given(setting.wire or "fp32"))
+        return HeadCost(self.profile.heads[setting.merged], self.profile.nbytes, rows, wire_format)
+
+    @property
+    def unseen_heads(self) -> list[str]:
+        """Return the submodules of the search space whose cost of merging could not be measured."""
+        return [name for name in self.spec.space.merged if name not in self.profile.heads]
+
+    def forecast(self) -> Forecast:
+        self.profile  # noqa: B018 - it sets the scatter of step times in the theory
+        return Forecast(self.theory, self.throughput)
+
+    # --- Losses ------------------------------------------------------------------------------------------------------
+
+    @property
+    def divergence_threshold(self) -> float:
+        """Return the training loss above which the run has diverged; NaN if the first losses are not finite.
+
+        Such a run has lost half of the gain of its first batches, by more than the scatter of single batches explains.
+        """
+        if self.observation is None or not self.observation.batches.is_finite:
+            return math.nan
+        batches = self.observation.batches
+        level, gained = batches.level, batches.first_loss - batches.level
+        return level + max(c.LOST * gained, c.NOISY * abs(level), c.SCATTERED * batches.scatter)
+
+    @property
+    def learnt_below(self) -> float:
+        """Return the training loss below which the run has learnt since its first batches; NaN if these are not finite.
+
+        It is the mean of the last of these batches, less its standard error.
+        """
+        if self.observation is None or not self.observation.batches.is_finite:
+            return math.nan
+        batches = self.observation.batches
+        counted = max(1.0, len(batches.losses) * TAIL / BLOCKS)
+        return batches.level - batches.scatter / math.sqrt(counted)
+
+    # --- Settings ----------------------------------------------------------------------------------------------------
+
+    def is_uneven(self, setting: Setting) -> bool:
+        """Return whether proportional batches make a setting faster by more than a tie."""
+        if not self.spec.space.rebalance or setting.groups == len(self.profile.speeds):
+            return False
+        key = replace(setting, momentum=0.0, lr=0.0, rebalance=False, further=())
+        if key not in self._uneven:
+            split, plain = (replace(key, rebalance=how) for how in (True, False))
+            self._uneven[key] = self._may_be_uneven and is_faster(self.throughput(split), self.throughput(plain))
+        return self._uneven[key]
+
+    @property
+    def start(self) -> Setting:
+        """Return the run's own setting, with proportional batches where they pay."""
+        return self.as_it_would_be(self.spec.start)
+
+    def as_it_would_be(self, setting: Setting) -> Setting:
+        return replace(setting, rebalance=self.is_uneven(setting))
+
+    def candidates(self) -> list[Setting]:
+        """Return every way in which groups may exchange, if its cost is known.
+
+        All-reduce formats that can make no group clearly faster are left out: four ways out of five where links are
+        fast.
+        """
+        if self._ways is None:
+            space, start, profile = self.spec.space, self.spec.start, self.profile
+            formats = [each for each in space.all_reduce if each == start.all_reduce or _pays(profile, each)]
+            ways = replace(space, all_reduce=tuple(formats)).ways(start, self.suggested)
+            heads = {"", *profile.heads}
+            ways = [each for each in ways if each.groups == 1 or each.merged in heads]
+            ranks = profile.ranks
+            self._ways = [each for each in ways if each.groups < ranks or each.all_reduce == start.all_reduce]
+        return list(self._ways)
+
+    def suggested(self, setting: Setting) -> Setting:
+        """Return a setting with the best momentum and learning rate within the bounds."""
+        best, holds = self.theory.suggested(setting), self.spec.space.holds
+        if (momentum := holds(best).momentum) != best.momentum:  # the step stays the same
+            lr = self.scaling.lr(best.updates_per_batch, momentum, self.scaling.step(best))
+            best = replace(best, momentum=momentum, lr=lr)
+        return holds(best)
+
+
+def _pays(profile: Profile, all_reduce: str) -> bool:
+    """Return whether an all-reduce format may make any group clearly faster."""
+    return is_faster(profile.largest_gain(all_reduce), 1.0)
+
+
+def scatter(measured: Sequence[Measured]) -> float:
+    """Return the coefficient of variation of step times, of the same ranks, about each rank's mean."""
+    relative = [np.array(row) / np.mean(row) for each in measured for row in each.own]
+    return float(np.concatenate(relative).std())
+
+
+def mean_error(measured: Sequence[Measured]) -> float:
+    """Return the relative standard error of a rank's mean step time, by the scatter of all ranks."""
+    return scatter(measured) / math.sqrt(sum(len(each.own[0]) for each in measured))
+
+
+def speeds_differ(measured: Sequence[Measured]) -> bool:
+    """Return whether ranks differ in speed by more than the scatter of their steps explains."""
+    ranks = len(measured[0].own)
+    costs = [
+        np.concatenate([np.array(each.own[rank]) / np.array(each.samples[rank]) for each in measured])
+        for rank in range(ranks)
+    ]
+    means = np.array([cost.mean() for cost in costs])
+    relative = np.concatenate([cost / cost.mean() for cost in costs])
+    scatter = ((relative - 1) ** 2).sum() / max(1, len(relative) - ranks)
+    errors = means.mean() * np.sqrt(scatter / np.array([len(cost) for cost in costs]))
+    return bool((((means - means.mean()) / np.maximum(errors, 1e-12)) ** 2).mean() > c.CLEARLY)

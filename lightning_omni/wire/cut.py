@@ -1,0 +1,44 @@
+"""The consistent state of a run at the server that a snapshot or checkpoint represents."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+
+from lightning_omni.wire.progress import Progress
+
+
+class Cut(msgspec.Struct, frozen=True, kw_only=True):
+    """A consistent state of the server, described by the counts of everything handled before it.
+
+    A server handles one message at a time, so its state between two of them is consistent over all optimizers. Several
+    servers, each of which holds a share of the weights, must agree on a cut.
+
+    Attributes:
+        clocks: updates in the weights of each optimizer.
+        pushes: for each group, the number of pushes to all optimizers since groups were formed, including pushes that
+            were refused or wait for others. Groups without pushes are left out.
+        epoch: number of the current or last epoch; -1 if none was leased.
+        total: positions in that epoch.
+        trained: ranges of it that are trained, in order.
+    """
+
+    clocks: tuple[int, ...] = ()
+    pushes: dict[int, int] = {}
+    epoch: int = -1
+    total: int = 0
+    trained: tuple[tuple[int, int], ...] = ()
+
+    def progress(self, known: Progress) -> Progress:
+        """Return the run's progress at this cut: inside the epoch, a rank's own count of samples is approximate.
+
+        Example:
+            >>> from lightning_omni.wire.progress import ReferenceBatch
+            >>> cut = Cut(epoch=2, total=320, trained=((0, 64), (96, 128)))
+            >>> cut.progress(Progress(ReferenceBatch(4, 8), batches=10, epochs=2, samples=64)).samples
+            96
+        """
+        if self.epoch != known.epochs:
+            return known
+        return replace(known, samples=sum(stop - start for start, stop in self.trained))

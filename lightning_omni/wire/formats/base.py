@@ -1,0 +1,334 @@
+"""Wire formats: the encoding of a push's tensors as bytes. The format here is `Raw`.
+
+A wire format is a frozen value, as a method is. Its name and settings are sent once, when groups are formed, and it
+holds for every push and its answer until groups are formed again. Answers are sent raw, directly from the server's flat
+memory, unless the format has another encoding for them (`WireFormat.answers`). Weights read outside an exchange are
+always sent raw.
+
+Rule 1: a sender's state is explicit. `WireFormat.encode` takes a state and returns the next one, which is valid once
+the server has applied the push. A refused push leaves the state unchanged.
+Rule 2: the unsent part of a sender's input is in its state as ``residual``: one tensor or None for each
+parameter, in order, in the units of the input. Other entries of a state have no meaning for other code.
+Rule 3: a number that is not finite stays so on the wire, because the server refuses such pushes.
+Rule 4: the server trusts no sender. It checks a payload's size before it allocates memory, and refuses and counts a
+payload that it cannot decode, before anything has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import repeat
+from operator import attrgetter, is_not
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+
+from lightning_omni.errors import MalformedMessage, Refused
+from lightning_omni.methods import Method
+from lightning_omni.methods.model.fragments import Piece, read, write
+from lightning_omni.registry import Registry, to_wire
+from lightning_omni.wire.layout import Layout
+
+RESIDUAL = "residual"
+"""Key of the residual in a sender's state; see rule 2."""
+
+State = Mapping[str, Any]
+"""A sender's state: plain values, tensors and lists of them. No code changes it in place."""
+
+
+class Memory:
+    """A reusable buffer on the CPU, for one payload at a time.
+
+    Args:
+        empty: returns memory of a number of bytes, all zeros; see `lightning_omni.transport.base.Control.empty`.
+    """
+
+    def __init__(self, empty: Callable[[int], Tensor] | None = None) -> None:
+        self._empty = empty or (lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8))
+        self._layout = Layout(())
+        self._buffer = self._held = self._layout.empty()
+        self._views: list[Tensor] = []
+
+    def hold(self, layout: Layout) -> tuple[Tensor, list[Tensor]]:
+        """Return memory with the layout, and its tensors as views. Both are valid until the next call."""
+        if layout is not self._layout:
+            if self._buffer.numel() < layout.nbytes:
+                self._buffer = self._empty(layout.nbytes)
+            self._layout, self._held, self._views = layout, self._buffer[: layout.nbytes], layout.views(self._buffer)
+        return self._held, self._views
+
+    def room(self, nbytes: int) -> Tensor:
+        """Return memory of this size, at the start of its storage. It is valid until the next call of either method."""
+        if self._buffer.numel() < nbytes:
+            self._buffer = self._empty(nbytes)
+        self._layout, self._held, self._views = Layout(()), self._buffer[:0], []
+        return self._buffer[:nbytes]
+
+
+_NOTHING: State = MappingProxyType({})
+
+
+class Encoded(NamedTuple):
+    """The encoding of tensors as bytes.
+
+    Attributes:
+        payload: uint8, on the CPU.
+        present: one flag for each parameter: whether the payload contains anything of it.
+        state: the sender's state once the server has applied the push.
+    """
+
+    payload: Tensor
+    present: tuple[bool, ...]
+    state: State = _NOTHING
+
+
+class WireFormat(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
+    """A wire format: its settings, and both directions.
+
+    (A msgspec struct cannot be an abstract base class, so methods raise NotImplementedError.)
+
+    Attributes:
+        is_stateful: whether senders have a state; otherwise none is collected when groups are formed.
+    """
+
+    is_stateful: ClassVar[bool] = True
+
+    @property
+    def pushes(self) -> WireFormat:
+        """Return the format of pushes: this format, unless it combines one for each direction."""
+        return self
+
+    @property
+    def answers(self) -> WireFormat:
+        """Return the format of answers to pushes."""
+        return RAW
+
+    @property
+    def activations(self) -> WireFormat:
+        """Return the format of a merged head's activations in this direction; raw by default.
+
+        A format that encodes each element separately may return itself: then the size of a payload depends only on the
+        number of elements, and no state is needed.
+        """
+        return RAW
+
+    def check(self, method: Method) -> None:
+        """Raise `ConfigurationError` if this format cannot encode a method's pushes."""
+
+    def check_answers(self, method: Method) -> None:
+        """Raise `ConfigurationError` if this format cannot encode a method's answers."""
+
+    def sizes(self, layout: Layout) -> tuple[int, int]:
+        """Return the smallest and the largest possible payload in bytes; equal if the size is known before encoding.
+
+        Args:
+            layout: layout of the tensors in the payload.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not say how large its payloads are")
+
+    def encode(self, tensors: Sequence[Tensor | None], layout: Layout, state: State, memory: Memory) -> Encoded:
+        """Encode tensors as bytes.
+
+        Args:
+            tensors: one for each parameter, on any device; None if it did not contribute to the loss. They are
+                borrowed.
+            layout: layout of all parameters. It may have more entries than at the last call, at its end.
+            state: state after the last applied push; empty at first.
+            memory: memory that may be used for the payload.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot encode")
+
+    def decode(self, payload: Tensor, layout: Layout, memory: Memory) -> Tensor:
+        """Decode bytes into tensors in flat memory with the layout; the payload itself if it has this form.
+
+        Args:
+            payload: uint8, from an untrusted sender, of a size that `sizes` permits. It is borrowed.
+            layout: layout of the tensors in the payload.
+            memory: memory that may be used for the tensors.
+
+        Raises:
+            Exception: any exception; the payload is then refused.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot decode")
+
+
+_IS_CPU = attrgetter("is_cpu")
+
+
+class Raw(WireFormat, frozen=True, kw_only=True, tag="raw"):
+    """The tensors as they are, one after the other in their own dtypes.
+
+    Example:
+        >>> layout, memory = Layout.of({"w": torch.ones(2), "b": torch.ones(1)}), Memory()
+        >>> encoded = RAW.encode([torch.ones(2), None], layout, {}, memory)
+        >>> encoded.present, encoded.payload.view(torch.float32).tolist()
+        ((True, False), [1.0, 1.0])
+    """
+
+    is_stateful: ClassVar[bool] = False
+
+    def sizes(self, layout: Layout) -> tuple[int, int]:
+        return layout.nbytes, layout.nbytes
+
+    def encode(self, tensors: Sequence[Tensor | None], layout: Layout, state: State, memory: Memory) -> Encoded:
+        present = tuple(map(is_not, tensors, repeat(None)))
+        there = [tensor for tensor in tensors if tensor is not None]
+        buffer, views = memory.hold(layout.subset(present))
+        if there and all(map(_IS_CPU, there)):
+            torch._foreach_copy_(views, there)
+        else:
+            for view, tensor in zip(views, there, strict=True):
+                view.copy_(tensor)
+        return Encoded(buffer, present)
+
+    def decode(self, payload: Tensor, layout: Layout, memory: Memory) -> Tensor:
+        return payload
+
+
+RAW = Raw()
+FORMATS: dict[str, type[WireFormat]] = {"raw": Raw}
+"""Every wire format by its name in messages."""
+_registry = Registry(
+    FORMATS,
+    WireFormat,
+    "wire",
+    "wire format",
+    "lightning_omni.wire.formats.base.WireFormat",
+    "--wire-format",
+    internal=frozenset({"raw", "both_ways", "by_share"}),
+)
+
+
+# --- Fragments -------------------------------------------------------------------------------------------------------
+
+_OF_FRAGMENT = "fragment"
+"""Prefix of the keys in a sender's state for each fragment's state, without the residual."""
+
+
+def state_of_fragment(state: State, layout: Layout, number: int, of: int) -> State:
+    """Return a sender's state for one of ``of`` fragments, for its format; the residual is a part of the whole one."""
+    whole = state.get(RESIDUAL, ())
+    owed = [
+        None if place >= len(whole) or whole[place] is None else read(whole, [Piece(place, where)])[0]
+        for place, where in layout.pieces(number, of)
+    ]
+    more = state.get(f"{_OF_FRAGMENT} {number}", {})
+    return {**more, RESIDUAL: owed} if any(each is not None for each in owed) else more
+
+
+def with_fragment(state: State, new: State, layout: Layout, number: int, of: int) -> State:
+    """Return a sender's state with a new state for one fragment; see `state_of_fragment`. Inputs stay unchanged."""
+    more = {key: value for key, value in new.items() if key != RESIDUAL}
+    changed = {**state, f"{_OF_FRAGMENT} {number}": more} if more else dict(state)
+    if RESIDUAL in new:
+        whole = [*state.get(RESIDUAL, ())]
+        whole += [None] * (len(layout.specs) - len(whole))
+        for piece, owed in zip(layout.pieces(number, of), new[RESIDUAL], strict=False):
+            if owed is not None:
+                before = whole[piece.place]
+                shape = layout.specs[piece.place].local_shape
+                whole[piece.place] = owed.new_zeros(shape) if before is None else before.clone()
+                write(whole, [piece], [owed])
+        changed[RESIDUAL] = whole
+    return changed
+
+
+# --- At the server ---------------------------------------------------------------------------------------------------
+
+
+def check_size(wire_format: WireFormat, nbytes: int, layout: Layout) -> None:
+    """Raise `MalformedMessage` if no payload of these tensors has this size."""
+    smallest, largest = wire_format.sizes(layout)
+    if not smallest <= nbytes <= largest:
+        expected = f"{largest}" if smallest == largest else f"{smallest} to {largest}"
+        raise MalformedMessage(f"the tensors have {nbytes} bytes, {expected} were expected")
+
+
+def decode(wire_format: WireFormat, payload: Tensor, layout: Layout, memory: Memory) -> Tensor:
+    """Return the tensors of a payload, in flat memory with the layout.
+
+    Raises:
+        Refused: the payload cannot be decoded.
+    """
+    try:
+        flat = wire_format.decode(payload, layout, memory)
+    except Exception as error:  # torch raises various errors on invalid indices and counts
+        raise Refused(
+            "malformed", f"{payload.numel()} bytes are no push in the wire format {name_of(wire_format)}: {error}"
+        ) from error
+    if flat.numel() != layout.nbytes:
+        raise MalformedMessage(f"the tensors have {flat.numel()} bytes, {layout.nbytes} were expected")
+    return flat
+
+
+# --- By name ---------------------------------------------------------------------------------------------------------
+
+
+def name_of(wire_format: WireFormat) -> str:
+    """Return the name of a format in messages."""
+    return str(type(wire_format).__struct_config__.tag)
+
+
+def from_wire(plain: Mapping[str, Any]) -> WireFormat:
+    """Return a format from plain data.
+
+    Raises:
+        MalformedMessage: unknown format, or wrong settings.
+    """
+    return _registry.from_wire(plain)
+
+
+def registered(text: str) -> WireFormat:
+    """Return the format of a name, with settings after a colon: see `lightning_omni.registry.Registry.named`."""
+    return _registry.named(text, {"fp32": RAW})
+
+
+def checked(wire_format: WireFormat) -> WireFormat:
+    """Return the same format if its settings are of the right types: see `lightning_omni.registry.Registry.checked`."""
+    return _registry.checked(wire_format)
+
+
+def register(kind: type[WireFormat]) -> type[WireFormat]:
+    """Register your own wire format under its tag. This is a class decorator.
+
+    The embedded server imports the module of a run's format; a standalone server needs the argument
+    ``lightning-omni serve --wire-format module:Class``.
+
+    Raises:
+        ConfigurationError: the name is in use.
+    """
+    return _registry.register(kind)
+
+
+def load(path: str) -> type[WireFormat]:
+    """Import and register a wire format from its path ``module:Class``.
+
+    Raises:
+        ConfigurationError: it cannot be imported, or is no wire format.
+    """
+    return _registry.load(path)
+
+
+__all__ = [
+    "FORMATS",
+    "RAW",
+    "RESIDUAL",
+    "Encoded",
+    "Memory",
+    "Raw",
+    "State",
+    "WireFormat",
+    "check_size",
+    "decode",
+    "from_wire",
+    "load",
+    "name_of",
+    "register",
+    "registered",
+    "state_of_fragment",
+    "to_wire",
+    "with_fragment",
+]

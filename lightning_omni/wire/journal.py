@@ -1,0 +1,195 @@
+"""The journal of decisions since the server's state was saved, as far as ranks have received them.
+
+When a server dies, its weights return to the last save, but decisions sent to ranks must stay valid: the samples that a
+group has drawn, its next step, the collectives completed at a synchronization point, the lost ranks. They are recorded
+before they are sent. A server that continues from the save replays the journal.
+
+Rule: an entry is written before the answer that follows from it leaves the server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from lightning_omni.wire.codec import Packed
+from lightning_omni.wire.leases import EpochPlan
+from lightning_omni.wire.messages import Await, Join, Leave
+
+
+class Entry(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The base of all entries."""
+
+
+class OpenedEntry(Entry, frozen=True):
+    """The opening of an epoch."""
+
+    plan: EpochPlan
+
+
+class TrainedEntry(Entry, frozen=True):
+    """A group's number of trained batches."""
+
+    group: int
+    epoch: int
+    batches: int
+
+
+class DrewEntry(Entry, frozen=True):
+    """A group's draw of its batches from a number on."""
+
+    group: int
+    number: int
+
+
+class AskedEntry(Entry, frozen=True):
+    """A rank's question for the next step."""
+
+    group: int
+    rank: int
+    question: Await
+
+
+class ResolvedEntry(Entry, frozen=True):
+    """The point in the order of entries at which waiting ranks received verdicts on their next step."""
+
+    all_answered: bool
+
+
+class LeftEpochEntry(Entry, frozen=True):
+    """A group's early departure from the epoch."""
+
+    group: int
+    message: Leave
+
+
+class GatheredEntry(Entry, frozen=True):
+    """A collective to which all live ranks have contributed."""
+
+    number: int
+    ranks: tuple[int, ...]
+    payloads: tuple[bytes, ...]
+
+
+class ClaimedEntry(Entry, frozen=True):
+    """A group's passing of a validation point."""
+
+    group: int
+    epoch: int
+    passed: int
+
+
+class EvaluatedEntry(Entry, frozen=True):
+    """A group's result of a validation."""
+
+    group: int
+    number: int
+    packed: Packed
+    payload: bytes
+
+
+class ReadEntry(Entry, frozen=True):
+    """A rank's reading of a validation's result."""
+
+    rank: int
+    number: int
+
+
+class SavedEntry(Entry, frozen=True):
+    """The number up to which validations are saved completely."""
+
+    number: int
+
+
+class LostEntry(Entry, frozen=True):
+    """The death of a rank."""
+
+    rank: int
+    reason: str
+    barred: bool = False
+
+
+class LeftEntry(Entry, frozen=True):
+    """A rank's orderly departure, perhaps at the end of the run."""
+
+    rank: int
+    finished: bool
+
+
+class NumberedEntry(Entry, frozen=True):
+    """The assignment of all rank numbers below this one to groups that are about to join."""
+
+    numbered: int
+
+
+class JoinedEntry(Entry, frozen=True):
+    """The joining of a group."""
+
+    rank: int
+    message: Join
+
+
+class RestructuredEntry(Entry, frozen=True):
+    """A change of a group's optimizer to other parameter groups or more parameters, which its later pushes assume."""
+
+    group: int
+    optimizer: int
+    packed: Packed
+    payload: bytes
+
+
+class FormedEntry(Entry, frozen=True):
+    """The forming of other groups, which makes earlier saves useless."""
+
+
+class SeededEntry(Entry, frozen=True):
+    """The upload of weights, which makes earlier saves useless."""
+
+
+class WentOnEntry(Entry, frozen=True):
+    """A server's restart from the save; the training after the save does not count any more."""
+
+
+AnyEntry = (
+    OpenedEntry
+    | TrainedEntry
+    | DrewEntry
+    | AskedEntry
+    | ResolvedEntry
+    | LeftEpochEntry
+    | GatheredEntry
+    | ClaimedEntry
+    | EvaluatedEntry
+    | ReadEntry
+    | SavedEntry
+    | LostEntry
+    | LeftEntry
+    | NumberedEntry
+    | JoinedEntry
+    | RestructuredEntry
+    | FormedEntry
+    | SeededEntry
+    | WentOnEntry
+)
+
+
+class Journal:
+    """The destination of entries.
+
+    Attributes:
+        write: function that takes each entry; None while nothing is saved.
+        is_due: whether to save the state soon, because of a change that the journal does not contain.
+        saves: number of saves of the state.
+    """
+
+    def __init__(self) -> None:
+        self.write: Callable[[Entry], Any] | None = None
+        self.is_due = False
+        self.saves = 0
+
+    def note(self, entry: Entry) -> None:
+        """Write an entry, if the journal is open."""
+        if self.write is not None:
+            self.write(entry)

@@ -1,0 +1,268 @@
+"""The layout of named tensors in one flat buffer of bytes, and its fingerprint, by which two sides verify agreement.
+
+Rule 1: both sides derive offsets from the same layout; offsets are never sent.
+Rule 2: a layout grows only at its end, and each growth gives a new version; earlier versions are prefixes of it.
+Rule 3: an entry is a tensor, or a range of its elements if each of several processes holds a part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from math import prod
+
+import msgspec
+import torch
+from torch import Tensor
+
+from lightning_omni.errors import MalformedMessage
+from lightning_omni.methods.model.fragments import Pieces, cut
+
+ALIGNMENT = 64
+"""Alignment of each tensor's start in bytes, so that any dtype can be viewed in place."""
+
+LARGEST = 1 << 56
+"""An exclusive upper bound of the elements in a tensor."""
+
+SUBSETS = 64
+"""The most cached subsets of a layout."""
+
+DTYPES: dict[str, torch.dtype] = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
+        torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+    )
+}  # fmt: skip
+
+
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor, or a part of it.
+
+    Attributes:
+        name: name of the tensor.
+        shape: shape of the whole tensor.
+        dtype: name of the dtype, without ``torch.``.
+        range: start and stop of this part in the flattened tensor; None for the whole tensor.
+
+    Example:
+        >>> whole = TensorSpec("w", (2, 3), "float32")
+        >>> part = TensorSpec("w", (2, 3), "float32", range=(2, 6))
+        >>> whole.local_shape, part.local_shape, part.nbytes
+        ((2, 3), (4,), 16)
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    range: tuple[int, int] | None = None
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Return the tensor's own shape, or one dimension for a part."""
+        return self.shape if self.range is None else (self.range[1] - self.range[0],)
+
+    @property
+    def numel(self) -> int:
+        """Return the number of elements in this entry."""
+        return prod(self.local_shape)
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """Return start and stop of this entry in the flattened tensor."""
+        return (0, prod(self.shape)) if self.range is None else self.range
+
+    @property
+    def nbytes(self) -> int:
+        """Return the size of this entry in bytes."""
+        return self.numel * DTYPES[self.dtype].itemsize
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Return the contiguous strides of this entry, in elements."""
+        shape = self.local_shape
+        return tuple(prod(shape[axis + 1 :]) for axis, _ in enumerate(shape))
+
+    def part(self, where: tuple[int, int] | None) -> TensorSpec:
+        """Return a range of this entry's elements; None for all of them."""
+        if where is None:
+            return self
+        begin = self.range[0] if self.range is not None else 0
+        return TensorSpec(self.name, self.shape, self.dtype, (begin + where[0], begin + where[1]))
+
+    @property
+    def is_sane(self) -> bool:
+        """Return whether such a tensor can exist; empty ones, too, must have sizes that torch can hold."""
+        if self.dtype not in DTYPES or any(size < 0 for size in self.shape):
+            return False
+        start, stop = self.range or (0, 0)
+        whole = prod(max(size, 1) for size in self.shape)
+        return whole < LARGEST and 0 <= start <= stop <= max(prod(self.shape), 0)
+
+
+class Layout(msgspec.Struct, frozen=True, dict=True):
+    """A sequence of tensors, or parts of them, in a flat buffer of bytes.
+
+    Attributes:
+        specs: the entries, in order.
+        version: number of times that entries were added; a push names the version of its tensors' layout.
+        first: number of entries in the first version; 0 if this is the first. Fragments divide these.
+        division: how the members of a group share these tensors, as a text that must be the same for all groups; empty
+            if each member exchanges all of them.
+        servers: number of servers, each of which holds a share of these tensors. Fragments divide the shares.
+
+    Example:
+        >>> layout = Layout.of({"w": torch.ones(2, 3), "b": torch.zeros(3)})
+        >>> layout.nbytes, [view.shape for view in layout.views(layout.empty())]
+        (76, [torch.Size([2, 3]), torch.Size([3])])
+    """
+
+    specs: tuple[TensorSpec, ...]
+    version: int = 0
+    first: int = 0
+    division: str = ""
+    servers: int = 1
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> Layout:
+        """Return the layout of named tensors, in the mapping's order."""
+        return cls(tuple(spec_of(name, tensor) for name, tensor in tensors.items()))
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Return the start of each tensor in bytes."""
+        starts, position = [], 0
+        for spec in self.specs:
+            starts.append(position)
+            position += -(-spec.nbytes // ALIGNMENT) * ALIGNMENT
+        return tuple(starts)
+
+    @cached_property
+    def sizes(self) -> tuple[tuple[int, int], ...]:
+        """Return for each entry the number of elements, and the bytes of one."""
+        return tuple((spec.numel, DTYPES[spec.dtype].itemsize) for spec in self.specs)
+
+    @cached_property
+    def _places(self) -> tuple[tuple[str, tuple[int, ...], tuple[int, ...], int], ...]:
+        """Return the dtype, shape, strides and offset of each tensor, the last two in elements."""
+        return tuple(
+            (spec.dtype, spec.local_shape, spec.strides, start // DTYPES[spec.dtype].itemsize)
+            for spec, start in zip(self.specs, self.offsets, strict=True)
+        )
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Return the size of the whole buffer in bytes."""
+        return self.offsets[-1] + self.specs[-1].nbytes if self.specs else 0
+
+    @cached_property
+    def dtypes(self) -> tuple[str, ...]:
+        """Return the names of the dtypes in use."""
+        return tuple({spec.dtype: None for spec in self.specs})
+
+    @cached_property
+    def numel(self) -> int:
+        """Return the number of elements in all entries."""
+        return sum(prod(spec.local_shape) for spec in self.specs)
+
+    @cached_property
+    def reals(self) -> tuple[int, ...]:
+        """Return the number of real values of each entry: a complex element counts as two."""
+        return tuple(prod(spec.local_shape) * (1 + DTYPES[spec.dtype].is_complex) for spec in self.specs)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Return a digest of all names, shapes, dtypes and ranges in order, with the `division`, if any."""
+        digest = hashlib.sha256(msgspec.msgpack.encode(self.specs)).hexdigest()
+        return f"{digest} {self.division}" if self.division else digest
+
+    def grown(self, specs: Sequence[TensorSpec]) -> Layout:
+        """Return the next version, with further entries at the end."""
+        return Layout((*self.specs, *specs), self.version + 1, self.first or len(self.specs), servers=self.servers)
+
+    def subset(self, present: Sequence[bool]) -> Layout:
+        """Return the layout of the tensors whose flag is set. The last few results are cached."""
+        if all(present):
+            return self
+        flags = tuple(present)
+        if flags not in self._subsets:
+            while len(self._subsets) >= SUBSETS:  # the used parameters may change at random
+                del self._subsets[next(iter(self._subsets))]
+            self._subsets[flags] = Layout(
+                tuple(spec for spec, there in zip(self.specs, flags, strict=True) if there), self.version
+            )
+        return self._subsets[flags]
+
+    @cached_property
+    def _subsets(self) -> dict[tuple[bool, ...], Layout]:
+        return {}
+
+    def pieces(self, number: int, of: int) -> Pieces:
+        """Return a fragment's part of each entry, in elements relative to the entry, which may be a part itself."""
+        if of not in self._pieces:
+            self._pieces[of] = cut(self.sizes, of, self.first, self.servers)
+        return self._pieces[of][number]
+
+    def fragment(self, number: int | None, of: int) -> Layout:
+        """Return the layout of one of ``of`` fragments; its entries are whole ones and ranges.
+
+        Fragments of the first version's tensors have equal bytes, up to rounding. A tensor that was added later is
+        whole in one fragment.
+
+        Args:
+            number: number of the fragment, from 0; None for the whole layout.
+            of: number of fragments.
+
+        Example:
+            >>> [spec.range for spec in Layout.of({"w": torch.ones(6), "b": torch.ones(2)}).fragment(1, of=2).specs]
+            [(4, 6), None]
+        """
+        if number is None:
+            return self
+        if (number, of) not in self._fragments:
+            specs = tuple(self.specs[place].part(where) for place, where in self.pieces(number, of))
+            self._fragments[number, of] = Layout(specs, self.version)
+        return self._fragments[number, of]
+
+    @cached_property
+    def _pieces(self) -> dict[int, Sequence[Pieces]]:
+        return {}
+
+    @cached_property
+    def _fragments(self) -> dict[tuple[int, int], Layout]:
+        return {}
+
+    def empty(self) -> Tensor:
+        """Return a new buffer: uint8, ``(nbytes,)``. It is zeroed, because the gaps between tensors are sent, too."""
+        return torch.zeros(self.nbytes, dtype=torch.uint8)
+
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """Return tensors that share the memory of a buffer.
+
+        Args:
+            buffer: uint8, at least ``(nbytes,)``, contiguous.
+        """
+        # One call for each tensor: with many small tensors, views dominate the cost of a push.
+        flat: dict[str, tuple[Tensor, int]] = {}
+        views = []
+        for dtype, shape, strides, offset in self._places:
+            if dtype not in flat:
+                size = DTYPES[dtype].itemsize
+                typed = buffer[: self.nbytes // size * size].view(DTYPES[dtype])
+                flat[dtype] = typed, int(typed.storage_offset())
+            typed, first = flat[dtype]
+            views.append(typed.as_strided(shape, strides, first + offset))
+        return views
+
+
+def spec_of(name: str, tensor: Tensor) -> TensorSpec:
+    """Return the specification of one tensor.
+
+    Raises:
+        MalformedMessage: its dtype cannot be sent.
+    """
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise MalformedMessage(f"tensor {name!r} has dtype {tensor.dtype}, which cannot be exchanged")
+    return TensorSpec(name, tuple(tensor.shape), dtype)

@@ -1,0 +1,549 @@
+"""Division of one optimizer's parameters, and of their states, over several servers.
+
+Rule 1: both sides of a run derive the same division from layout, number of servers and optimizer; it is never
+sent.
+Rule 2: if the optimizer treats each element independently, servers hold ranges of equal bytes, and a tensor may be cut.
+Otherwise, or if this is not known, they hold whole parameters.
+Rule 3: a cut is at a multiple of 64 elements of its tensor (`lightning_omni.methods.model.fragments.divide`), so that
+vectors of the processor are not cut, and a share is stepped to the same bits as the whole.
+Rule 4: if parameters are exchanged in fragments, each server cuts its own share into fragments. A fragment of all
+parameters consists of a fragment of each share, so it is divided as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_omni.errors import ConfigurationError, MalformedMessage, UnsupportedError
+from lightning_omni.methods import Method
+from lightning_omni.methods.contract import Tensors
+from lightning_omni.methods.model.fragments import FRAGMENTS, divide
+from lightning_omni.methods.model.master import class_path
+from lightning_omni.methods.model.totals import Total
+from lightning_omni.wire.formats.base import RESIDUAL, State
+from lightning_omni.wire.layout import DTYPES, Layout, TensorSpec
+
+ELEMENTWISE = frozenset(
+    class_path(kind)
+    for kind in (
+        torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam,
+        torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.ASGD, torch.optim.Rprop,
+    )
+)  # fmt: skip
+"""Class paths of optimizers that treat each element independently. A subclass is another class, and may not."""
+_SENDERS = "shards"
+"""Key of a sender's states for each server, without residuals."""
+_SERVERS = "servers"
+"""Key, beside the states of fragments, of the number of shares from which the fragments are cut."""
+
+
+class Split(msgspec.Struct, frozen=True, dict=True):
+    """A division of one optimizer's parameters over servers.
+
+    Attributes:
+        layout: layout of all parameters.
+        shares: for each server, the layout of its share: an entry is a whole tensor, or a range of its elements.
+        places: for each entry of each share, the index of its parameter in ``layout``.
+
+    Example:
+        >>> layout = Layout.of({"w": torch.ones(3, 64), "b": torch.ones(4)})
+        >>> split = Split.of(layout, 2, elementwise=True)
+        >>> [[(spec.name, spec.range) for spec in share.specs] for share in split.shares]
+        [[('w', (0, 128))], [('w', (128, 192)), ('b', None)]]
+        >>> [[part.numel() for part in parts] for parts in split.parts([torch.ones(3, 64), torch.ones(4)])]
+        [[128], [64, 4]]
+    """
+
+    layout: Layout
+    shares: tuple[Layout, ...]
+    places: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, layout: Layout, servers: int, elementwise: bool) -> Split:
+        """Divide a layout over servers; tensors are cut only if ``elementwise``."""
+        cut = _ranges(layout, servers) if elementwise else _wholes(layout, servers)
+        if layout.servers != servers:
+            layout = msgspec.structs.replace(layout, servers=servers)
+        return cls(
+            layout,
+            tuple(Layout(tuple(spec for _, spec in share), layout.version) for share in cut),
+            tuple(tuple(place for place, _ in share) for share in cut),
+        )
+
+    @classmethod
+    def whole(cls, layout: Layout, servers: int = 1) -> Split:
+        """Return a division with everything on the first server."""
+        none = Layout((), layout.version)
+        others = servers - 1
+        return cls(layout, (layout, *[none] * others), (tuple(range(len(layout.specs))), *[()] * others))
+
+    def fragment(self, number: int | None, of: int) -> Split:
+        """Return the division of one of ``of`` fragments; this division if the number is None.
+
+        Example:
+            >>> split = Split.of(Layout.of({"w": torch.ones(256)}), 2, elementwise=True)
+            >>> [[spec.range for spec in share.specs] for share in split.fragment(1, of=2).shares]
+            [[(64, 128)], [(192, 256)]]
+        """
+        if number is None:
+            return self
+        if (number, of) not in self._fragments:
+            self._fragments[number, of] = self.within(self.layout.fragment(number, of))
+        return self._fragments[number, of]
+
+    @cached_property
+    def _fragments(self) -> dict[tuple[int, int], Split]:
+        return {}
+
+    def within(self, layout: Layout) -> Split:
+        """Return the same division of other entries: some of these parameters, or ranges of them."""
+        by_name: dict[str, list[int]] = {}
+        for place, spec in enumerate(layout.specs):
+            by_name.setdefault(spec.name, []).append(place)
+        shares = []
+        for share in self.shares:
+            found = [
+                (place, part)
+                for spec in share.specs
+                for place in by_name.get(spec.name, ())
+                if (part := _overlap(layout.specs[place], spec)) is not None
+            ]
+            shares.append(found)
+        return Split(
+            layout,
+            tuple(Layout(tuple(part for _, part in share), layout.version) for share in shares),
+            tuple(tuple(place for place, _ in share) for share in shares),
+        )
+
+    @property
+    def fractions(self) -> list[float]:
+        """Return each server's fraction of the bytes; equal ones for an empty layout."""
+        sizes = [sum(spec.nbytes for spec in share.specs) for share in self.shares]
+        return [size / sum(sizes) if any(sizes) else 1 / len(sizes) for size in sizes]
+
+    # --- Tensors -----------------------------------------------------------------------------------------------------
+
+    def parts(self, tensors: Tensors) -> list[list[Tensor | None]]:
+        """Split tensors, one for each parameter, into each server's part; views where memory allows."""
+        return [self._share_of(server, tensors) for server in range(len(self.shares))]
+
+    def _share_of(self, server: int, tensors: Tensors) -> list[Tensor | None]:
+        return [
+            None if (tensor := tensors[place]) is None else _piece(tensor, self.layout.specs[place], spec)
+            for spec, place in zip(self.shares[server].specs, self.places[server], strict=True)
+        ]
+
+    def merged(self, parts: Sequence[Tensors]) -> list[Tensor | None]:
+        """Merge each server's part into one tensor for each parameter; None if a server's part of it is None."""
+        pieces: list[list[Tensor | None]] = [[] for _ in self.layout.specs]
+        for places, part in zip(self.places, parts, strict=True):
+            for place, tensor in zip(places, part, strict=True):
+                pieces[place].append(tensor)
+        return [_joined(spec, each) for spec, each in zip(self.layout.specs, pieces, strict=True)]
+
+    def memories(self, into: Tensor) -> list[Tensor] | None:
+        """Return each share's range in flat memory of the whole; None if shares are not laid out as ranges of it."""
+        if not self._is_contiguous:
+            return None
+        ends = zip(self._begins, self.shares, strict=True)
+        return [into[begin : begin + share.nbytes] for begin, share in ends]
+
+    def write(self, into: Tensor, parts: Sequence[Tensor]) -> None:
+        """Copy flat memory of each share into flat memory of the whole.
+
+        Args:
+            into: uint8, laid out as `layout`.
+            parts: uint8, one for each server, laid out as its share; parts that are ranges from `memories` are not
+                copied.
+
+        Raises:
+            MalformedMessage: a part has another size than its share.
+        """
+        for share, part in zip(self.shares, parts, strict=True):
+            if part.numel() != share.nbytes:
+                raise MalformedMessage(f"{part.numel()} bytes of weights came, {share.nbytes} were expected")
+        if (memories := self.memories(into)) is not None:
+            for memory, part in zip(memories, parts, strict=True):
+                if part.data_ptr() != memory.data_ptr():
+                    memory.copy_(part)
+            return
+        views = self.layout.views(into)
+        for share, places, part in zip(self.shares, self.places, parts, strict=True):
+            for spec, place, tensor in zip(share.specs, places, share.views(part), strict=True):
+                _piece(views[place], self.layout.specs[place], spec).copy_(tensor)
+
+    @cached_property
+    def _offsets(self) -> list[list[int]]:
+        """Return the start of each entry of each share in flat memory of the whole, in bytes."""
+        return [
+            [
+                self.layout.offsets[place] + _begin(spec, self.layout.specs[place]) * DTYPES[spec.dtype].itemsize
+                for spec, place in zip(share.specs, places, strict=True)
+            ]
+            for share, places in zip(self.shares, self.places, strict=True)
+        ]
+
+    @cached_property
+    def _begins(self) -> list[int]:
+        return [offsets[0] if offsets else 0 for offsets in self._offsets]
+
+    @cached_property
+    def _is_contiguous(self) -> bool:
+        return all(
+            offsets == [begin + here for here in share.offsets]
+            for offsets, begin, share in zip(self._offsets, self._begins, self.shares, strict=True)
+        )
+
+    # --- States of senders -------------------------------------------------------------------------------------------
+
+    def sender_parts(self, state: State) -> list[State]:
+        """Split the state of a sender of pushes into one state for each server."""
+        own = state.get(_SENDERS, ())
+        rest = own if len(own) == len(self.shares) else [{}] * len(self.shares)
+        if RESIDUAL not in state:
+            return list(rest)
+        owed = [*state[RESIDUAL], *[None] * (len(self.layout.specs) - len(state[RESIDUAL]))]
+        return [{**each, RESIDUAL: part} for each, part in zip(rest, self.parts(owed), strict=True)]
+
+    def merged_sender(self, states: Sequence[State]) -> State:
+        """Merge a sender's states for each server into one state."""
+        rest = [{key: value for key, value in state.items() if key != RESIDUAL} for state in states]
+        merged: dict[str, Any] = {_SENDERS: rest} if any(rest) else {}
+        if any(RESIDUAL in state for state in states):
+            owed = [
+                [*state.get(RESIDUAL, ()), *[None] * (len(share.specs) - len(state.get(RESIDUAL, ())))]
+                for state, share in zip(states, self.shares, strict=True)
+            ]
+            merged[RESIDUAL] = self._merged_residual(owed)
+        return merged
+
+    def _merged_residual(self, owed: Sequence[Tensors]) -> list[Tensor | None]:
+        """Merge residuals as `merged` does, with zeros for a server without a residual."""
+        known = {
+            place: part
+            for places, parts in zip(self.places, owed, strict=True)
+            for place, part in zip(places, parts, strict=True)
+            if part is not None
+        }
+        filled = [
+            [
+                torch.zeros(spec.local_shape, dtype=known[place].dtype, device=known[place].device)
+                if part is None and place in known
+                else part
+                for spec, place, part in zip(share.specs, places, parts, strict=True)
+            ]
+            for share, places, parts in zip(self.shares, self.places, owed, strict=True)
+        ]
+        return self.merged(filled)
+
+    # --- Trees: states of optimizers and methods ---------------------------------------------------------------------
+
+    def tree_parts(self, tree: Any) -> list[Any]:
+        """Split a tree, as in `lightning_omni.methods.ServerSide.state`, into one tree for each server.
+
+        A list with one entry per parameter is divided, and so is a dict keyed by their indices, as in the state of
+        torch's optimizers; every server gets all other values. Each fragment is divided as `fragment` divides it.
+        """
+        return [self._cut(tree, server) for server in range(len(self.shares))]
+
+    def _cut(self, tree: Any, server: int) -> Any:
+        specs, places = self.shares[server].specs, self.places[server]
+        if _is_by_place(tree):
+            return {
+                here: {key: _piece_of(value, self.layout.specs[place], spec) for key, value in tree[place].items()}
+                for here, (place, spec) in enumerate(zip(places, specs, strict=True))
+                if place in tree
+            }
+        if isinstance(tree, Mapping) and FRAGMENTS in tree:
+            fragments = [split._cut(each, server) for split, each in self._each_fragment(tree[FRAGMENTS])]
+            return {**self._cut(_beside_fragments(tree), server), FRAGMENTS: fragments}
+        if isinstance(tree, Mapping):
+            return {key: self._cut(value, server) for key, value in tree.items()}
+        if _is_for_each(tree, self.layout.specs):
+            return [
+                _piece_of(tree[place], self.layout.specs[place], spec)
+                for place, spec in zip(places, specs, strict=True)
+            ]
+        if isinstance(tree, (list, tuple)):
+            return type(tree)(self._cut(item, server) for item in tree)
+        return tree
+
+    def merged_tree(self, trees: Sequence[Any]) -> Any:
+        """Merge one tree of each server."""
+        first = trees[0]
+        if any(_is_by_place(tree) and tree for tree in trees):
+            return self._merged_places(trees)
+        if isinstance(first, Mapping) and FRAGMENTS in first:
+            each = list(zip(*(tree[FRAGMENTS] for tree in trees), strict=True))
+            merged = [split.merged_tree(theirs) for split, theirs in self._each_fragment(each)]
+            rest = self.merged_tree([_beside_fragments(tree) for tree in trees])
+            return {**rest, FRAGMENTS: merged, _SERVERS: len(trees)}
+        if isinstance(first, Mapping):
+            return {key: self.merged_tree([tree[key] for tree in trees]) for key in first}
+        if all(_is_for_each(tree, share.specs) for tree, share in zip(trees, self.shares, strict=True)):
+            return [
+                _joined_of([trees[server][here] for server, here in found], spec)
+                for found, spec in zip(self._found, self.layout.specs, strict=True)
+            ]
+        if isinstance(first, (list, tuple)):
+            return type(first)(self.merged_tree(items) for items in zip(*trees, strict=True))
+        return first
+
+    def recut(self, tree: Any) -> Any:
+        """Convert states of fragments that were cut for another number of servers.
+
+        Pushes to fragments that were not merged yet are dropped, because a total has one count for all of its elements.
+
+        Args:
+            tree: from `merged_tree`; without fragments, or with the same cuts, it is returned unchanged.
+        """
+        servers = tree.get(_SERVERS, 1) if FRAGMENTS in tree else len(self.shares)
+        if servers == len(self.shares):
+            return tree
+        of, whole = len(tree[FRAGMENTS]), msgspec.structs.replace(self.layout, servers=servers)
+        before, after = ([layout.fragment(number, of) for number in range(of)] for layout in (whole, self.layout))
+        fragments = _recut(tree[FRAGMENTS], before, after)
+        return {**_beside_fragments(tree), FRAGMENTS: fragments, _SERVERS: len(self.shares)}
+
+    def _each_fragment(self, states: Sequence[Any]) -> Iterable[tuple[Split, Any]]:
+        return ((self.fragment(number, len(states)), state) for number, state in enumerate(states))
+
+    def _merged_places(self, trees: Sequence[Mapping[int, Mapping[str, Any]]]) -> dict[int, dict[str, Any]]:
+        merged = {}
+        for place, (spec, found) in enumerate(zip(self.layout.specs, self._found, strict=True)):
+            states = [trees[server][here] for server, here in found if here in trees[server]]
+            if states:
+                merged[place] = {key: _joined_of([each[key] for each in states], spec) for key in states[0]}
+        return merged
+
+    @cached_property
+    def _found(self) -> list[list[tuple[int, int]]]:
+        """Return for each parameter the servers and entries that hold it, in order."""
+        found: list[list[tuple[int, int]]] = [[] for _ in self.layout.specs]
+        for server, places in enumerate(self.places):
+            for here, place in enumerate(places):
+                found[place].append((server, here))
+        return found
+
+    # --- Optimizers --------------------------------------------------------------------------------------------------
+
+    def described(self, description: Mapping[str, Any] | None, server: int) -> dict[str, Any] | None:
+        """Return a server's part of an optimizer's description; see `lightning_omni.methods.model.master.describe`."""
+        if description is None:
+            return None
+        held = [name for group in description["groups"] for name in group["params"]]  # states are keyed by index in it
+        states = description["state"]
+        by_name = {name: states[place] for place, name in enumerate(held) if place in states}
+        specs = {spec.name: (whole, spec) for spec, whole in self._specs_of(server)}
+        groups = [
+            {**group, "params": [name for name in group["params"] if name in specs]} for group in description["groups"]
+        ]
+        kept = [name for group in groups for name in group["params"]]
+        state = {
+            place: {key: _piece_of(value, *specs[name]) for key, value in by_name[name].items()}
+            for place, name in enumerate(kept)
+            if name in by_name
+        }
+        return {**description, "groups": groups, "state": state}
+
+    def _specs_of(self, server: int) -> Iterable[tuple[TensorSpec, TensorSpec]]:
+        places = self.places[server]
+        return zip(self.shares[server].specs, [self.layout.specs[place] for place in places], strict=True)
+
+
+def over_parameters(tree: Any, specs: Sequence[TensorSpec], make: Callable[[Any, int | None], Any]) -> Any:
+    """Apply a function to each value of a tree as in `Split.tree_parts`.
+
+    Args:
+        tree: tree of the whole, or of one server.
+        specs: the corresponding entries.
+        make: function of a value and the index of its parameter, which is None for a value of no parameter.
+    """
+    if _is_by_place(tree):
+        return {place: {key: make(value, place) for key, value in values.items()} for place, values in tree.items()}
+    if isinstance(tree, Mapping):
+        return {key: over_parameters(value, specs, make) for key, value in tree.items()}
+    if _is_for_each(tree, specs):
+        return [make(value, place) for place, value in enumerate(tree)]
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(over_parameters(item, specs, make) for item in tree)
+    return make(tree, None)
+
+
+def is_elementwise(method: Method, optimizer: Optimizer | None) -> bool:
+    """Return whether tensors may be cut, for a method and an optimizer (None if it steps at the workers)."""
+    return method.elementwise and (optimizer is None or class_path(type(optimizer)) in ELEMENTWISE)
+
+
+def check_by_member(method: Method, inside: str) -> None:
+    """Raise `ConfigurationError` unless a method allows each member of a group to exchange a share of the model.
+
+    ``inside`` is the way in which they hold the model, as the user has passed it.
+    """
+    given = f"{inside} and method={type(method).__name__}"
+    if method.fragments > 1:
+        raise ConfigurationError(
+            f"{given} with fragments={method.fragments}: fragments are cut out of whole parameters, and each member"
+            " has a part of them; pass fragments=1"
+        )
+    if not method.elementwise:
+        raise ConfigurationError(
+            f"{given}: it does not treat each number of the weights by itself, and no server has all of them; use"
+            ' inside="ddp"'
+        )
+
+
+def check_by_parts(method: Method, optimizer: Optimizer, inside: str) -> None:
+    """Raise `UnsupportedError` if the user's optimizer cannot step parts of parameters at several servers.
+
+    ``inside`` is the way in which members of a group hold the parameters, as the user has passed it.
+    """
+    if method.steps_at == "server" and not is_elementwise(method, optimizer):
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} is not known to treat each number by itself, and with {inside} each"
+            " server holds a part of the parameters: use SGD, Adam, AdamW or another of torch's element-wise"
+            ' optimizers, a method whose optimizer steps on the ranks (method="local_sgd"), or inside="ddp"'
+        )
+
+
+def _beside_fragments(tree: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in tree.items() if key not in (FRAGMENTS, _SERVERS)}
+
+
+def _recut(trees: Sequence[Any], before: Sequence[Layout], after: Sequence[Layout]) -> Sequence[Any]:
+    """Return the states of all fragments for other cuts; see `Split.recut`."""
+    first, count = trees[0], len(trees)
+    if isinstance(first, Mapping) and first.keys() == Total().state().keys():
+        return [Total().state() for _ in range(count)]
+    if any(trees) and all(map(_is_by_place, trees)):
+        names = dict.fromkeys(name for tree in trees for values in tree.values() for name in values)
+        moved = {}
+        for name in names:
+            each = zip(trees, before, strict=True)
+            of_name = [[tree.get(place, {}).get(name) for place in range(len(of.specs))] for tree, of in each]
+            moved[name] = _moved(of_name, before, after)
+        return [
+            {place: {name: moved[name][number][place] for name in names} for place in range(len(of.specs))}
+            for number, of in enumerate(after)
+        ]
+    if isinstance(first, Mapping):
+        parts = {key: _recut([tree[key] for tree in trees], before, after) for key in first}
+        return [{key: part[number] for key, part in parts.items()} for number in range(count)]
+    if all(_is_for_each(tree, of.specs) for tree, of in zip(trees, before, strict=True)):
+        return _moved(trees, before, after)
+    return trees
+
+
+def _moved(values: Sequence[Sequence[Any]], before: Sequence[Layout], after: Sequence[Layout]) -> list[list[Any]]:
+    """Return the values of all entries as values of other ranges of the same tensors."""
+    known: dict[str, list[tuple[TensorSpec, Any]]] = {}
+    for layout, each in zip(before, values, strict=True):
+        for spec, value in zip(layout.specs, each, strict=True):
+            if value is not None:
+                known.setdefault(spec.name, []).append((spec, value))
+    return [[_gathered(spec, known.get(spec.name, ())) for spec in layout.specs] for layout in after]
+
+
+def _gathered(spec: TensorSpec, pieces: Sequence[tuple[TensorSpec, Any]]) -> Any:
+    """Return an entry's value from pieces that may overlap it: zeros where none does, None if none overlaps."""
+    whole: Tensor | None = None
+    for held, value in pieces:
+        part = _overlap(spec, held)
+        if part is None:
+            continue
+        if not _is_like(value, held):  # it is the same for all elements
+            return value
+        whole = value.new_zeros(spec.local_shape) if whole is None else whole
+        _piece(whole, spec, part).copy_(_piece(value, held, part))
+    return whole
+
+
+def _ranges(layout: Layout, servers: int) -> list[list[tuple[int, TensorSpec]]]:
+    return [
+        [(place, layout.specs[place].part(where)) for place, where in share] for share in divide(layout.sizes, servers)
+    ]
+
+
+def _wholes(layout: Layout, servers: int) -> list[list[tuple[int, TensorSpec]]]:
+    """Assign whole parameters, the largest first, each to the server with the fewest bytes."""
+    loads = [0] * servers
+    owner = {}
+    for place in sorted(range(len(layout.specs)), key=lambda place: -layout.specs[place].nbytes):
+        owner[place] = loads.index(min(loads))
+        loads[owner[place]] += layout.specs[place].nbytes
+    return [
+        [(place, spec) for place, spec in enumerate(layout.specs) if owner[place] == server]
+        for server in range(servers)
+    ]
+
+
+def _piece(tensor: Tensor, whole: TensorSpec, part: TensorSpec) -> Tensor:
+    """Return a share's part of a tensor, copied only if the tensor is not contiguous."""
+    if part.range == whole.range:
+        return tensor
+    begin = _begin(part, whole)
+    return tensor.reshape(-1)[begin : begin + part.numel]
+
+
+def _overlap(spec: TensorSpec, held: TensorSpec) -> TensorSpec | None:
+    """Return a server's part of an entry, if it holds the tensor of that name or a range of it; otherwise None."""
+    start, stop = spec.bounds
+    begin, end = max(start, held.bounds[0]), min(stop, held.bounds[1])
+    if (begin, end) == (start, stop):
+        return spec
+    return spec.part((begin - start, end - start)) if begin < end else None
+
+
+def _begin(part: TensorSpec, whole: TensorSpec) -> int:
+    """Return the start of a part relative to the whole, which may itself be a range of a tensor."""
+    return (part.range[0] if part.range else 0) - (whole.range[0] if whole.range else 0)
+
+
+def _joined(spec: TensorSpec, pieces: Sequence[Tensor | None]) -> Tensor | None:
+    if len(pieces) == 1:
+        return pieces[0]
+    there = [piece for piece in pieces if piece is not None]
+    if len(there) < len(pieces):
+        return None
+    return torch.cat([piece.reshape(-1) for piece in there]).view(spec.local_shape)
+
+
+def _is_like(value: Any, spec: TensorSpec) -> bool:
+    return isinstance(value, Tensor) and tuple(value.shape) == spec.local_shape
+
+
+def _piece_of(value: Any, whole: TensorSpec, part: TensorSpec) -> Any:
+    return _piece(value, whole, part) if _is_like(value, whole) else value
+
+
+def _joined_of(values: Sequence[Any], spec: TensorSpec) -> Any:
+    """Return one parameter's value from several servers: the whole tensor, or a value that is the same for all."""
+    if len(values) > 1 and all(isinstance(value, Tensor) and value.dim() == 1 for value in values):
+        return _joined(spec, values)
+    return values[0]
+
+
+def _is_by_place(tree: Any) -> bool:
+    """Return whether a tree is a dict of dicts keyed by indices, like an optimizer's state."""
+    return isinstance(tree, Mapping) and all(
+        isinstance(place, int) and isinstance(value, Mapping) for place, value in tree.items()
+    )
+
+
+def _is_for_each(tree: Any, specs: Sequence[TensorSpec]) -> bool:
+    """Return whether a list has one entry for each parameter: its tensor, None, or a number."""
+    return (
+        isinstance(tree, list)
+        and len(tree) == len(specs)
+        and all(
+            value is None or isinstance(value, (int, float)) or _is_like(value, spec)
+            for value, spec in zip(tree, specs, strict=True)
+        )
+    )
