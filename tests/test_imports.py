@@ -69,7 +69,7 @@ def tree(module: str) -> ast.Module:
 
 
 def room(module: str) -> str:
-    """``lightning_omni.server.core`` is in room ``server``; some packages' own ``__init__`` are in none."""
+    """``lightning_omni.server.core`` is in room ``server``; `tuning` itself is in none."""
     parts = module.split(".")[1:]
     if parts == ["tuning"]:
         return ""
