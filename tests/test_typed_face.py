@@ -166,7 +166,8 @@ def test_no_trainer_and_no_module_of_it_is_any_in_the_whole_package() -> None:
 
 def of_lightning() -> list[type]:
     """Our classes that are mixed into Lightning's, as they are for one namespace."""
-    modules = [importlib.import_module(f"lightning_omni.{room}.pytorch_lightning") for room in ("strategy", "tuning.callback")]
+    rooms = ("strategy", "tuning.callback")
+    modules = [importlib.import_module(f"lightning_omni.{room}.pytorch_lightning") for room in rooms]
     return [
         kind
         for module in modules
