@@ -1,15 +1,15 @@
-"""The lossy wire formats that ship, one file each, and all formats by their names for users."""
+"""The wire formats of pushes and answers: the contract and registry (``base``), and the lossy ones, one file each."""
 
 from collections.abc import Mapping
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.wire.formats.base import WireFormat, checked, registered, to_wire
+from lightning_omni.wire.formats.base import WireFormat, checked, register, registered, to_wire
 from lightning_omni.wire.formats.int8 import Int8
 from lightning_omni.wire.formats.per_direction import BothWays
 from lightning_omni.wire.formats.rounded import BF16, FP16
 from lightning_omni.wire.formats.top_k import TopK
 
-__all__ = ["BF16", "FP16", "BothWays", "Int8", "TopK", "Wire", "wire_named", "wire_of"]
+__all__ = ["BF16", "FP16", "BothWays", "Int8", "TopK", "Wire", "WireFormat", "register", "wire_named", "wire_of"]
 
 Wire = str | WireFormat | Mapping[str, str | WireFormat]
 """The type of ``wire=``: see `wire_of`."""
