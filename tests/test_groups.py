@@ -63,6 +63,24 @@ FITS: dict[str, dict[str, Any]] = {
         "stop_at": {"2": 4, "3": 4},
         "trainer": {"val_check_interval": 4, "max_epochs": 9},
     },
+    "a slow group says stop, static, while the other waits in a validation": {
+        "strategy": {"groups": 2, "data": "static"},
+        "sleep": {"2": 0.3, "3": 0.3},
+        "stop_at": {"2": 3, "3": 3},
+        "trainer": {"val_check_interval": 5, "max_epochs": 9},
+    },
+    "a slow group says stop, static, of which the other hears in its last batch's validation": {
+        "strategy": {"groups": 2, "data": "static", "method": "local_sgd:period=99"},
+        "sleep": {"2": 0.3, "3": 0.3},
+        "stop_at": {"2": 3, "3": 3},
+        "trainer": {"max_epochs": 9},
+    },
+    "a slow group says stop, static, while the other waits at its end": {
+        "strategy": {"groups": 2, "data": "static", "method": "local_sgd:period=99"},
+        "sleep": {"2": 0.3, "3": 0.3},
+        "stop_at": {"2": 6, "3": 6},
+        "trainer": {"val_check_interval": 5, "max_epochs": 9},
+    },
     "early stopping": {
         "early": {"monitor": "val_loss", "min_delta": 10.0, "patience": 0},
         "trainer": {"max_epochs": 50},
@@ -338,7 +356,14 @@ def test_a_stop_in_the_hooks_of_an_epochs_end_ends_the_run_for_all(trained: Run)
 
 
 @pytest.mark.parametrize(
-    "name", ["one group says stop where all validate", "one group says stop where all validate, static"]
+    "name",
+    [
+        "one group says stop where all validate",
+        "one group says stop where all validate, static",
+        "a slow group says stop, static, while the other waits in a validation",
+        "a slow group says stop, static, of which the other hears in its last batch's validation",
+        "a slow group says stop, static, while the other waits at its end",
+    ],
 )
 def test_a_stop_in_one_group_where_all_validate_ends_the_run_after_that_validation(trained: Run, name: str) -> None:
     ranks = result(trained, name)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -185,6 +187,100 @@ def test_a_rate_that_is_a_tensor_stays_one_and_is_scaled_once(shared: bool) -> N
     hyperparameters.scale(3.0)
     assert rates_of(optimizer) == pytest.approx([3 * LR, 3 * LR])
     assert optimizer.param_groups[0]["lr"] is groups[0]["lr"]
+
+
+# --- Schedules of classes that are not torch's -----------------------------------------------------------------------
+
+
+class WarmupRestarts(s.LRScheduler):
+    """As cosine-annealing-warmup has it: the rate rises from ``base_lrs`` to a peak of its own."""
+
+    def __init__(self, optimizer: Optimizer, warmup: int = 5000) -> None:
+        self.max_lr, self.warmup = LR, warmup
+        super().__init__(optimizer)
+        self.base_lrs = [0.001 for _ in optimizer.param_groups]
+
+    def get_lr(self) -> list[float]:  # type: ignore[override]
+        progress = min(1.0, self.last_epoch / self.warmup)
+        return [low + (self.max_lr - low) * progress for low in self.base_lrs]  # type: ignore[misc]
+
+
+class Polynomial(s.LRScheduler):
+    """A closed form, of a peak or of ``base_lrs``, that has an end."""
+
+    def __init__(self, optimizer: Optimizer, peak: float | None, total: int = 50) -> None:
+        self.peak, self.total = peak, total
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:  # type: ignore[override]
+        if self.last_epoch > self.total:
+            raise ValueError("this schedule is over")
+        return [(self.peak or rate) * (1 - self.last_epoch / self.total) for rate in self.base_lrs]  # type: ignore[misc]
+
+
+class LinearCosine(s.LRScheduler):
+    """As lightning-bolts has it: a recursion, with a warm-up from a tiny rate, which is no rate of torch's."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.warmup_start_lr, self.eta_min = 1e-6, 0.001
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:  # type: ignore[override]
+        rates = rates_of(self.optimizer)
+        if self.last_epoch == 0:
+            return [self.warmup_start_lr for _ in rates]
+        if self.last_epoch <= 10:
+            ups = [(base - self.warmup_start_lr) / 10 for base in self.base_lrs]
+            return [rate + up for rate, up in zip(rates, ups, strict=True)]  # type: ignore[misc]
+        return [(rate - self.eta_min) * 0.99 + self.eta_min for rate in rates]
+
+
+class OfTimm:
+    """A schedule that is no `LRScheduler`, and is stepped to an epoch."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer, self.base_values = optimizer, rates_of(optimizer)
+
+    def step(self, epoch: int) -> None:
+        for group, value in zip(self.optimizer.param_groups, self.base_values, strict=True):
+            group["lr"] = value * 0.9**epoch
+
+
+FOREIGN: dict[str, tuple[Make, str]] = {
+    "a peak after a warm-up": (WarmupRestarts, "WarmupRestarts does not follow"),
+    "a peak": (lambda o: Polynomial(o, LR), "Polynomial does not follow"),
+    "a peak inside one of torch's": (
+        lambda o: s.ChainedScheduler([s.StepLR(o, 5), Polynomial(o, LR)]),
+        "Polynomial does not follow",
+    ),
+    "an epoch": (OfTimm, "OfTimm cannot be stepped.*epoch"),
+    "base_lrs": (lambda o: Polynomial(o, None), ""),
+    "a recursion": (LinearCosine, ""),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_schedule_that_keeps_a_rate_of_its_own_is_refused_before_it_is_scaled(name: str) -> None:
+    make, message = FOREIGN[name]
+    optimizer = optimizer_of(rates=(LR, 0.04), momentum=0.9)
+    schedule = make(optimizer)
+    were = rates_of(optimizer), {name: each for name, each in vars(schedule).items() if name != "optimizer"}
+    were = copy.deepcopy(were)
+    hyperparameters = Hyperparameters(optimizer, [schedule])
+    with pytest.raises(ConfigurationError, match=f"{message}.*base_lrs") if message else nullcontext():
+        hyperparameters.check_schedules()
+    rates, state = were
+    assert rates_of(optimizer) == rates, "the rehearsal leaves no trace"
+    assert all(vars(schedule)[name] == each for name, each in state.items() if name != "_schedulers")
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_schedules_of_torch_are_followed(name: str) -> None:
+    optimizer = optimizer_of(rates=(LR, 0.04), momentum=0.9)
+    schedule = SCHEDULES[name](optimizer)
+    if schedule is not None:  # a class of the user's own that changes nothing, so that it is tried out
+        schedule.__class__ = type("Own", (type(schedule),), {"__module__": __name__})
+    Hyperparameters(optimizer, [schedule] if schedule is not None else []).check_schedules()
 
 
 # --- Momentum --------------------------------------------------------------------------------------------------------

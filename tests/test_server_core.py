@@ -934,6 +934,15 @@ def test_ranks_whose_epochs_have_different_lengths_hear_where_they_are_and_what_
     assert "limit_train_batches=" in notice.reason
 
 
+def test_after_a_request_to_stop_a_mismatch_is_not_blamed_on_data_of_different_lengths(link: Link) -> None:
+    link.control(1, m.Leave(epoch=-1, generation=1, trained=0, stop="validate"))
+    link.say(control_peer(0), m.Contribute(number=0, what="barrier", where="in no hook, after batch 10 of epoch 0"))
+    link.say(control_peer(1), m.Contribute(number=0, what="agree", where="in on_train_epoch_end, after batch 6"))
+    (notice,) = link.news(2)
+    assert "rank 1 called agree" in notice.reason
+    assert "limit_train_batches=" not in notice.reason
+
+
 def test_collectives_may_overlap(link: Link) -> None:
     contribute(link, 0, number=0), contribute(link, 0, number=1), contribute(link, 1, number=1)
     assert [g.number for g, _ in contribute(link, 2, number=1)] == [1]

@@ -53,7 +53,9 @@ class Collectives:
     def __init__(self) -> None:
         self._open: dict[int, dict[int, _Contribution]] = {}
 
-    def contribute(self, number: int, rank: int, what: str, payload: bytes | Tensor, where: str = "") -> None:
+    def contribute(
+        self, number: int, rank: int, what: str, payload: bytes | Tensor, where: str = "", is_stopping: bool = False
+    ) -> None:
         """Add a rank's contribution to a collective.
 
         Args:
@@ -62,6 +64,7 @@ class Collectives:
             what: the collective and its signature; the same on all ranks.
             payload: bytes for the other ranks.
             where: the rank's position in the program, for the message on a mismatch.
+            is_stopping: whether a group has requested the run's stop, so that a mismatch is no sign of uneven data.
 
         Raises:
             ProtocolError: the rank waits at too many others.
@@ -73,7 +76,8 @@ class Collectives:
         for other, theirs in present.items():
             if theirs.what != what:
                 sizes_differ = what.partition("(")[0] == theirs.what.partition("(")[0]
-                hint = _OF_EACH_BATCH if sizes_differ else _ELSEWHERE if mine.where and theirs.where else ""
+                is_of_loops = mine.where and theirs.where and not is_stopping
+                hint = _OF_EACH_BATCH if sizes_differ else _ELSEWHERE if is_of_loops else ""
                 raise CollectiveMismatch(
                     f"rank {rank} called {mine} while rank {other} called {theirs}; outside the training epoch all"
                     f" ranks must make the same collective calls in the same order, as under DDP{hint}"

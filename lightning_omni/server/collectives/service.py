@@ -35,7 +35,7 @@ class Synchronization(Service):
     """
 
     def __init__(self, run: RunContext, training: Training, forward: Forward) -> None:
-        self._roster, self._journal = run.roster, run.journal
+        self._roster, self._journal, self._epochs = run.roster, run.journal, run.epochs
         self._training = training
         self._forward = forward
         self.completed = 0
@@ -90,7 +90,8 @@ class Synchronization(Service):
             return [self._answer(sender.peer)]
         if message.brought:
             payload = self._take_brought(sender.rank)
-        self._collectives.contribute(message.number, sender.rank, message.what, payload, message.where or "")
+        where, is_stopping = message.where or "", bool(self._epochs.stop)
+        self._collectives.contribute(message.number, sender.rank, message.what, payload, where, is_stopping)
         return self._training.idle(sender.rank)
 
     def check_brought(self, sender: Sender, message: m.Bring) -> int:

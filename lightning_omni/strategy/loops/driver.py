@@ -81,6 +81,8 @@ class _Epoch:
         is_skipped: whether another group has ended the epoch early.
         is_check: whether all groups synchronize after this batch without a validation.
         is_counted: whether this group's last batch has counted the epoch for schedules.
+        is_last: whether no group trains on after this synchronization, where all have heard of a stop.
+        has_ended: whether a group is already at its end, so that none validates.
     """
 
     plan: EpochPlan | None = None
@@ -90,6 +92,8 @@ class _Epoch:
     is_skipped: bool = False
     is_check: bool = False
     is_counted: bool = False
+    is_last: bool = False
+    has_ended: bool = False
 
 
 class EpochDriver:
@@ -385,7 +389,7 @@ class EpochDriver:
         stops = _private.stops_now(trainer) or is_limit_reached
         if self.world.is_computing and not self._stopping and (stops or not complete):
             self.leave("end" if stops else "skip" if self.is_open_ended else "")
-        self._synchronize(module)
+        self._synchronize(module, is_end=True)
         trained = self._trained
         if self.world.executor.exchanges:
             mine = int(stops or self._stopping), int(_private.stops_now(trainer)), is_cut_short, trained
@@ -516,10 +520,14 @@ class EpochDriver:
             self.leave("validate")
         self._synchronize(module)
 
-    def _synchronize(self, module: Module) -> None:
+    def _synchronize(self, module: Module, is_end: bool = False) -> None:
         """Synchronize all groups, and set their step counts to those of the recorder, which logs and saves.
 
         Names of checkpoints contain the step, and are then the same on all ranks.
+
+        Args:
+            module: the model.
+            is_end: whether this rank is at the end of its epoch, and not at a validation.
         """
         if not self.world.is_computing:
             return
@@ -527,15 +535,36 @@ class EpochDriver:
         self.world.enter_world(module)
         trainer, mine = self.trainer, self.trainer.global_step
         counts = _private.step_counters(trainer)
-        counts = self.world.all_reduce_max(counts if self.world.is_recorder else [0] * len(counts))
+        # The server tells groups of dynamic data alike of a stop; others may meet here before they have heard of it.
+        stops = not self.data.is_dynamic and (self._stopping or _private.stops_now(trainer))
+        marks = int(stops), int(is_end)
+        *counts, is_last, has_ended = self.world.all_reduce_max(
+            [*(counts if self.world.is_recorder else [0] * len(counts)), *marks]
+        )
         _private.set_step_counters(trainer, self.published.not_before(counts))
         _private.average_no_later(trainer)
         _private.share_saves(trainer, self.world.broadcast_from_recorder)
         if self.run.step_limit == mine:
             self.run.stop_here()
+        if is_last:
+            self._stop_with_others(bool(has_ended), is_end)
+
+    def _stop_with_others(self, has_ended: bool, is_end: bool) -> None:
+        """Make this synchronization the epoch's last: a group has requested a stop, of which all hear here at once.
+
+        Groups that are at validations make this one together. If a group is already at its end, where it cannot
+        validate, none does.
+        """
+        self._stopping = self._epoch.is_last = True
+        self._epoch.has_ended = has_ended
+        if has_ended and not is_end:
+            self.run.stop_here()
+        elif not has_ended:
+            self.trainer.should_stop = True
 
     def after_validation(self) -> None:
-        if self.is_open and not self.trainer.is_last_batch and not self.published.evaluates:
+        goes_on = self.is_open and not (self.trainer.is_last_batch or self._epoch.is_last)
+        if goes_on and not self.published.evaluates:
             self.world.enter_compute()
             self._have_parted()
 
@@ -617,6 +646,8 @@ class EpochDriver:
         if self._world is None or not self.is_open or self._world.executor.control is None:
             return run()
         self.before_validation(self.trainer.lightning_module)
+        if self._epoch.has_ended:
+            return []
         before = _private.metrics_by_now(self.trainer)
         returned = self._validate_together(run)
         if not self.world.is_computing:  # without a batch, the loop calls no hook of its end

@@ -158,6 +158,8 @@ class TunedFit(Fit):
             return
         try:
             hyperparameters = run.hyperparameters()
+            if run.options.budget:
+                hyperparameters.check_schedules()
         except (ConfigurationError, UnsupportedError) as error:
             self._tune_nothing(str(error), may_split=self._may_split_all_the_same)
             return

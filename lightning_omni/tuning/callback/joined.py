@@ -115,7 +115,9 @@ class JoinedFit(Fit):
             raise ConfigurationError(f"with {method} they do not depend on the number of groups")
         if optimizers != 1:
             raise ConfigurationError(f"it needs one optimizer, and there are {optimizers}")
-        return Hyperparameters.of(run.trainer)
+        hyperparameters = Hyperparameters.of(run.trainer)
+        hyperparameters.check_schedules()
+        return hyperparameters
 
     @override
     def batch_done(self, outputs: Any, batch_idx: int) -> None:

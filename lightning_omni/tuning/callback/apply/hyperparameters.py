@@ -13,6 +13,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_omni.errors import ConfigurationError
+from lightning_omni.tuning.callback.apply.rehearsal import check_scaling
 from lightning_omni.tuning.model.forecast import Scaling
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class Hyperparameters:
 
     def __init__(self, optimizer: Optimizer, schedulers: Sequence[Any] = ()) -> None:
         self._optimizer = optimizer
+        self._given = list(schedulers)
         self._schedulers = _flat(schedulers)
         if not optimizer.param_groups:
             raise ConfigurationError("configure_optimizers returns no optimizer, so that nothing is trained")
@@ -118,6 +120,19 @@ class Hyperparameters:
                     setattr(scheduler, name, [_times(each, factor) for each in value])
                 elif isinstance(value, (int, float)) and not isinstance(value, bool):
                     setattr(scheduler, name, _times(value, factor))
+
+    def check_schedules(self) -> None:
+        """Check that the schedules follow `scale`, before a search begins.
+
+        Raises:
+            ConfigurationError: a scheduler of the user's own class keeps a rate that `scale` does not know.
+        """
+        check_scaling(
+            self._optimizer,
+            self._given,
+            self._schedulers,
+            lambda optimizer, schedulers, factor: type(self)(optimizer, schedulers).scale(factor),
+        )
 
     def _highest(self) -> list[float]:
         """Return the learning rate of each parameter group at the peak of its schedule."""
