@@ -207,7 +207,11 @@ class RunProgress:
             over = min(over, self.max_steps)  # max_steps may have ended the run inside the epoch
         if trained is not None:
             over = min(over, replace(self.progress, samples=trained).steps)
-        self.progress = self.past = replace(self.progress, epochs=epoch + 1, samples=0, past=over)
+        batches = self.progress.batches_before(epoch + 1)
+        if trained is not None:
+            here = min(self.progress.batches, trained // self.progress.reference.batch)
+            batches = self.progress.batches_before(epoch) + here
+        self.progress = self.past = replace(self.progress, epochs=epoch + 1, samples=0, past=over, past_batches=batches)
 
     # --- Steps -------------------------------------------------------------------------------------------------------
 
