@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from runs import Run, run
 
+from lightning_omni.runtime.data.loader import Leases
+from lightning_omni.runtime.state.checkpoint import Saved
 from lightning_omni.strategy.checkpoints.loop_progress import end_whole_epoch, go_on_after
+from lightning_omni.strategy.loops.progress import RunProgress
+from lightning_omni.wire.cut import Cut
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +44,8 @@ def test_the_extra_key_is_plain_and_the_rest_is_lightnings(saved: Run) -> None:
     run = rank0(saved, "groups half")["omni"]["run"]
     reference = {"ranks": 2, "batch_size": 8, "window": 1}
     assert run["groups"] == 2
-    progress = {"reference": reference, "batches": 16, "epochs": 1, "samples": 0, "past": 16, "steps": 16}
-    assert run["progress"] == progress
+    progress = {"reference": reference, "batches": 16, "epochs": 1, "samples": 0, "past": 16, "past_batches": 16}
+    assert run["progress"] == {**progress, "steps": 16}
     assert (run["cut"]["epoch"], run["cut"]["trained"]) == (0, [[0, 256]])
     assert sum(run["cut"]["pushes"].values()) == run["cut"]["clocks"][0]
 
@@ -156,3 +161,29 @@ def test_inside_an_epoch_a_checkpoint_has_the_servers_weights_whatever_a_module_
 
 def test_after_fit_rank_zero_has_the_servers_state_for_a_last_save(saved: Run) -> None:
     assert rank0(saved, "groups half")["after_fit_state"] == 4
+
+
+def resumed_on(ranks: int, samples: int, warnings: list[str]) -> RunProgress:
+    """A run of so many ranks, from a checkpoint that six ranks have saved inside epoch 1 of 50,000 samples."""
+    total = -(-samples // ranks) * ranks
+    leases = Leases(ranks, 4, total, 0, lambda epoch: None, is_local=False, dataset_size=samples)
+    data: Any = SimpleNamespace(leases=leases)
+    run = RunProgress(data, warnings.append)
+    run.resume(Saved(Cut(epoch=1, total=50_004, trained=((0, 20_000), (40_000, 50_004))), samples=50_000))
+    run.check_resumed(1)
+    return run
+
+
+@pytest.mark.parametrize(("ranks", "total"), [(6, 50_004), (7, 50_001), (8, 50_000), (32, 50_016)])
+def test_ranges_that_another_number_of_ranks_has_trained_are_not_trained_again(ranks: int, total: int) -> None:
+    warnings: list[str] = []
+    run = resumed_on(ranks, 50_000, warnings)
+    assert run.trained_spans(1) == ((0, 20_000), (40_000, min(50_004, total)))
+    assert (run.trained_spans(2), warnings) == ((), [])
+
+
+def test_ranges_of_another_dataset_are_trained_again_and_a_warning_says_so() -> None:
+    warnings: list[str] = []
+    assert resumed_on(6, 50_001, warnings).trained_spans(1) == (), "padded alike, and in another order"
+    (warning,) = warnings
+    assert "epoch 1 of 50000 samples, and the training data now has 50001" in warning

@@ -123,7 +123,7 @@ PROGRESS = Progress(ReferenceBatch(4, 2), batches=8, epochs=1, samples=16)
 STATES = {0: [{"memory": {"outer": [torch.ones(2)]}, "sender": {"format": {"name": "raw"}, "state": {}}}], 2: []}
 SCHEDULES = [[4, 6], []]
 SAVED = Saved(
-    CUT, 2, PROGRESS, {"name": "async_sgd"}, [["w"], ["v"]], [{"buffer": torch.zeros(3)}, {}], STATES, SCHEDULES
+    CUT, 2, PROGRESS, {"name": "async_sgd"}, [["w"], ["v"]], [{"buffer": torch.zeros(3)}, {}], STATES, SCHEDULES, 63
 )
 
 
@@ -152,7 +152,7 @@ def test_what_a_checkpoint_says_of_a_run_is_saved_and_sent_as_plain_data(travels
     assert (again.method, again.parameters) == (saved.method, saved.parameters)
     assert repr(again.server) == repr(saved.server) or (not again.server and not saved.server)
     assert repr(again.states) == repr(saved.states)
-    assert list(again.schedules) == list(saved.schedules)
+    assert (list(again.schedules), again.samples) == (list(saved.schedules), saved.samples)
 
 
 @pytest.mark.parametrize("version", [VERSION - 1, VERSION + 1])

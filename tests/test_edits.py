@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch.nn import Parameter
 
@@ -54,6 +55,32 @@ def test_frozen_weights_are_the_groups_own() -> None:
     assert replica.ordered[1].eq(0.0).all()
     replica.ordered[0].requires_grad_(True)
     assert replica.written() == ["weight0"]
+
+
+@pytest.mark.parametrize("is_stepped", [False, True])
+def test_a_few_rows_that_are_written_of_a_large_frozen_weight_are_the_groups_own(is_stepped: bool) -> None:
+    """Of a memory bank, say, whose elements are compared at intervals that miss these."""
+    replica = _replica(1_000_000, 20)
+    replica.ordered[0].requires_grad_(False)
+    replica.know()
+    with torch.no_grad():
+        replica.ordered[0][1:17] = 5.0
+    if is_stepped:
+        replica.step([None, torch.ones(20)])
+    replica.load(Pulled([torch.zeros(1_000_000), torch.zeros(20)], clock=2))
+    assert replica.ordered[0][1:17].eq(5.0).all()
+    assert replica.own_frozen() == {"weight0"}
+
+
+def test_a_large_frozen_weight_that_gets_the_values_that_it_has_stays_that_of_all_groups() -> None:
+    replica = _replica(1_000_000, 20)
+    replica.ordered[0].requires_grad_(False)
+    replica.know()
+    with torch.no_grad():
+        replica.ordered[0].copy_(replica.ordered[0].clone())  # a callback that swaps averages in and out, say
+    assert replica.own_frozen() == set()
+    replica.load(Pulled([torch.zeros(1_000_000), torch.zeros(20)], clock=2))
+    assert replica.ordered[0].eq(0.0).all()
 
 
 def test_a_weight_that_is_frozen_after_local_steps_is_loaded_as_others_are() -> None:

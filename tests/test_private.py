@@ -19,6 +19,7 @@ from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
 from pytorch_lightning.demos.boring_classes import BoringModel
 from pytorch_lightning.loops.fetchers import _PrefetchDataFetcher
+from pytorch_lightning.loops.fit_loop import _FitLoop
 from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
 from pytorch_lightning.strategies import DDPStrategy
 from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
@@ -277,6 +278,25 @@ def test_steps_and_validations_are_controlled_without_the_users_noticing(fitting
     assert fitting.global_step == 3
     assert sum("validation" in line for line in said) == 3
     assert (fitting.max_steps, fitting.val_check_batch) == (-1, 2)
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "should_stop", "message"),
+    [(20, False, "`Trainer.fit` stopped: `max_steps=20` reached."), (20, True, ""), (-1, True, ""), (-1, False, "")],
+)
+def test_the_message_at_a_controlled_limit_has_the_users_number_and_none_where_another_group_has_stopped_the_run(
+    fitting: Any, monkeypatch: pytest.MonkeyPatch, max_steps: int, should_stop: bool, message: str
+) -> None:
+    control, said = Control(fitting), list[str]()
+    control.step_limit = 3
+    _private.control_loops(fitting, control)
+    loop = fitting.fit_loop
+    fitting.fit(Tiny())
+    monkeypatch.setattr(sys.modules[_FitLoop.__module__], "rank_zero_info", said.append)
+    loop.epoch_loop.max_steps, fitting.should_stop = max_steps, should_stop
+    assert loop.done
+    assert said == [message] * bool(message)
+    assert type(fitting.max_steps) is int
 
 
 def test_a_number_of_batches_of_its_own_is_what_user_code_has_and_no_estimate_is_made_by_it(fitting: Any) -> None:

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import pytorch_lightning as pl
@@ -20,10 +22,13 @@ import lightning_omni
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.group.core import GroupCore
 from lightning_omni.methods import AsyncSGD
+from lightning_omni.runtime.data.loader import Leases
 from lightning_omni.runtime.state.distributed_checkpoint import Folder, beside, is_folder, save
 from lightning_omni.runtime.state.rollback import RollbackPoint
 from lightning_omni.runtime.state.server_store import ServerSnapshot
 from lightning_omni.strategy.checkpoints.contents import Checkpoints
+from lightning_omni.strategy.loops.leased_data import FitLimits
+from lightning_omni.strategy.loops.progress import RunProgress
 from lightning_omni.wire.cut import Cut
 from lightning_omni.wire.progress import Progress, ReferenceBatch
 
@@ -116,11 +121,39 @@ def test_steps_are_samples_by_the_reference_batch() -> None:
 
 def test_epochs_that_are_over_have_as_many_steps_as_they_had() -> None:
     first = Progress(ReferenceBatch(ranks=4, batch_size=8), batches=10)
-    second = replace(first, epochs=1, past=first.steps_before(1), batches=4)
-    third = replace(second, reference=replace(second.reference, window=2), epochs=2, past=second.steps_before(2))
+    second = replace(first, epochs=1, past=first.steps_before(1), past_batches=first.batches_before(1), batches=4)
+    past, batches = second.steps_before(2), second.batches_before(2)
+    third = replace(second, reference=replace(second.reference, window=2), epochs=2, past=past, past_batches=batches)
     assert (second.steps, replace(second, samples=64).steps, third.steps) == (10, 12, 14)
     assert (third.steps_left(15, 2), third.steps_before(4)) == (1, 18)
-    assert (first.past_batches, second.past_batches, third.past_batches) == (0, 10, 8)
+    assert [first.batches_before(0), *(third.batches_before(epoch) for epoch in (2, 4))] == [0, 14, 22]
+
+
+@pytest.mark.parametrize(("skipped_at", "offset"), [(None, 15), (12, 12)])
+def test_validations_are_due_where_they_are_under_ddp_though_earlier_steps_had_more_batches(
+    skipped_at: int | None, offset: int
+) -> None:
+    """Every 25 batches of 8 samples, with epochs of 40; DDP counts batches on from the epoch before."""
+    loop = SimpleNamespace(max_batches=40, epoch_loop=SimpleNamespace(_should_check_val_epoch=lambda: True))
+    trainer: Any = SimpleNamespace(
+        accumulate_grad_batches=4,
+        callbacks=[],
+        check_val_every_n_epoch=None,
+        enable_validation=True,
+        fit_loop=loop,
+        lightning_module=SimpleNamespace(automatic_optimization=True),
+        max_steps=-1,
+        val_check_batch=25,
+    )
+    leases = Leases(2, 4, 320, 0, lambda epoch: None, is_local=False)
+    data: Any = SimpleNamespace(leases=leases)
+    run = RunProgress(data, lambda _: None)
+    run._limits, run._trainer = FitLimits(trainer), trainer
+    assert run.begin(0).validate_offset == 0
+    run.end(0, skipped_at and 8 * skipped_at)
+    trainer.accumulate_grad_batches = 1
+    plan = run.begin(1)
+    assert (plan.validate_every, plan.validate_offset) == (25 * 8, offset * 8)
 
 
 # --- A server that dies while a checkpoint is saved ------------------------------------------------------------------

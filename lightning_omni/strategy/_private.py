@@ -724,7 +724,11 @@ class _ControlledFitLoop(_FitLoop):
     @property
     @override
     def done(self) -> bool:
-        with _limited(self.epoch_loop, self._control.step_limit):
+        loop, limit = self.epoch_loop, self._control.step_limit
+        is_reached = limit is not None and -1 < limit <= loop.global_step
+        if is_reached and self.max_batches != 0 and (loop.max_steps == -1 or self.trainer.should_stop):
+            return True  # another group has stopped the run, and Lightning's message would say that max_steps have
+        with _limited(loop, limit):
             return super().done
 
 
@@ -797,12 +801,23 @@ def loops_iterate(trainer: Trainer) -> bool:
     return hasattr(trainer.fit_loop, "_iterates")
 
 
+class _Limit(int):
+    """A number of steps that Lightning's message shows as the user's max_steps."""
+
+    shown: int
+
+    @override
+    def __repr__(self) -> str:
+        return repr(self.shown)
+
+
 @contextmanager
 def _limited(epoch_loop: Any, max_steps: int | None) -> Iterator[None]:
     """Return a context in which the loop has this max_steps; all other code reads the user's."""
     before = epoch_loop.max_steps
     if max_steps is not None:
-        epoch_loop.max_steps = max_steps
+        epoch_loop.max_steps = _Limit(max_steps)
+        epoch_loop.max_steps.shown = before
     try:
         yield
     finally:

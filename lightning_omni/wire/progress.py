@@ -51,6 +51,7 @@ class Progress:
         samples: trained samples of the current epoch, of all groups.
         past: steps of DDP in the finished epochs, which may have had other batches; None if they were like the current
             one.
+        past_batches: batches of each rank of DDP in the finished epochs; None as for ``past``.
 
     Example:
         >>> progress = Progress(ReferenceBatch(4, 8), batches=10, epochs=2, samples=100)
@@ -63,6 +64,7 @@ class Progress:
     epochs: int = 0
     samples: int = 0
     past: int | None = None
+    past_batches: int | None = None
 
     @property
     def samples_an_epoch(self) -> int:
@@ -75,17 +77,6 @@ class Progress:
         return -(-self.batches // self.reference.window)
 
     @property
-    def past_batches(self) -> int:
-        """Return the batches that each rank of DDP would have trained in the finished epochs.
-
-        If steps accumulate batches, `past` does not determine this number; then all epochs count as if they were like
-        the current one.
-        """
-        if self.past is None or self.reference.window > 1:
-            return self.epochs * self.batches
-        return self.past
-
-    @property
     def steps(self) -> int:
         """Return the optimizer steps that DDP would have taken."""
         return self.steps_before(self.epochs) + min(self.steps_an_epoch, self.samples // self.reference.samples)
@@ -94,6 +85,14 @@ class Progress:
         """Return the steps of DDP before an epoch; later epochs are assumed to be like the current one."""
         past = self.epochs * self.steps_an_epoch if self.past is None else self.past
         return past + (epoch - self.epochs) * self.steps_an_epoch
+
+    def batches_before(self, epoch: int) -> int:
+        """Return the batches of each rank of DDP before an epoch; later epochs are assumed to be like the current one.
+
+        Steps do not determine this number: they may have accumulated more or fewer batches.
+        """
+        past = self.epochs * self.batches if self.past_batches is None else self.past_batches
+        return past + (epoch - self.epochs) * self.batches
 
     def scheduled(self, frequency: int, steps: int) -> int:
         """Return how often DDP steps a schedule within a number of optimizer steps.

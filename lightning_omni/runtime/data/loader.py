@@ -31,6 +31,7 @@ class Leases(Lessee):
         before_epoch: called with the epoch's number before samples are drawn from the server's book.
         is_local: whether no server is needed: with one group, or with samples that are dealt out beforehand.
         shares: each member's samples of a whole batch, if they differ; see `share_out`.
+        dataset_size: samples in the dataset, if they differ from ``total``.
 
     Attributes:
         generation: number of regroupings; batches that were drawn before one are void.
@@ -47,9 +48,11 @@ class Leases(Lessee):
         before_epoch: Callable[[int], None],
         is_local: bool,
         shares: Sequence[int] = (),
+        dataset_size: int | None = None,
     ) -> None:
         super().__init__(rank, world_size, shares=shares)
         self.world_size, self.batch_size, self.total = world_size, batch_size, total
+        self.dataset_size = total if dataset_size is None else dataset_size
         self.is_local = is_local
         self.generation = 0
         self._deal(is_as_ddp=is_local)
@@ -277,6 +280,7 @@ def lease(
     sampler = loader.sampler
     assert isinstance(sampler, DistributedSampler)
     assert loader.batch_size is not None
+    options["dataset_size"] = len(sampler.dataset)  # type: ignore[arg-type]
     leases = Leases(sampler.num_replicas, loader.batch_size, sampler.total_size, **options)
     # A copy with an extended class keeps all attributes of the user's own DataLoader class. DataLoader forbids setting
     # batch_sampler after construction, because a running iterator might disagree with it; the copy has none.

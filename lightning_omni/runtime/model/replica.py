@@ -358,9 +358,9 @@ def _as_many(memories: list[Memory], count: int, make: Callable[[], Memory]) -> 
 class Writes:
     """A record of the weights as they were loaded. Parameters are identified by their index, which never changes.
 
-    Trained weights are compared with the loaded ones. Frozen weights are not loaded with each exchange, so a few of
-    their elements are compared; a frozen weight that was written belongs to the group that wrote it (a target network,
-    for example).
+    Trained weights are compared with the loaded ones. Of a frozen weight, which does not change in most steps, a few
+    elements are compared, unless torch has counted a write. A frozen weight that was written belongs to the group that
+    wrote it (a target network, for example).
     """
 
     def __init__(self) -> None:
@@ -381,14 +381,16 @@ class Writes:
 
     def mark(self, parameters: Sequence[Parameter]) -> None:
         """Record that only the group's method has written the parameters since they were loaded."""
-        self.stepped(parameters)
+        self._versions = [here(parameter)._version for parameter in parameters]
         self._marks = [0 if parameter.requires_grad else fingerprint(parameter, _FEW) for parameter in parameters]
 
     def stepped(self, parameters: Sequence[Parameter]) -> None:
         """Record that only the group's method has written the trained parameters since they were loaded."""
-        self._versions = [here(parameter)._version for parameter in parameters]
         marks = zip(parameters, self._marks, strict=False)
         self._marks = [0 if parameter.requires_grad else mark for parameter, mark in marks]
+        # The method does not step a weight that was frozen when it was loaded: others have written it, if anyone has.
+        frozen = {place: self._versions[place] for place, mark in enumerate(self._marks) if mark}
+        self._versions = [frozen.get(place, here(each)._version) for place, each in enumerate(parameters)]
 
     def of_trained(self, parameters: Mapping[str, Parameter], in_passing: bool = False) -> list[str]:
         """Return the names of trained weights that other code has written.
@@ -409,13 +411,24 @@ class Writes:
         for place, (name, parameter) in enumerate(parameters.items()):
             if parameter.requires_grad:
                 self._frozen.discard(name)
-            elif place < len(self._loaded) and (
-                fingerprint(parameter, _FEW) != self._marks[place]
-                if self._marks[place]
-                else here(parameter)._version != self._versions[place]  # it was trained when it was loaded
-            ):
+            elif place < len(self._loaded) and self._is_frozen_written(place, parameter):
                 self._frozen.add(name)
         return self._frozen
+
+    def _is_frozen_written(self, place: int, parameter: Parameter) -> bool:
+        mine, known = here(parameter), self._loaded[place]
+        is_counted = mine._version != self._versions[place]
+        if not self._marks[place]:  # it was trained when it was loaded
+            return is_counted
+        if fingerprint(parameter, _FEW) != self._marks[place]:
+            return True
+        if not is_counted:
+            return False
+        # A few other elements may have been written. A loaded tensor that is the weight itself does not tell.
+        if known.data_ptr() == mine.data_ptr() or not _is_same(mine.flatten(), known.flatten()):
+            return True
+        self._versions[place] = mine._version
+        return False
 
     def _is_written(self, place: int, parameter: Parameter, in_passing: bool) -> bool:
         if place >= len(self._loaded):

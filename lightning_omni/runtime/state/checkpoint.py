@@ -16,7 +16,7 @@ from lightning_omni.wire.progress import Progress
 ENTRY = "omni"
 """The name of the entry that is added to a checkpoint."""
 NAME = "lightning_omni.run_state"
-VERSION = 3
+VERSION = 4
 """The version of the entry; an entry of another version is refused."""
 
 
@@ -27,6 +27,8 @@ class Saved:
     Attributes:
         cut: the moment of the server at which it was saved.
         groups: number of groups.
+        samples: samples in the dataset of the cut's epoch, whose total is padded for the number of ranks; 0 if the data
+            were not leased.
         progress: progress in samples and steps; None if the data were not leased.
         method: how groups exchanged, as plain data; None, as are all that follow, if only weights were saved.
         parameters: names of the parameters of each optimizer.
@@ -46,6 +48,7 @@ class Saved:
     server: Sequence[Any] = ()
     states: Mapping[int, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     schedules: Sequence[Sequence[int]] = ()
+    samples: int = 0
     folder: Folder | None = None
 
     def to_plain(self) -> dict[str, Any]:
@@ -53,6 +56,7 @@ class Saved:
         progress = self.progress
         run: dict[str, Any] = {
             "groups": self.groups,
+            "samples": self.samples,
             "progress": progress and {**msgspec.to_builtins(progress), "steps": progress.steps},
             "schedules": [list(counts) for counts in self.schedules],
             "cut": {**msgspec.structs.asdict(self.cut), "trained": [list(span) for span in self.cut.trained]},
@@ -87,4 +91,5 @@ class Saved:
             server=run["server"],
             states=plain["group"],
             schedules=run["schedules"],
+            samples=run["samples"],
         )

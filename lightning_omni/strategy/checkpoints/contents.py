@@ -147,13 +147,14 @@ class Checkpoints:
         """
         snapshot, self._snapshot = self._snapshot, None
         groups, more = len(world.topology.alive), dict[str, Any]()
+        samples = 0 if epochs.leases is None else epochs.leases.dataset_size
         if snapshot is None:
             progress, cut = epochs.moment()
             if progress is not None:
                 if cut.epoch != -1:
                     _count_as_ddp(checkpoint, progress)
                 schedules = epochs.schedulers.catch_up_in(checkpoint, progress)
-                checkpoint[ENTRY] = Saved(cut, groups, progress, schedules=schedules).to_plain()
+                checkpoint[ENTRY] = Saved(cut, groups, progress, schedules=schedules, samples=samples).to_plain()
             return
         progress = None if epochs.progress is None else snapshot.cut.progress(epochs.progress)
         _count_as_ddp(checkpoint, progress)
@@ -168,8 +169,8 @@ class Checkpoints:
                 "server": server,
                 "states": states,
             }
-        schedules = epochs.schedulers.catch_up_in(checkpoint, progress)
-        checkpoint[ENTRY] = Saved(snapshot.cut, groups, progress, schedules=schedules, **more).to_plain()
+        more |= {"schedules": epochs.schedulers.catch_up_in(checkpoint, progress), "samples": samples}
+        checkpoint[ENTRY] = Saved(snapshot.cut, groups, progress, **more).to_plain()
 
     def save_folder(
         self,

@@ -138,7 +138,7 @@ class EpochDriver:
             lambda: self._is_for_user,
             lambda batches: int(self.own_batches(batches)),
         )
-        self.run = RunProgress(self.data)
+        self.run = RunProgress(self.data, warn)
         self.is_open = False
         self.is_open_ended = self.is_cut_short = False
         self.batches_cut_short = 0

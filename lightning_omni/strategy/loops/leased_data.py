@@ -237,10 +237,12 @@ class FitLimits:
         limit = self._trainer.fit_loop.max_batches  # a callback may have set it larger than the data
         batches = min(int(limit), there) if limit != float("inf") else there
         is_next = before is not None and epoch - before.epochs in (0, 1)
-        past = before.steps_before(epoch) if before is not None and is_next else None
+        past, past_batches = None, None
+        if before is not None and is_next:
+            past, past_batches = before.steps_before(epoch), before.batches_before(epoch)
         if past is None and (windows := _private.accumulation_windows(self._trainer, epoch)):
             past = sum(-(-batches // window) for window in windows)
-        return Progress(reference, batches, epochs=epoch, samples=size_of(trained), past=past)
+        return Progress(reference, batches, epoch, size_of(trained), past, past_batches)
 
     def plan(self, leases: Leases, progress: Progress, trained: Spans) -> EpochPlan:
         trainer, epoch = self._trainer, progress.epochs
@@ -248,7 +250,7 @@ class FitLimits:
         every, offset = 0, 0
         if _private.validates_this_epoch(trainer) and interval not in (None, float("inf")):
             # Without check_val_every_n_epoch, the batches of earlier epochs count, too.
-            done = progress.past_batches if trainer.check_val_every_n_epoch is None else 0
+            done = progress.batches_before(epoch) if trainer.check_val_every_n_epoch is None else 0
             every = int(interval) * progress.reference.batch
             offset = done % int(interval) * progress.reference.batch
         return EpochPlan(
@@ -283,10 +285,12 @@ class FitLimits:
         trainer, loop = self._trainer, self._trainer.fit_loop
         is_inside = loop.restarted_mid_epoch or loop.restarted_on_epoch_end
         batches = _private.batches_trained(trainer) if is_inside else 0
-        steps = int(trainer.global_step) if self.by_hand is None else _private.batches_begun(trainer)
+        begun = _private.batches_begun(trainer)
+        steps = int(trainer.global_step) if self.by_hand is None else begun
         if batches >= trainer.num_training_batches:  # saved after the last batch, before the hooks of the epoch's end
-            return replace(progress, epochs=progress.epochs + 1, samples=0, past=steps)
-        return replace(progress, past=steps - batches // progress.reference.window)
+            return replace(progress, epochs=progress.epochs + 1, samples=0, past=steps, past_batches=begun)
+        past = steps - batches // progress.reference.window
+        return replace(progress, past=past, past_batches=begun - batches)
 
     def steps_left(self, taken: int) -> int | None:
         """Return the steps of DDP that are left after ``taken`` steps; None if there is no limit."""

@@ -32,27 +32,29 @@ class RunProgress:
 
     Args:
         data: the training data, as leased.
+        warn: warns the user, on rank 0.
 
     Attributes:
         progress: progress of the run; None if its data is not leased.
         past: progress at the end of the last epoch, or of the checkpoint from which the fit resumes if it was loaded
             later; None if there is neither.
         resumed: the moment of the checkpoint from which the run resumes, perhaps inside an epoch.
+        resumed_samples: samples in the dataset when that checkpoint was saved.
         is_counted_together: whether several groups have trained the run, so that a rank's own steps are not those of
             DDP.
         step_limit: the number that the loops use as max_steps, for comparison with this rank's own steps; None for the
             Trainer's own.
     """
 
-    def __init__(self, data: LeasedData) -> None:
-        self._data = data
+    def __init__(self, data: LeasedData, warn: Callable[[str], None]) -> None:
+        self._data, self._warn = data, warn
         self._trainer: Trainer | None = None
         self._world: World | None = None
         self._limits: FitLimits | None = None
         self._resumed_batches = (-1, 0)  # number of the epoch, and batches of each rank
         self.progress: Progress | None = None
         self.past: Progress | None = None
-        self.resumed = Cut()
+        self.resumed, self.resumed_samples = Cut(), 0
         self.is_counted_together = False
         self.step_limit: int | None = None
 
@@ -64,7 +66,7 @@ class RunProgress:
             self.step_limit = sys.maxsize  # until `start`: the loop would compare this rank's own steps with max_steps
 
     def resume(self, saved: Saved) -> None:
-        self.resumed, self.past = saved.cut, saved.progress
+        self.resumed, self.resumed_samples, self.past = saved.cut, saved.samples, saved.progress
         self.is_counted_together = saved.progress is not None or saved.cut.epoch != -1
 
     def restored(self) -> None:
@@ -89,6 +91,7 @@ class RunProgress:
         if self._data.leases is None:
             return
         epoch = trainer.current_epoch
+        self.check_resumed(epoch)
         self.progress = self._limits.progress(self._data.leases, epoch, self.trained_spans(epoch), self.past)
         if entered is not None:
             self.advance(entered)
@@ -126,8 +129,25 @@ class RunProgress:
             at, batches = self._resumed_batches
             trained = batches * self._limits.reference(leases).batch if self._limits and at == epoch else 0
             return ((0, min(trained, leases.total)),) if trained else ()
-        fits = self.resumed.total == leases.total
-        return self.resumed.trained if fits and self.resumed.epoch == epoch else ()
+        if not self._fits(epoch):
+            return ()
+        # Another number of ranks pads the same permutation to another length.
+        return tuple((start, min(stop, leases.total)) for start, stop in self.resumed.trained if start < leases.total)
+
+    def _fits(self, epoch: int) -> bool:
+        """Return whether the checkpoint was saved in this epoch, of a dataset with as many samples."""
+        leases = self._data.leases
+        return leases is not None and (self.resumed.epoch, self.resumed_samples) == (epoch, leases.dataset_size)
+
+    def check_resumed(self, epoch: int) -> None:
+        """Warn the user if samples of the first epoch are trained again because the dataset is another one."""
+        leases = self._data.leases
+        if leases is not None and self.resumed.epoch == epoch and self.resumed.trained and not self._fits(epoch):
+            self._warn(
+                f"OmniStrategy: the checkpoint was saved inside epoch {epoch} of {self.resumed_samples} samples, and"
+                f" the training data now has {leases.dataset_size}: which samples were trained before the save is not"
+                " known, and some may be trained a second time; resume with the same dataset to train only the others"
+            )
 
     @property
     def is_resumed_inside(self) -> bool:
@@ -136,7 +156,7 @@ class RunProgress:
         The server and its weights do not contain the samples that groups train between two exchanges.
         """
         leases, epoch = self._data.leases, self.trainer.current_epoch
-        if leases is None or (self.resumed.epoch, self.resumed.total) != (epoch, leases.total):
+        if leases is None or not self._fits(epoch):
             return False
         assert self.progress is not None
         at, batches = self._resumed_batches
@@ -187,7 +207,11 @@ class RunProgress:
             over = min(over, self.max_steps)  # max_steps may have ended the run inside the epoch
         if trained is not None:
             over = min(over, replace(self.progress, samples=trained).steps)
-        self.progress = self.past = replace(self.progress, epochs=epoch + 1, samples=0, past=over)
+        batches = self.progress.batches_before(epoch + 1)
+        if trained is not None:
+            here = min(self.progress.batches, trained // self.progress.reference.batch)
+            batches = self.progress.batches_before(epoch) + here
+        self.progress = self.past = replace(self.progress, epochs=epoch + 1, samples=0, past=over, past_batches=batches)
 
     # --- Steps -------------------------------------------------------------------------------------------------------
 
