@@ -6,6 +6,8 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
+from itertools import product
 from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Any, cast
@@ -468,11 +470,99 @@ def test_a_schedule_that_is_told_its_epoch_goes_there_whatever_the_run_is_at() -
     pacer.count_from({schedule: (0, 0)})
     pacer.pace()
     optimizer.step()
-    schedule.step()
+    pacer.step(schedule, schedule.step)
     assert optimizer.param_groups[0]["lr"] == 0.25
     with pytest.warns(UserWarning, match="epoch"):  # torch would rather not be told
         schedule.step(epoch=3)
     assert optimizer.param_groups[0]["lr"] == 0.125
+    pacer.release()
+
+
+def counted_by_ddp(hook: Callable[[Any, int, int], None], batches: int, frequency: int = 1, epochs: int = 2) -> int:
+    """How often ``hook(schedule, epoch, batch)`` steps a schedule with one group of ``batches`` an epoch."""
+    optimizer = torch.optim.SGD([Parameter(torch.ones(3))], lr=1.0)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
+    optimizer.step()
+    for epoch in range(epochs):
+        for batch in range(1, batches + 1):
+            if batch % frequency == 0:
+                hook(schedule, epoch, batch)
+    return schedule.last_epoch
+
+
+HOOKS: dict[str, tuple[Callable[[Any, int, int], None], int]] = {
+    "from an epoch on": (lambda schedule, epoch, batch: schedule.step() if epoch else None, 5),
+    "from a batch on": (lambda schedule, epoch, batch: schedule.step() if batch > 2 or epoch else None, 5),
+    "up to an epoch": (lambda schedule, epoch, batch: None if epoch else schedule.step(), 20),
+    "at the last batch": (lambda schedule, epoch, batch: schedule.step() if batch % 5 == 0 else None, 5),
+    "never": (lambda schedule, epoch, batch: None, 5),
+    "once": (lambda schedule, epoch, batch: schedule.step(), 20),
+    "with the metric": (lambda schedule, epoch, batch: schedule.step(None), 20),
+}
+"""What modules may do in ``lr_scheduler_step``, and of how many batches an epoch the schedule counts the steps."""
+
+
+@pytest.mark.parametrize("name", HOOKS)
+@pytest.mark.parametrize("frequency", [1, 5])
+def test_a_hook_of_the_module_that_steps_a_schedule_now_and_then_has_the_say(name: str, frequency: int) -> None:
+    """This group trains 5 of the 20 batches of an epoch, and so counts as many steps of such a schedule."""
+    optimizer, epoch, batch = torch.optim.SGD([Parameter(torch.ones(3))], lr=1.0), 0, 0
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
+    config = LRSchedulerConfig(schedule, interval="step", frequency=frequency)
+    hook, batches = HOOKS[name]
+
+    def ask(scheduler: Any) -> None:
+        hook(scheduler, epoch, batch)
+
+    pacer = Pacer([config], lambda: 20 * epoch + 4 * batch, lambda: epoch + 1, ask=ask)
+    pacer.count_from({})
+    pacer.pace()
+    optimizer.step()
+    for epoch, batch in product(range(2), range(1, 6)):
+        if batch % frequency == 0:
+            pacer.step(schedule, partial(hook, schedule, epoch, batch))
+        pacer.keep_up()
+        if batch == 5:
+            pacer.catch_up()
+    pacer.release()
+    assert schedule.last_epoch == counted_by_ddp(hook, batches, frequency)
+
+
+@pytest.mark.parametrize("interval", ["epoch", "step"])
+def test_a_schedule_that_other_hooks_step_counts_these_calls(interval: str) -> None:
+    optimizer, epoch, batch = torch.optim.SGD([Parameter(torch.ones(3))], lr=1.0), 0, 0
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
+    config = LRSchedulerConfig(schedule, interval=interval)
+    pacer = Pacer([config], lambda: 120 * epoch + 3 * batch, lambda: epoch + 1, ask=lambda scheduler: None)
+    bases = pacer.count_from({schedule: (0, 0)})
+    pacer.pace()
+    optimizer.step()
+    for epoch in range(3):
+        for batch in range(1, 41):
+            if interval == "step" or batch == 40:
+                pacer.step(schedule, lambda: None)
+            schedule.step()  # in on_train_batch_end
+        pacer.catch_up()
+        assert schedule.last_epoch == 40 * (epoch + 1)
+    assert (bases, pacer.counts_at([config], 360)) == ({}, [()])
+    pacer.release()
+
+
+def test_a_hook_that_steps_a_schedule_twice_in_a_call_has_the_say() -> None:
+    optimizer, here = torch.optim.SGD([Parameter(torch.ones(3))], lr=1.0), 0
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
+    pacer = Pacer([LRSchedulerConfig(schedule, interval="step")], lambda: here, lambda: 1)
+    pacer.count_from({})
+    pacer.pace()
+    optimizer.step()
+
+    def twice() -> None:
+        schedule.step()
+        schedule.step()
+
+    for here in range(1, 9):
+        pacer.step(schedule, twice)
+        assert schedule.last_epoch == 2 * here
     pacer.release()
 
 
@@ -533,7 +623,7 @@ def test_a_checkpoint_knows_what_schedules_count_at_its_own_moment(frequency: in
     optimizer.step()
     while here < 10:
         here += 1
-        schedule.step()
+        pacer.step(schedule, schedule.step)
     counts = pacer.counts_at(configs, 24)
     pacer.release()
     assert counts == [(), (20 // frequency, expected)]
@@ -558,7 +648,7 @@ def test_a_schedule_that_was_saved_later_than_the_weights_waits_for_them() -> No
     pacer.pace()
     for count in (20, 20, 22):
         done += 2
-        schedule.step()
+        pacer.step(schedule, schedule.step)
         assert schedule.last_epoch == count
     pacer.release()
 
@@ -573,7 +663,7 @@ def test_a_chained_schedule_keeps_pace_though_it_counts_no_steps() -> None:
     optimizer.step()
     for now, rate in ((1, 0.05), (1, 0.05), (4, 0.0625)):  # other groups have trained two steps meanwhile
         done = now
-        chained.step()
+        pacer.step(chained, chained.step)
         assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)
     pacer.release()
 
@@ -619,7 +709,7 @@ def test_a_schedule_that_does_not_count_its_warm_up_keeps_pace_as_under_ddp(othe
     pacer.count_from({})
     pacer.pace()
     for here in range(1, 9):  # the run has trained `others` times as many batches
-        schedule.step()
+        pacer.step(schedule, schedule.step)
         assert optimizer.param_groups[0]["lr"] == pytest.approx(rate_after(here * others))
     counts = pacer.counts_at([config], 8 * others + 1)
     state = schedule.state_dict()
@@ -638,7 +728,7 @@ def test_a_schedule_whose_state_holds_a_method_of_its_own_can_be_saved_while_it_
     pacer.count_from({})
     pacer.pace()
     done = 2
-    schedule.step()
+    pacer.step(schedule, schedule.step)
     torch.save(schedule.state_dict(), tmp_path / "state")
     copied = copy.deepcopy(schedule)
     pacer.release()
@@ -658,7 +748,7 @@ def test_a_schedule_that_does_not_count_its_warm_up_goes_on_where_one_group_has_
     pacer.count_from(bases)
     pacer.pace()
     for done in range(3, 7):
-        schedule.step()
+        pacer.step(schedule, schedule.step)
         assert optimizer.param_groups[0]["lr"] == pytest.approx(rate_after(done))
     pacer.release()
 

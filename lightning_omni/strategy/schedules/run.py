@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from lightning_omni.strategy import _private
 from lightning_omni.strategy.loops.progress import RunProgress
 from lightning_omni.strategy.schedules.pacing import Pacer, Schedule, StepCounts, arrive, counts_of, reach_all
 from lightning_omni.strategy.schedules.replay import Counts, Standing, caught_up, standing
@@ -51,7 +52,7 @@ class RunSchedulers:
     def keep_pace(self, is_paced: bool) -> None:
         """Make schedulers follow the progress of all groups from now on; without pacing, store only their counts.
 
-        In manual optimization they count the steps of their own group, in which the user's code steps them.
+        Those that the user's code steps, as in manual optimization, count the steps of their own group.
         """
         trainer = self._trainer
         assert trainer is not None
@@ -63,6 +64,7 @@ class RunSchedulers:
             lambda: trainer.current_epoch + 1,
             lambda frequency, steps: self._run.now().scheduled(frequency, steps),
             self._counts,
+            lambda scheduler: _private.step_schedule(trainer, scheduler),
         )
         self.bases = pacer.count_from(self.bases)
         if is_paced:
@@ -82,6 +84,13 @@ class RunSchedulers:
     def are_others(self) -> bool:
         """Return whether callbacks or hooks have replaced the schedulers, as StochasticWeightAveraging does."""
         return self._pacer is not None and not self._pacer.has(self._configs)
+
+    def step(self, scheduler: Any, call: Callable[[], Any]) -> None:
+        """Make Lightning's call of the module's ``lr_scheduler_step``."""
+        if self._pacer is not None:
+            self._pacer.step(scheduler, call)
+        else:
+            call()
 
     def keep_up(self) -> None:
         if self._pacer is not None:
