@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -595,7 +596,7 @@ def test_schedules_that_the_module_steps_count_its_calls_and_go_on_as_the_furthe
         lightning_module=SimpleNamespace(automatic_optimization=False),
         lr_scheduler_configs=[LRSchedulerConfig(schedule, interval="step")],
     )
-    run: Any = None
+    run: Any = SimpleNamespace(progress=None)
     schedulers = RunSchedulers(run, lambda: 9)
     schedulers.connect(trainer)
     schedulers.keep_pace(is_paced=True)
@@ -1084,6 +1085,51 @@ def test_a_schedule_of_a_frequency_is_stepped_as_often_as_lightning_does_which_c
                 stepped.append(calls)
     progress = Progress(ReferenceBatch(ranks=2, batch_size=4, window=window), batches)
     assert [progress.scheduled(frequency, steps) for steps in range(len(stepped))] == stepped
+
+
+@pytest.mark.parametrize("trains", ["all", "several groups", "one group at first"])
+@pytest.mark.parametrize(
+    "epochs",
+    [[(40, 1), (40, 2)], [(40, 4), (40, 1), (40, 3)], [(150, 1), (15, 1), (15, 1)], [(15, 2), (150, 4), (20, 1)]],
+    ids=["accumulates more", "accumulates less", "shorter", "longer"],
+)
+def test_a_schedule_of_a_frequency_is_stepped_as_by_ddp_where_epochs_have_other_batches_and_windows(
+    epochs: list[tuple[int, int]], trains: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other groups train all that is new to this one, or this one hears of each step, or trains an epoch alone."""
+    optimizer = torch.optim.SGD([Parameter(torch.ones(3))], lr=1.0)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
+    module = SimpleNamespace(automatic_optimization=True)
+    config = LRSchedulerConfig(schedule, interval="step", frequency=10)
+    trainer: Any = SimpleNamespace(lightning_module=module, lr_scheduler_configs=[config], current_epoch=0)
+    run: Any = SimpleNamespace(steps_at=lambda progress: progress.steps, now=lambda: run.progress)
+    monkeypatch.setattr("lightning_omni.strategy._private.step_schedule", lambda _, scheduler: scheduler.step())
+    schedulers, calls, past = RunSchedulers(run, lambda: run.progress.steps), 0, 0
+    schedulers.connect(trainer)
+    optimizer.step()
+    for epoch, (batches, window) in enumerate(epochs):
+        run.progress = Progress(ReferenceBatch(ranks=2, batch_size=4, window=window), batches, epoch, past=past)
+        if epoch == 0:
+            schedulers.start(count_from_here=True)
+            schedulers.keep_pace(is_paced=trains != "one group at first")
+        schedulers.begin_epoch()
+        is_alone = trains == "one group at first" and epoch == 0
+        for batch in range(1, batches + 1):
+            if batch % window == 0 or batch == batches:
+                calls += batch % 10 == 0
+                if is_alone and batch % 10 == 0:
+                    schedule.step()  # as Lightning does
+            run.progress = replace(run.progress, samples=8 * batch)
+            if trains == "several groups" and batch < batches:  # an epoch's end counts a step of fewer batches
+                schedulers.keep_up()
+                assert schedule.last_epoch == calls
+        past = run.progress.steps_before(epoch + 1)
+        run.progress = replace(run.progress, epochs=epoch + 1, samples=0, past=past)
+        schedulers.catch_up()
+        assert schedule.last_epoch == calls
+        if is_alone:
+            schedulers.keep_pace(is_paced=True)  # there are several groups now
+    schedulers.finish()
 
 
 def test_a_schedule_of_a_frequency_follows_the_run_in_every_batch_of_a_group_that_trains_few_of_them() -> None:

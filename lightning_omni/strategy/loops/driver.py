@@ -272,6 +272,7 @@ class EpochDriver:
         self._epoch.plan = plan
         self._plateaus.begin(plan, size_of(trained) if entered is None else entered.samples)
         self.world.core.last_answer.progress, self.world.core.last_answer.stop = self.run.now().samples, ""
+        self.schedulers.begin_epoch()
         self._follow_schedulers()
         self.schedulers.note_synchronized()
         if self.data.is_dynamic:

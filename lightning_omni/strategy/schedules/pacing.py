@@ -140,9 +140,8 @@ class Pacer:
             self._pace(config.scheduler, config.interval, config.frequency)
 
     def _pace(self, scheduler: LRScheduler, interval: str, frequency: int) -> None:
-        count, began = self._bases[scheduler]
-
         def target() -> int:
+            count, began = self._bases[scheduler]
             if interval == "step":
                 return count_at(count, began, frequency, self._steps(), self._scheduled)
             return count_at(count, began, frequency, self._epochs())
@@ -175,9 +174,14 @@ class Pacer:
         self._bases.pop(scheduler)
 
     def catch_up(self) -> None:
-        """Advance schedulers that count steps to the end of the epoch."""
+        """Advance schedulers that count steps to the end of the epoch, and count from there in the next one.
+
+        The next epoch may have other batches, and other steps in them, by which a frequency counts.
+        """
         for config in self._configs:
             self._catch_up(config)
+            if self._counts_steps(config):
+                self._bases[config.scheduler] = type(config.scheduler).target(), self._steps()
 
     def keep_up(self) -> None:
         """Step schedulers that are due at multiples of a number of batches of DDP, after a batch of this rank."""

@@ -33,6 +33,7 @@ class RunSchedulers:
         self._pacer: Pacer | None = None
         self._counts = StepCounts()
         self._resumed: Sequence[Sequence[int]] = ()
+        self._before = 0  # steps of DDP before the epoch
         self.bases: Schedule = {}
         self.synchronized: dict[Any, Standing | None] = {}
 
@@ -45,9 +46,15 @@ class RunSchedulers:
 
     def start(self, count_from_here: bool) -> None:
         """Advance the schedulers to the run's progress before the first epoch; they may continue from there."""
+        self.begin_epoch()
         counts, self._resumed = arrive(self._configs, self._resumed, self._counts), ()
         if count_from_here:
             self.bases = {**self.bases, **{each: (count, self._steps()) for each, count in counts.items()}}
+
+    def begin_epoch(self) -> None:
+        """Count the batches of schedules with a frequency from here, as Lightning does."""
+        progress = self._run.progress
+        self._before = progress.steps_before(progress.epochs) if progress is not None else 0
 
     def keep_pace(self, is_paced: bool) -> None:
         """Make schedulers follow the progress of all groups from now on; without pacing, store only their counts.
@@ -62,7 +69,7 @@ class RunSchedulers:
             self._configs,
             self._steps,
             lambda: trainer.current_epoch + 1,
-            lambda frequency, steps: self._run.now().scheduled(frequency, steps),
+            lambda frequency, steps: self._run.now().scheduled(frequency, steps - self._before),
             self._counts,
             lambda scheduler: _private.step_schedule(trainer, scheduler),
         )
@@ -97,8 +104,13 @@ class RunSchedulers:
             self._pacer.keep_up()
 
     def catch_up(self) -> None:
+        """Advance the schedulers to the end of an epoch, and let them continue from there."""
         if self._pacer is not None:
             self._pacer.catch_up()
+        elif self._run.progress is not None:  # Lightning alone has stepped them, as under DDP
+            for config in self._configs:
+                if config.interval == "step" and config.scheduler in self.bases:
+                    self.bases[config.scheduler] = self._counts.of(config.scheduler), self._steps()
 
     def align(self, all_reduce_max: Callable[[list[int]], list[int]]) -> None:
         """Give all ranks the same scheduler counts, and stop pacing.
