@@ -1147,6 +1147,32 @@ def test_a_schedule_of_a_frequency_follows_the_run_in_every_batch_of_a_group_tha
     pacer.release()
 
 
+@pytest.mark.parametrize(
+    ("interval", "max_steps", "is_refused"), [("step", -1, True), ("epoch", 20, True), ("epoch", -1, False)]
+)
+def test_other_accumulation_inside_an_epoch_is_refused_where_steps_are_counted_in_samples_of_all_groups(
+    interval: str, max_steps: int, is_refused: bool
+) -> None:
+    optimizer, epochs = torch.optim.SGD([Parameter(torch.ones(3))], lr=1.0), EpochDriver("dynamic", print, print)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
+    pacer = Pacer([LRSchedulerConfig(schedule, interval=interval)], lambda: 0, lambda: 1)
+    pacer.count_from({})
+    pacer.pace()
+    limits: Any = SimpleNamespace(max_steps=max_steps)
+    trainer: Any = SimpleNamespace(accumulate_grad_batches=4)
+    epochs._trainer, epochs.run._limits, epochs.schedulers._pacer = trainer, limits, pacer
+    epochs._check_window()
+    epochs._check_window()
+    epochs._epoch = type(epochs._epoch)()
+    trainer.accumulate_grad_batches = 2  # a callback's schedule has other windows in the next epoch
+    epochs._check_window()
+    trainer.accumulate_grad_batches = 1
+    says = r"^accumulate_grad_batches has changed from 2 to 1 inside an epoch.*on_train_epoch_start.*groups=1$"
+    with pytest.raises(UnsupportedError, match=says) if is_refused else nullcontext():
+        epochs._check_window()
+    pacer.release()
+
+
 class Wrapper(torch.optim.Optimizer):
     """As public code wraps an optimizer to average weights: all but its ``state_dict`` is that of the other one."""
 

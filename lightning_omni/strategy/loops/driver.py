@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import msgspec
 from torch.nn import Module
 
-from lightning_omni.errors import ConfigurationError
+from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.runtime import World
 from lightning_omni.runtime.data.loader import Leases
 from lightning_omni.runtime.executor import Executor
@@ -81,6 +81,7 @@ class _Epoch:
         is_skipped: whether another group has ended the epoch early.
         is_check: whether all groups synchronize after this batch without a validation.
         is_counted: whether this group's last batch has counted the epoch for schedules.
+        window: ``accumulate_grad_batches`` in this group's last batch; 0 before the first one.
     """
 
     plan: EpochPlan | None = None
@@ -90,6 +91,7 @@ class _Epoch:
     is_skipped: bool = False
     is_check: bool = False
     is_counted: bool = False
+    window: int = 0
 
 
 class EpochDriver:
@@ -348,6 +350,8 @@ class EpochDriver:
         epoch.is_counted = self.trainer.is_last_batch
         if not (self.world.executor.exchanges or self.is_open_ended):
             return
+        if self.is_open_ended:
+            self._check_window()
         verdict = self._what_next()
         epoch.is_over = verdict.startswith("over")
         if self.is_open_ended:
@@ -371,6 +375,22 @@ class EpochDriver:
                 self.run.stop_here()
         elif self.is_open_ended and not epoch.is_over and self._is_limit_reached_by_hand:
             self.run.stop_here()  # `end` reports it to the other groups
+
+    def _check_window(self) -> None:
+        """Refuse a change of ``accumulate_grad_batches`` inside an epoch, if the run counts its steps in samples.
+
+        The steps of an epoch are computed from its samples with one window, and groups would change it at different
+        samples.
+        """
+        before, self._epoch.window = self._epoch.window, int(self.trainer.accumulate_grad_batches)
+        counts = self.schedulers.count_steps or self.max_steps != -1
+        if counts and before not in (0, self._epoch.window):
+            raise UnsupportedError(
+                f"accumulate_grad_batches has changed from {before} to {self._epoch.window} inside an epoch. With"
+                " several groups, max_steps and schedulers with interval='step' count the samples of all groups, as"
+                " many for each step of an epoch: change it in on_train_epoch_start, as GradientAccumulationScheduler"
+                " does, or use groups=1"
+            )
 
     @property
     def _is_limit_reached_by_hand(self) -> bool:

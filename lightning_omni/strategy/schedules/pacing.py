@@ -198,6 +198,11 @@ class Pacer:
     def _counts_steps(self, config: Any) -> bool:
         return config.interval == "step" and config.scheduler in self._paced
 
+    @property
+    def counts_any_steps(self) -> bool:
+        """Return whether a scheduler follows the run's progress in steps."""
+        return any(map(self._counts_steps, self._configs))
+
     def counts_at(self, configs: list[Any], steps: int) -> list[tuple[int, ...]]:
         """Return for each scheduler its present count, and the count if it had kept pace until ``steps`` of the run.
 

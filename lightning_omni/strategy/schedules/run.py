@@ -88,6 +88,11 @@ class RunSchedulers:
         return self._pacer is not None
 
     @property
+    def count_steps(self) -> bool:
+        """Return whether a scheduler follows the run's progress in steps."""
+        return self._pacer is not None and self._pacer.counts_any_steps
+
+    @property
     def are_others(self) -> bool:
         """Return whether callbacks or hooks have replaced the schedulers, as StochasticWeightAveraging does."""
         return self._pacer is not None and not self._pacer.has(self._configs)
