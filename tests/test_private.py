@@ -169,6 +169,7 @@ class Control:
         self.began: list[tuple[int, bool]] = []
         self.ended: list[int] = []
         self.fetches: list[str] = []
+        self.schedules: list[Any] = []
 
     def run(self, run: Callable[[], None]) -> None:
         assert not _private.is_inside_a_hook(self.trainer)
@@ -201,6 +202,10 @@ class Control:
 
     def stepped_by_batches(self, configs: list[Any]) -> list[Any]:
         return configs
+
+    def step_schedule(self, scheduler: Any, step: Callable[[], Any]) -> None:
+        self.schedules.append(scheduler)
+        step()
 
 
 @pytest.fixture
@@ -266,6 +271,46 @@ def test_loops_ask_what_controls_them_and_show_what_they_showed(fitting: Any) ->
     assert (fitting.global_step, sum("validation" in line for line in validations)) == (8, 4)
     _private.release_loops(fitting)
     assert (type(fitting.fit_loop), type(fitting.fit_loop.epoch_loop)) == kinds
+
+
+class Gated(Tiny):
+    """Steps its schedule from the second epoch on, and keeps in which epochs it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[int] = []
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        own: Any = self.lr_schedulers()
+        assert (own, metric) == (scheduler, None)
+        self.asked.append(self.current_epoch)
+        if self.current_epoch:
+            own.step()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
+        return [optimizer], [{"scheduler": schedule, "interval": "step", "frequency": 2}]
+
+
+def test_each_call_of_the_modules_hook_that_steps_a_schedule_is_controlled(fitting: Any) -> None:
+    control, module = Control(fitting), Gated()
+    _private.control_loops(fitting, control)
+    fitting.fit(module)
+    schedule: Any = module.lr_schedulers()
+    assert module.asked == [0, 0, 1, 1]
+    assert control.schedules == [schedule] * 4
+    assert schedule.last_epoch == 2
+    assert "lr_scheduler_step" not in vars(module)
+    module.lr_scheduler_step = lambda *_: None  # type: ignore[method-assign]
+    own = vars(module)["lr_scheduler_step"]
+    fitting.fit_loop.max_epochs = 3
+    fitting.fit(module)
+    assert (len(module.asked), len(control.schedules)) == (4, 6)
+    assert vars(module)["lr_scheduler_step"] is own
+    del module.lr_scheduler_step
+    _private.step_schedule(fitting, module.lr_schedulers())
+    assert len(module.asked) == 5
 
 
 def test_steps_and_validations_are_controlled_without_the_users_noticing(fitting: Any) -> None:

@@ -29,7 +29,7 @@ def cases(*names: str) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def fits(is_all: bool) -> Run:
-    return run("steps.py", {"servers": 39, "left_out": [] if is_all else ONLY_WITH_ALL}, timeout=230)
+    return run("steps.py", {"servers": 40, "left_out": [] if is_all else ONLY_WITH_ALL}, timeout=230)
 
 
 def of(fits: Run, name: str) -> list[dict[str, Any]]:
@@ -127,6 +127,11 @@ def test_what_is_skipped_of_an_epoch_counts_neither_for_max_steps_nor_for_schedu
     steps = len(trained(fits, "skips")) / BATCH
     assert 14 <= steps <= 17
     assert all(14 <= each["scheduled"][0] <= 17 for each in of(fits, "skips"))
+
+
+def test_a_schedule_that_the_modules_hook_steps_from_an_epoch_on_counts_its_own_groups_steps_there(fits: Run) -> None:
+    for each in of(fits, "from an epoch on"):
+        assert each["scheduled"] == [len(each["samples"]["1"]) // 8]
 
 
 def test_an_epoch_that_one_group_skips_the_rest_of_counts_for_schedules_by_epoch_in_all(fits: Run) -> None:

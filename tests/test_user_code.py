@@ -6,6 +6,9 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Any, cast
@@ -468,11 +471,99 @@ def test_a_schedule_that_is_told_its_epoch_goes_there_whatever_the_run_is_at() -
     pacer.count_from({schedule: (0, 0)})
     pacer.pace()
     optimizer.step()
-    schedule.step()
+    pacer.step(schedule, schedule.step)
     assert optimizer.param_groups[0]["lr"] == 0.25
     with pytest.warns(UserWarning, match="epoch"):  # torch would rather not be told
         schedule.step(epoch=3)
     assert optimizer.param_groups[0]["lr"] == 0.125
+    pacer.release()
+
+
+def counted_by_ddp(hook: Callable[[Any, int, int], None], batches: int, frequency: int = 1, epochs: int = 2) -> int:
+    """How often ``hook(schedule, epoch, batch)`` steps a schedule with one group of ``batches`` an epoch."""
+    optimizer = torch.optim.SGD([Parameter(torch.ones(3))], lr=1.0)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
+    optimizer.step()
+    for epoch in range(epochs):
+        for batch in range(1, batches + 1):
+            if batch % frequency == 0:
+                hook(schedule, epoch, batch)
+    return schedule.last_epoch
+
+
+HOOKS: dict[str, tuple[Callable[[Any, int, int], None], int]] = {
+    "from an epoch on": (lambda schedule, epoch, batch: schedule.step() if epoch else None, 5),
+    "from a batch on": (lambda schedule, epoch, batch: schedule.step() if batch > 2 or epoch else None, 5),
+    "up to an epoch": (lambda schedule, epoch, batch: None if epoch else schedule.step(), 20),
+    "at the last batch": (lambda schedule, epoch, batch: schedule.step() if batch % 5 == 0 else None, 5),
+    "never": (lambda schedule, epoch, batch: None, 5),
+    "once": (lambda schedule, epoch, batch: schedule.step(), 20),
+    "with the metric": (lambda schedule, epoch, batch: schedule.step(None), 20),
+}
+"""What modules may do in ``lr_scheduler_step``, and of how many batches an epoch the schedule counts the steps."""
+
+
+@pytest.mark.parametrize("name", HOOKS)
+@pytest.mark.parametrize("frequency", [1, 5])
+def test_a_hook_of_the_module_that_steps_a_schedule_now_and_then_has_the_say(name: str, frequency: int) -> None:
+    """This group trains 5 of the 20 batches of an epoch, and so counts as many steps of such a schedule."""
+    optimizer, epoch, batch = torch.optim.SGD([Parameter(torch.ones(3))], lr=1.0), 0, 0
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
+    config = LRSchedulerConfig(schedule, interval="step", frequency=frequency)
+    hook, batches = HOOKS[name]
+
+    def ask(scheduler: Any) -> None:
+        hook(scheduler, epoch, batch)
+
+    pacer = Pacer([config], lambda: 20 * epoch + 4 * batch, lambda: epoch + 1, ask=ask)
+    pacer.count_from({})
+    pacer.pace()
+    optimizer.step()
+    for epoch, batch in product(range(2), range(1, 6)):
+        if batch % frequency == 0:
+            pacer.step(schedule, partial(hook, schedule, epoch, batch))
+        pacer.keep_up()
+        if batch == 5:
+            pacer.catch_up()
+    pacer.release()
+    assert schedule.last_epoch == counted_by_ddp(hook, batches, frequency)
+
+
+@pytest.mark.parametrize("interval", ["epoch", "step"])
+def test_a_schedule_that_other_hooks_step_counts_these_calls(interval: str) -> None:
+    optimizer, epoch, batch = torch.optim.SGD([Parameter(torch.ones(3))], lr=1.0), 0, 0
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
+    config = LRSchedulerConfig(schedule, interval=interval)
+    pacer = Pacer([config], lambda: 120 * epoch + 3 * batch, lambda: epoch + 1, ask=lambda scheduler: None)
+    bases = pacer.count_from({schedule: (0, 0)})
+    pacer.pace()
+    optimizer.step()
+    for epoch in range(3):
+        for batch in range(1, 41):
+            if interval == "step" or batch == 40:
+                pacer.step(schedule, lambda: None)
+            schedule.step()  # in on_train_batch_end
+        pacer.catch_up()
+        assert schedule.last_epoch == 40 * (epoch + 1)
+    assert (bases, pacer.counts_at([config], 360)) == ({}, [()])
+    pacer.release()
+
+
+def test_a_hook_that_steps_a_schedule_twice_in_a_call_has_the_say() -> None:
+    optimizer, here = torch.optim.SGD([Parameter(torch.ones(3))], lr=1.0), 0
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
+    pacer = Pacer([LRSchedulerConfig(schedule, interval="step")], lambda: here, lambda: 1)
+    pacer.count_from({})
+    pacer.pace()
+    optimizer.step()
+
+    def twice() -> None:
+        schedule.step()
+        schedule.step()
+
+    for here in range(1, 9):
+        pacer.step(schedule, twice)
+        assert schedule.last_epoch == 2 * here
     pacer.release()
 
 
@@ -505,7 +596,7 @@ def test_schedules_that_the_module_steps_count_its_calls_and_go_on_as_the_furthe
         lightning_module=SimpleNamespace(automatic_optimization=False),
         lr_scheduler_configs=[LRSchedulerConfig(schedule, interval="step")],
     )
-    run: Any = None
+    run: Any = SimpleNamespace(progress=None)
     schedulers = RunSchedulers(run, lambda: 9)
     schedulers.connect(trainer)
     schedulers.keep_pace(is_paced=True)
@@ -533,7 +624,7 @@ def test_a_checkpoint_knows_what_schedules_count_at_its_own_moment(frequency: in
     optimizer.step()
     while here < 10:
         here += 1
-        schedule.step()
+        pacer.step(schedule, schedule.step)
     counts = pacer.counts_at(configs, 24)
     pacer.release()
     assert counts == [(), (20 // frequency, expected)]
@@ -558,7 +649,7 @@ def test_a_schedule_that_was_saved_later_than_the_weights_waits_for_them() -> No
     pacer.pace()
     for count in (20, 20, 22):
         done += 2
-        schedule.step()
+        pacer.step(schedule, schedule.step)
         assert schedule.last_epoch == count
     pacer.release()
 
@@ -573,7 +664,7 @@ def test_a_chained_schedule_keeps_pace_though_it_counts_no_steps() -> None:
     optimizer.step()
     for now, rate in ((1, 0.05), (1, 0.05), (4, 0.0625)):  # other groups have trained two steps meanwhile
         done = now
-        chained.step()
+        pacer.step(chained, chained.step)
         assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)
     pacer.release()
 
@@ -619,7 +710,7 @@ def test_a_schedule_that_does_not_count_its_warm_up_keeps_pace_as_under_ddp(othe
     pacer.count_from({})
     pacer.pace()
     for here in range(1, 9):  # the run has trained `others` times as many batches
-        schedule.step()
+        pacer.step(schedule, schedule.step)
         assert optimizer.param_groups[0]["lr"] == pytest.approx(rate_after(here * others))
     counts = pacer.counts_at([config], 8 * others + 1)
     state = schedule.state_dict()
@@ -638,7 +729,7 @@ def test_a_schedule_whose_state_holds_a_method_of_its_own_can_be_saved_while_it_
     pacer.count_from({})
     pacer.pace()
     done = 2
-    schedule.step()
+    pacer.step(schedule, schedule.step)
     torch.save(schedule.state_dict(), tmp_path / "state")
     copied = copy.deepcopy(schedule)
     pacer.release()
@@ -658,7 +749,7 @@ def test_a_schedule_that_does_not_count_its_warm_up_goes_on_where_one_group_has_
     pacer.count_from(bases)
     pacer.pace()
     for done in range(3, 7):
-        schedule.step()
+        pacer.step(schedule, schedule.step)
         assert optimizer.param_groups[0]["lr"] == pytest.approx(rate_after(done))
     pacer.release()
 
@@ -996,6 +1087,51 @@ def test_a_schedule_of_a_frequency_is_stepped_as_often_as_lightning_does_which_c
     assert [progress.scheduled(frequency, steps) for steps in range(len(stepped))] == stepped
 
 
+@pytest.mark.parametrize("trains", ["all", "several groups", "one group at first"])
+@pytest.mark.parametrize(
+    "epochs",
+    [[(40, 1), (40, 2)], [(40, 4), (40, 1), (40, 3)], [(150, 1), (15, 1), (15, 1)], [(15, 2), (150, 4), (20, 1)]],
+    ids=["accumulates more", "accumulates less", "shorter", "longer"],
+)
+def test_a_schedule_of_a_frequency_is_stepped_as_by_ddp_where_epochs_have_other_batches_and_windows(
+    epochs: list[tuple[int, int]], trains: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other groups train all that is new to this one, or this one hears of each step, or trains an epoch alone."""
+    optimizer = torch.optim.SGD([Parameter(torch.ones(3))], lr=1.0)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
+    module = SimpleNamespace(automatic_optimization=True)
+    config = LRSchedulerConfig(schedule, interval="step", frequency=10)
+    trainer: Any = SimpleNamespace(lightning_module=module, lr_scheduler_configs=[config], current_epoch=0)
+    run: Any = SimpleNamespace(steps_at=lambda progress: progress.steps, now=lambda: run.progress)
+    monkeypatch.setattr("lightning_omni.strategy._private.step_schedule", lambda _, scheduler: scheduler.step())
+    schedulers, calls, past = RunSchedulers(run, lambda: run.progress.steps), 0, 0
+    schedulers.connect(trainer)
+    optimizer.step()
+    for epoch, (batches, window) in enumerate(epochs):
+        run.progress = Progress(ReferenceBatch(ranks=2, batch_size=4, window=window), batches, epoch, past=past)
+        if epoch == 0:
+            schedulers.start(count_from_here=True)
+            schedulers.keep_pace(is_paced=trains != "one group at first")
+        schedulers.begin_epoch()
+        is_alone = trains == "one group at first" and epoch == 0
+        for batch in range(1, batches + 1):
+            if batch % window == 0 or batch == batches:
+                calls += batch % 10 == 0
+                if is_alone and batch % 10 == 0:
+                    schedule.step()  # as Lightning does
+            run.progress = replace(run.progress, samples=8 * batch)
+            if trains == "several groups" and batch < batches:  # an epoch's end counts a step of fewer batches
+                schedulers.keep_up()
+                assert schedule.last_epoch == calls
+        past = run.progress.steps_before(epoch + 1)
+        run.progress = replace(run.progress, epochs=epoch + 1, samples=0, past=past)
+        schedulers.catch_up()
+        assert schedule.last_epoch == calls
+        if is_alone:
+            schedulers.keep_pace(is_paced=True)  # there are several groups now
+    schedulers.finish()
+
+
 def test_a_schedule_of_a_frequency_follows_the_run_in_every_batch_of_a_group_that_trains_few_of_them() -> None:
     optimizer, done = torch.optim.SGD([Parameter(torch.ones(3))], lr=1.0), 0
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -1008,6 +1144,32 @@ def test_a_schedule_of_a_frequency_follows_the_run_in_every_batch_of_a_group_tha
         done = now
         pacer.keep_up()
         assert optimizer.param_groups[0]["lr"] == rate
+    pacer.release()
+
+
+@pytest.mark.parametrize(
+    ("interval", "max_steps", "is_refused"), [("step", -1, True), ("epoch", 20, True), ("epoch", -1, False)]
+)
+def test_other_accumulation_inside_an_epoch_is_refused_where_steps_are_counted_in_samples_of_all_groups(
+    interval: str, max_steps: int, is_refused: bool
+) -> None:
+    optimizer, epochs = torch.optim.SGD([Parameter(torch.ones(3))], lr=1.0), EpochDriver("dynamic", print, print)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
+    pacer = Pacer([LRSchedulerConfig(schedule, interval=interval)], lambda: 0, lambda: 1)
+    pacer.count_from({})
+    pacer.pace()
+    limits: Any = SimpleNamespace(max_steps=max_steps)
+    trainer: Any = SimpleNamespace(accumulate_grad_batches=4)
+    epochs._trainer, epochs.run._limits, epochs.schedulers._pacer = trainer, limits, pacer
+    epochs._check_window()
+    epochs._check_window()
+    epochs._epoch = type(epochs._epoch)()
+    trainer.accumulate_grad_batches = 2  # a callback's schedule has other windows in the next epoch
+    epochs._check_window()
+    trainer.accumulate_grad_batches = 1
+    says = r"^accumulate_grad_batches has changed from 2 to 1 inside an epoch.*on_train_epoch_start.*groups=1$"
+    with pytest.raises(UnsupportedError, match=says) if is_refused else nullcontext():
+        epochs._check_window()
     pacer.release()
 
 

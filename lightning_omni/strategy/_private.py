@@ -143,6 +143,28 @@ def step_schedules_by_epoch(trainer: Trainer) -> None:
     trainer.fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
 
 
+def step_schedule(trainer: Trainer, scheduler: Any) -> None:
+    """Call the module's ``lr_scheduler_step`` for a scheduler without a metric, as the loop does."""
+    _calls_of(trainer)._call_lightning_module_hook(trainer, "lr_scheduler_step", scheduler, None)
+
+
+@contextmanager
+def _stepping(trainer: Trainer, step: Callable[[Any, Callable[[], Any]], None]) -> Iterator[None]:
+    """Return a context in which ``step`` makes the loop's calls of the module's ``lr_scheduler_step``.
+
+    ``step`` receives the scheduler and the call. The loop alone knows which schedulers are due.
+    """
+    hook, own = "lr_scheduler_step", trainer.lightning_module.lr_scheduler_step
+    attributes = vars(trainer.lightning_module)
+    before = {hook: attributes[hook]} if hook in attributes else {}
+    attributes[hook] = lambda scheduler, metric: step(scheduler, partial(own, scheduler, metric))
+    try:
+        yield
+    finally:
+        del attributes[hook]
+        attributes.update(before)
+
+
 @contextmanager
 def scheduled(trainer: Trainer, configs: list[Any]) -> Iterator[None]:
     """Return a context in which the loop has these schedulers and no others."""
@@ -676,6 +698,9 @@ class LoopControl(Protocol):
     def stepped_by_batches(self, configs: list[Any]) -> list[Any]:
         """Return the schedulers that the loop steps by the number of this rank's batch."""
 
+    def step_schedule(self, scheduler: Any, step: Callable[[], Any]) -> None:
+        """Make the loop's call ``step`` of the module's ``lr_scheduler_step``."""
+
     def own_batches(self, batches: float) -> float:
         """Return the ``num_training_batches`` that user code reads; ``batches`` is Lightning's value."""
 
@@ -768,7 +793,8 @@ class _ControlledEpochLoop(_TrainingEpochLoop):
         if interval == "epoch" and self._control.is_cut_short:
             return
         configs = self.trainer.lr_scheduler_configs
-        with scheduled(self.trainer, self._control.stepped_by_batches(configs) if interval == "step" else configs):
+        due = self._control.stepped_by_batches(configs) if interval == "step" else configs
+        with scheduled(self.trainer, due), _stepping(self.trainer, self._control.step_schedule):
             super().update_lr_schedulers(interval, update_plateau_schedulers)
 
     @override

@@ -95,14 +95,15 @@ class Progress:
         return past + (epoch - self.epochs) * self.batches
 
     def scheduled(self, frequency: int, steps: int) -> int:
-        """Return how often DDP steps a schedule within a number of optimizer steps.
+        """Return how often DDP steps a schedule within a number of optimizer steps of the epoch.
 
         Lightning counts batches from the start of each epoch, and steps no schedule at a batch without an optimizer
         step.
 
         Args:
             frequency: batches between two steps of the schedule.
-            steps: optimizer steps; all epochs are assumed to be like the current one.
+            steps: optimizer steps since the start of the epoch. For a moment before it they are negative, and so is
+                the result; the last epoch is then assumed to have been like this one.
 
         Example:
             >>> progress = Progress(ReferenceBatch(4, 8), batches=10)

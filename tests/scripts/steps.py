@@ -36,6 +36,14 @@ class ByEpoch(Net):
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
 
 
+class FromAnEpochOn(Scheduled):
+    """Has its schedule rest in the first epoch."""
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        if self.current_epoch:
+            scheduler.step()
+
+
 class ByHand(Net):
     """Steps after every fourth batch, or after each, and its schedule after each."""
 
@@ -367,6 +375,7 @@ FITS: dict[str, Callable[[], dict[str, Any]]] = {
     "by count": lambda: by_count("trainer"),
     "by count of the loader": lambda: by_count("loader"),
     "by count of before": lambda: by_count("before"),
+    "from an epoch on": lambda: limited(FromAnEpochOn(), 2, samples=256, max_epochs=2),
     "lists": lambda: lists(),
     "plateau": lambda: plateau(),
     "remade": lambda: remade(),

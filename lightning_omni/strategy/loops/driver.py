@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import msgspec
 from torch.nn import Module
 
-from lightning_omni.errors import ConfigurationError
+from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.runtime import World
 from lightning_omni.runtime.data.loader import Leases
 from lightning_omni.runtime.executor import Executor
@@ -83,6 +83,7 @@ class _Epoch:
         is_counted: whether this group's last batch has counted the epoch for schedules.
         is_last: whether no group trains on after this synchronization, where all have heard of a stop.
         has_ended: whether a group is already at its end, so that none validates.
+        window: ``accumulate_grad_batches`` in this group's last batch; 0 before the first one.
     """
 
     plan: EpochPlan | None = None
@@ -94,6 +95,7 @@ class _Epoch:
     is_counted: bool = False
     is_last: bool = False
     has_ended: bool = False
+    window: int = 0
 
 
 class EpochDriver:
@@ -276,6 +278,7 @@ class EpochDriver:
         self._epoch.plan = plan
         self._plateaus.begin(plan, size_of(trained) if entered is None else entered.samples)
         self.world.core.last_answer.progress, self.world.core.last_answer.stop = self.run.now().samples, ""
+        self.schedulers.begin_epoch()
         self._follow_schedulers()
         self.schedulers.note_synchronized()
         if self.data.is_dynamic:
@@ -351,6 +354,8 @@ class EpochDriver:
         epoch.is_counted = self.trainer.is_last_batch
         if not (self.world.executor.exchanges or self.is_open_ended):
             return
+        if self.is_open_ended:
+            self._check_window()
         verdict = self._what_next()
         epoch.is_over = verdict.startswith("over")
         if self.is_open_ended:
@@ -374,6 +379,22 @@ class EpochDriver:
                 self.run.stop_here()
         elif self.is_open_ended and not epoch.is_over and self._is_limit_reached_by_hand:
             self.run.stop_here()  # `end` reports it to the other groups
+
+    def _check_window(self) -> None:
+        """Refuse a change of ``accumulate_grad_batches`` inside an epoch, if the run counts its steps in samples.
+
+        The steps of an epoch are computed from its samples with one window, and groups would change it at different
+        samples.
+        """
+        before, self._epoch.window = self._epoch.window, int(self.trainer.accumulate_grad_batches)
+        counts = self.schedulers.count_steps or self.max_steps != -1
+        if counts and before not in (0, self._epoch.window):
+            raise UnsupportedError(
+                f"accumulate_grad_batches has changed from {before} to {self._epoch.window} inside an epoch. With"
+                " several groups, max_steps and schedulers with interval='step' count the samples of all groups, as"
+                " many for each step of an epoch: change it in on_train_epoch_start, as GradientAccumulationScheduler"
+                " does, or use groups=1"
+            )
 
     @property
     def _is_limit_reached_by_hand(self) -> bool:

@@ -91,6 +91,9 @@ class Listener:
     def stepped_by_batches(self, configs: list[Any]) -> list[Any]:
         return self._strategy.epochs.stepped_by_batches(configs)
 
+    def step_schedule(self, scheduler: Any, step: Callable[[], Any]) -> None:
+        self._strategy.epochs.schedulers.step(scheduler, step)
+
     def own_batches(self, batches: float) -> float:
         return self._strategy.epochs.own_batches(batches)
 

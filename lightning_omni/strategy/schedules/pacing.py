@@ -4,9 +4,10 @@ With leased data a fast group takes more steps than a slow one. A schedule that 
 every group another learning rate, and OneCycleLR would run past its end. A paced scheduler, whenever Lightning steps
 it, therefore catches up with the progress of all groups: the steps that every rank would have taken under DDP.
 
-A scheduler that the user's code steps in manual optimization is not paced: it counts the steps of its own group. A
-scheduler that is stepped to a given position (``scheduler.step(epoch + batch / batches)``) steps there, and is not
-paced from then on: its unit is the user's.
+A scheduler that the user's code steps is not paced: it counts the steps of its own group. The user's code does so in
+manual optimization, in hooks, and in an ``lr_scheduler_step`` that does not step the scheduler exactly once in each
+call. A scheduler that is stepped to a given position (``scheduler.step(epoch + batch / batches)``) steps there. Pacing
+ends at the first such step or missing step, because from then on the unit is the user's.
 """
 
 from __future__ import annotations
@@ -57,15 +58,17 @@ class _Paced:
 
     counts: StepCounts
     target: Callable[[], int]
+    is_due: Callable[[Any], bool]
     stop: Callable[[Any], None]
 
     def step(self, *args: Any, **options: Any) -> None:
         """Step as often as necessary to catch up: not at all, once, or several times.
 
-        If the user's ``lr_scheduler_step`` passes an epoch, stop pacing the scheduler, and step it there.
+        If the user's ``lr_scheduler_step`` passes an epoch, or if user code makes the step by itself, stop pacing the
+        scheduler, and step it as it is told.
         """
         own = type(self)
-        if any(each is not None for each in (*args, *options.values())):
+        if any(each is not None for each in (*args, *options.values())) or not own.is_due(self):
             own.stop(self)
             self.step(*args, **options)
         else:
@@ -89,6 +92,7 @@ class Pacer:
         scheduled: returns how often a scheduler with a frequency, in batches, is stepped in a number of optimizer
             steps.
         counts: earlier steps of the schedulers; None for their own counts.
+        ask: calls the module's ``lr_scheduler_step`` with a scheduler, as Lightning does.
 
     Attributes:
         schedulers: schedulers of the run that can keep pace.
@@ -101,10 +105,12 @@ class Pacer:
         epochs: Callable[[], int],
         scheduled: Callable[[int, int], int] = lambda frequency, steps: steps // frequency,
         counts: StepCounts | None = None,
+        ask: Callable[[Any], None] = lambda scheduler: scheduler.step(),
     ) -> None:
         self._configs, self._counts = _that_keep_pace(configs), counts or StepCounts()
         self.schedulers = [config.scheduler for config in self._configs]
-        self._steps, self._epochs, self._scheduled = steps, epochs, scheduled
+        self._steps, self._epochs, self._scheduled, self._ask = steps, epochs, scheduled, ask
+        self._asked: Any = None  # the scheduler that the module is asked to step, until it has
         self._bases: Schedule = {}
         self._paced: dict[LRScheduler, type[LRScheduler]] = {}  # with their own classes
 
@@ -117,7 +123,7 @@ class Pacer:
         """Set and return the counts from which schedulers keep pace: earlier ones, or the present for new schedulers.
 
         The present is also used for those whose steps in one group are unknown to all ranks: see `_counts_all_steps`.
-        The result loses a scheduler that is stepped to a given position.
+        The result loses a scheduler that the user's code turns out to step.
         """
         now = {
             config.scheduler: (
@@ -134,36 +140,68 @@ class Pacer:
             self._pace(config.scheduler, config.interval, config.frequency)
 
     def _pace(self, scheduler: LRScheduler, interval: str, frequency: int) -> None:
-        count, began = self._bases[scheduler]
-
         def target() -> int:
+            count, began = self._bases[scheduler]
             if interval == "step":
                 return count_at(count, began, frequency, self._steps(), self._scheduled)
             return count_at(count, began, frequency, self._epochs())
 
         own = self._paced[scheduler] = type(scheduler)
-        fields = {"counts": self._counts, "target": staticmethod(target), "stop": self._stop}
+        fields = {"counts": self._counts, "target": staticmethod(target), "is_due": self._is_due, "stop": self._stop}
         # This makes a class, because an attribute of the scheduler would be in its state_dict.
         scheduler.__class__ = type(own.__name__, (_Paced, own), {**fields, "__module__": own.__module__})
 
-    def _stop(self, scheduler: LRScheduler) -> None:
+    def step(self, scheduler: Any, call: Callable[[], Any]) -> None:
+        """Make ``call`` of the module's ``lr_scheduler_step``, which steps a scheduler.
+
+        Stop pacing a scheduler that the hook does not step exactly once. The hook then decides how often it is stepped.
+        """
+        self._asked = scheduler
+        call()
+        if self._asked is scheduler and isinstance(scheduler, _Paced):
+            self._stop(scheduler)
+        self._asked = None
+
+    def _is_due(self, scheduler: Any) -> bool:
+        """Return whether this is the first step in a call of the hook, which was asked to step this scheduler."""
+        if self._asked is not scheduler:
+            return False
+        self._asked = None
+        return True
+
+    def _stop(self, scheduler: Any) -> None:
         scheduler.__class__ = self._paced.pop(scheduler)
         self._bases.pop(scheduler)
 
     def catch_up(self) -> None:
-        """Advance schedulers that count steps to the end of the epoch."""
+        """Advance schedulers that count steps to the end of the epoch, and count from there in the next one.
+
+        The next epoch may have other batches, and other steps in them, by which a frequency counts.
+        """
         for config in self._configs:
+            self._catch_up(config)
             if self._counts_steps(config):
-                config.scheduler.step()
+                self._bases[config.scheduler] = type(config.scheduler).target(), self._steps()
 
     def keep_up(self) -> None:
         """Step schedulers that are due at multiples of a number of batches of DDP, after a batch of this rank."""
         for config in self._configs:
-            if self._counts_steps(config) and config.frequency > 1:
-                config.scheduler.step()
+            if config.frequency > 1:
+                self._catch_up(config)
+
+    def _catch_up(self, config: Any) -> None:
+        """Ask the module to step a scheduler that is behind: its hook may leave the scheduler as it is."""
+        scheduler = config.scheduler
+        if self._counts_steps(config) and self._counts.of(scheduler) < type(scheduler).target():
+            self.step(scheduler, lambda: self._ask(scheduler))
 
     def _counts_steps(self, config: Any) -> bool:
         return config.interval == "step" and config.scheduler in self._paced
+
+    @property
+    def counts_any_steps(self) -> bool:
+        """Return whether a scheduler follows the run's progress in steps."""
+        return any(map(self._counts_steps, self._configs))
 
     def counts_at(self, configs: list[Any], steps: int) -> list[tuple[int, ...]]:
         """Return for each scheduler its present count, and the count if it had kept pace until ``steps`` of the run.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from lightning_omni.strategy import _private
 from lightning_omni.strategy.loops.progress import RunProgress
 from lightning_omni.strategy.schedules.pacing import Pacer, Schedule, StepCounts, arrive, counts_of, reach_all
 from lightning_omni.strategy.schedules.replay import Counts, Standing, caught_up, standing
@@ -32,6 +33,7 @@ class RunSchedulers:
         self._pacer: Pacer | None = None
         self._counts = StepCounts()
         self._resumed: Sequence[Sequence[int]] = ()
+        self._before = 0  # steps of DDP before the epoch
         self.bases: Schedule = {}
         self.synchronized: dict[Any, Standing | None] = {}
 
@@ -44,14 +46,20 @@ class RunSchedulers:
 
     def start(self, count_from_here: bool) -> None:
         """Advance the schedulers to the run's progress before the first epoch; they may continue from there."""
+        self.begin_epoch()
         counts, self._resumed = arrive(self._configs, self._resumed, self._counts), ()
         if count_from_here:
             self.bases = {**self.bases, **{each: (count, self._steps()) for each, count in counts.items()}}
 
+    def begin_epoch(self) -> None:
+        """Count the batches of schedules with a frequency from here, as Lightning does."""
+        progress = self._run.progress
+        self._before = progress.steps_before(progress.epochs) if progress is not None else 0
+
     def keep_pace(self, is_paced: bool) -> None:
         """Make schedulers follow the progress of all groups from now on; without pacing, store only their counts.
 
-        In manual optimization they count the steps of their own group, in which the user's code steps them.
+        Those that the user's code steps, as in manual optimization, count the steps of their own group.
         """
         trainer = self._trainer
         assert trainer is not None
@@ -61,8 +69,9 @@ class RunSchedulers:
             self._configs,
             self._steps,
             lambda: trainer.current_epoch + 1,
-            lambda frequency, steps: self._run.now().scheduled(frequency, steps),
+            lambda frequency, steps: self._run.now().scheduled(frequency, steps - self._before),
             self._counts,
+            lambda scheduler: _private.step_schedule(trainer, scheduler),
         )
         self.bases = pacer.count_from(self.bases)
         if is_paced:
@@ -79,17 +88,34 @@ class RunSchedulers:
         return self._pacer is not None
 
     @property
+    def count_steps(self) -> bool:
+        """Return whether a scheduler follows the run's progress in steps."""
+        return self._pacer is not None and self._pacer.counts_any_steps
+
+    @property
     def are_others(self) -> bool:
         """Return whether callbacks or hooks have replaced the schedulers, as StochasticWeightAveraging does."""
         return self._pacer is not None and not self._pacer.has(self._configs)
+
+    def step(self, scheduler: Any, call: Callable[[], Any]) -> None:
+        """Make Lightning's call of the module's ``lr_scheduler_step``."""
+        if self._pacer is not None:
+            self._pacer.step(scheduler, call)
+        else:
+            call()
 
     def keep_up(self) -> None:
         if self._pacer is not None:
             self._pacer.keep_up()
 
     def catch_up(self) -> None:
+        """Advance the schedulers to the end of an epoch, and let them continue from there."""
         if self._pacer is not None:
             self._pacer.catch_up()
+        elif self._run.progress is not None:  # Lightning alone has stepped them, as under DDP
+            for config in self._configs:
+                if config.interval == "step" and config.scheduler in self.bases:
+                    self.bases[config.scheduler] = self._counts.of(config.scheduler), self._steps()
 
     def align(self, all_reduce_max: Callable[[list[int]], list[int]]) -> None:
         """Give all ranks the same scheduler counts, and stop pacing.
