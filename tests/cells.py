@@ -93,7 +93,7 @@ def _settings_of(kind: type[Method]) -> Iterator[dict[str, Any]]:
 @cache
 def wires() -> tuple[str, ...]:
     """Every format of pushes; and of both ways, as ``"int8 both ways"``."""
-    kinds = {name: kind for name, kind in FORMATS.items() if kind.__module__.startswith("lightning_omni.server.")}
+    kinds = {name: kind for name, kind in FORMATS.items() if kind.__module__.startswith("lightning_omni.wire.formats.")}
     lossy = [SETTINGS.get(name, name) for name, kind in kinds.items() if kind not in (type(RAW), BothWays)]
     return ("fp32", *lossy, *(f"{name} both ways" for name in lossy))
 

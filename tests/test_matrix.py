@@ -25,7 +25,7 @@ def test_every_method_and_every_format_is_in_the_matrix() -> None:
     assert {METHODS[text.partition(":")[0]] for text in methods() if text.partition(":")[0] in METHODS} == {
         METHODS[name] for name in shipped
     }
-    shipped = {name for name, kind in FORMATS.items() if kind.__module__.startswith("lightning_omni.server.")}
+    shipped = {name for name, kind in FORMATS.items() if kind.__module__.startswith("lightning_omni.wire.formats.")}
     assert {name_of(wire_of(wire)) for wire in wires() if not wire.endswith("both ways")} == shipped - {"both_ways"}
 
 
