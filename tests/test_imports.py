@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 from collections.abc import Collection, Mapping
 from functools import cache
@@ -194,3 +195,38 @@ def test_importing_the_other_rooms_does_not_bring_lightning_along() -> None:
     )
     ran = interpret(program)
     assert ran.stdout.strip() == "[]", ran.stderr
+
+
+TEXTS = [
+    path
+    for pattern in ("*.md", "*.py", "*.toml", "*.yaml", "*.html", "Makefile")
+    for folder in ("lightning_omni", "tests", "docs", "examples")
+    for path in (ROOT.parent / folder).rglob(pattern)
+] + [*ROOT.parent.glob("*.md"), ROOT.parent / "pyproject.toml"]
+NO_MODULES = {"lightning_omni.run_state", "lightning_omni.server_state", "lightning_omni.egg"}
+"""Names of formats of files, and a folder that an installation leaves."""
+
+
+def named_in(text: str) -> set[str]:
+    """Return the dotted names below the package that a text has."""
+    return set(re.findall(r"(?<![\w./])lightning_omni(?:\.[A-Za-z_]\w*)+", text)) - NO_MODULES
+
+
+def is_there(name: str) -> bool:
+    """Return whether a dotted name is a module, or something in one."""
+    parts = name.split(".")
+    length = next(n for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in MODULES)
+    found: object = importlib.import_module(".".join(parts[:length]))
+    for part in parts[length:]:
+        if not hasattr(found, part):
+            return part in getattr(found, "__annotations__", {})
+        found = getattr(found, part)
+    return True
+
+
+def test_every_dotted_name_of_the_package_in_code_and_pages_is_there() -> None:
+    own = Path(__file__)
+    missing = {
+        name: path.name for path in TEXTS if path != own for name in named_in(path.read_text()) if not is_there(name)
+    }
+    assert not missing
