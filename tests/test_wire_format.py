@@ -202,7 +202,7 @@ def test_a_payload_larger_or_smaller_than_any_is_refused_before_memory_is_alloca
     [
         (
             {"name": "telepathy"},
-            "unknown wire format 'telepathy'; known are raw, both_ways, int8, bf16, fp16, topk, ",
+            "unknown wire format 'telepathy'; known are raw, int8, both_ways, bf16, fp16, topk, ",
         ),
         ({"name": "largest", "fraction": "half"}, "wire format largest: Expected `float`"),
         ({}, "unknown wire format None"),
@@ -226,7 +226,7 @@ def test_formats_are_registered_by_name_and_imported_by_path() -> None:
 
     with pytest.raises(ConfigurationError, match="the name 'raw' belongs to Raw"):
         wire_format.register(Other)
-    with pytest.raises(ConfigurationError, match=r"is not a lightning_omni\.protocol\.wire_format\.WireFormat"):
+    with pytest.raises(ConfigurationError, match=r"is not a lightning_omni\.wire\.formats\.WireFormat"):
         wire_format.load("topk:Tensor")
     with pytest.raises(ConfigurationError, match="the wire format topk:Nothing cannot be imported"):
         wire_format.load("topk:Nothing")

@@ -690,7 +690,7 @@ class Transport(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
 TRANSPORTS: dict[str, type[Transport]] = {}
 """Every transport by its name in messages."""
 _registry = Registry(
-    TRANSPORTS, Transport, "transport", "transport", "lightning_omni.transport.base.Transport", "--transport"
+    TRANSPORTS, Transport, "transport", "transport", "lightning_omni.transport.Transport", "--transport"
 )
 
 

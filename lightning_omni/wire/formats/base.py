@@ -196,7 +196,7 @@ _registry = Registry(
     WireFormat,
     "wire",
     "wire format",
-    "lightning_omni.wire.formats.base.WireFormat",
+    "lightning_omni.wire.formats.WireFormat",
     "--wire-format",
     internal=frozenset({"raw", "both_ways", "by_share"}),
 )
