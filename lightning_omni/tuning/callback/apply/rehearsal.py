@@ -18,9 +18,9 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightning_omni.errors import ConfigurationError
 
-_STEPS = 1000
-_FACTOR = 0.5
-_TOLERANCE = 0.01
+_REHEARSED_STEPS = 1000
+_REHEARSED_FACTOR = 0.5
+_RATE_TOLERANCE = 0.01
 """The largest deviation from the scaled rate, as a fraction of the highest one: a warm-up may begin at a tiny rate."""
 
 
@@ -50,7 +50,7 @@ def check_scaling(
     )
     try:
         plain, scaled = (_Rehearsal(optimizer, schedulers, held) for _ in range(2))
-        scale(scaled.optimizer, scaled.schedulers, _FACTOR)
+        scale(scaled.optimizer, scaled.schedulers, _REHEARSED_FACTOR)
         plain.step()
         scaled.step()
     except Exception as error:  # a class of the user's own may raise anything
@@ -93,7 +93,7 @@ class _Rehearsal:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # no optimizer has stepped
             try:
-                for _ in range(_STEPS):
+                for _ in range(_REHEARSED_STEPS):
                     self._step_once()
             except Exception:
                 if not self._rates:
@@ -110,6 +110,6 @@ class _Rehearsal:
         for mine, theirs in zip(self._rates, scaled._rates, strict=False):
             highest = max(highest, *map(abs, mine))
             for rate, other in zip(mine, theirs, strict=True):
-                if not abs(other - _FACTOR * rate) <= _TOLERANCE * _FACTOR * highest:
+                if not abs(other - _REHEARSED_FACTOR * rate) <= _RATE_TOLERANCE * _REHEARSED_FACTOR * highest:
                     return False
         return True
