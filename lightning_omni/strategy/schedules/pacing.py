@@ -123,7 +123,7 @@ class Pacer:
         """Set and return the counts from which schedulers keep pace: earlier ones, or the present for new schedulers.
 
         The present is also used for those whose steps in one group are unknown to all ranks: see `_counts_all_steps`.
-        The result loses a scheduler that the user's code turns out to step.
+        The result loses a scheduler as soon as the user's code steps it.
         """
         now = {
             config.scheduler: (
