@@ -1103,7 +1103,7 @@ def test_a_schedule_of_a_frequency_is_stepped_as_by_ddp_where_epochs_have_other_
     config = LRSchedulerConfig(schedule, interval="step", frequency=10)
     trainer: Any = SimpleNamespace(lightning_module=module, lr_scheduler_configs=[config], current_epoch=0)
     run: Any = SimpleNamespace(steps_at=lambda progress: progress.steps, now=lambda: run.progress)
-    monkeypatch.setattr("lightning_omni.strategy._private.step_schedule", lambda _, scheduler: scheduler.step())
+    monkeypatch.setattr("lightning_omni.strategy.schedules.run.step_schedule", lambda _, scheduler: scheduler.step())
     schedulers, calls, past = RunSchedulers(run, lambda: run.progress.steps), 0, 0
     schedulers.connect(trainer)
     optimizer.step()

@@ -23,7 +23,7 @@ from lightning_omni.errors import ConfigurationError, UnknownArgument
 from lightning_omni.methods import Method
 from lightning_omni.runtime.model.meshes import Inside, ModelParallel, shown
 from lightning_omni.runtime.options import WorldOptions
-from lightning_omni.strategy import _private
+from lightning_omni.strategy.lightning_internals.strategies import model_parallel_options
 
 _Init = TypeVar("_Init", bound=Callable[..., None])
 _OF_LIGHTNING = ("module", "device_ids")
@@ -106,7 +106,7 @@ def inside_of(given: object) -> tuple[Inside, dict[str, Any]]:
     Raises:
         ConfigurationError: ``given`` is no valid value of ``inside=``.
     """
-    theirs = _private.told_model_parallel(given)
+    theirs = model_parallel_options(given)
     if theirs is not None:
         return ModelParallel(theirs.pop("data_parallel_size"), theirs.pop("tensor_parallel_size")), theirs
     if given not in ("ddp", "fsdp"):

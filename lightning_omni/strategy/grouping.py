@@ -26,9 +26,16 @@ from lightning_omni.runtime.model.buffer_sync import Merge, Untrained, average_o
 from lightning_omni.runtime.model.meshes import shown
 from lightning_omni.runtime.model.sharded import reshard
 from lightning_omni.runtime.model.wrapping import frozen
-from lightning_omni.strategy import _private
 from lightning_omni.strategy.arguments import FitOptions
 from lightning_omni.strategy.declared import callbacks_of
+from lightning_omni.strategy.lightning_internals.callbacks import (
+    call_rank_zero_hooks,
+    show_progress_bar,
+    without_rank_zero_only,
+)
+from lightning_omni.strategy.lightning_internals.loops import validates_by_time
+from lightning_omni.strategy.lightning_internals.strategies import has_model_averaging, set_ddp_options, set_rank
+from lightning_omni.strategy.lightning_internals.weight_averages import averaged_models
 from lightning_omni.strategy.live_metrics import Reporting, StepTimes
 from lightning_omni.strategy.loops.driver import EpochDriver
 from lightning_omni.strategy.optimizers.proxies import Merged, Proxies
@@ -169,7 +176,7 @@ class GroupedStrategy(_Base):
             return  # without exchanges even a single rank is wrapped, as under DDPStrategy
         options = self.world.reduction.ddp_options(self.pl_module, self.ddp_options)
         options |= {"process_group": self.world.compute_group, "init_sync": False}
-        _private.set_ddp_options(self, options)
+        set_ddp_options(self, options)
         with frozen(self.merged.parameters(self.pl_module) if exchanges else ()):
             if not self.merged or any(parameter.requires_grad for parameter in self.pl_module.parameters()):
                 super().configure_ddp()  # rejects a module without trainable parameters, such as one with a frozen body
@@ -187,7 +194,7 @@ class GroupedStrategy(_Base):
         reshard(self.world.held.sharded)
         for name, parameter in self.pl_module.named_parameters():
             yield Untrained(name, parameter, Merge.FIRST)
-        for model in _private.averaged_models(self._trainer):
+        for model in averaged_models(self._trainer):
             yield from average_of(model)
 
     def _reattach(self) -> None:
@@ -214,10 +221,10 @@ class GroupedStrategy(_Base):
         world = self.world
         if world.enlistment is not None and world.follow_recorder() and not self._is_told_to_record:
             self._is_told_to_record = self._took_over = True
-            _private.set_rank(0)
+            set_rank(0)
             self.rank_zero_info("OmniStrategy: the group that logged and saved is gone; this group does so now")
-            _private.call_hooks_of_rank_zero(self._trainer)
-            _private.show_progress_bar(self._trainer, self.epochs.is_open)
+            call_rank_zero_hooks(self._trainer)
+            show_progress_bar(self._trainer, self.epochs.is_open)
 
     def explain_take_over(self, exception: BaseException) -> None:
         """Log a hint if the user's code fails on a rank that became the recorder, which may be the cause."""
@@ -283,7 +290,7 @@ class GroupedStrategy(_Base):
         world = self.world
         if world.enlistment is not None and world.is_leader and not self.is_global_zero:
             # The terminal of this group shows nothing else: no progress, and no message of `rank_zero_info`.
-            info = _private.undecorated(self.rank_zero_info)
+            info = without_rank_zero_only(self.rank_zero_info)
             info(f"{text} | joined the run as group {world.group}; another group logs and saves")
         else:
             self.rank_zero_info(text)
@@ -366,7 +373,7 @@ class SeveralGroups(Grouping):
     @override
     def check(self, trainer: Trainer) -> None:
         strategy = self._strategy
-        if _private.validates_by_time(trainer):
+        if validates_by_time(trainer):
             raise UnsupportedError(
                 "val_check_interval as a duration: groups would come to validation at different times and wait for each"
                 " other; pass a number of batches or a fraction of the epoch"
@@ -375,7 +382,7 @@ class SeveralGroups(Grouping):
             raise UnsupportedError(
                 "min_steps: groups count their own steps, and would disagree on when they may stop; use min_epochs"
             )
-        if _private.averages_models(strategy):
+        if has_model_averaging(strategy):
             raise UnsupportedError("model_averaging_period averages over all ranks; use it with groups=1 only")
         if strategy.ddp_options.get("process_group") is not None:
             raise UnsupportedError(

@@ -27,7 +27,6 @@ from lightning_omni.runtime.model.meshes import evenly, shown, sizes_in
 from lightning_omni.runtime.model.sharded import check_clipping, reshard
 from lightning_omni.runtime.process_groups import check_none_lost
 from lightning_omni.runtime.timing import clock_of
-from lightning_omni.strategy import _private
 from lightning_omni.strategy.arguments import Asked, FitOptions, inside_of, refuse_unknown_of_ddp
 from lightning_omni.strategy.arrangement import Arrangement
 from lightning_omni.strategy.checkpoints.contents import Checkpoints
@@ -35,6 +34,20 @@ from lightning_omni.strategy.declared import callbacks_of
 from lightning_omni.strategy.joining.rejoin import Rejoining
 from lightning_omni.strategy.joining.run_state import RunStates
 from lightning_omni.strategy.launcher import end_with, is_interactive, say_exit
+from lightning_omni.strategy.lightning_internals.loops import loops_iterate, seed_workers, will_step
+from lightning_omni.strategy.lightning_internals.strategies import (
+    FIRST_BARRIER,
+    collective_timeout,
+    exclude_from_broadcast,
+    keep_on_device,
+    set_ddp_options,
+    set_device_mesh,
+    set_launcher,
+    set_rank,
+    set_start_method,
+    start_method,
+)
+from lightning_omni.strategy.lightning_internals.weight_averages import averages_weights
 from lightning_omni.strategy.live_metrics import gathering_sentence
 from lightning_omni.strategy.loops.leased_data import GivenRank, draws_batches, is_given
 from lightning_omni.strategy.loops.listener import Listener, NestedRuns
@@ -299,26 +312,26 @@ class OmniStrategyHooks(SavingStrategy):
                     nodes = [ranks // self.num_nodes] * self.num_nodes
                     inside, shards = self._world_options.inside, self._world_options.shards
                     sizes_in(evenly(ranks, groups, inside, shards), inside, nodes, shards=shards)
-        if _private.start_method(self) != "popen":
-            _private.set_launcher(self, self.processes_class(self, _private.start_method(self)))
+        if start_method(self) != "popen":
+            set_launcher(self, self.processes_class(self, start_method(self)))
         else:
             launcher = self.launcher_class(self.cluster_environment, self.num_processes, self.num_nodes)
             launcher.on_death, launcher.on_launch = self._on_child_death, self._on_launch
             launcher.is_writing, launcher.failures = self._writes, self._failures
-            _private.set_launcher(self, launcher)
+            set_launcher(self, launcher)
 
     def _choose_start_method(self) -> None:
         """Fork the ranks in interactive sessions, which have no script to start; Lightning does the same."""
         environment = self.cluster_environment
         is_ours = environment is not None and not environment.creates_processes_externally
-        if not is_ours or not is_interactive() or _private.start_method(self) != "popen":
+        if not is_ours or not is_interactive() or start_method(self) != "popen":
             return
         if "fork" not in get_all_start_methods():
             raise ConfigurationError(
                 "OmniStrategy in a notebook or an interactive session: ranks are copies of its process there"
                 ' (start_method="fork"), which this system cannot make; run the code as a script'
             )
-        _private.set_start_method(self, "fork")
+        set_start_method(self, "fork")
 
     def _on_launch(self, trainer: Trainer | None) -> None:
         """Prepare callbacks and the server on rank 0 in the seconds that the other ranks need for their imports."""
@@ -379,7 +392,7 @@ class OmniStrategyHooks(SavingStrategy):
         if self._is_fitting(self._trainer):
             check_none_lost()
         if self._world is None:
-            timeout = _private.collective_timeout(self) or options.timeout
+            timeout = collective_timeout(self) or options.timeout
             self._world = World(
                 device=self.root_device,
                 options=replace(options, timeout=timeout),
@@ -389,10 +402,10 @@ class OmniStrategyHooks(SavingStrategy):
             if self.world.enlistment is not None:
                 self.world.connection.on_stuck = self._start_again
                 self.rejoining.enlisted(self.world.enlistment.run)
-                _private.set_rank(self.world.rank)
+                set_rank(self.world.rank)
                 self._is_told_to_record, self._took_over = self.world.is_recorder, False
         if self.is_sharded:
-            _private.set_device_mesh(self.pl_module, self.world.mesh)
+            set_device_mesh(self.pl_module, self.world.mesh)
             forget(self.world.process_groups.original, self.world.rank)
 
     @property
@@ -431,7 +444,7 @@ class OmniStrategyHooks(SavingStrategy):
 
     def _check_averages(self) -> None:
         """Raise `UnsupportedError` for callbacks that average weights, before they copy a module that is sharded."""
-        if _private.averages_weights(self._trainer):
+        if averages_weights(self._trainer):
             raise UnsupportedError(
                 f"{shown(self._world_options.inside)} and WeightAveraging or StochasticWeightAveraging: what they keep"
                 ' is whole, and each rank has a part of the model; leave the callback out, or use inside="ddp"'
@@ -453,7 +466,7 @@ class OmniStrategyHooks(SavingStrategy):
         super().model_to_device()
         if self.is_sharded:
             self.world.held.share_initial()
-            _private.keep_unsynchronized(self.pl_module, [name for name, _ in self.pl_module.named_parameters()])
+            exclude_from_broadcast(self.pl_module, [name for name, _ in self.pl_module.named_parameters()])
 
     @override
     def configure_ddp(self) -> None:
@@ -465,7 +478,7 @@ class OmniStrategyHooks(SavingStrategy):
             self.world.broadcast_initial(self.pl_module)
             self.wrap_for_group()
             return
-        _private.set_ddp_options(self, self.ddp_options)
+        set_ddp_options(self, self.ddp_options)
         super().configure_ddp()
         self.world.reduction.install(self.model, self.world.compute_group)
         self.trainable.remember(self.pl_module)
@@ -491,7 +504,7 @@ class OmniStrategyHooks(SavingStrategy):
     @override
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks; install the signal handlers at the first barrier after Lightning's own are registered."""
-        if name == _private.FIRST_BARRIER and self._is_fitting(self._trainer) and not self.nested.is_running:
+        if name == FIRST_BARRIER and self._is_fitting(self._trainer) and not self.nested.is_running:
             self._install_signals()
         super().barrier(name)
 
@@ -637,12 +650,12 @@ class OmniStrategyHooks(SavingStrategy):
     def teardown(self) -> None:
         """Leave the run and stop the embedded server."""
         if self.is_sharded:
-            with _private.staying_in_place(self):
+            with keep_on_device(self):
                 super().teardown()
             reshard(self._world.held.sharded if self._world is not None else None)
         else:
             super().teardown()
-        _private.set_ddp_options(self, self.ddp_options)  # drops the process group of the former compute group
+        set_ddp_options(self, self.ddp_options)  # drops the process group of the former compute group
         self.has_failed = False
         if self._listener is not None:
             self._listener.close()
@@ -679,7 +692,7 @@ class OmniStrategyHooks(SavingStrategy):
             raise ConfigurationError(
                 "regroup() works while trainer.fit runs; before that, pass groups= to OmniStrategy"
             )
-        if trainer.fit_loop.batch_idx >= 0 and self.epochs.is_open and not _private.will_step(trainer):
+        if trainer.fit_loop.batch_idx >= 0 and self.epochs.is_open and not will_step(trainer):
             raise ConfigurationError(
                 "regroup() inside an accumulation window would mix gradients of different groups; call it when"
                 " accumulate_grad_batches batches are complete"
@@ -736,8 +749,8 @@ class OmniStrategyHooks(SavingStrategy):
         """Replace the training DataLoader by one with leased batches, if the strategy may assign its samples."""
         loader = super().process_dataloader(dataloader)
         if self._world is not None and self.world.enlistment is not None:
-            _private.seed_workers(self._trainer, loader, self.world.rank)
-        is_trained = self._trainer.training or _private.loops_iterate(self._trainer)  # in a hook of a validation, too
+            seed_workers(self._trainer, loader, self.world.rank)
+        is_trained = self._trainer.training or loops_iterate(self._trainer)  # in a hook of a validation, too
         return self.epochs.data.process(loader, self.global_rank, self._is_ours) if is_trained else loader
 
     def _is_ours(self, loader: DataLoader[Any]) -> bool:

@@ -22,8 +22,8 @@ from typing_extensions import override
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.metrics import RunReport
-from lightning_omni.strategy import _private
 from lightning_omni.strategy.declared import callbacks_of
+from lightning_omni.strategy.lightning_internals.strategies import start_method
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer
@@ -168,7 +168,7 @@ class OmniProcessesHooks(_ProcessesBase):
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         if trainer is not None and cast("GroupedStrategy", trainer.strategy).root_device.type == "cuda":
-            _refuse_initialized_cuda(_private.start_method(trainer.strategy))
+            _refuse_initialized_cuda(start_method(trainer.strategy))
         return super().launch(function, *args, trainer=trainer, **kwargs)
 
     @override
@@ -197,12 +197,12 @@ def _with_results(trainer: Trainer) -> list[Any]:
     return [each for each in callbacks_of(trainer) if hasattr(each, "take_omni_results")]
 
 
-def _refuse_initialized_cuda(start_method: str) -> None:
+def _refuse_initialized_cuda(method: str) -> None:
     """Raise `ConfigurationError` if ranks would be forked from a process that has used CUDA."""
-    if start_method != "spawn" and torch.cuda.is_initialized():
+    if method != "spawn" and torch.cuda.is_initialized():
         remedy = "restart the kernel" if is_interactive() else 'pass start_method="spawn"'
         raise ConfigurationError(
-            f"start_method={start_method!r}: this process has used CUDA, and its copies cannot use it; {remedy}, and"
+            f"start_method={method!r}: this process has used CUDA, and its copies cannot use it; {remedy}, and"
             " leave CUDA (.cuda(), .to('cuda')) to the module and its Trainer"
         )
 

@@ -14,11 +14,11 @@ from lightning_omni.errors import RankLost, UnsupportedError
 from lightning_omni.runtime.checks.failing import have_failed_alike, place_of
 from lightning_omni.runtime.model.sharded import is_sharded, named_rows, reshard, state_rows, tensors_of, whole
 from lightning_omni.runtime.state.distributed_checkpoint import is_folder
-from lightning_omni.strategy import _private
 from lightning_omni.strategy.checkpoints.contents import Checkpoints
 from lightning_omni.strategy.checkpoints.loop_progress import cut_short, end_whole_epoch
 from lightning_omni.strategy.grouping import GroupedStrategy
 from lightning_omni.strategy.joining.run_state import RunStates
+from lightning_omni.strategy.lightning_internals.progress import progress_counters
 from lightning_omni.strategy.signals import Signals
 from lightning_omni.topology import RECORDER
 
@@ -119,7 +119,7 @@ class SavingStrategy(GroupedStrategy):
         world = self._world
         if not (world.enlistment or self.saves_folders or world.is_with_recorder):  # this rank saves nothing
             return
-        where = f"{_private.progress_counters(self._trainer)} {self._failed_at}"
+        where = f"{progress_counters(self._trainer)} {self._failed_at}"
         group = world.process_groups.original
         if not have_failed_alike(group, world.rank, world.members, where, SAVING):
             raise RankLost(

@@ -25,7 +25,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_omni.runtime import World
-from lightning_omni.strategy import _private
+from lightning_omni.strategy.lightning_internals.loops import set_batch_agreement
+from lightning_omni.strategy.lightning_internals.strategies import mark_terminated
 from lightning_omni.strategy.waiting import waiting_sentence, waits_in
 from lightning_omni.topology import RECORDER
 
@@ -103,7 +104,7 @@ class Signals:
                 self._replaced[number] = signal.signal(number, self._on_terminate)
             elif before in (None, signal.SIG_DFL) and callable(signal.getsignal(number)):  # the user has set no handler
                 self._replaced[number] = signal.signal(number, self._on_requeue)
-        _private.set_batch_agreement(trainer, self.agree)
+        set_batch_agreement(trainer, self.agree)
         world.wants_stop, world.on_stop = False, self._stop
         self._longest, self._progress = 0.0, time.monotonic()
         self._watcher = threading.Thread(target=self._watch, name="omni-signals", daemon=True)
@@ -121,7 +122,7 @@ class Signals:
                 signal.signal(number, handler if before is None else before)
         self._replaced, self._watcher = {}, None
         if self._trainer is not None:
-            _private.set_batch_agreement(self._trainer, None)
+            set_batch_agreement(self._trainer, None)
         self._trainer, self._world = None, None
 
     @property
@@ -177,7 +178,7 @@ class Signals:
 
     def _stop(self) -> None:
         assert self._trainer is not None
-        _private.mark_terminated(self._trainer)
+        mark_terminated(self._trainer)
         self.is_stopping = True
         self.pause()
         raise self._terminated(128 + signal.SIGTERM)

@@ -7,7 +7,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from lightning_omni.strategy import NAMESPACES, _private
+from lightning_omni.strategy import NAMESPACES
+from lightning_omni.strategy.lightning_internals.callbacks import current_hook
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer
@@ -43,7 +44,7 @@ def waits_in(frame: FrameType | None) -> str:
 
 def whereabouts(trainer: Trainer) -> str:
     """Return where a rank calls a collective: the user's call if there is one, or the hook, and the batch."""
-    called = waits_in(sys._getframe()).partition(", ")[2] or f"in {_private.hook_of(trainer) or 'no hook'}"
+    called = waits_in(sys._getframe()).partition(", ")[2] or f"in {current_hook(trainer) or 'no hook'}"
     return f"{called}, after batch {trainer.fit_loop.batch_idx + 1} of epoch {trainer.current_epoch}"
 
 

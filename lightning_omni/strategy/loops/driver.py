@@ -20,7 +20,21 @@ from lightning_omni.runtime.data.loader import Leases
 from lightning_omni.runtime.executor import Executor
 from lightning_omni.runtime.state.checkpoint import Saved
 from lightning_omni.server.log.record import Spans
-from lightning_omni.strategy import _private
+from lightning_omni.strategy.lightning_internals.callbacks import is_inside_hook
+from lightning_omni.strategy.lightning_internals.checkpoints import copy_checkpoint_records
+from lightning_omni.strategy.lightning_internals.loops import (
+    loops_iterate,
+    make_epoch_open_ended,
+    set_last_batch,
+    should_stop_now,
+    validates_by_time,
+    validates_this_epoch,
+)
+from lightning_omni.strategy.lightning_internals.metrics import cached_metrics
+from lightning_omni.strategy.lightning_internals.progress import batches_trained, set_step_counters, step_counters
+from lightning_omni.strategy.lightning_internals.schedulers import step_schedules_by_epoch
+from lightning_omni.strategy.lightning_internals.validation import divide_validation_data, validation_loaders
+from lightning_omni.strategy.lightning_internals.weight_averages import lower_last_average_step
 from lightning_omni.strategy.loops.epoch_ends import OwnEnd, differ
 from lightning_omni.strategy.loops.leased_data import LeasedData, is_given, size_of
 from lightning_omni.strategy.loops.progress import RunProgress
@@ -210,7 +224,7 @@ class EpochDriver:
     def _is_for_user(self) -> bool:
         """Return whether user code, and not the loops, iterates a training loader: in a hook, or after the fit."""
         trainer = self._trainer
-        return trainer is None or (_private.is_inside_a_hook(trainer) and not _private.loops_iterate(trainer))
+        return trainer is None or (is_inside_hook(trainer) and not loops_iterate(trainer))
 
     @property
     def world(self) -> World:
@@ -407,19 +421,19 @@ class EpochDriver:
         complete = self._epoch.is_over if self.is_open_ended else trainer.is_last_batch
         is_cut_short = int(not complete or self._epoch.is_skipped)
         is_limit_reached = self.run.is_limit_reached
-        stops = _private.stops_now(trainer) or is_limit_reached
+        stops = should_stop_now(trainer) or is_limit_reached
         if self.world.is_computing and not self._stopping and (stops or not complete):
             self.leave("end" if stops else "skip" if self.is_open_ended else "")
         self._synchronize(module, is_end=True)
         trained = self._trained
         if self.world.executor.exchanges:
-            mine = int(stops or self._stopping), int(_private.stops_now(trainer)), is_cut_short, trained
+            mine = int(stops or self._stopping), int(should_stop_now(trainer)), is_cut_short, trained
             ends, was_asked, is_cut_short, trained = self.world.all_reduce_max(mine)
             # Any rank may request the stop, even now. A group that received a stop has a limit, but has requested none.
             trainer.should_stop |= bool(ends) and (bool(was_asked) or not is_limit_reached)
         self.is_open = False
         if self._epoch.is_skipped and not self._epoch.is_counted:  # the group that skips has done so in its last batch
-            _private.step_schedules_by_epoch(trainer)
+            step_schedules_by_epoch(trainer)
         self.run.end(trainer.current_epoch, trained if is_cut_short else None)
         self._follow_schedulers()
         self.schedulers.catch_up()
@@ -434,7 +448,7 @@ class EpochDriver:
             return
         trainer, by_hand = self.trainer, self.run.by_hand
         own = OwnEnd.of(trainer, by_hand.unstepped if by_hand is not None else 0)
-        stops, *marks = self.world.all_reduce_max([int(_private.stops_now(trainer)), *own.marks])
+        stops, *marks = self.world.all_reduce_max([int(should_stop_now(trainer)), *own.marks])
         trainer.should_stop |= bool(stops)
         if not self._have_differed and differ(marks):
             self._have_differed = True
@@ -448,7 +462,7 @@ class EpochDriver:
         if self.is_open_ended or self.data.is_dynamic:
             self.run.keep_up()
             return self.progress.samples
-        return _private.batches_trained(self.trainer) * self.progress.reference.batch
+        return batches_trained(self.trainer) * self.progress.reference.batch
 
     def moment(self) -> tuple[Progress | None, Cut]:
         """Return the run's progress and its epoch's trained samples, for a checkpoint of one group or after the fit.
@@ -500,7 +514,7 @@ class EpochDriver:
         own last batch.
         """
         trainer = self._trainer
-        if trainer is None or not (self.is_open and self.is_open_ended) or _private.loops_iterate(trainer):
+        if trainer is None or not (self.is_open and self.is_open_ended) or loops_iterate(trainer):
             return batches
         trained = trainer.fit_loop.batch_idx + 1
         return trained if trained and trainer.is_last_batch else max(batches, trained + 1)
@@ -536,7 +550,7 @@ class EpochDriver:
             return  # no training is under way: validation after the fit, or without one
         if self.published.evaluates or self.published.version is not None:
             return
-        stops = _private.stops_now(self.trainer) and not self._stopping
+        stops = should_stop_now(self.trainer) and not self._stopping
         if self.world.is_computing and stops and not self._epoch.is_due:  # otherwise the others learn of it later
             self.leave("validate")
         self._synchronize(module)
@@ -555,16 +569,16 @@ class EpochDriver:
         self.published.end_all()
         self.world.enter_world(module)
         trainer, mine = self.trainer, self.trainer.global_step
-        counts = _private.step_counters(trainer)
+        counts = step_counters(trainer)
         # The server tells groups of dynamic data alike of a stop; others may meet here before they have heard of it.
-        stops = not self.data.is_dynamic and (self._stopping or _private.stops_now(trainer))
+        stops = not self.data.is_dynamic and (self._stopping or should_stop_now(trainer))
         marks = int(stops), int(is_end)
         *counts, is_last, has_ended = self.world.all_reduce_max(
             [*(counts if self.world.is_recorder else [0] * len(counts)), *marks]
         )
-        _private.set_step_counters(trainer, self.published.not_before(counts))
-        _private.average_no_later(trainer)
-        _private.share_saves(trainer, self.world.broadcast_from_recorder)
+        set_step_counters(trainer, self.published.not_before(counts))
+        lower_last_average_step(trainer)
+        copy_checkpoint_records(trainer, self.world.broadcast_from_recorder)
         if self.run.step_limit == mine:
             self.run.stop_here()
         if is_last:
@@ -602,8 +616,8 @@ class EpochDriver:
         return leases.ask()
 
     def _set_last_batch(self, is_last: bool) -> None:
-        _private.be_open_ended(self.trainer)
-        _private.set_last_batch(self.trainer, is_last)
+        make_epoch_open_ended(self.trainer)
+        set_last_batch(self.trainer, is_last)
         plan = self._epoch.plan
         self.is_cut_short = is_last and plan is not None and self.run.limits.cut_short(plan, self.run.now())
         if self.is_cut_short and plan is not None:
@@ -631,23 +645,23 @@ class EpochDriver:
         if epoch.is_check:
             self._check()
             return False
-        if _private.validates_by_time(trainer):
+        if validates_by_time(trainer):
             return any(self.world.all_reduce_max([int(is_due())]))  # the clocks of ranks differ
-        if self.published.is_on and not self._stopping and not _private.stops_now(trainer):
+        if self.published.is_on and not self._stopping and not should_stop_now(trainer):
             if not epoch.is_over:
                 self.published.end_known()
-                return not _private.stops_now(trainer) and self.published.is_due(self._coming)
+                return not should_stop_now(trainer) and self.published.is_due(self._coming)
             epoch.validates = self.published.end_all() or epoch.validates
-        elif not (self.published.is_on or self._stopping) and _private.stops_now(trainer):
+        elif not (self.published.is_on or self._stopping) and should_stop_now(trainer):
             epoch.is_due = self._is_due_without_stop(is_due)
         if epoch.validates is None:
             return is_due()
-        return _private.validates_this_epoch(trainer) and (epoch.validates or _private.stops_now(trainer))
+        return validates_this_epoch(trainer) and (epoch.validates or should_stop_now(trainer))
 
     def _is_due_without_stop(self, is_due: Callable[[], bool]) -> bool:
         """Return whether all groups would validate after this batch without the stop that this rank has requested."""
         if self._epoch.validates is not None:
-            return self._epoch.validates and _private.validates_this_epoch(self.trainer)
+            return self._epoch.validates and validates_this_epoch(self.trainer)
         self.trainer.should_stop = False
         try:
             return is_due()
@@ -669,7 +683,7 @@ class EpochDriver:
         self.before_validation(self.trainer.lightning_module)
         if self._epoch.has_ended:
             return []
-        before = _private.metrics_by_now(self.trainer)
+        before = cached_metrics(self.trainer)
         returned = self._validate_together(run)
         if not self.world.is_computing:  # without a batch, the loop calls no hook of its end
             self.after_validation()
@@ -679,10 +693,10 @@ class EpochDriver:
     def _validate_together(self, run: Callable[[], Any]) -> Any:
         live = self.world.process_groups.live  # all ranks have just agreed on it
         is_whole = live.size() == self.world.size and self.world.enlistment is None
-        if is_whole or not all(map(is_given, _private.validation_loaders(self.trainer))):
+        if is_whole or not all(map(is_given, validation_loaders(self.trainer))):
             return run()
         alike = self.world.tensor_parallel  # number of neighbours that get the same samples
-        with _private.dealt_out(self.trainer, live.rank() // alike, live.size() // alike):
+        with divide_validation_data(self.trainer, live.rank() // alike, live.size() // alike):
             return run()
 
     @property

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_omni.runtime import World
-from lightning_omni.strategy import _private
+from lightning_omni.strategy.lightning_internals.progress import batches_trained
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer
@@ -39,7 +39,7 @@ class OwnEnd(NamedTuple):
         """Return the end of the epoch that the Trainer has trained last."""
         groups: list[Any] = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
         rates = [float(group["lr"]) for group in groups if "lr" in group]
-        return cls(trainer.current_epoch - 1, _private.batches_trained(trainer), unstepped, rates)
+        return cls(trainer.current_epoch - 1, batches_trained(trainer), unstepped, rates)
 
     @property
     def marks(self) -> list[int]:

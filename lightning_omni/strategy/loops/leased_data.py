@@ -16,7 +16,13 @@ from lightning_omni.errors import UnsupportedError
 from lightning_omni.runtime import World
 from lightning_omni.runtime.data.loader import Leases, can_lease, lease
 from lightning_omni.server.log.record import Spans
-from lightning_omni.strategy import _private
+from lightning_omni.strategy.lightning_internals.loops import validates_this_epoch
+from lightning_omni.strategy.lightning_internals.progress import (
+    accumulation_windows,
+    batches_started,
+    batches_trained,
+    manual_steps,
+)
 from lightning_omni.wire.leases import EpochPlan
 from lightning_omni.wire.progress import Progress, ReferenceBatch
 
@@ -240,7 +246,7 @@ class FitLimits:
         past, past_batches = None, None
         if before is not None and is_next:
             past, past_batches = before.steps_before(epoch), before.batches_before(epoch)
-        if past is None and (windows := _private.accumulation_windows(self._trainer, epoch)):
+        if past is None and (windows := accumulation_windows(self._trainer, epoch)):
             past = sum(-(-batches // window) for window in windows)
         return Progress(reference, batches, epoch, size_of(trained), past, past_batches)
 
@@ -248,7 +254,7 @@ class FitLimits:
         trainer, epoch = self._trainer, progress.epochs
         interval = trainer.val_check_batch  # None if val_check_interval is a duration
         every, offset = 0, 0
-        if _private.validates_this_epoch(trainer) and interval not in (None, float("inf")):
+        if validates_this_epoch(trainer) and interval not in (None, float("inf")):
             # Without check_val_every_n_epoch, the batches of earlier epochs count, too.
             done = progress.batches_before(epoch) if trainer.check_val_every_n_epoch is None else 0
             every = int(interval) * progress.reference.batch
@@ -284,8 +290,8 @@ class FitLimits:
         """Return the progress at the start of a fit by Lightning's counts; in manual optimization steps are batches."""
         trainer, loop = self._trainer, self._trainer.fit_loop
         is_inside = loop.restarted_mid_epoch or loop.restarted_on_epoch_end
-        batches = _private.batches_trained(trainer) if is_inside else 0
-        begun = _private.batches_begun(trainer)
+        batches = batches_trained(trainer) if is_inside else 0
+        begun = batches_started(trainer)
         steps = int(trainer.global_step) if self.by_hand is None else begun
         if batches >= trainer.num_training_batches:  # saved after the last batch, before the hooks of the epoch's end
             return replace(progress, epochs=progress.epochs + 1, samples=0, past=steps, past_batches=begun)
@@ -320,16 +326,16 @@ class StepsByHand:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        batches = _private.batches_begun(trainer)
-        self.counts = batches, _private.steps_by_hand(trainer) if batches else 0
+        batches = batches_started(trainer)
+        self.counts = batches, manual_steps(trainer) if batches else 0
         self._before = self.unstepped = 0
 
     def begin_batch(self) -> None:
-        self._before = _private.steps_by_hand(self._trainer)
+        self._before = manual_steps(self._trainer)
 
     def end_batch(self) -> None:
         batches, steps = self.counts
-        taken = _private.steps_by_hand(self._trainer) - self._before
+        taken = manual_steps(self._trainer) - self._before
         self.counts = batches + 1, steps + taken
         self.unstepped = 0 if taken else self.unstepped + 1
 

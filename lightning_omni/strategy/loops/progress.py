@@ -16,8 +16,13 @@ from typing import TYPE_CHECKING
 from lightning_omni.runtime import World
 from lightning_omni.runtime.state.checkpoint import Saved
 from lightning_omni.server.log.record import Spans
-from lightning_omni.strategy import _private
 from lightning_omni.strategy.declared import reloads
+from lightning_omni.strategy.lightning_internals.progress import (
+    accumulation_windows,
+    batches_resumed,
+    progress_counters,
+    set_progress_counters,
+)
 from lightning_omni.strategy.loops.leased_data import FitLimits, LeasedData, StepsByHand, size_of
 from lightning_omni.wire.cut import Cut
 from lightning_omni.wire.leases import EpochPlan
@@ -86,7 +91,7 @@ class RunProgress:
         before, self._limits = self._limits, FitLimits(trainer, ranks_per_batch)
         if before is not None and self._limits.by_hand is not None and before.by_hand is not None:
             self._limits.by_hand = before.by_hand  # in a further fit the loops' counts are no longer this rank's own
-        self._resumed_batches = trainer.current_epoch, _private.batches_resumed(trainer)
+        self._resumed_batches = trainer.current_epoch, batches_resumed(trainer)
         self.step_limit = None
         if self._data.leases is None:
             return
@@ -191,10 +196,10 @@ class RunProgress:
 
     def align(self, all_reduce_max: Callable[[list[int]], list[int]]) -> None:
         """Give ranks of different groups the same counts; otherwise they would validate at different batches."""
-        mine, by_hand = _private.progress_counters(self.trainer), self.by_hand
+        mine, by_hand = progress_counters(self.trainer), self.by_hand
         *theirs, batches, steps = all_reduce_max([*mine, *(by_hand.counts if by_hand is not None else (0, 0))])
         if mine != theirs:
-            _private.set_progress_counters(self.trainer, theirs)
+            set_progress_counters(self.trainer, theirs)
         if by_hand is not None:
             by_hand.counts = batches, steps
 
@@ -239,7 +244,7 @@ class RunProgress:
         is_alike = batches != math.inf and not reloads(trainer)
         if epochs is not None and epochs >= 0 and is_alike:
             accumulated = int(trainer.accumulate_grad_batches)
-            windows = _private.accumulation_windows(trainer, epochs)[epoch:] or [accumulated] * (epochs - epoch)
+            windows = accumulation_windows(trainer, epochs)[epoch:] or [accumulated] * (epochs - epoch)
             if progress is None:
                 made = self._resumed_batches[1] // accumulated
             else:

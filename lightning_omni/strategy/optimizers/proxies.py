@@ -17,7 +17,7 @@ from lightning_omni.methods.model.head import check_mergeable
 from lightning_omni.methods.model.master import held_by
 from lightning_omni.runtime import OmniOptimizer, World, names_of
 from lightning_omni.runtime.model.merged_head import RemoteHead
-from lightning_omni.strategy import _private
+from lightning_omni.strategy.lightning_internals.schedulers import ignore_missing_step
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer
@@ -77,7 +77,7 @@ class Proxies:
                 # A scheduler may have replaced the step of the instance.
                 self._own_steps[optimizer] = vars(optimizer).get("step")
                 optimizer.step = types.MethodType(_refuse_raw_step, optimizer)  # type: ignore[method-assign]
-                _private.ignore_missing_step(optimizer)
+                ignore_missing_step(optimizer)
 
     def unguard(self) -> None:
         """Restore the optimizers' own ``step``, and remove the hook."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lightning_omni.strategy import _private
+from lightning_omni.strategy.lightning_internals.metrics import cached_metrics
+from lightning_omni.strategy.lightning_internals.schedulers import step_plateaus
 from lightning_omni.wire.leases import EpochPlan
 
 if TYPE_CHECKING:
@@ -40,17 +41,17 @@ class Plateaus:
             batches: batches of the epoch under DDP, if it is over; 0 inside it.
             size: samples in a batch of all ranks.
         """
-        now = _private.metrics_by_now(trainer)
+        now = cached_metrics(trainer)
         self._validated = (self._validated or set()) | {name for name in now if now[name] is not before.get(name)}
         self._points += 1
         done = batches or (self._points * plan.validate_every - plan.validate_offset) // size
         configs = [config for config in trainer.lr_scheduler_configs if self._waits(trainer, config)]
         if due := [config for config in configs if done % config.frequency == 0]:
-            _private.step_plateaus(trainer, due)
+            step_plateaus(trainer, due)
 
     def _waits(self, trainer: Trainer, config: Any) -> bool:
         if not (config.reduce_on_plateau and config.interval == "step"):
             return False
         if self._validated is None:
-            return config.monitor not in _private.metrics_by_now(trainer)
+            return config.monitor not in cached_metrics(trainer)
         return config.monitor in self._validated

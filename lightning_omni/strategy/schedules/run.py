@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lightning_omni.strategy import _private
+from lightning_omni.strategy.lightning_internals.schedulers import step_schedule
 from lightning_omni.strategy.loops.progress import RunProgress
 from lightning_omni.strategy.schedules.pacing import Pacer, Schedule, StepCounts, arrive, counts_of, reach_all
 from lightning_omni.strategy.schedules.replay import Counts, Standing, caught_up, standing
@@ -71,7 +71,7 @@ class RunSchedulers:
             lambda: trainer.current_epoch + 1,
             lambda frequency, steps: self._run.now().scheduled(frequency, steps - self._before),
             self._counts,
-            lambda scheduler: _private.step_schedule(trainer, scheduler),
+            lambda scheduler: step_schedule(trainer, scheduler),
         )
         self.bases = pacer.count_from(self.bases)
         if is_paced:

@@ -1,6 +1,6 @@
 """Uses of Lightning's underscore names, which Lightning does not promise to keep. Checked on Lightning 2.6.6.
 
-A test notices when one of these names is gone, as for `lightning_omni.strategy._private`.
+A test notices when one of these names is gone, as for `lightning_omni.strategy.lightning_internals`.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.methods import METHODS, method_named, text_of
 from lightning_omni.methods.model.head import check_mergeable, held_by_one
 from lightning_omni.methods.model.master import check_servable, held_by
-from lightning_omni.strategy._private import has_hook_for_gradients
+from lightning_omni.strategy.lightning_internals.strategies import has_ddp_comm_hook
 from lightning_omni.strategy.optimizers.proxies import Merged
 from lightning_omni.tuning.callback.apply.hyperparameters import Hyperparameters
 from lightning_omni.tuning.callback.run import TunedRun
@@ -203,7 +203,7 @@ class FitSpace:
 
     def _all_reduces(self) -> tuple[str, ...]:
         """Return the usable all-reduce formats: none with sparse gradients or a user's communication hook."""
-        is_given = has_hook_for_gradients(self._run.strategy)
+        is_given = has_ddp_comm_hook(self._run.strategy)
         return () if is_given or self._has_sparse_gradients else searched.ALL_REDUCES
 
     def _methods(self) -> tuple[str, ...]:

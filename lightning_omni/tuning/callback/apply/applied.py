@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_omni.runtime.data.balance import Balance
 from lightning_omni.runtime.state.rollback import RollbackPoint
-from lightning_omni.strategy._private import average_from_here, averages_in
+from lightning_omni.strategy.lightning_internals.weight_averages import averaged_tensors, restart_empty_averages
 from lightning_omni.tuning.callback.apply.communicating import communicate, communication_of
 from lightning_omni.tuning.callback.apply.hyperparameters import Hyperparameters
 from lightning_omni.tuning.callback.guards.divergence import DivergenceGuard
@@ -193,12 +193,12 @@ class AppliedSetting:
 
     def _now(self) -> RollbackPoint:
         run = self._run
-        return RollbackPoint.of(run.module, run.trainer.optimizers, run.world.core, averages_in(run.trainer))
+        return RollbackPoint.of(run.module, run.trainer.optimizers, run.world.core, averaged_tensors(run.trainer))
 
     def return_to(self, point: RollbackPoint) -> None:
         """Restore a rollback point, where all ranks are one group. All ranks call it."""
         point.put_back(self._run.world.core)
-        average_from_here(self._run.trainer)
+        restart_empty_averages(self._run.trainer)
         self._run.world.reduction.forget()
 
     # --- Trials of the user's own setting -----------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from lightning_omni.errors import ConfigurationError, OmniError
-from lightning_omni.strategy._private import will_step
+from lightning_omni.strategy.lightning_internals.loops import will_step
 from lightning_omni.tuning.callback.apply.applied import AppliedSetting
 from lightning_omni.tuning.callback.apply.hyperparameters import Hyperparameters
 from lightning_omni.tuning.callback.background import at_once, beside
