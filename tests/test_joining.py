@@ -48,7 +48,7 @@ from lightning_omni.server.observers import MOST_OBSERVERS
 from lightning_omni.strategy.joining.rejoin import Rejoining
 from lightning_omni.strategy.pytorch_lightning import OmniStrategy
 from lightning_omni.topology import Topology
-from lightning_omni.transport.base import answer_of
+from lightning_omni.transport.connections import answer_of
 from lightning_omni.transport.serving.state_directory import StateDirectory
 from lightning_omni.transport.zeromq.observer import Observer
 from lightning_omni.wire import messages as m

@@ -39,7 +39,7 @@ from lightning_omni.server.replication import MOST_HELD
 from lightning_omni.server.served_optimizer import Shard
 from lightning_omni.server.service import Out
 from lightning_omni.simulator import replay
-from lightning_omni.transport.base import Control, answer_of
+from lightning_omni.transport.connections import Control, answer_of
 from lightning_omni.transport.memory import InMemory
 from lightning_omni.transport.serving import state_directory as saving
 from lightning_omni.transport.serving.state_directory import (

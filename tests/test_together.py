@@ -19,7 +19,7 @@ from lightning_omni.group.sharded_inbox import MOST_WAITING, Arrivals
 from lightning_omni.methods import Inbox
 from lightning_omni.runtime.exchange import sharded_peer_exchange as together
 from lightning_omni.runtime.exchange.sharded_peer_exchange import Together
-from lightning_omni.transport.base import Address
+from lightning_omni.transport.connections import Address
 from lightning_omni.transport.zeromq.keys import RunKeys
 from lightning_omni.transport.zeromq.peers import PeerWires
 from lightning_omni.wire.layout import Layout

@@ -25,9 +25,10 @@ from lightning_omni.methods.model.replica import Pulled, Replica, copies
 from lightning_omni.runtime.options import WorldOptions
 from lightning_omni.server import ServerCore
 from lightning_omni.topology import GroupId
-from lightning_omni.transport import base as transport
-from lightning_omni.transport.base import Address, Control, Data, LastingData, Transport
+from lightning_omni.transport import registry
+from lightning_omni.transport.connections import Address, Control, Data, LastingData
 from lightning_omni.transport.memory import InMemory
+from lightning_omni.transport.registry import Transport
 from lightning_omni.transport.zeromq import ZeroMQ
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import pack
@@ -365,8 +366,8 @@ def test_a_transport_is_a_value_that_a_run_is_given() -> None:
     assert WorldOptions().resolved_transport() == ZeroMQ()
     assert WorldOptions(encryption="off").resolved_transport() == ZeroMQ(encryption="off")
     assert WorldOptions(transport=Stream()).resolved_transport() == Stream()
-    assert transport.from_wire(transport.to_wire(ZeroMQ(encryption="off"))) == ZeroMQ(encryption="off")
-    assert transport.load("stream:Stream") is Stream
+    assert registry.from_wire(registry.to_wire(ZeroMQ(encryption="off"))) == ZeroMQ(encryption="off")
+    assert registry.load("stream:Stream") is Stream
     with pytest.raises(ConfigurationError, match="encryption= is ZeroMQ's"):
         WorldOptions(transport=Stream(), encryption="off")
     with pytest.raises(ConfigurationError, match=r"transport=InMemory\(\): the server, a process of its own"):

@@ -27,7 +27,7 @@ from lightning_omni.runtime.options import WorldOptions
 from lightning_omni.runtime.process_groups import ProcessGroups, check_none_lost
 from lightning_omni.runtime.server_process import RunServer
 from lightning_omni.topology import RECORDER, Topology
-from lightning_omni.transport.base import Control
+from lightning_omni.transport.connections import Control
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.all_reduce import AllReduce
 from lightning_omni.wire.codec import Packed, pack, unpack

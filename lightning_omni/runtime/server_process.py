@@ -22,7 +22,7 @@ from lightning_omni.registry import to_wire
 from lightning_omni.runtime.model.meshes import shown
 from lightning_omni.runtime.model.replica import Part
 from lightning_omni.runtime.options import WorldOptions
-from lightning_omni.transport.base import Transport
+from lightning_omni.transport.registry import Transport
 from lightning_omni.transport.serving import ServerProcess
 from lightning_omni.transport.serving.process import ServerSettings
 from lightning_omni.transport.serving.supervisor import GAVE_UP, RESTARTS, SOON

@@ -26,18 +26,8 @@ from lightning_omni.methods.model.totals import Total
 from lightning_omni.server.core import ServerCore
 from lightning_omni.server.replication import COORDINATOR
 from lightning_omni.server.service import Out, Payload, Peer, as_tensor, nbytes_of
-from lightning_omni.transport.base import (
-    PATIENCE,
-    Address,
-    Control,
-    Data,
-    Peers,
-    Transport,
-    allowed,
-    answer_of,
-    refusal,
-    refused_return,
-)
+from lightning_omni.transport.connections import PATIENCE, Address, Control, Data, Peers, answer_of, refused_return
+from lightning_omni.transport.registry import Transport, allowed, refusal
 from lightning_omni.wire import handshake
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.formats.base import RAW, WireFormat
@@ -315,7 +305,7 @@ class _ShardLink:
 
 
 class InMemoryControl(Control):
-    """A rank's control connection; see `lightning_omni.transport.base.Transport.join` for the arguments.
+    """A rank's control connection; see `lightning_omni.transport.registry.Transport.join` for the arguments.
 
     Attributes:
         number: number of its connections at the server.
@@ -490,7 +480,7 @@ class InMemoryData(Data):
 
 
 class InMemoryPeers:
-    """A leader's connections with the other leaders; see `lightning_omni.transport.base.Peers` for the methods.
+    """A leader's connections with the other leaders; see `lightning_omni.transport.connections.Peers` for the methods.
 
     Args:
         server: the run's server.

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from lightning_omni.errors import ProtocolError, Refused
 from lightning_omni.group.core import Outgoing
-from lightning_omni.transport.base import Data, LastingData, ServerAway
+from lightning_omni.transport.connections import Data, LastingData, ServerAway
 from lightning_omni.wire import messages as m
 
 Answer = TypeVar("Answer", bound=m.Message)
 _Part = tuple[m.Message, Tensor | None, Tensor | None]
-"""The part of a request for one server: the arguments of `lightning_omni.transport.base.Data.send`."""
+"""The part of a request for one server: the arguments of `lightning_omni.transport.connections.Data.send`."""
 
 
 class Requests:
@@ -70,7 +70,7 @@ class Requests:
         """Send each server its part of a request.
 
         Args:
-            outgoing: one part for each server, with payloads as in `lightning_omni.transport.base.Data.send`.
+            outgoing: one part for each server, with payloads as in `lightning_omni.transport.connections.Data.send`.
             into: memory for the answers' payloads, as there.
         """
         self._number += 1
@@ -92,7 +92,7 @@ class Requests:
 
         Args:
             expect: type of the answers.
-            into: memory for their payloads, as in `lightning_omni.transport.base.Data.receive`.
+            into: memory for their payloads, as in `lightning_omni.transport.connections.Data.receive`.
 
         Raises:
             Refused: a server refused; then no server has handled its part.

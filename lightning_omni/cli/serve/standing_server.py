@@ -17,7 +17,7 @@ from rich.console import Console
 
 from lightning_omni.cli.console import INTERRUPTED, log
 from lightning_omni.cli.serve.run_log import TIMES, RunLog, stamped
-from lightning_omni.transport import base as transports
+from lightning_omni.transport import registry
 from lightning_omni.transport.serving.http import StatusServer
 from lightning_omni.transport.serving.process import ServerProcess, ServerSettings, raise_limit_of_files
 from lightning_omni.transport.serving.startup import core_from, load_plugins
@@ -165,7 +165,7 @@ class StandingServer:
                 settings,
                 port=0,
                 record="",
-                transport=transports.to_wire(self._transport),
+                transport=registry.to_wire(self._transport),
                 shard=shard,
                 coordinator=self._server.address.replace(f"//{EVERYWHERE}:", "//127.0.0.1:"),
                 state=state,

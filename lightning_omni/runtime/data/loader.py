@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.group.lease_client import Lessee
-from lightning_omni.transport.base import Control
+from lightning_omni.transport.connections import Control
 from lightning_omni.wire.leases import Batch, EpochPlan, LeaseBook, apportion
 from lightning_omni.wire.messages import Drawn, EpochOpened, Left, OpenEpoch, Verdict
 

@@ -26,7 +26,7 @@ from lightning_omni.runtime.state.server_store import ServerStore
 from lightning_omni.runtime.timing import wait_for
 from lightning_omni.server.collectives.service import BROUGHT_ELSEWHERE
 from lightning_omni.server.epochs.epoch import STOPS
-from lightning_omni.transport.base import Control
+from lightning_omni.transport.connections import Control
 from lightning_omni.transport.requests import Requests, check_alike
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.formats.base import RAW, Memory, WireFormat, check_size

@@ -16,7 +16,7 @@ from lightning_omni.runtime.exchange.sharded_peer_exchange import Together
 from lightning_omni.runtime.model.meshes import shown
 from lightning_omni.runtime.model.replica import Part
 from lightning_omni.runtime.parallel_state import Place
-from lightning_omni.transport.base import Address, Control, Peers, PeersOfShares
+from lightning_omni.transport.connections import Address, Control, Peers, PeersOfShares
 from lightning_omni.wire.layout import Layout
 
 

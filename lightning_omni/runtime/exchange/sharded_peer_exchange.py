@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lightning_omni.methods import Inbox
 from lightning_omni.methods.model.replica import is_sound
-from lightning_omni.transport.base import Address, PeersOfShares
+from lightning_omni.transport.connections import Address, PeersOfShares
 from lightning_omni.wire.layout import Layout
 
 _log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from lightning_omni.runtime.exchange.channel import Channel
 from lightning_omni.runtime.exchange.connection import LEARN
 from lightning_omni.runtime.parallel_state import Place
 from lightning_omni.topology import RECORDER, GroupId, Topology
-from lightning_omni.transport.base import Answer
+from lightning_omni.transport.connections import Answer
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.formats.base import to_wire
 

@@ -21,7 +21,7 @@ import msgspec
 import torch
 
 from lightning_omni.server.core import ServerCore
-from lightning_omni.transport import base as transport
+from lightning_omni.transport import registry
 from lightning_omni.transport.serving.process import Ready, ServerSettings, ignore_signals, raise_limit_of_files
 from lightning_omni.transport.serving.startup import core_from, load_plugins
 from lightning_omni.transport.serving.state_directory import EMBEDDED_PATIENCE, ShareDirectory, StateDirectory
@@ -112,9 +112,9 @@ def _restore(settings: ServerSettings, core: ServerCore) -> StateDirectory | Non
     return states
 
 
-def _listen(settings: ServerSettings, core: ServerCore, again: str) -> transport.Served:
+def _listen(settings: ServerSettings, core: ServerCore, again: str) -> registry.Served:
     """Return the driver of the state machine, bound to a new address or to that of an earlier server (``again``)."""
-    chosen = transport.from_wire(settings.transport)
+    chosen = registry.from_wire(settings.transport)
     if settings.shard:
         if settings.state:
             threading.Thread(target=_end_with_coordinator, name="omni-coordinator", daemon=True).start()

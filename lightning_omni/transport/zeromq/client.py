@@ -22,7 +22,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from lightning_omni.checks import counted
 from lightning_omni.errors import INTERRUPTED, ConnectionLost, MalformedMessage, OmniError, Refused
-from lightning_omni.transport.base import PATIENCE, Control, Data, answer_of, refused_return
+from lightning_omni.transport.connections import PATIENCE, Control, Data, answer_of, refused_return
 from lightning_omni.transport.zeromq import memory_segments as segments
 from lightning_omni.transport.zeromq import shared_memory as sharing
 from lightning_omni.transport.zeromq.addresses import (

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 import zmq
 
 from lightning_omni.errors import ConnectionLost
-from lightning_omni.transport.base import answer_of
+from lightning_omni.transport.connections import answer_of
 from lightning_omni.transport.zeromq.addresses import check_address
 from lightning_omni.transport.zeromq.dialing import Dialed, dial
 from lightning_omni.transport.zeromq.frames import LARGEST_ANSWER_FRAME, PROBE

@@ -23,7 +23,7 @@ from lightning_omni.group.sharded_inbox import Arrivals
 from lightning_omni.methods import Inbox
 from lightning_omni.methods.model.totals import Total
 from lightning_omni.server.membership.roster import MOST_CHALLENGED
-from lightning_omni.transport.base import Address
+from lightning_omni.transport.connections import Address
 from lightning_omni.transport.zeromq.addresses import is_private, own_host, sibling, tcp_endpoint
 from lightning_omni.transport.zeromq.dialing import Dialed, attach, dial
 from lightning_omni.transport.zeromq.frames import CHUNK_MARK, LARGEST_DATA_FRAME, Assembly, chunks

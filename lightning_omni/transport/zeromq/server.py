@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_omni.errors import ConfigurationError, MalformedMessage, ProtocolError, Refused
 from lightning_omni.server import Out, ServerCore
 from lightning_omni.server.replication import COORDINATOR
-from lightning_omni.transport.base import refusal
+from lightning_omni.transport.registry import refusal
 from lightning_omni.transport.serving.build_info import about
 from lightning_omni.transport.zeromq import memory_segments as segments
 from lightning_omni.transport.zeromq import shared_memory as sharing

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from lightning_omni.errors import OmniError
 from lightning_omni.server.core import ServerCore
-from lightning_omni.transport.base import Transport, register
+from lightning_omni.transport.registry import Transport, register
 from lightning_omni.transport.zeromq.addresses import (
     PrivateDirectory,
     check_address,
