@@ -16,8 +16,7 @@ from torch import Tensor
 from lightning_omni.methods import METHODS, AsyncSGD, Downpour, method_named
 from lightning_omni.server import Out
 from lightning_omni.transport.zeromq import Server
-from lightning_omni.transport.zeromq.frames import CHUNK, CHUNK_MARK, LITTLE
-from lightning_omni.transport.zeromq.pacing import LONGER, LONGEST, PacedAnswers
+from lightning_omni.transport.zeromq.frames import CHUNK, CHUNK_MARK, LITTLE, LONGER, LONGEST, PacedAnswers
 from lightning_omni.wire import messages as m
 
 PEER = b"peer"

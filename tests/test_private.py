@@ -38,13 +38,18 @@ from lightning_omni.runtime._private import (
     root_mesh,
     store_of,
 )
-from lightning_omni.runtime.checks.failing import forget, have_failed_alike
+from lightning_omni.runtime.checks.exits import forget, have_failed_alike
 from lightning_omni.runtime.process_groups import ProcessGroups
 from lightning_omni.strategy.lightning_internals.callbacks import (
     add_listener,
+    averaged_models,
+    averaged_tensors,
+    averages_weights,
     call_module,
+    copy_averages_to_module,
     is_inside_hook,
     remove_listener,
+    restart_empty_averages,
     without_rank_zero_only,
 )
 from lightning_omni.strategy.lightning_internals.checkpoints import _RECORD_ATTRIBUTES
@@ -78,13 +83,6 @@ from lightning_omni.strategy.lightning_internals.strategies import (
     set_ddp_options,
     set_launcher,
     start_method,
-)
-from lightning_omni.strategy.lightning_internals.weight_averages import (
-    averaged_models,
-    averaged_tensors,
-    averages_weights,
-    copy_averages_to_module,
-    restart_empty_averages,
 )
 
 

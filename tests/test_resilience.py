@@ -34,7 +34,7 @@ from lightning_omni.server import ServerCore
 from lightning_omni.server.collectives.service import BROUGHT_ELSEWHERE
 from lightning_omni.server.service import as_tensor
 from lightning_omni.transport.memory import InMemory, InMemoryServer
-from lightning_omni.transport.serving import state_directory as saving
+from lightning_omni.transport.serving import state_directory
 from lightning_omni.transport.serving.state_directory import PATIENCE, StateDirectory, saved_weights
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import Packed, pack, unpack
@@ -515,7 +515,7 @@ def test_a_server_waits_until_one_that_was_killed_has_let_go_of_the_directory(tm
 def test_a_state_on_disk_is_gone_on_from_and_its_journal_may_end_in_mid_entry(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saving, "_RELEASE", 0.1)
+    monkeypatch.setattr(state_directory, "_RELEASE", 0.1)
     with ExitStack() as stack:
         serving = Mortal(stack)
         groups = workers(serving, method_named("async_sgd"))

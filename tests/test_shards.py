@@ -41,15 +41,14 @@ from lightning_omni.server.service import Out
 from lightning_omni.simulator import replay
 from lightning_omni.transport.connections import Control, answer_of
 from lightning_omni.transport.memory import InMemory
-from lightning_omni.transport.serving import state_directory as saving
+from lightning_omni.transport.serving import state_directory
 from lightning_omni.transport.serving.state_directory import (
     ShareDirectory,
     StateDirectory,
     saved_weights,
     share_directory,
 )
-from lightning_omni.transport.zeromq import Server, ZeroMQ
-from lightning_omni.transport.zeromq import server_link as shard_link
+from lightning_omni.transport.zeromq import Server, ZeroMQ, server_link
 from lightning_omni.transport.zeromq.suspend_aware_clock import AwakeClock
 from lightning_omni.wire import handshake
 from lightning_omni.wire import messages as m
@@ -610,8 +609,8 @@ def test_a_save_counts_when_all_servers_have_written_theirs(tmp_path: Path) -> N
     folders = [tmp_path, share_directory(tmp_path, 1)]
     share = ShareDirectory(folders[1])
     for number in (2, 3):
-        saving._write_save(tmp_path, number, *pack(saved[0]))
-    saving._write_save(folders[1], 2, *pack(saved[1]))
+        state_directory._write_save(tmp_path, number, *pack(saved[0]))
+    state_directory._write_save(folders[1], 2, *pack(saved[1]))
     for servers in (1, 3):
         with pytest.raises(ConfigurationError, match="a save of 2 servers lies there; pass --shards 2, or another"):
             StateDirectory(tmp_path, servers=servers)
@@ -1045,13 +1044,13 @@ def test_a_server_that_stands_by_itself_tells_where_its_shares_are(tmp_path: Pat
 
 def test_a_server_that_was_suspended_with_the_one_that_coordinates_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     moment = 0.0
-    monkeypatch.setattr(shard_link, "AwakeClock", partial(AwakeClock, lambda: moment))
+    monkeypatch.setattr(server_link, "AwakeClock", partial(AwakeClock, lambda: moment))
     coordinator, stopping = Server(ServerCore(KEY, os.urandom, shards=2)), threading.Event()
     thread = threading.Thread(target=coordinator.run, args=(stopping.is_set,))
     thread.start()
     try:
         core = ServerCore(KEY, os.urandom, shards=2, shard=1)
-        with closing(shard_link.ShardLink(core, coordinator.address, "tcp://127.0.0.1:1", "curve")) as link:
+        with closing(server_link.ShardLink(core, coordinator.address, "tcp://127.0.0.1:1", "curve")) as link:
             assert link.stands
             moment += 3600.0  # in which neither did anything
             assert link.stands

@@ -23,8 +23,7 @@ from runs import Run, Running, free_port, search_path
 from torch._C._distributed_c10d import HashStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_omni.strategy.signals import Signals
-from lightning_omni.strategy.waiting import whereabouts
+from lightning_omni.strategy.signals import Signals, whereabouts
 
 TERMINATED = 128 + signal.SIGTERM
 

@@ -30,20 +30,19 @@ from lightning_omni.methods import LocalSGD
 from lightning_omni.methods.model.master import Master, check_servable, describe, hyperparameters_of, rebuild
 from lightning_omni.methods.model.replica import Replica
 from lightning_omni.runtime import OmniOptimizer, World, WorldOptions, names_of
-from lightning_omni.runtime.checks.first_steps import ranks_elsewhere
+from lightning_omni.runtime.checks.reduction_check import ranks_elsewhere
 from lightning_omni.runtime.executor import Exchanging, Executor, evaluating
-from lightning_omni.runtime.live_world import LiveWorld, device_types, register
 from lightning_omni.runtime.model.buffer_sync import buffers_of, merge
 from lightning_omni.runtime.model.external_writes import Edits
 from lightning_omni.runtime.model.reduction import Reduction
 from lightning_omni.runtime.parallel_state import default_device
+from lightning_omni.runtime.process_groups import LiveWorld, device_types, register
 from lightning_omni.runtime.state.transfer import States
 from lightning_omni.strategy.loops.driver import EpochDriver
 from lightning_omni.strategy.loops.leased_data import LeasedData
-from lightning_omni.strategy.optimizers.proxies import Merged, Proxies
-from lightning_omni.strategy.optimizers.wrapped import check_wrapped
+from lightning_omni.strategy.optimizers import Merged, Proxies, check_wrapped
 from lightning_omni.strategy.schedules.pacing import Pacer, arrive
-from lightning_omni.strategy.schedules.run import RunSchedulers
+from lightning_omni.strategy.schedules.run_schedulers import RunSchedulers
 from lightning_omni.wire.all_reduce import Exact
 from lightning_omni.wire.progress import Progress, ReferenceBatch
 
@@ -1103,7 +1102,9 @@ def test_a_schedule_of_a_frequency_is_stepped_as_by_ddp_where_epochs_have_other_
     config = LRSchedulerConfig(schedule, interval="step", frequency=10)
     trainer: Any = SimpleNamespace(lightning_module=module, lr_scheduler_configs=[config], current_epoch=0)
     run: Any = SimpleNamespace(steps_at=lambda progress: progress.steps, now=lambda: run.progress)
-    monkeypatch.setattr("lightning_omni.strategy.schedules.run.step_schedule", lambda _, scheduler: scheduler.step())
+    monkeypatch.setattr(
+        "lightning_omni.strategy.schedules.run_schedulers.step_schedule", lambda _, scheduler: scheduler.step()
+    )
     schedulers, calls, past = RunSchedulers(run, lambda: run.progress.steps), 0, 0
     schedulers.connect(trainer)
     optimizer.step()

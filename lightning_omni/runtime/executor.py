@@ -19,8 +19,8 @@ from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.methods import Gradient, NextGradient
 from lightning_omni.methods.model.master import check_servable, has_own_step, hyperparameters_of
 from lightning_omni.methods.model.replica import Replica
-from lightning_omni.runtime.checks.first_steps import ranks_elsewhere
-from lightning_omni.runtime.exchange.channel import Channel
+from lightning_omni.runtime.checks.reduction_check import ranks_elsewhere
+from lightning_omni.runtime.exchange.server_exchange import Channel
 from lightning_omni.runtime.model.buffer_sync import buffers_of, merge
 from lightning_omni.runtime.model.external_writes import Edits
 from lightning_omni.runtime.model.merged_head import RemoteHead

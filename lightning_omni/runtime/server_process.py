@@ -27,8 +27,7 @@ from lightning_omni.transport.serving import ServerProcess
 from lightning_omni.transport.serving.process import ServerSettings
 from lightning_omni.transport.serving.supervisor import GAVE_UP, RESTARTS, SOON
 from lightning_omni.transport.zeromq.addresses import PrivateDirectory
-from lightning_omni.transport.zeromq.keys import ENVIRONMENT, key_of_environment, new_key
-from lightning_omni.transport.zeromq.keys import load as load_key
+from lightning_omni.transport.zeromq.keys import ENVIRONMENT, key_of_environment, load_key, new_key
 from lightning_omni.wire.formats.base import WireFormat
 
 _log = logging.getLogger(__name__)

@@ -25,14 +25,12 @@ from lightning_omni.errors import ConfigurationError, OmniError, RankLost, Unsup
 from lightning_omni.group.core import LastAnswer
 from lightning_omni.methods.model.head import check_mergeable, held_by_one
 from lightning_omni.methods.model.master import check_servable
-from lightning_omni.runtime.checks.first_steps import FirstSteps
-from lightning_omni.runtime.checks.leaving import Leaving
+from lightning_omni.runtime.checks.exits import Leaving
 from lightning_omni.runtime.checks.raw_steps import RawSteps
-from lightning_omni.runtime.exchange.channel import Channel, Traffic
-from lightning_omni.runtime.exchange.connection import LEARN, Connection
+from lightning_omni.runtime.checks.reduction_check import FirstSteps
+from lightning_omni.runtime.exchange.server_exchange import Channel, Traffic
 from lightning_omni.runtime.executor import Exchanging, Executor
-from lightning_omni.runtime.membership.formation import Forming
-from lightning_omni.runtime.membership.group_join import LateGroup
+from lightning_omni.runtime.membership.connection import LEARN, Connection, Forming, LateGroup
 from lightning_omni.runtime.model.external_writes import Edits
 from lightning_omni.runtime.model.merged_head import RemoteHead
 from lightning_omni.runtime.model.parameter_groups import ParameterGroups
@@ -46,7 +44,7 @@ from lightning_omni.runtime.options import WorldOptions
 from lightning_omni.runtime.parallel_state import Place
 from lightning_omni.runtime.process_groups import outlive
 from lightning_omni.runtime.state.transfer import Residuals, States
-from lightning_omni.runtime.validation import Versions
+from lightning_omni.runtime.state.validation import Versions
 from lightning_omni.topology import Topology, check_groups
 from lightning_omni.wire import messages as m
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from lightning_omni.runtime.data.balance import Balance
 from lightning_omni.runtime.parallel_state import Communication
 from lightning_omni.strategy.grouping import GroupedStrategy
-from lightning_omni.strategy.optimizers.proxies import Merged
+from lightning_omni.strategy.optimizers import Merged
 from lightning_omni.topology import Topology
 
 

@@ -27,20 +27,18 @@ from lightning_omni.runtime.model.meshes import shown
 from lightning_omni.runtime.model.sharded import reshard
 from lightning_omni.runtime.model.wrapping import frozen
 from lightning_omni.strategy.arguments import FitOptions
-from lightning_omni.strategy.declared import callbacks_of
 from lightning_omni.strategy.lightning_internals.callbacks import (
+    averaged_models,
     call_rank_zero_hooks,
+    callbacks_of,
     show_progress_bar,
     without_rank_zero_only,
 )
 from lightning_omni.strategy.lightning_internals.loops import validates_by_time
 from lightning_omni.strategy.lightning_internals.strategies import has_model_averaging, set_ddp_options, set_rank
-from lightning_omni.strategy.lightning_internals.weight_averages import averaged_models
-from lightning_omni.strategy.live_metrics import Reporting, StepTimes
 from lightning_omni.strategy.loops.driver import EpochDriver
-from lightning_omni.strategy.optimizers.proxies import Merged, Proxies
-from lightning_omni.strategy.optimizers.trainable import Trainable
-from lightning_omni.strategy.optimizers.wrapped import check_wrapped
+from lightning_omni.strategy.loops.live_metrics import Reporting, StepTimes
+from lightning_omni.strategy.optimizers import Merged, Proxies, Trainable, check_wrapped
 from lightning_omni.wire.leases import apportion
 
 if TYPE_CHECKING:

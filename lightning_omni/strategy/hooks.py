@@ -22,7 +22,7 @@ from lightning_omni.checks import counted
 from lightning_omni.errors import ConfigurationError, ConnectionLost, Evicted, OmniError, UnsupportedError
 from lightning_omni.methods import Method
 from lightning_omni.runtime import World, WorldOptions
-from lightning_omni.runtime.checks.failing import forget
+from lightning_omni.runtime.checks.exits import forget
 from lightning_omni.runtime.model.meshes import evenly, shown, sizes_in
 from lightning_omni.runtime.model.sharded import check_clipping, reshard
 from lightning_omni.runtime.process_groups import check_none_lost
@@ -30,10 +30,11 @@ from lightning_omni.runtime.timing import clock_of
 from lightning_omni.strategy.arguments import Asked, FitOptions, inside_of, refuse_unknown_of_ddp
 from lightning_omni.strategy.arrangement import Arrangement
 from lightning_omni.strategy.checkpoints.contents import Checkpoints
-from lightning_omni.strategy.declared import callbacks_of
+from lightning_omni.strategy.checkpoints.hooks import SavingStrategy
 from lightning_omni.strategy.joining.rejoin import Rejoining
 from lightning_omni.strategy.joining.run_state import RunStates
 from lightning_omni.strategy.launcher import end_with, is_interactive, say_exit
+from lightning_omni.strategy.lightning_internals.callbacks import averages_weights, callbacks_of
 from lightning_omni.strategy.lightning_internals.loops import loops_iterate, seed_workers, will_step
 from lightning_omni.strategy.lightning_internals.strategies import (
     FIRST_BARRIER,
@@ -47,14 +48,11 @@ from lightning_omni.strategy.lightning_internals.strategies import (
     set_start_method,
     start_method,
 )
-from lightning_omni.strategy.lightning_internals.weight_averages import averages_weights
-from lightning_omni.strategy.live_metrics import gathering_sentence
 from lightning_omni.strategy.loops.leased_data import GivenRank, draws_batches, is_given
 from lightning_omni.strategy.loops.listener import Listener, NestedRuns
+from lightning_omni.strategy.loops.live_metrics import gathering_sentence
 from lightning_omni.strategy.namespaces import namespace_of, need_namespace, new_in, strategy_class_in
-from lightning_omni.strategy.optimizers.proxies import Merged, Proxies
-from lightning_omni.strategy.optimizers.trainable import explain_unused
-from lightning_omni.strategy.saving import SavingStrategy
+from lightning_omni.strategy.optimizers import Merged, Proxies, explain_unused
 from lightning_omni.strategy.signals import Signals
 from lightning_omni.topology import check_groups
 from lightning_omni.transport.serving import ServerProcess

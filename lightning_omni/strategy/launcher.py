@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.metrics import RunReport
-from lightning_omni.strategy.declared import callbacks_of
+from lightning_omni.strategy.lightning_internals.callbacks import callbacks_of
 from lightning_omni.strategy.lightning_internals.strategies import start_method
 
 if TYPE_CHECKING:

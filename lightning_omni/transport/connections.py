@@ -507,7 +507,7 @@ class Peers(Protocol):
 class PeersOfShares(Peers, Protocol):
     """The connections of a member that has a share of the model to its counterparts in other groups.
 
-    The members of a group use them to agree: see `lightning_omni.runtime.exchange.sharded_peer_exchange`.
+    The members of a group use them to agree: see `lightning_omni.runtime.exchange.peer_exchange`.
     """
 
     def hold(self, group: int, optimizer: int) -> int:

@@ -23,8 +23,7 @@ from lightning_omni.transport.serving.process import ServerProcess, ServerSettin
 from lightning_omni.transport.serving.startup import core_from, load_plugins
 from lightning_omni.transport.serving.state_directory import StateDirectory, share_directory
 from lightning_omni.transport.serving.supervisor import Lifeline, can_supervise, preload, supervise
-from lightning_omni.transport.zeromq import ZeroMQ
-from lightning_omni.transport.zeromq import server_link as shard_link
+from lightning_omni.transport.zeromq import ZeroMQ, server_link
 from lightning_omni.transport.zeromq.addresses import EVERYWHERE
 from lightning_omni.transport.zeromq.keys import is_open_to_others
 
@@ -151,7 +150,7 @@ class StandingServer:
         """Return the driver of the state machine, bound to its ports."""
         ports = settings.host, settings.port, self._options.data_port
         if coordinator := settings.coordinator:
-            log(self._console, f"waiting for the server at {coordinator}, up to {shard_link.CONNECT_TIME:.0f} s")
+            log(self._console, f"waiting for the server at {coordinator}, up to {server_link.CONNECT_TIME:.0f} s")
             return self._transport.follow(self._core, coordinator, *ports)
         return self._transport.serve(self._core, *ports)
 

@@ -19,11 +19,11 @@ from torch.optim import Optimizer
 
 from lightning_omni.errors import UnsupportedError
 from lightning_omni.methods.model.master import plain_attributes_of
-from lightning_omni.runtime.exchange.channel import Channel
+from lightning_omni.runtime.exchange.server_exchange import Channel
 from lightning_omni.runtime.model.buffer_sync import Untrained, buffers_of, parameters_of
+from lightning_omni.runtime.model.contiguous import contiguous
 from lightning_omni.runtime.model.meshes import shown
 from lightning_omni.runtime.model.replica import Part, fingerprint
-from lightning_omni.runtime.model.values import contiguous
 from lightning_omni.runtime.parallel_state import Place
 from lightning_omni.runtime.state.transfer import States
 

@@ -19,7 +19,7 @@ from lightning_omni.errors import ConfigurationError, Refused, UnsupportedError
 from lightning_omni.group.merged_head import HeadSide, ToHead
 from lightning_omni.methods.model.head import pass_through
 from lightning_omni.methods.model.modules import tensors_of, with_tensors
-from lightning_omni.runtime.exchange.channel import Channel
+from lightning_omni.runtime.exchange.server_exchange import Channel
 from lightning_omni.runtime.model.parameter_groups import ParameterGroups
 from lightning_omni.runtime.model.replica import Part
 from lightning_omni.runtime.parallel_state import Place

@@ -22,7 +22,7 @@ from torch.nn import Parameter
 from lightning_omni.errors import ConfigurationError, MalformedMessage, ProtocolError, UnsupportedError
 from lightning_omni.methods.model.master import held_by, holds, hyperparameters_of, state_of
 from lightning_omni.runtime.checks.same_tensors import agree, describe
-from lightning_omni.runtime.exchange.channel import Channel
+from lightning_omni.runtime.exchange.server_exchange import Channel
 from lightning_omni.runtime.model.replica import Part
 from lightning_omni.runtime.parallel_state import Place
 from lightning_omni.wire import messages as m

@@ -27,8 +27,8 @@ from lightning_omni.errors import UnsupportedError
 from lightning_omni.methods.model.master import held_by
 from lightning_omni.methods.model.replica import teach
 from lightning_omni.runtime._private import all_reduce_hook_of, root_mesh
+from lightning_omni.runtime.model.contiguous import contiguous
 from lightning_omni.runtime.model.meshes import DATA, TENSOR, Inside, shown
-from lightning_omni.runtime.model.values import contiguous
 from lightning_omni.topology import RECORDER, Topology
 
 # --- The module ------------------------------------------------------------------------------------------------------

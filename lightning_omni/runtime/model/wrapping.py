@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_omni.runtime._private import ignored_by_ddp
 from lightning_omni.runtime.checks.same_tensors import check_all_shared, make_alike
 from lightning_omni.runtime.model.buffer_sync import check_dense
+from lightning_omni.runtime.model.contiguous import contiguous
 from lightning_omni.runtime.model.sharded import average_over_replicas, is_sharded, shard, share_initial
-from lightning_omni.runtime.model.values import contiguous
 from lightning_omni.runtime.parallel_state import Place
 
 

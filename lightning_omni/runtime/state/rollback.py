@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from lightning_omni.group.core import GroupCore
-from lightning_omni.runtime.model.values import write
+from lightning_omni.runtime.model.contiguous import write
 from lightning_omni.wire.formats.base import State
 
 

@@ -20,7 +20,7 @@ from lightning_omni.errors import MalformedMessage, UnsupportedError
 from lightning_omni.methods.model.master import held_by
 from lightning_omni.methods.model.modules import describe_module
 from lightning_omni.methods.model.replica import learnt_by
-from lightning_omni.runtime.exchange.channel import Channel
+from lightning_omni.runtime.exchange.server_exchange import Channel
 from lightning_omni.runtime.model.parameter_groups import ParameterGroups
 from lightning_omni.runtime.model.replica import Part, fingerprint
 from lightning_omni.runtime.model.sharded import here, in_order, load_state, parts_of, whole

@@ -5,18 +5,15 @@ one more entry, ``"omni"``: see `lightning_omni.runtime.state.checkpoint`.
 """
 
 from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 from typing_extensions import override
-
 from lightning_omni.runtime import World, names_of
 from lightning_omni.runtime.state.distributed_checkpoint import Folder, by_names, without_tensors
 from lightning_omni.runtime.state.distributed_checkpoint import save as save_folder
@@ -26,9 +23,14 @@ from lightning_omni.runtime.model.sharded import is_part, local_of
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.progress import Progress
 from lightning_omni.strategy.loops.driver import EpochDriver
-from lightning_omni.strategy.checkpoints.loop_progress import batches_in, go_on_after
 from lightning_omni.strategy.loops.validation import Version
-from lightning_omni.strategy.checkpoints.files import write_whole
+import contextlib
+import io
+import os
+from typing import Any
+import torch
+from lightning_omni.runtime.state.distributed_checkpoint import beside
+from collections.abc import Mapping
 
 if TYPE_CHECKING:
     from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO as _Base
@@ -307,3 +309,62 @@ class WholeFileHooks(_Base):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         write_whole(checkpoint, path)
+
+
+def write_whole(checkpoint: dict[str, Any], path: str | Path) -> None:
+    """Write a checkpoint, and the folder of its path if that does not exist.
+
+    Raises:
+        OSError: the file could not be written; an older file of that name is unchanged.
+    """
+    final = Path(path).expanduser()
+    final.parent.mkdir(parents=True, exist_ok=True)
+    buffer = io.BytesIO()  # the errors of torch's own writes have no cause
+    torch.save(checkpoint, buffer)
+    partial = beside(final, f"{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(buffer.getbuffer())
+        partial.replace(final)
+    except BaseException as error:  # Ctrl-C, too
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        if not isinstance(error, OSError):
+            raise
+        reason = f"{error.strerror}: this checkpoint was not saved; one of before is as it was"
+        raise OSError(error.errno, reason, str(final)) from error
+
+
+def end_whole_epoch(loops: Mapping[str, Any], batches: int) -> None:
+    """Set the batch count after an epoch's last batch to that of DDP; changed in place.
+
+    A group trains another number of batches, from which Lightning would not recognize that the epoch is over.
+    """
+    progress = loops["fit_loop"]["epoch_loop.batch_progress"]
+    if progress["is_last_batch"]:
+        _count(progress["current"], batches)
+
+
+def cut_short(loops: Mapping[str, Any], batches: int) -> None:
+    """Mark an epoch that max_steps has ended early as incomplete after ``batches`` of DDP; changed in place.
+
+    Otherwise Lightning would treat the epoch as complete, and a resumed run with more steps would begin the next one.
+    """
+    loops["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"] = False
+    go_on_after(loops, batches)
+
+
+def batches_in(loops: Mapping[str, Any]) -> int:
+    """Return the batches of the current epoch that the loops of a checkpoint have counted."""
+    return int(loops["fit_loop"]["epoch_loop.batch_progress"]["current"]["ready"])
+
+
+def go_on_after(loops: Mapping[str, Any], batches: int) -> None:
+    """Set the batch count of the loops inside an epoch, after which DDP resumes; changed in place."""
+    progress = loops["fit_loop"]["epoch_loop.batch_progress"]
+    if not progress["is_last_batch"]:
+        _count(progress["current"], batches)
+
+
+def _count(current: dict[str, int], batches: int) -> None:
+    current.update({name: count - current["ready"] + batches for name, count in current.items()})

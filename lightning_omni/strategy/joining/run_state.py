@@ -21,7 +21,7 @@ from lightning_omni.errors import ConfigurationError, MalformedMessage, Unsuppor
 from lightning_omni.runtime import names_of
 from lightning_omni.runtime.model.sharded import fill, is_part, local_of, reshard, tensors_of
 from lightning_omni.strategy.grouping import GroupedStrategy
-from lightning_omni.strategy.lightning_internals.callbacks import deciding_callbacks
+from lightning_omni.strategy.lightning_internals.callbacks import averaged_models, deciding_callbacks
 from lightning_omni.strategy.lightning_internals.checkpoints import (
     dump_checkpoint,
     load_callback_states,
@@ -37,7 +37,6 @@ from lightning_omni.strategy.lightning_internals.progress import (
     start_fit_at_epoch,
 )
 from lightning_omni.strategy.lightning_internals.schedulers import replaces_scheduler, runs_lr_finder
-from lightning_omni.strategy.lightning_internals.weight_averages import averaged_models
 from lightning_omni.strategy.loops.driver import Entered
 from lightning_omni.strategy.schedules.replay import described
 from lightning_omni.wire.codec import pack

@@ -1,20 +1,38 @@
-"""Calls of the hooks of callbacks."""
+"""Calls of callbacks' hooks, the averages of weights that callbacks hold, and undeclared attributes of Trainers."""
 
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
 
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
+from torch import Tensor
+from torch.nn import Module
+from torch.optim.swa_utils import AveragedModel
 
-from lightning_omni.strategy.declared import callbacks_of
+from lightning_omni.runtime.model.contiguous import write
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
+    from pytorch_lightning.loops.evaluation_loop import _EvaluationLoop
+    from pytorch_lightning.loops.fit_loop import _FitLoop
+    from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
+
+    _Trainer = Trainer
+else:
+    _EvaluationLoop = _FitLoop = _TrainingEpochLoop = _Trainer = object
+if TYPE_CHECKING:
+    from pytorch_lightning import Trainer
+    from pytorch_lightning.callbacks import Callback
+    from torch.utils.data import DataLoader
+if TYPE_CHECKING:
+    from pytorch_lightning import Trainer
     from pytorch_lightning.loops.evaluation_loop import _EvaluationLoop
     from pytorch_lightning.loops.fit_loop import _FitLoop
     from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
@@ -149,3 +167,82 @@ def remove_listener(trainer: Trainer) -> None:
         relay.listeners.pop(trainer, None)
         if not relay.listeners:
             calls._call_callback_hooks = relay.call_callbacks
+
+
+def callbacks_of(trainer: Trainer) -> list[Callback]:
+    """Return the Trainer's callbacks, in the order in which they are called."""
+    callbacks: list[Callback] = cast(Any, trainer).callbacks
+    return callbacks
+
+
+def is_fast_dev_run(trainer: Trainer) -> bool:
+    """Return whether the Trainer runs only a few batches, as a smoke test."""
+    return bool(cast(Any, trainer).fast_dev_run)
+
+
+def reloads(trainer: Trainer) -> bool:
+    """Return whether loaders are made again every few epochs, perhaps with another length."""
+    return bool(cast(Any, trainer).reload_dataloaders_every_n_epochs)
+
+
+def loader_of(trainer: Trainer) -> DataLoader[Any]:
+    """Return the Trainer's training data, where that is one DataLoader."""
+    return cast("DataLoader[Any]", trainer.train_dataloader)
+
+
+def averaged_models(trainer: Trainer) -> list[Any]:
+    """Return the models in which WeightAveraging callbacks hold their averages."""
+    return [average for _, average in _averaging(trainer) if isinstance(average, AveragedModel)]
+
+
+def _averaging(trainer: Trainer) -> Iterator[tuple[Any, Module]]:
+    """Yield Lightning's callbacks that average weights, each with the module of its averages, where that exists."""
+    for callback in callbacks_of(trainer):
+        if isinstance(average := getattr(callback, "_average_model", None), Module):
+            yield callback, average
+
+
+def averaged_tensors(trainer: Trainer) -> Iterator[Tensor]:
+    """Yield the averages of weights that Lightning's callbacks hold, and how many updates each contains."""
+    for callback, average in _averaging(trainer):
+        yield from (*average.parameters(), *average.buffers())
+        if hasattr(callback, "n_averaged"):  # StochasticWeightAveraging creates it with its first update
+            if callback.n_averaged is None:
+                callback.n_averaged = torch.tensor(callback._init_n_averaged, device=trainer.strategy.root_device)
+            yield callback.n_averaged
+
+
+def copy_averages_to_module(trainer: Trainer) -> None:
+    """Copy the averages of callbacks into the module, at the end of training, as the callbacks themselves do."""
+    for callback, average in _averaging(trainer):
+        if isinstance(average, AveragedModel):
+            callback._copy_average_to_current(trainer.lightning_module)
+        elif trainer.current_epoch > getattr(callback, "swa_end", math.inf):
+            callback.transfer_weights(average, trainer.lightning_module)
+
+
+@torch.no_grad()
+def restart_empty_averages(trainer: Trainer) -> None:
+    """Set averages that contain no weights yet to the current weights, after weights were set back.
+
+    Until its first update a callback holds a copy of the weights from before training. If no update follows, the
+    callback would copy these old weights into the module at the end.
+    """
+    for callback, average in _averaging(trainer):
+        counted, kept = (average, average.module) if isinstance(average, AveragedModel) else (callback, average)
+        if getattr(counted, "n_averaged", None) == 0:
+            own, copies = ((*each.parameters(), *each.buffers()) for each in (trainer.lightning_module, kept))
+            for tensor, copied in zip(own, copies, strict=False):
+                write(copied, tensor)
+
+
+def averages_weights(trainer: Trainer) -> bool:
+    """Return whether a callback averages weights in a copy of the module, even before the callback is set up."""
+    return any(hasattr(callback, "_average_model") for callback in callbacks_of(trainer))
+
+
+def lower_last_average_step(trainer: Trainer) -> None:
+    """Lower WeightAveraging's last update step to the current step, so that it continues after steps were set back."""
+    averaging: list[Any] = [each for each in callbacks_of(trainer) if hasattr(each, "_latest_update_step")]
+    for each in averaging:
+        each._latest_update_step = min(each._latest_update_step, trainer.global_step)

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_map
 
-from lightning_omni.strategy.declared import callbacks_of
-from lightning_omni.strategy.lightning_internals.callbacks import call_module
+from lightning_omni.strategy.lightning_internals.callbacks import call_module, callbacks_of
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer

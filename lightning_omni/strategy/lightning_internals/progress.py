@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lightning_omni.strategy.declared import callbacks_of
+from lightning_omni.strategy.lightning_internals.callbacks import callbacks_of
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer

@@ -8,8 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lightning_omni.strategy.declared import callbacks_of
-from lightning_omni.strategy.lightning_internals.callbacks import call_module
+from lightning_omni.strategy.lightning_internals.callbacks import call_module, callbacks_of
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer

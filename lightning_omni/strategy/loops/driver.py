@@ -20,7 +20,7 @@ from lightning_omni.runtime.data.loader import Leases
 from lightning_omni.runtime.executor import Executor
 from lightning_omni.runtime.state.checkpoint import Saved
 from lightning_omni.server.log.record import Spans
-from lightning_omni.strategy.lightning_internals.callbacks import is_inside_hook
+from lightning_omni.strategy.lightning_internals.callbacks import is_inside_hook, lower_last_average_step
 from lightning_omni.strategy.lightning_internals.checkpoints import copy_checkpoint_records
 from lightning_omni.strategy.lightning_internals.loops import (
     loops_iterate,
@@ -34,14 +34,12 @@ from lightning_omni.strategy.lightning_internals.metrics import cached_metrics
 from lightning_omni.strategy.lightning_internals.progress import batches_trained, set_step_counters, step_counters
 from lightning_omni.strategy.lightning_internals.schedulers import step_schedules_by_epoch
 from lightning_omni.strategy.lightning_internals.validation import divide_validation_data, validation_loaders
-from lightning_omni.strategy.lightning_internals.weight_averages import lower_last_average_step
 from lightning_omni.strategy.loops.epoch_ends import OwnEnd, differ
 from lightning_omni.strategy.loops.leased_data import LeasedData, is_given, size_of
 from lightning_omni.strategy.loops.progress import RunProgress
 from lightning_omni.strategy.loops.validation import PublishedValidation
 from lightning_omni.strategy.schedules.pacing import Schedule
-from lightning_omni.strategy.schedules.plateaus import Plateaus
-from lightning_omni.strategy.schedules.run import RunSchedulers
+from lightning_omni.strategy.schedules.run_schedulers import Plateaus, RunSchedulers
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.cut import Cut
 from lightning_omni.wire.leases import Batch, EpochPlan

@@ -14,6 +14,7 @@ from lightning_omni.errors import UnsupportedError
 from lightning_omni.metrics import Staleness
 from lightning_omni.runtime.data.balance import Balance
 from lightning_omni.runtime.model.meshes import ModelParallel
+from lightning_omni.strategy.checkpoints.hooks import SavingStrategy
 from lightning_omni.strategy.grouping import GroupedStrategy
 from lightning_omni.strategy.lightning_internals.callbacks import (
     add_listener,
@@ -29,11 +30,9 @@ from lightning_omni.strategy.lightning_internals.metrics import (
     patch_list_gather,
     restore_list_gather,
 )
-from lightning_omni.strategy.live_metrics import ProgressDisplay, live_metrics
 from lightning_omni.strategy.loops.driver import EpochDriver
-from lightning_omni.strategy.saving import SavingStrategy
-from lightning_omni.strategy.signals import Signals
-from lightning_omni.strategy.waiting import whereabouts
+from lightning_omni.strategy.loops.live_metrics import ProgressDisplay, live_metrics
+from lightning_omni.strategy.signals import Signals, whereabouts
 from lightning_omni.topology import Topology
 from lightning_omni.tuning.model.steps.parts import straggler_sentence
 

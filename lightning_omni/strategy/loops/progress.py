@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from lightning_omni.runtime import World
 from lightning_omni.runtime.state.checkpoint import Saved
 from lightning_omni.server.log.record import Spans
-from lightning_omni.strategy.declared import reloads
+from lightning_omni.strategy.lightning_internals.callbacks import reloads
 from lightning_omni.strategy.lightning_internals.progress import (
     accumulation_windows,
     batches_resumed,

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DistributedSampler
 
 from lightning_omni.runtime import World
+from lightning_omni.strategy.lightning_internals.callbacks import averaged_models
 from lightning_omni.strategy.lightning_internals.metrics import cached_metrics
 from lightning_omni.strategy.lightning_internals.progress import set_step_counters, step_counters
 from lightning_omni.strategy.lightning_internals.validation import (
@@ -29,7 +30,6 @@ from lightning_omni.strategy.lightning_internals.validation import (
     end_validation,
     validation_loaders,
 )
-from lightning_omni.strategy.lightning_internals.weight_averages import averaged_models
 from lightning_omni.strategy.loops.leased_data import is_given
 from lightning_omni.wire.leases import Batch, EpochPlan
 from lightning_omni.wire.progress import Progress

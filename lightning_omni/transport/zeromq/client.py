@@ -23,8 +23,6 @@ from zmq.utils.monitor import recv_monitor_message
 from lightning_omni.checks import counted
 from lightning_omni.errors import INTERRUPTED, ConnectionLost, MalformedMessage, OmniError, Refused
 from lightning_omni.transport.connections import PATIENCE, Control, Data, answer_of, refused_return
-from lightning_omni.transport.zeromq import memory_segments as segments
-from lightning_omni.transport.zeromq import shared_memory as sharing
 from lightning_omni.transport.zeromq.addresses import (
     beside,
     check_address,
@@ -45,7 +43,14 @@ from lightning_omni.transport.zeromq.frames import (
 )
 from lightning_omni.transport.zeromq.keys import RunKeys
 from lightning_omni.transport.zeromq.peers import PeerWires
-from lightning_omni.transport.zeromq.shared_memory import Place, Places, Sharing
+from lightning_omni.transport.zeromq.shared_memory import (
+    MemoryRange,
+    MemoryRanges,
+    Sharing,
+    can_share_memory,
+    decode_record,
+    shared_zeros,
+)
 from lightning_omni.transport.zeromq.suspend_aware_clock import AwakeClock
 from lightning_omni.wire import handshake
 from lightning_omni.wire import messages as m
@@ -142,7 +147,7 @@ class ControlConnection(Control):
         self.heartbeat_timeout, self.shards = welcome.heartbeat_timeout, welcome.shards
         self.patience, self.returns = welcome.patience, welcome.began
         self.data_address = data_address(address, welcome.data_port)
-        shares = shared_memory and is_private(address) and segments.is_offered()
+        shares = shared_memory and is_private(address) and can_share_memory()
         self.session = Session(self.data_address, rank, self._secret, self.keys, memory_path(address) if shares else "")
         if shared_memory and not shares:
             _log.info("tensors are sent through sockets: shared memory needs Linux, and no server on a TCP port")
@@ -205,7 +210,7 @@ class ControlConnection(Control):
     def empty(self, nbytes: int) -> Tensor:
         if self.session.memory:
             try:
-                return segments.empty(nbytes)
+                return shared_zeros(nbytes)
             except OSError as error:
                 self.session = dataclasses.replace(self.session, memory="")
                 _log.warning("no shared memory is available, tensors are sent through sockets: %s", error)
@@ -426,14 +431,14 @@ class DataConnection(Data):
             raise
         self._wire = self._dialed.wire
         self._sharing = Sharing(session.memory, session.rank, session.secret, min(timeout, CONNECT_TIME))
-        self._offered: set[Place] = set()
-        self._awaited: tuple[Place, Tensor] | None = None
+        self._offered: set[MemoryRange] = set()
+        self._awaited: tuple[MemoryRange, Tensor] | None = None
 
     def send(self, message: m.Message, payload: Tensor | None = None, into: Tensor | None = None) -> None:
         room = self._sharing.place(into)
         if room in self._offered:  # the answer missing so far may still be written there; this one travels by socket
             room = None
-        places = Places(self._sharing.place(payload), room)
+        places = MemoryRanges(self._sharing.place(payload), room)
         self._awaited = None
         if room is not None and into is not None:
             self._offered.add(room)
@@ -465,7 +470,11 @@ class DataConnection(Data):
         nbytes = getattr(answer, "nbytes", 0)
         self.moved += nbytes
         if rest:
-            if sharing.decode(rest[0].buffer, Places) != Places(answer=place) or room is None or room.numel() < nbytes:
+            if (
+                decode_record(rest[0].buffer, MemoryRanges) != MemoryRanges(answer=place)
+                or room is None
+                or room.numel() < nbytes
+            ):
                 raise MalformedMessage("the answer lies where there was no room for it")
             self.shared += nbytes
             return answer, room[:nbytes]

@@ -18,8 +18,6 @@ from lightning_omni.server import Out, ServerCore
 from lightning_omni.server.replication import COORDINATOR
 from lightning_omni.transport.registry import refusal
 from lightning_omni.transport.serving.build_info import about
-from lightning_omni.transport.zeromq import memory_segments as segments
-from lightning_omni.transport.zeromq import shared_memory as sharing
 from lightning_omni.transport.zeromq.addresses import CONTROL, DATA, PrivateDirectory, memory_path, tcp_endpoint
 from lightning_omni.transport.zeromq.frames import (
     CHUNK_MARK,
@@ -29,15 +27,22 @@ from lightning_omni.transport.zeromq.frames import (
     PROBE,
     Assembly,
     Copies,
+    PacedAnswers,
     Untaken,
     message_frames,
 )
-from lightning_omni.transport.zeromq.guard import ConnectionGuard
+from lightning_omni.transport.zeromq.guard import ConnectionGuard, RefusalLog
 from lightning_omni.transport.zeromq.keys import RunKeys
-from lightning_omni.transport.zeromq.pacing import PacedAnswers
-from lightning_omni.transport.zeromq.rate_limits import RefusalLog
 from lightning_omni.transport.zeromq.server_link import ShardLink, reachable
-from lightning_omni.transport.zeromq.shared_memory import NOWHERE, Place, Places, SegmentSocket, SharedMemory
+from lightning_omni.transport.zeromq.shared_memory import (
+    NO_RANGES,
+    MemoryRange,
+    MemoryRanges,
+    SegmentSocket,
+    SharedMemory,
+    can_share_memory,
+    decode_record,
+)
 from lightning_omni.transport.zeromq.suspend_aware_clock import AwakeClock
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.server_messages import ShardProof
@@ -118,9 +123,9 @@ class Server:
         core.began = core.began or time.time_ns() // 1_000_000
         core.data_port = urlsplit(self._sockets[m.DATA].getsockopt_string(zmq.LAST_ENDPOINT)).port or 0
         self.shared = SharedMemory(core.data_connection, lambda: sum(shard.buffer.numel() for shard in core.shards))
-        if directory is not None and shared_memory and segments.is_offered():
+        if directory is not None and shared_memory and can_share_memory():
             self._segment_socket = SegmentSocket(memory_path(self.address), self.shared)
-        self._answer_places: dict[tuple[bytes, int], Place] = {}
+        self._answer_places: dict[tuple[bytes, int], MemoryRange] = {}
         self._assemblies: dict[bytes, Assembly] = {}
         self._copies, self._untaken = Copies(), Untaken()
         self._paced = PacedAnswers(self._clock)
@@ -258,7 +263,7 @@ class Server:
             message = self.core.decode(m.DATA, frames[0].buffer)
             if isinstance(message, m.AttachProof):
                 return self._decide(m.DATA, peer, message, frames[0])
-            places = sharing.decode(frames[1].buffer, Places) if len(frames) == 2 else NOWHERE
+            places = decode_record(frames[1].buffer, MemoryRanges) if len(frames) == 2 else NO_RANGES
             assembly = self._begin(peer, message, places)
         else:
             raise MalformedMessage(f"{len(frames)} frames on the data channel")
@@ -272,7 +277,7 @@ class Server:
         del self._assemblies[peer]
         return self.core.receive(m.DATA, peer, assembly.message, assembly.buffer, self._clock())
 
-    def _begin(self, peer: bytes, message: m.Message, places: Places) -> Assembly:
+    def _begin(self, peer: bytes, message: m.Message, places: MemoryRanges) -> Assembly:
         """Start to assemble a message whose payload follows in chunks or is in shared memory."""
         nbytes = self.core.check_payload(peer, message)
         is_kept = self.core.keeps_payload(message)
@@ -285,7 +290,7 @@ class Server:
         self._assemblies[peer] = assembly
         return assembly
 
-    def _offer(self, peer: bytes, message: m.Message, place: Place | None) -> None:
+    def _offer(self, peer: bytes, message: m.Message, place: MemoryRange | None) -> None:
         """Store the range for the payload of an answer; it replaces that for an earlier answer."""
         self._answer_places.pop(key := _key(peer, message), None)
         if place is not None:
@@ -356,7 +361,7 @@ class Server:
                 continue
             socket = self._sockets[m.DATA]
             place = self._put(item)
-            for frames in message_frames(item.message, Places(answer=place)):
+            for frames in message_frames(item.message, MemoryRanges(answer=place)):
                 socket.send_multipart([item.peer, *frames])
             for part in item.payload if place is None else ():
                 assert isinstance(part, Tensor)
@@ -365,7 +370,7 @@ class Server:
                     continue
                 self._copies.send(socket, item.peer, part)  # the weights change while the sockets still send
 
-    def _put(self, item: Out) -> Place | None:
+    def _put(self, item: Out) -> MemoryRange | None:
         """Copy an answer's payload to the range that its receiver offered; return the range, or None if none fits."""
         place = self._answer_places.pop(_key(item.peer, item.message), None)
         if place is None or len(item.payload) != 1:

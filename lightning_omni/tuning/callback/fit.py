@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from lightning_omni.errors import ConfigurationError, UnsupportedError
-from lightning_omni.strategy.declared import is_fast_dev_run
 from lightning_omni.strategy.hooks import OmniStrategyHooks
+from lightning_omni.strategy.lightning_internals.callbacks import is_fast_dev_run
 from lightning_omni.strategy.lightning_internals.loops import should_stop_now, will_step
 from lightning_omni.strategy.lightning_internals.strategies import has_ddp_comm_hook
 from lightning_omni.tuning.callback import _private

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_omni.runtime.world import World
-from lightning_omni.strategy.declared import callbacks_of, loader_of
 from lightning_omni.strategy.hooks import OmniStrategyHooks
+from lightning_omni.strategy.lightning_internals.callbacks import callbacks_of, loader_of
 from lightning_omni.trace import reaches
 from lightning_omni.tuning.callback.apply.hyperparameters import Hyperparameters
 from lightning_omni.tuning.callback.guards.flatness import TrainingLosses

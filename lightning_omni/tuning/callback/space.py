@@ -15,7 +15,7 @@ from lightning_omni.methods import METHODS, method_named, text_of
 from lightning_omni.methods.model.head import check_mergeable, held_by_one
 from lightning_omni.methods.model.master import check_servable, held_by
 from lightning_omni.strategy.lightning_internals.strategies import has_ddp_comm_hook
-from lightning_omni.strategy.optimizers.proxies import Merged
+from lightning_omni.strategy.optimizers import Merged
 from lightning_omni.tuning.callback.apply.hyperparameters import Hyperparameters
 from lightning_omni.tuning.callback.run import TunedRun
 from lightning_omni.tuning.model.forecast import Setting

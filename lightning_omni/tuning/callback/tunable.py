@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.strategy.declared import is_fast_dev_run
+from lightning_omni.strategy.lightning_internals.callbacks import is_fast_dev_run
 from lightning_omni.tuning.callback.step import arguments_of
 
 if TYPE_CHECKING:

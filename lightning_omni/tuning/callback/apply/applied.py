@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_omni.runtime.data.balance import Balance
 from lightning_omni.runtime.state.rollback import RollbackPoint
-from lightning_omni.strategy.lightning_internals.weight_averages import averaged_tensors, restart_empty_averages
+from lightning_omni.strategy.lightning_internals.callbacks import averaged_tensors, restart_empty_averages
 from lightning_omni.tuning.callback.apply.communicating import communicate, communication_of
 from lightning_omni.tuning.callback.apply.hyperparameters import Hyperparameters
 from lightning_omni.tuning.callback.guards.divergence import DivergenceGuard

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from lightning_omni.runtime.data.balance import Balance, gather_values
 from lightning_omni.runtime.timing import wait_for
-from lightning_omni.strategy.declared import loader_of
 from lightning_omni.strategy.hooks import OmniStrategyHooks
+from lightning_omni.strategy.lightning_internals.callbacks import loader_of
 from lightning_omni.tuning.callback.first_batches.microbenchmarks import Microbenchmarks
 from lightning_omni.tuning.callback.first_batches.observed_heads import ObservedHead
 from lightning_omni.tuning.callback.step import log_nothing

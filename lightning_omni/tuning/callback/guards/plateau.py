@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from lightning_omni.runtime.state.rollback import RollbackPoint
+from lightning_omni.strategy.lightning_internals.callbacks import copy_averages_to_module
 from lightning_omni.strategy.lightning_internals.loops import will_step
-from lightning_omni.strategy.lightning_internals.weight_averages import copy_averages_to_module
 from lightning_omni.tuning.callback.apply.applied import AppliedSetting
 from lightning_omni.tuning.callback.guards.flatness import TrainingLosses, TrialOutcome, is_falling
 from lightning_omni.tuning.callback.guards.retuning import Retuning

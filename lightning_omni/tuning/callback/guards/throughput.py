@@ -10,8 +10,8 @@ from operator import add
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
-from lightning_omni.strategy.declared import loader_of
 from lightning_omni.strategy.hooks import strategy_of
+from lightning_omni.strategy.lightning_internals.callbacks import loader_of
 from lightning_omni.tuning.callback.tunable import batch_size_of
 from lightning_omni.tuning.model.steps.timer import StepTimer
 from lightning_omni.tuning.search import constants as c

@@ -11,11 +11,11 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_omni.errors import RankLost, UnsupportedError
-from lightning_omni.runtime.checks.failing import have_failed_alike, place_of
+from lightning_omni.runtime.checks.exits import have_failed_alike, place_of
 from lightning_omni.runtime.model.sharded import is_sharded, named_rows, reshard, state_rows, tensors_of, whole
 from lightning_omni.runtime.state.distributed_checkpoint import is_folder
 from lightning_omni.strategy.checkpoints.contents import Checkpoints
-from lightning_omni.strategy.checkpoints.loop_progress import cut_short, end_whole_epoch
+from lightning_omni.strategy.checkpoints.contents import cut_short, end_whole_epoch
 from lightning_omni.strategy.grouping import GroupedStrategy
 from lightning_omni.strategy.joining.run_state import RunStates
 from lightning_omni.strategy.lightning_internals.progress import progress_counters

@@ -17,9 +17,8 @@ from torch import Tensor
 from lightning_omni.errors import ProtocolError, Refused
 from lightning_omni.group.core import Action, Ask, LastAnswer, Outgoing
 from lightning_omni.methods import Exchange, Publish, Pulled, ReadInbox, ReadPeer, Receive, SendPeer
-from lightning_omni.runtime.exchange.compressed_broadcast import CodedAnswer, decoded
-from lightning_omni.runtime.exchange.members import PREFIX, GroupMembers
-from lightning_omni.runtime.exchange.other_groups import OtherGroups
+from lightning_omni.runtime.exchange.group_broadcast import PREFIX, CodedAnswer, GroupMembers, decoded
+from lightning_omni.runtime.exchange.peer_exchange import OtherGroups
 from lightning_omni.runtime.model.replica import Part
 from lightning_omni.runtime.parallel_state import Place
 from lightning_omni.runtime.state.server_store import ServerStore

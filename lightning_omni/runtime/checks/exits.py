@@ -1,12 +1,16 @@
-"""A check that members of a compute group leave a loop without Lightning after the same number of steps.
+"""Checks that ranks which share collectives fail together, and leave a loop without Lightning together.
 
-If one of them has left its loop, after Ctrl-C or without further batches, another would wait in its next step until
-torch's collectives time out, and so would the first, where all ranks synchronize. The check ends their group instead.
+If a member of a compute group has left its loop, after Ctrl-C or without further batches, another would wait in its
+next step until torch's collectives time out, and so would the first, where all ranks synchronize. `Leaving` ends their
+group instead.
 
 Rule 1: a step costs nothing. Members communicate by the store of torch's process groups, and only once one of them has
 left its loop.
 Rule 2: the others wait for a slow member. Only a member that has begun a collective which the first will never join
 waits in vain, and process groups count their collectives.
+
+A rank that holds a part of a model and has failed alone, or was interrupted, is at another collective than its peers,
+which would mistake its next one for theirs. `have_failed_alike` therefore compares reports of failures in the store.
 """
 
 from __future__ import annotations
@@ -14,7 +18,8 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import count
@@ -176,3 +181,37 @@ def _are_there(store: Any, keys: list[str]) -> bool:
     except DistStoreError:
         return False
     return True
+
+
+def forget(group: Any, rank: int) -> None:
+    """Delete this rank's report from an earlier run of this process, in a process group of all ranks."""
+    store_of(group).delete_key(_key(rank))
+
+
+def have_failed_alike(group: Any, rank: int, ranks: Sequence[int], where: str, within: float) -> bool:
+    """Return whether all of these ranks report a failure at the same line of the program; each waits for the others.
+
+    Args:
+        group: a process group that contains these ranks.
+        rank: this rank.
+        ranks: all of them, including this one.
+        where: position of this rank's failure; see `place_of`.
+        within: seconds to wait for the others' reports.
+    """
+    store, keys = store_of(group), [_key(each) for each in ranks]
+    try:
+        store.set(_key(rank), where)
+        store.wait(keys, timedelta(seconds=within))
+        return all(store.get(key) == where.encode() for key in keys)
+    except RuntimeError:  # a rank has not reported in time, or the store's process is gone
+        return False
+
+
+def place_of(error: BaseException) -> str:
+    """Return the position in the program at which an error was raised."""
+    frames = (f"{frame.f_code.co_filename}:{line}" for frame, line in traceback.walk_tb(error.__traceback__))
+    return f"{type(error).__name__} at {' '.join(frames)}"
+
+
+def _key(rank: int) -> str:
+    return f"lightning-omni/failed/{rank}"

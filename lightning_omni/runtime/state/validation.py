@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from lightning_omni.methods import Pulled
-from lightning_omni.runtime.exchange.channel import Channel
+from lightning_omni.runtime.exchange.server_exchange import Channel
 from lightning_omni.runtime.model.external_writes import Edits
 from lightning_omni.runtime.model.replica import fingerprint
 from lightning_omni.runtime.parallel_state import Place
