@@ -83,7 +83,7 @@ def test_a_broken_connection_in_the_group_of_rank_0_ends_the_run(server: Server)
 
 def test_groups_that_are_about_to_join_look_for_no_server_that_has_ended_with_its_run() -> None:
     server = Server(ServerCore(KEY, secrets.token_bytes, heartbeat_timeout=SILENCE))
-    server.core.patience = SILENCE  # ranks would look for another one
+    server.core.reconnect_timeout = SILENCE  # ranks would look for another one
     thread = threading.Thread(target=server.run, args=(lambda: server.core.is_over,))
     thread.start()
     with ExitStack() as stack:
@@ -108,7 +108,7 @@ def test_what_a_rank_has_sent_to_the_server_before_is_in_no_log_of_one_that_goes
     goes_on: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     cores = [ServerCore(KEY, secrets.token_bytes, heartbeat_timeout=SILENCE) for _ in range(2)]
-    cores[0].patience = SILENCE
+    cores[0].reconnect_timeout = SILENCE
     server = Server(cores[0])
     ports = [int(server.address.rpartition(":")[2]), cores[0].data_port]
     with ExitStack() as stack:

@@ -38,7 +38,13 @@ from torch import nn
 from lightning_omni.cli.serve.command import JOINED_HEARTBEAT_TIMEOUT
 from lightning_omni.errors import ConfigurationError, ConnectionLost, Evicted, OmniError, RankLost, Refused
 from lightning_omni.runtime import WorldOptions
-from lightning_omni.runtime.membership.registration import COMES_BACK, Enlistment, ask_for_all, comes_back_to, return_to
+from lightning_omni.runtime.membership.registration import (
+    COMES_BACK,
+    GroupRegistration,
+    ask_for_all,
+    comes_back_to,
+    return_to,
+)
 from lightning_omni.runtime.model.meshes import ModelParallel, sizes_in
 from lightning_omni.runtime.server_process import RunServer
 from lightning_omni.runtime.state.distributed_checkpoint import Folder
@@ -634,7 +640,7 @@ def test_a_group_that_comes_back_to_a_server_that_is_gone_hears_that_the_run_may
     for came, says in (("", "no parameter server answers at"), ("a-run 1", "the run a-run: either that is over")):
         monkeypatch.setenv(COMES_BACK, came)
         with pytest.raises(ConnectionLost, match=says):
-            Enlistment(options, 0, 1, lambda text: text)
+            GroupRegistration(options, 0, 1, lambda text: text)
 
 
 @pytest.mark.parametrize(
@@ -655,7 +661,7 @@ def test_no_group_comes_back_to_a_run_that_was_not_saved_and_whose_server_has_en
             other.listen()
         options = WorldOptions(join=True, server=f"tcp://127.0.0.1:{other.getsockname()[1]}")
         with pytest.raises(OmniError) as caught:
-            Enlistment(options, 0, 1, lambda text: text)
+            GroupRegistration(options, 0, 1, lambda text: text)
     assert type(caught.value) is kind
 
 

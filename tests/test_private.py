@@ -38,7 +38,7 @@ from lightning_omni.runtime._private import (
     root_mesh,
     store_of,
 )
-from lightning_omni.runtime.checks.exits import forget, have_failed_alike
+from lightning_omni.runtime.checks.exits import failed_at_one_place, forget
 from lightning_omni.runtime.process_groups import ProcessGroups
 from lightning_omni.strategy.lightning_internals.callbacks import (
     add_listener,
@@ -491,13 +491,13 @@ def test_a_process_group_counts_its_collectives() -> None:
 def test_ranks_have_failed_alike_when_all_say_so_and_in_this_run() -> None:
     group, other = dist.group.WORLD, dist.new_group([0])
     assert store_of(group) is not None
-    assert have_failed_alike(group, 0, [0], "here", 0.1)
-    assert not have_failed_alike(group, 0, [0, 1], "here", 0.1), "one has not come"
-    assert not have_failed_alike(group, 1, [0, 1], "there", 0.1)
-    assert have_failed_alike(group, 1, [0, 1], "here", 0.1)
-    assert not have_failed_alike(other, 1, [0, 1], "here", 0.1), "each process group has its own"
+    assert failed_at_one_place(group, 0, [0], "here", 0.1)
+    assert not failed_at_one_place(group, 0, [0, 1], "here", 0.1), "one has not come"
+    assert not failed_at_one_place(group, 1, [0, 1], "there", 0.1)
+    assert failed_at_one_place(group, 1, [0, 1], "here", 0.1)
+    assert not failed_at_one_place(other, 1, [0, 1], "here", 0.1), "each process group has its own"
     forget(group, 0)
-    assert not have_failed_alike(group, 1, [0, 1], "here", 0.1)
+    assert not failed_at_one_place(group, 1, [0, 1], "here", 0.1)
 
 
 @pytest.mark.usefixtures("default_group")

@@ -35,7 +35,7 @@ from lightning_omni.server.collectives.service import BROUGHT_ELSEWHERE
 from lightning_omni.server.service import as_tensor
 from lightning_omni.transport.memory import InMemory, InMemoryServer
 from lightning_omni.transport.serving import state_directory
-from lightning_omni.transport.serving.state_directory import PATIENCE, StateDirectory, saved_weights
+from lightning_omni.transport.serving.state_directory import RECONNECT_TIMEOUT, StateDirectory, saved_weights
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import Packed, pack, unpack
 from lightning_omni.wire.formats.base import Memory
@@ -64,7 +64,7 @@ class Mortal(Serving):
         self._journal: list[bytes] = []
         self.kept: list[Tensor] = []
         self._kept_then: list[Tensor] = []
-        self.core.patience = 1.0
+        self.core.reconnect_timeout = 1.0
         self._watch()
 
     def save(self) -> None:
@@ -81,7 +81,7 @@ class Mortal(Serving):
             state = unpack(msgspec.msgpack.decode(self._saved[0], type=Packed), self._saved[1].clone())
             entries = [msgspec.msgpack.decode(entry, type=AnyEntry) for entry in self._journal]
             self.core.load(state, entries, now=0.0)
-            self.core.patience = 1.0
+            self.core.reconnect_timeout = 1.0
             self.kept = list(self._kept_then)
             self._watch()
             self.save()
@@ -534,7 +534,7 @@ def test_a_state_on_disk_is_gone_on_from_and_its_journal_may_end_in_mid_entry(
         core = ServerCore(KEY, secrets.token_bytes)
         states = StateDirectory(tmp_path / "state")
         assert "goes on with a run of 2 ranks" in states.restore(core)
-        assert (core.clock, core.patience) == (0, PATIENCE)
+        assert (core.clock, core.reconnect_timeout) == (0, RECONNECT_TIMEOUT)
         assert core._epochs.book.drawn(0, 0) == drawn  # type: ignore[union-attr]
         saved(states, core)
         assert {path.stat().st_mode & 0o777 for path in (tmp_path / "state").iterdir()} == {0o600}
@@ -562,7 +562,7 @@ def test_a_server_was_started_after_those_before_it_also_if_the_clock_was_set_ba
     for _ in range(3):
         states, core = StateDirectory(tmp_path), ServerCore(KEY, secrets.token_bytes)
         states.restore(core)
-        began.append(core.began)
+        began.append(core.started_at_ms)
         states.close()
         if len(began) == 1:
             os.utime(tmp_path / "lock", (ahead, ahead))  # as if the clock had been an hour ahead then
@@ -587,7 +587,7 @@ def test_a_state_that_cannot_be_read_is_named_and_one_that_cannot_be_written_end
         shutil.rmtree(tmp_path / "other")
         saved(states, serving.core)
         assert "its loss would end the run" in caplog.text
-        assert (serving.core.patience, serving.core.journal.write) == (0.0, None)
+        assert (serving.core.reconnect_timeout, serving.core.journal.write) == (0.0, None)
         states.close()
 
 

@@ -49,7 +49,7 @@ from lightning_omni.transport.serving.state_directory import (
     share_directory,
 )
 from lightning_omni.transport.zeromq import Server, ZeroMQ, server_link
-from lightning_omni.transport.zeromq.suspend_aware_clock import AwakeClock
+from lightning_omni.transport.zeromq.suspend_aware_clock import SuspendAwareClock
 from lightning_omni.wire import handshake
 from lightning_omni.wire import messages as m
 from lightning_omni.wire import server_messages as sm
@@ -681,14 +681,14 @@ def linked(cores: list[ServerCore]) -> list[Out]:
 
 def test_where_servers_save_their_state_the_loss_of_one_ends_all_and_not_the_run() -> None:
     ensemble = run_of(3, 2)
-    ensemble.cores[0].patience = 60.0
+    ensemble.cores[0].reconnect_timeout = 60.0
     ensemble._send(0, ensemble.cores[0].hang_up(b"s2"))
     ensemble.arrive()
     assert not any(isinstance(message, m.Notice) for message in ensemble.said)
     assert ensemble.cores[0].over == ensemble.cores[1].over == ""
     assert "all servers go on from the last save" in ensemble.cores[0].gone
     alone = ServerCore(KEY, os.urandom, join_timeout=5.0, shards=2)
-    alone.patience = 60.0
+    alone.reconnect_timeout = 60.0
     hello = handshake.hello_of("run", 0, 1, Layout(()), NONCE)
     handshake.join(lambda message, _: alone.receive(m.CONTROL, b"c0", message, b"", 0.0)[0].message, KEY, hello)
     assert alone.receive(m.CONTROL, b"c0", m.AskShards(), b"", 0.0) == []
@@ -888,18 +888,18 @@ def test_a_silent_server_and_one_that_never_comes_end_the_run() -> None:
 
 
 def test_a_server_whose_process_has_ended_before_it_came_is_not_awaited() -> None:
-    for patience in (0.0, 60.0):
+    for seconds in (0.0, 60.0):
         alone = ServerCore(KEY, os.urandom, shards=3)
-        alone.patience = patience
+        alone.reconnect_timeout = seconds
         hello = handshake.hello_of("run", 0, 1, Layout(()), NONCE)
         handshake.join(partial(first_answer, alone), KEY, hello)
         assert alone.receive(m.CONTROL, b"c0", m.AskShards(), b"", 0.0) == []
         alone.share_ended(2, "its process has ended with status -9")
         notices = [out.message for out in alone.tick(1.0) if isinstance(out.message, m.Notice)]
-        assert [notice.over for notice in notices] == [] if patience else [True]
+        assert [notice.over for notice in notices] == [] if seconds else [True]
         assert "parameter server 2 of 3" in alone.gone
         assert "never came: its process has ended with status -9" in alone.gone
-        assert bool(alone.over) == (not patience)
+        assert bool(alone.over) == (not seconds)
 
 
 def test_the_end_of_the_process_of_a_server_that_has_come_is_told_by_its_connection() -> None:
@@ -1044,19 +1044,19 @@ def test_a_server_that_stands_by_itself_tells_where_its_shares_are(tmp_path: Pat
 
 def test_a_server_that_was_suspended_with_the_one_that_coordinates_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     moment = 0.0
-    monkeypatch.setattr(server_link, "AwakeClock", partial(AwakeClock, lambda: moment))
+    monkeypatch.setattr(server_link, "AwakeClock", partial(SuspendAwareClock, lambda: moment))
     coordinator, stopping = Server(ServerCore(KEY, os.urandom, shards=2)), threading.Event()
     thread = threading.Thread(target=coordinator.run, args=(stopping.is_set,))
     thread.start()
     try:
         core = ServerCore(KEY, os.urandom, shards=2, shard=1)
         with closing(server_link.ShardLink(core, coordinator.address, "tcp://127.0.0.1:1", "curve")) as link:
-            assert link.stands
+            assert link.is_connected
             moment += 3600.0  # in which neither did anything
-            assert link.stands
+            assert link.is_connected
             for _ in range(60):  # and now it is awake, and hears nothing
                 moment += 1.0
-                stands = link.stands
+                stands = link.is_connected
             assert not stands
     finally:
         stopping.set()

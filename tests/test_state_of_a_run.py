@@ -22,7 +22,7 @@ import lightning_omni
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.group.core import GroupCore
 from lightning_omni.methods import AsyncSGD
-from lightning_omni.runtime.data.loader import Leases
+from lightning_omni.runtime.data.loader import RankLeases
 from lightning_omni.runtime.state.distributed_checkpoint import Folder, beside, is_folder, save
 from lightning_omni.runtime.state.rollback import RollbackPoint
 from lightning_omni.runtime.state.server_store import ServerSnapshot
@@ -64,7 +64,7 @@ def test_weights_are_spoilt_where_a_number_is_not_finite_that_was() -> None:
     is_spoilt = [point.is_spoilt]
     average[1] = math.nan
     is_spoilt.append(point.is_spoilt)
-    point.put_back(GroupCore(AsyncSGD()))
+    point.restore(GroupCore(AsyncSGD()))
     assert [*is_spoilt, point.is_spoilt] == [False, True, False]
     assert average.tolist() == [0.0, 0.0]
 
@@ -75,7 +75,7 @@ def test_an_expanded_buffer_is_rolled_back() -> None:
     module.register_buffer("mask", mask)
     point = RollbackPoint.of(module, [], GroupCore(AsyncSGD()))
     mask[:1].fill_(5.0)
-    point.put_back(GroupCore(AsyncSGD()))
+    point.restore(GroupCore(AsyncSGD()))
     assert mask.tolist() == [[1.0] * 4] * 3
 
 
@@ -145,7 +145,7 @@ def test_validations_are_due_where_they_are_under_ddp_though_earlier_steps_had_m
         max_steps=-1,
         val_check_batch=25,
     )
-    leases = Leases(2, 4, 320, 0, lambda epoch: None, is_local=False)
+    leases = RankLeases(2, 4, 320, 0, lambda epoch: None, is_local=False)
     data: Any = SimpleNamespace(leases=leases)
     run = RunProgress(data, lambda _: None)
     run._limits, run._trainer = FitLimits(trainer), trainer

@@ -33,7 +33,7 @@ from lightning_omni.wire.formats.base import WireFormat
 _log = logging.getLogger(__name__)
 
 
-class Keeper:
+class ServerKeeper:
     """A thread that restarts the embedded server when its process (with its supervisor) has ended and the run has not.
 
     Args:
@@ -100,7 +100,7 @@ class RunServer:
         self._shares: dict[int, ServerProcess] = {}  # further servers that this rank starts, by number
         self._states: PrivateDirectory | None = None
         self._dismissed: list[tuple[list[ServerProcess], PrivateDirectory | None]] = []
-        self._keeper: Keeper | None = None
+        self._keeper: ServerKeeper | None = None
         self._taught: tuple[Method, Sequence[Part]] | None = None
         self._failure: Exception | None = None
 
@@ -251,7 +251,7 @@ class RunServer:
                     address = self.process.address()
                     if self._states is not None and self._taught is not None and self._keeper is None:
                         again = msgspec.structs.replace(self._settings(*self._taught), again=address)
-                        self._keeper = Keeper(self.process, again)
+                        self._keeper = ServerKeeper(self.process, again)
                     found = {"address": self.published(address), "key": key}
                 else:
                     found = {"address": self._options.server, "key": ""}

@@ -88,15 +88,15 @@ class Admission:
     def admit(self, sender: Sender, message: m.Proof, payload: Payload) -> list[Out]:
         """Admit a rank that proves that it holds the key."""
         hello, challenge = self._roster.admit(sender.peer, message, self._now())
-        patience, clock, began = self._standing()
+        reconnect_timeout, clock, began = self._standing()
         welcome = m.Welcome(
             mac=server_mac(self._key, hello, challenge),
             data_port=self._data_port(),
             heartbeat_timeout=self._limits.heartbeat,
             shards=self._servers.count,
-            patience=patience,
+            reconnect_timeout=reconnect_timeout,
             clock=clock,
-            began=began,
+            started_at_ms=began,
         )
         self._servers.send_to_all(sm.Admit(hello=hello, challenge=challenge, joins=self._roster.joining))
         return [Out(sender.peer, m.CONTROL, welcome)]

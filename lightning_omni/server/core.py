@@ -69,8 +69,8 @@ class ServerCore:
 
     Attributes:
         journal: journal of decisions since the state was saved; the code that saves the `state` sets its destination.
-        patience: seconds for which ranks look for this server again when it is gone, because another one will continue;
-            the code that saves its state sets it. 0 if no server will.
+        reconnect_timeout: seconds for which ranks look for this server again when it is gone, because another one will
+            continue; the code that saves its state sets it. 0 if no server will.
         goes_on: whether it has continued the run of an earlier server.
         on_save: called on a server that holds a share, with the number of the save, when the coordinating server
             requests that all save their state.
@@ -79,7 +79,7 @@ class ServerCore:
         limits: time limits for waiting for ranks.
         data_port: port reported to every admitted rank; the driver sets it.
         about: returns a description of the server's process for observers; the driver sets it.
-        began: see `lightning_omni.wire.messages.Welcome`; the driver sets it.
+        started_at_ms: see `lightning_omni.wire.messages.Welcome`; the driver sets it.
         strangers: messages refused because they were malformed or their sender had not been admitted.
         roster: the ranks of the run.
         notes: the event log of the weights.
@@ -122,7 +122,7 @@ class ServerCore:
             self.servers = Follower(shard, shards)
         elif shards > 1:
             self.servers = Coordinator(
-                key, random, shards, heartbeat_timeout, join_timeout, self._last_now, lambda: self.patience > 0
+                key, random, shards, heartbeat_timeout, join_timeout, self._last_now, lambda: self.reconnect_timeout > 0
             )
             table = (*TABLE, *SHARD_TABLE)
         else:
@@ -133,7 +133,7 @@ class ServerCore:
         self.about: Callable[[], m.About] = m.About
         self._observers = Observers(key, random)
         self.journal = Journal()
-        self.patience, self.began = 0.0, 0
+        self.reconnect_timeout, self.started_at_ms = 0.0, 0
         self.on_save: Callable[[int], None] = lambda number: None
         self.on_run_over: Callable[[], None] = lambda: None
         self.reset()
@@ -147,7 +147,11 @@ class ServerCore:
             self.roster, self._shards, self._epochs, self.notes, self.journal, servers, self.limits, self._last_now
         )
         self._admission = Admission(
-            run, self.key, self._random, lambda: self.data_port, lambda: (self.patience, self.clock, self.began)
+            run,
+            self.key,
+            self._random,
+            lambda: self.data_port,
+            lambda: (self.reconnect_timeout, self.clock, self.started_at_ms),
         )
         training = self._training = Training(run, self._admission)
         self._synchronization = Synchronization(run, training, lambda *brought: self._router.forward(*brought))
@@ -484,7 +488,7 @@ class ServerCore:
             heartbeat_timeout=self.limits.heartbeat_of(self.roster.joining),
             progress_timeout=self.limits.progress,
             shards=self.servers.count,
-            patience=self.patience,
+            reconnect_timeout=self.reconnect_timeout,
             joined_heartbeat_timeout=self.limits.heartbeat_of(joining=True),
         )
 

@@ -22,7 +22,7 @@ from lightning_omni.metrics import RunReport
 from lightning_omni.runtime import World, WorldOptions
 from lightning_omni.runtime.checks.same_tensors import check_all_shared
 from lightning_omni.runtime.data.balance import Balance, gather
-from lightning_omni.runtime.model.buffer_sync import Merge, Untrained, average_of, buffers_of
+from lightning_omni.runtime.model.buffer_sync import BufferSync, Merge, average_of, buffers_of
 from lightning_omni.runtime.model.meshes import shown
 from lightning_omni.runtime.model.sharded import reshard
 from lightning_omni.runtime.model.wrapping import frozen
@@ -167,7 +167,7 @@ class GroupedStrategy(_Base):
         self.model = self.pl_module
         self.trainable.remember(self.pl_module)
         exchanges = self.world.executor.exchanges
-        if self.world.held.sharded is not None:
+        if self.world.wrapper.sharded is not None:
             return
         if exchanges and len(self.world.members) == 1:
             self.world.reduction.install(self.model, self.world.compute_group)
@@ -180,18 +180,18 @@ class GroupedStrategy(_Base):
                 super().configure_ddp()  # rejects a module without trainable parameters, such as one with a frozen body
         self.world.reduction.install(self.model, self.world.compute_group)
 
-    def follow_edits(self) -> None:
+    def follow_external_writes(self) -> None:
         """Register this Trainer's buffers, parameters and optimizers, which the world checks for users' changes."""
-        edits = self.world.edits
+        edits = self.world.external_writes
         edits.buffers, edits.others = lambda: buffers_of(self.pl_module), self._others
         edits.switched = lambda: not self.proxies.are_of(self.real_optimizers)
         edits.reattach = self._reattach
 
-    def _others(self) -> Iterator[Untrained]:
+    def _others(self) -> Iterator[BufferSync]:
         """Yield all parameters, and the averages that WeightAveraging holds."""
-        reshard(self.world.held.sharded)
+        reshard(self.world.wrapper.sharded)
         for name, parameter in self.pl_module.named_parameters():
-            yield Untrained(name, parameter, Merge.FIRST)
+            yield BufferSync(name, parameter, Merge.FIRST)
         for model in averaged_models(self._trainer):
             yield from average_of(model)
 
@@ -217,7 +217,7 @@ class GroupedStrategy(_Base):
     def follow_recorder(self) -> None:
         """Begin to log and save if this rank has become the recorder, because the group of the former one is gone."""
         world = self.world
-        if world.enlistment is not None and world.follow_recorder() and not self._is_told_to_record:
+        if world.registration is not None and world.follow_recorder() and not self._is_told_to_record:
             self._is_told_to_record = self._took_over = True
             set_rank(0)
             self.rank_zero_info("OmniStrategy: the group that logged and saved is gone; this group does so now")
@@ -233,7 +233,7 @@ class GroupedStrategy(_Base):
                 " see docs/how-to/joining.md, 'Logging and saving'"
             )
 
-    def form_one(self) -> None:
+    def merge_groups(self) -> None:
         if self.world.executor.exchanges:
             self.form(1)
 
@@ -269,7 +269,7 @@ class GroupedStrategy(_Base):
             dist.all_reduce(scale, op=dist.ReduceOp.MIN, group=self.world.compute_group)
         scaler.load_state_dict({**scaler.state_dict(), "scale": float(scale), "_growth_tracker": 0})
 
-    def share_out(self, speeds: Sequence[float]) -> None:
+    def set_batch_shares(self, speeds: Sequence[float]) -> None:
         """Split the batches of this rank's group in proportion to its members' speeds, from here on.
 
         All members call it. Batches that a loader has already taken keep their split.
@@ -281,13 +281,13 @@ class GroupedStrategy(_Base):
 
     # --- Messages and reports -----------------------------------------------------------------------------------------
 
-    def say_hello(self) -> None:
+    def announce_groups(self) -> None:
         """Log which groups were formed."""
         # Only a tuner has this method.
         is_chosen = any(hasattr(callback, "on_omni_launch") for callback in callbacks_of(self._trainer))
         text = f"OmniStrategy: {self.grouping.sentence}{'' if is_chosen else self.grouping.advice}"
         world = self.world
-        if world.enlistment is not None and world.is_leader and not self.is_global_zero:
+        if world.registration is not None and world.is_leader and not self.is_global_zero:
             # The terminal of this group shows nothing else: no progress, and no message of `rank_zero_info`.
             info = without_rank_zero_only(self.rank_zero_info)
             info(f"{text} | joined the run as group {world.group}; another group logs and saves")
@@ -438,7 +438,7 @@ class SeveralGroups(Grouping):
             f"{counted(ranks, 'rank')} in {counted(groups, 'group')} of"
             f" {' or '.join(map(str, sizes))} | method {type(world.method).__name__} | server {world.server_address} |"
             f" data {data}{' | exchanges overlap' if world.core.overlaps else ''}"
-            f"{'' if world.held.sharded is None else f' | inside {_held_by(world)}'}"
+            f"{'' if world.wrapper.sharded is None else f' | inside {_held_by(world)}'}"
         )
 
     @property
@@ -449,7 +449,7 @@ class SeveralGroups(Grouping):
 
 def _held_by(world: World) -> str:
     """Return in words how the members of a group hold the model."""
-    if world.held.sharded is None:
+    if world.wrapper.sharded is None:
         return "DistributedDataParallel"
     shards = f" with {world.shards} shards" if world.has_replicas else ""
     if world.tensor_parallel == 1:

@@ -33,7 +33,7 @@ from lightning_omni.strategy.checkpoints.contents import Checkpoints
 from lightning_omni.strategy.checkpoints.hooks import SavingStrategy
 from lightning_omni.strategy.joining.rejoin import Rejoining
 from lightning_omni.strategy.joining.run_state import RunStates
-from lightning_omni.strategy.launcher import end_with, is_interactive, say_exit
+from lightning_omni.strategy.launcher import describe_exit, exit_process, is_interactive
 from lightning_omni.strategy.lightning_internals.callbacks import averages_weights, callbacks_of
 from lightning_omni.strategy.lightning_internals.loops import loops_iterate, seed_workers, will_step
 from lightning_omni.strategy.lightning_internals.strategies import (
@@ -48,7 +48,7 @@ from lightning_omni.strategy.lightning_internals.strategies import (
     set_start_method,
     start_method,
 )
-from lightning_omni.strategy.loops.leased_data import GivenRank, draws_batches, is_given
+from lightning_omni.strategy.loops.leased_data import LightningRank, draws_batches, has_lightning_sampler
 from lightning_omni.strategy.loops.listener import Listener, NestedRuns
 from lightning_omni.strategy.loops.live_metrics import gathering_sentence
 from lightning_omni.strategy.namespaces import namespace_of, need_namespace, new_in, strategy_class_in
@@ -352,8 +352,8 @@ class OmniStrategyHooks(SavingStrategy):
         The launcher's thread calls it.
         """
         world, rank = self._world, self.node_rank * self.num_processes + local_rank
-        enlistment = world.enlistment if world is not None else None
-        rank += enlistment.first if enlistment is not None else 0
+        registration = world.registration if world is not None else None
+        rank += registration.first if registration is not None else 0
         control = world.executor.control if world is not None else None  # read once: the run may end meanwhile
         if self.signals.is_stopping or self.rejoining.is_armed:
             return True
@@ -361,17 +361,17 @@ class OmniStrategyHooks(SavingStrategy):
             return True
         if world is not None and world.is_finished:
             if code > 0:  # its script failed after the end of training
-                end_with(1, f"the process of rank {rank} ended with {say_exit(code)}")
+                exit_process(1, f"the process of rank {rank} ended with {describe_exit(code)}")
             return True
         if world is None or control is None:
             return False
-        control.post(m.Lost(rank=rank, reason=f"the process of rank {rank} ended with {say_exit(code)}"))
+        control.post(m.Lost(rank=rank, reason=f"the process of rank {rank} ended with {describe_exit(code)}"))
         # The server evicts a group that has joined on its own; the group may then rejoin.
-        return enlistment is not None or 0 not in world.topology.members(world.topology.group_of(rank))
+        return registration is not None or 0 not in world.topology.members(world.topology.group_of(rank))
 
     def _failures(self) -> Sequence[str]:
         """Return the failures of other ranks, for this process's exit status; groups that join have their own."""
-        return () if self._world is None or self.world.enlistment is not None else self.world.failures
+        return () if self._world is None or self.world.registration is not None else self.world.failures
 
     def _writes(self) -> bool:
         return self.is_writing
@@ -397,9 +397,9 @@ class OmniStrategyHooks(SavingStrategy):
                 ranks_per_node=[self.num_processes] * self.num_nodes,
             )
             self.world.server.process, self._server_process = self._server_process, None
-            if self.world.enlistment is not None:
+            if self.world.registration is not None:
                 self.world.connection.on_stuck = self._start_again
-                self.rejoining.enlisted(self.world.enlistment.run)
+                self.rejoining.enlisted(self.world.registration.run)
                 set_rank(self.world.rank)
                 self._is_told_to_record, self._took_over = self.world.is_recorder, False
         if self.is_sharded:
@@ -410,7 +410,7 @@ class OmniStrategyHooks(SavingStrategy):
     @override
     def is_global_zero(self) -> bool:
         """Return whether this rank logs and saves for the run; among groups that join on their own, one rank does."""
-        if self._world is None or self.world.enlistment is None:
+        if self._world is None or self.world.registration is None:
             return super().is_global_zero
         return self.world.is_recorder
 
@@ -435,7 +435,7 @@ class OmniStrategyHooks(SavingStrategy):
             if self.world.executor.exchanges:
                 self.world.parameter_groups.agree()
                 self.world.connection.start_server()
-            if self.world.goes_on:
+            if self.world.joins_running_run:
                 self.checkpoints.forget()
                 self.epochs.resume(self.checkpoints.resumed)
                 self.run_states.take_over(trainer)
@@ -460,10 +460,10 @@ class OmniStrategyHooks(SavingStrategy):
     def model_to_device(self) -> None:
         """Move the module to the device; shard it first, block by block, if the members of a group hold it together."""
         if self.is_sharded:
-            self.world.held.shard(self.pl_module)
+            self.world.wrapper.shard(self.pl_module)
         super().model_to_device()
         if self.is_sharded:
-            self.world.held.share_initial()
+            self.world.wrapper.share_initial()
             exclude_from_broadcast(self.pl_module, [name for name, _ in self.pl_module.named_parameters()])
 
     @override
@@ -510,7 +510,7 @@ class OmniStrategyHooks(SavingStrategy):
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         self.signals.progress()
         if self._world is not None and self.world.control is not None:
-            self.world.control.got_on()
+            self.world.control.report_progress()
         return super().batch_to_device(batch, *args, **kwargs)
 
     @override
@@ -524,16 +524,16 @@ class OmniStrategyHooks(SavingStrategy):
         self.reporting.begin()
         self._has_gathered = False
         world.states.resume(self.checkpoints.resumed)
-        self.follow_edits()
+        self.follow_external_writes()
         world.begin()
-        if world.enlistment is not None:
+        if world.registration is not None:
             control = world.executor.control
-            self.rejoining.took_part(world.enlistment.run, is_saved=control is None or control.patience > 0)
+            self.rejoining.took_part(world.registration.run, is_saved=control is None or control.reconnect_timeout > 0)
         self.epochs.start()
         self.balance.begin(world, self.pl_module, lambda: self.epochs.leases)
         self.step_times.clock = clock_of(world.device)
         self.grouping.guard()
-        self.say_hello()
+        self.announce_groups()
         if warning := self.reporting.warning_before(world, self.epochs.run.steps_left()):
             self.rank_zero_warn(f"OmniStrategy: {warning}")
         for call in self.on_ready:
@@ -553,7 +553,7 @@ class OmniStrategyHooks(SavingStrategy):
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Note the end of the forward pass, after which this rank may have to wait for its group."""
-        self.step_times.forward_done(self.world.channel.traffic.seconds)
+        self.step_times.forward_done(self.world.exchange.traffic.seconds)
         super().pre_backward(closure_loss)
 
     @override
@@ -567,7 +567,7 @@ class OmniStrategyHooks(SavingStrategy):
         """Return to the epoch after the last callback, if the epoch continues."""
         super().on_validation_end()
         if self._world is not None:
-            reshard(self.world.held.sharded)  # hooks of the next epoch may add parameters to the optimizer
+            reshard(self.world.wrapper.sharded)  # hooks of the next epoch may add parameters to the optimizer
         self.epochs.after_validation()
         self.balance.after_validation()
         self.step_times.interrupt()
@@ -585,10 +585,10 @@ class OmniStrategyHooks(SavingStrategy):
         self.reporting.ask(world)
         self.epochs.finish()
         if world.executor.control is not None:
-            world.edits.finish()
+            world.external_writes.finish()
             if warning := self.reporting.warning(world):
                 self.rank_zero_info(f"OmniStrategy: {warning}")
-            if world.hands_over:
+            if world.owns_state:
                 world.states.take_back()
             for part in world.parts:
                 part.replica.abandon()
@@ -629,7 +629,7 @@ class OmniStrategyHooks(SavingStrategy):
     def _rejoin_if_cut_off(self, error: BaseException) -> None:
         """Prepare to rejoin if this group has joined on its own, once the reason for its exclusion is known."""
         world = self.world
-        if world.enlistment is not None:
+        if world.registration is not None:
             self._rejoin(error, (world.control.cause if world.control is not None else None) or error)
 
     def _rejoin(self, error: BaseException, reason: BaseException) -> bool:
@@ -650,7 +650,7 @@ class OmniStrategyHooks(SavingStrategy):
         if self.is_sharded:
             with keep_on_device(self):
                 super().teardown()
-            reshard(self._world.held.sharded if self._world is not None else None)
+            reshard(self._world.wrapper.sharded if self._world is not None else None)
         else:
             super().teardown()
         set_ddp_options(self, self.ddp_options)  # drops the process group of the former compute group
@@ -707,12 +707,12 @@ class OmniStrategyHooks(SavingStrategy):
         self.form(groups, speeds)
         if not self.epochs.is_open:
             world.enter_world(self.pl_module)  # between epochs: hooks are for all ranks together
-        self.say_hello()
+        self.announce_groups()
 
     def _form_wanted_groups(self) -> None:
         """Form as many groups as an operator of the run has requested. All ranks call it between two epochs."""
         world = self.world
-        if world.control is None or world.enlistment is not None or not self.proxies:
+        if world.control is None or world.registration is not None or not self.proxies:
             return
         status = world.control.status
         [wanted] = world.all_reduce_max([status.wanted_groups if status is not None else 0])
@@ -736,23 +736,23 @@ class OmniStrategyHooks(SavingStrategy):
         if world is not None and not self._is_fitting(self._trainer):
             if world.ever_lost:  # the remaining ranks evaluate all of the data
                 given = {"num_replicas": dist.get_world_size(), "rank": dist.get_rank()}
-        elif world is not None and (enlistment := world.enlistment) is not None:
+        elif world is not None and (registration := world.registration) is not None:
             # The group that began the run determines lengths; samples are leased.
-            given = {"num_replicas": enlistment.announced, "rank": given["rank"] if enlistment.begins else 0}
+            given = {"num_replicas": registration.announced, "rank": given["rank"] if registration.begins else 0}
         same = world.tensor_parallel if world is not None else 1  # ranks that get the same samples
-        return {**given, "num_replicas": given["num_replicas"] // same, "rank": GivenRank(given["rank"] // same)}
+        return {**given, "num_replicas": given["num_replicas"] // same, "rank": LightningRank(given["rank"] // same)}
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
         """Replace the training DataLoader by one with leased batches, if the strategy may assign its samples."""
         loader = super().process_dataloader(dataloader)
-        if self._world is not None and self.world.enlistment is not None:
+        if self._world is not None and self.world.registration is not None:
             seed_workers(self._trainer, loader, self.world.rank)
         is_trained = self._trainer.training or loops_iterate(self._trainer)  # in a hook of a validation, too
         return self.epochs.data.process(loader, self.global_rank, self._is_ours) if is_trained else loader
 
     def _is_ours(self, loader: DataLoader[Any]) -> bool:
-        return is_given(loader) and not draws_batches(self.pl_module.training_step)
+        return has_lightning_sampler(loader) and not draws_batches(self.pl_module.training_step)
 
     # --- Collectives -------------------------------------------------------------------------------------------------
 

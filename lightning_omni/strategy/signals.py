@@ -98,7 +98,7 @@ class Signals:
 
         ``leave`` synchronizes all groups for the last time; within ``waiting`` this rank waits for others.
         """
-        is_alone = world.size == 1 and world.enlistment is None
+        is_alone = world.size == 1 and world.registration is None
         if self._replaced or is_alone or threading.current_thread() is not threading.main_thread():
             return
         self._trainer, self._world, self._leave, self._waiting = trainer, world, leave, waiting
@@ -171,7 +171,7 @@ class Signals:
         """
         self._requeued = True
         assert self._world is not None
-        if self._world.enlistment is not None:
+        if self._world.registration is not None:
             if dist.get_rank() == 0:
                 _requeue_job()
             return
@@ -190,9 +190,9 @@ class Signals:
         """Return the action requested by this rank's signals, or by another rank's, as reported by the server."""
         world = self._world
         assert world is not None
-        status = world.control.status if world.control is not None and world.enlistment is None else None
+        status = world.control.status if world.control is not None and world.registration is None else None
         others = status.signal if status is not None else _NOTHING
-        saves = RECORDER in world.members or world.enlistment is not None
+        saves = RECORDER in world.members or world.registration is not None
         if saves and not self._requeued and (self._requeues or others == _REQUEUE):
             return _REQUEUE
         return _TERMINATE if self._terminates or others == _TERMINATE else _NOTHING
@@ -214,18 +214,18 @@ class Signals:
         trainer, world, since, has_said = self._trainer, self._world, math.inf, False
         while self._watcher is threading.current_thread() and world is not None and trainer is not None:
             time.sleep(_POLL_SECONDS)
-            if world.control is not None and world.enlistment is None:
+            if world.control is not None and world.registration is None:
                 world.control.signal = _TERMINATE if self._terminates else _REQUEUE if self._requeues else _NOTHING
             now = time.monotonic()
             if self._terminates and now < since:
                 since = now
-                ends = "the run ends" if world.enlistment is None else "its group leaves the run"
+                ends = "the run ends" if world.registration is None else "its group leaves the run"
                 _log.warning("rank %d was told to end by SIGTERM; %s at the start of a batch", world.rank, ends)
                 if trainer.strategy.launcher is not None:
                     trainer.strategy.launcher.kill(signal.SIGTERM)
             silent = now - self._progress
             if silent > LONG_WAIT and not has_said:
-                where = waits_in(sys._current_frames().get(threading.main_thread().ident or 0))
+                where = user_collective_of(sys._current_frames().get(threading.main_thread().ident or 0))
                 has_said = bool(where)
                 if has_said:
                     _log.warning(waiting_sentence(world.rank, silent, where))
@@ -258,7 +258,7 @@ _LIBRARIES = {
 _LOOPS = tuple(f"{name}.loops." for name in NAMESPACES)
 
 
-def waits_in(frame: FrameType | None) -> str:
+def user_collective_of(frame: FrameType | None) -> str:
     """Return the collective that a thread is in and the user's code that called it; an empty string if there is none.
 
     Lightning and this package call collectives, too, but the cause is rarely on a rank that waits in one of those.
@@ -277,9 +277,9 @@ def waits_in(frame: FrameType | None) -> str:
     return ""
 
 
-def whereabouts(trainer: Trainer) -> str:
+def training_position(trainer: Trainer) -> str:
     """Return where a rank calls a collective: the user's call if there is one, or the hook, and the batch."""
-    called = waits_in(sys._getframe()).partition(", ")[2] or f"in {current_hook(trainer) or 'no hook'}"
+    called = user_collective_of(sys._getframe()).partition(", ")[2] or f"in {current_hook(trainer) or 'no hook'}"
     return f"{called}, after batch {trainer.fit_loop.batch_idx + 1} of epoch {trainer.current_epoch}"
 
 

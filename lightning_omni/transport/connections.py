@@ -34,11 +34,11 @@ from lightning_omni.wire.layout import Layout
 
 _log = logging.getLogger(__name__)
 Answer = TypeVar("Answer", bound=m.Message)
-PATIENCE = 1800.0
+REQUEST_TIMEOUT = 1800.0
 """Default seconds that a request waits for its answer."""
 
 
-class ServerAway(ConnectionLost):
+class ServerUnavailable(ConnectionLost):
     """The loss of a server that another one may replace; requests must be repeated to that one."""
 
 
@@ -64,16 +64,16 @@ class Control(ABC):
         shards: number of servers that hold a share of the weights each; see `attach_all`.
         has_finished: whether the run is at its end when this rank leaves.
         progress: count of this rank's progress, and of its checks while it waits for the server.
-        patience: seconds for which the rank looks for a server that is gone; 0 if its loss ends the run.
-        returns: number that identifies the server among those that continue a run one after the other; larger for later
-            ones, and equal at all ranks of a group, whenever they joined.
-        is_away: whether the server is gone and the rank looks for it.
+        reconnect_timeout: seconds for which the rank looks for a server that is gone; 0 if its loss ends the run.
+        server_epoch: number that identifies the server among those that continue a run one after the other; larger for
+            later ones, and equal at all ranks of a group, whenever they joined.
+        is_server_gone: whether the server is gone and the rank looks for it.
     """
 
     shards = 1
-    patience = 0.0
-    returns = 0
-    is_away = False
+    reconnect_timeout = 0.0
+    server_epoch = 0
+    is_server_gone = False
     has_finished = False
 
     def __init__(self, address: str, rank: int, on_end: Callable[[OmniError], None] | None = None) -> None:
@@ -91,7 +91,7 @@ class Control(ABC):
 
     @abstractmethod
     def request_payload(
-        self, message: m.Message, expect: type[Answer], payload: bytes = b"", timeout: float = PATIENCE
+        self, message: m.Message, expect: type[Answer], payload: bytes = b"", timeout: float = REQUEST_TIMEOUT
     ) -> tuple[Answer, list[bytes]]:
         """Send a message and wait for its answer.
 
@@ -160,9 +160,11 @@ class Control(ABC):
             The first connection is to the coordinating server. With ``share``, the last one is to that server; the two
             may be the same connection.
         """
-        if self.patience:
+        if self.reconnect_timeout:
             numbers = range(self.shards) if share is None else sorted({0, share})
-            return [LastingData(self, partial(self._find, number), partial(self.attach, timeout)) for number in numbers]
+            return [
+                ReconnectingData(self, partial(self._find, number), partial(self.attach, timeout)) for number in numbers
+            ]
         others = self.request(m.AskShards(), m.Shards).addresses if self.shards > 1 else ()
         addresses = ("", *others)
         if share is not None:
@@ -178,43 +180,43 @@ class Control(ABC):
         """Return whether this rank logs for the run, by the last status."""
         return self.rank == (self.status.recorder if self.status is not None else 0)
 
-    def stands(self, returns: int) -> bool:
-        """Return whether a server is present, and is the one for which ``returns`` had this value."""
-        return not self.is_away and self.returns == returns
+    def is_same_server(self, server_epoch: int) -> bool:
+        """Return whether a server is present, and is the one for which ``server_epoch`` had this value."""
+        return not self.is_server_gone and self.server_epoch == server_epoch
 
-    def check_stands(self, returns: int) -> None:
-        """Raise the error that ended this rank's run, or `ServerAway` if the server is gone or was replaced.
+    def check_same_server(self, server_epoch: int) -> None:
+        """Raise the error that ended this rank's run, or `ServerUnavailable` if the server is gone or was replaced.
 
         Args:
-            returns: value of `returns` for that server.
+            server_epoch: value of `server_epoch` for that server.
         """
         self.check()
-        if not self.stands(returns):
-            raise ServerAway(f"the parameter server at {self.address} is gone")
+        if not self.is_same_server(server_epoch):
+            raise ServerUnavailable(f"the parameter server at {self.address} is gone")
 
-    def wait_for_return(self) -> None:
+    def wait_for_server(self) -> None:
         """Wait until a server is present.
 
         Raises:
             ConnectionLost: no server will continue.
         """
         self.check()
-        if self.is_away:
+        if self.is_server_gone:
             raise ConnectionLost(f"the parameter server at {self.address} is gone")
 
-    def wait_for_another(self, returns: int) -> None:
-        """Wait until a server is present whose ``returns`` is at least this.
+    def wait_for_server_epoch(self, server_epoch: int) -> None:
+        """Wait until a server is present whose ``server_epoch`` is at least this.
 
         Raises:
             ConnectionLost: no server will continue.
         """
         self.check()
-        if self.returns < returns:
+        if self.server_epoch < server_epoch:
             raise ConnectionLost(f"the parameter server at {self.address} is gone")
 
-    def came_back(self, welcome: m.Welcome) -> None:
+    def reconnected(self, welcome: m.Welcome) -> None:
         """Continue with a server that replaces the one that was gone."""
-        self.returns, self.is_away = max(self.returns + 1, welcome.began), False
+        self.server_epoch, self.is_server_gone = max(self.server_epoch + 1, welcome.started_at_ms), False
         if self.records:
             lost = max(0, (self.status.clock if self.status is not None else 0) - welcome.clock)
             _log.warning(
@@ -226,7 +228,7 @@ class Control(ABC):
             )
 
     def request(
-        self, message: m.Message, expect: type[Answer], payload: bytes = b"", timeout: float = PATIENCE
+        self, message: m.Message, expect: type[Answer], payload: bytes = b"", timeout: float = REQUEST_TIMEOUT
     ) -> Answer:
         """Send a request whose answer has no payload; see `request_payload`."""
         return self.request_payload(message, expect, payload, timeout)[0]
@@ -249,7 +251,7 @@ class Control(ABC):
         """Set seconds for the next heartbeat: compute time, whole step, exchange."""
         self._timings = (compute, step, exchange)
 
-    def got_on(self, has_trained: bool = False) -> None:
+    def report_progress(self, has_trained: bool = False) -> None:
         """Record progress of this rank, for instance a batch.
 
         Args:
@@ -259,7 +261,7 @@ class Control(ABC):
         self._has_trained |= has_trained
         self._is_judged = self._has_trained
 
-    def takes_time(self) -> None:
+    def suspend_stall_check(self) -> None:
         """Suspend the check for progress until this rank makes progress again."""
         self._is_judged = False
 
@@ -354,7 +356,7 @@ class Data(ABC):
         """Close the connection at once."""
 
 
-class LastingData(Data):
+class ReconnectingData(Data):
     """A data connection that outlasts its server: an unanswered message is repeated to the server that continues.
 
     Args:
@@ -397,15 +399,15 @@ class LastingData(Data):
         return self._control
 
     @property
-    def returns(self) -> int:
-        """Return the connected server's value of `Control.returns`."""
-        return self._returns
+    def server_epoch(self) -> int:
+        """Return the connected server's value of `Control.server_epoch`."""
+        return self._server_epoch
 
     def send_part(self, message: m.Message, payload: Tensor | None = None, into: Tensor | None = None) -> None:
         """Send to the current server, like `send`.
 
         Raises:
-            ServerAway: the server is gone.
+            ServerUnavailable: the server is gone.
         """
         with self._telling():
             self._data.send(message, payload, into)
@@ -414,7 +416,7 @@ class LastingData(Data):
         """Receive from the current server, like `receive`.
 
         Raises:
-            ServerAway: the server is gone.
+            ServerUnavailable: the server is gone.
         """
         with self._telling():
             answer = self._data.receive(expect, into)
@@ -423,7 +425,7 @@ class LastingData(Data):
 
     def renew(self) -> None:
         """Connect to the current server, if it is another one."""
-        if not self._control.stands(self._returns):
+        if not self._control.is_same_server(self._server_epoch):
             self._reconnect()
 
     @contextmanager
@@ -431,9 +433,9 @@ class LastingData(Data):
         try:
             yield
         except (ConnectionLost, Refused) as error:
-            if isinstance(error, ServerAway) or self._control.stands(self._returns):
+            if isinstance(error, ServerUnavailable) or self._control.is_same_server(self._server_epoch):
                 raise
-            raise ServerAway(str(error)) from error
+            raise ServerUnavailable(str(error)) from error
 
     def _reconnect(self) -> None:
         self._before = self._before[0] + self._data.moved, self._before[1] + self._data.shared
@@ -442,22 +444,22 @@ class LastingData(Data):
 
     def _return(self, error: OmniError) -> None:
         """Repeat the unanswered message to the server that continues; raise the error if no other server does."""
-        if self._said is None or self._control.stands(self._returns):
+        if self._said is None or self._control.is_same_server(self._server_epoch):
             raise error
         self._reconnect()
         self.send(*self._said)
 
     def _connect(self) -> None:
         while True:
-            self._control.wait_for_return()
-            self._returns = self._control.returns
+            self._control.wait_for_server()
+            self._server_epoch = self._control.server_epoch
             try:
                 address = self._find()
-                if not self._control.stands(self._returns):
+                if not self._control.is_same_server(self._server_epoch):
                     continue
                 self._data = self._open(address)
             except (ConnectionLost, Refused):
-                if self._control.stands(self._returns):
+                if self._control.is_same_server(self._server_epoch):
                     raise
             else:
                 return
@@ -504,7 +506,7 @@ class Peers(Protocol):
 
 
 @runtime_checkable
-class PeersOfShares(Peers, Protocol):
+class ShardedPeers(Peers, Protocol):
     """The connections of a member that has a share of the model to its counterparts in other groups.
 
     The members of a group use them to agree: see `lightning_omni.runtime.exchange.peer_exchange`.

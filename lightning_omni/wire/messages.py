@@ -316,20 +316,20 @@ class Welcome(Message, frozen=True, kw_only=True):
         data_port: port of the data socket, on the same host; 0 if that is a file beside the control socket's.
         heartbeat_timeout: seconds of silence after which a rank counts as dead.
         shards: number of servers, each of which holds a share of the weights, this one among them; see `AskShards`.
-        patience: seconds for which a rank must look for the server again when it is gone, because its state is saved
-            and another one will continue. 0 if none will.
+        reconnect_timeout: seconds for which a rank must look for the server again when it is gone, because its state is
+            saved and another one will continue. 0 if none will.
         clock: updates in the weights.
-        began: start of the server, in milliseconds. Later servers at the same address have larger values, so ranks can
-            tell servers apart. 0 if no server continues after this one.
+        started_at_ms: start of the server, in milliseconds. Later servers at the same address have larger values, so
+            ranks can tell servers apart. 0 if no server continues after this one.
     """
 
     mac: bytes
     data_port: int
     heartbeat_timeout: float
     shards: int = 1
-    patience: float = 0.0
+    reconnect_timeout: float = 0.0
     clock: int = 0
-    began: int = 0
+    started_at_ms: int = 0
 
 
 class RefusedMessage(Message, tag="Refused", frozen=True, kw_only=True):
@@ -420,7 +420,7 @@ class ServerDescription(Message, frozen=True, kw_only=True):
         heartbeat_timeout: as in `Welcome`.
         progress_timeout: seconds without progress after which a group counts as dead; may be infinite.
         shards: as in `Welcome`.
-        patience: as in `Welcome`: above 0 if another server would continue.
+        reconnect_timeout: as in `Welcome`: above 0 if another server would continue.
         joined_heartbeat_timeout: the heartbeat timeout of runs that groups join on their own; 0 if unknown.
     """
 
@@ -429,7 +429,7 @@ class ServerDescription(Message, frozen=True, kw_only=True):
     heartbeat_timeout: float
     progress_timeout: float
     shards: int
-    patience: float
+    reconnect_timeout: float
     joined_heartbeat_timeout: float = 0.0
 
 

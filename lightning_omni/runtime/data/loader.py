@@ -20,7 +20,7 @@ from lightning_omni.wire.leases import Batch, EpochPlan, LeaseBook, apportion
 from lightning_omni.wire.messages import Drawn, EpochOpened, Left, OpenEpoch, Verdict
 
 
-class Leases(Lessee):
+class RankLeases(Lessee):
     """The batches of one rank, epoch after epoch, drawn from the server's book or from a local one.
 
     Args:
@@ -59,7 +59,7 @@ class Leases(Lessee):
         self._before_epoch = before_epoch
         self._control: Control | None = None
         self._book: LeaseBook | None = None
-        self._goes_on = False
+        self._is_resumed = False
 
     @property
     def place(self) -> tuple[int, int]:
@@ -102,21 +102,21 @@ class Leases(Lessee):
         self.is_as_ddp = is_as_ddp
         self.in_pairs = not is_as_ddp and self.batch_size > 1
 
-    def begin_local(self, plan: EpochPlan, goes_on: bool = False) -> None:
+    def begin_local(self, plan: EpochPlan, resumed: bool = False) -> None:
         """Begin an epoch of one group; or, after a regrouping, continue it with the untrained positions of ``plan``."""
         self._book = LeaseBook(plan, {0: self._members * plan.ranks_per_batch})
-        self._goes_on = goes_on
-        self._deal(is_as_ddp=not goes_on)
+        self._is_is_resumed = resumed
+        self._deal(is_as_ddp=not resumed)
         self.restart(plan.epoch)
-        coming = self.peek() if goes_on else None
+        coming = self.peek() if resumed else None
         self.interval = coming.interval if coming is not None else 0
 
     def iterate(self, epoch: int) -> None:
         if not self.is_local:
             self._before_epoch(epoch)
-        elif not self._goes_on:
+        elif not self._is_resumed:
             self.begin_local(EpochPlan(epoch=epoch, total=self.total, batch_size=self.batch_size, budget=self.total))
-        self._goes_on = False
+        self._is_resumed = False
 
     def begin(self, plan: EpochPlan) -> None:
         if self._control is None:
@@ -191,7 +191,7 @@ class LeasedBatchSampler:
     def __init__(
         self,
         sampler: DistributedSampler[Any],
-        leases: Leases,
+        leases: RankLeases,
         drop_last: bool,
         own_batches: Callable[[int], int] = lambda batches: batches,
     ) -> None:
@@ -217,7 +217,7 @@ class LeasedBatchSampler:
 class _LeasedLoader:
     """A mixin for the user's DataLoader class: it continues when samples return, and restarts when groups change."""
 
-    leases: Leases
+    leases: RankLeases
     unleased: DataLoader[Any]
     is_for_user: Callable[[], bool]
 
@@ -275,13 +275,13 @@ def lease(
         is_for_user: returns, when an iteration begins, whether it is for code of the user, and not for training: then
             the loader yields the samples of DistributedSampler, and nothing is drawn.
         own_batches: as in `LeasedBatchSampler`.
-        options: further arguments of `Leases`.
+        options: further arguments of `RankLeases`.
     """
     sampler = loader.sampler
     assert isinstance(sampler, DistributedSampler)
     assert loader.batch_size is not None
     options["dataset_size"] = len(sampler.dataset)  # type: ignore[arg-type]
-    leases = Leases(sampler.num_replicas, loader.batch_size, sampler.total_size, **options)
+    leases = RankLeases(sampler.num_replicas, loader.batch_size, sampler.total_size, **options)
     # A copy with an extended class keeps all attributes of the user's own DataLoader class. DataLoader forbids setting
     # batch_sampler after construction, because a running iterator might disagree with it; the copy has none.
     kind = type(f"Leased{type(loader).__name__}", (_LeasedLoader, type(loader)), {})

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_omni.runtime.model.replica import Part
-from lightning_omni.runtime.parallel_state import Place
+from lightning_omni.runtime.parallel_state import ParallelState
 from lightning_omni.wire.codec import Packed, pack, unpack
 from lightning_omni.wire.formats.base import WireFormat, decode
 from lightning_omni.wire.partition import Split
@@ -29,51 +29,51 @@ _LETTER = 1024
 """Bytes of a leader's note that one broadcast holds; a longer note takes two."""
 
 
-class GroupMembers:
+class GroupBroadcast:
     """The members of this rank's group. All of them make the same calls."""
 
-    def __init__(self, place: Place) -> None:
-        self._place = place
+    def __init__(self, parallel: ParallelState) -> None:
+        self._parallel = parallel
 
     def broadcast(self, memory: Tensor) -> None:
         """Broadcast from the leader to its group."""
-        if len(self._place.members) == 1:
+        if len(self._parallel.members) == 1:
             return
-        self._broadcast(memory, self._place.compute_group)
+        self._broadcast(memory, self._parallel.compute_group)
 
     def broadcast_to_replicas(self, memory: Tensor) -> None:
         """Broadcast from the rank that exchanges a share of the model to the members that have the same share."""
-        if self._place.replicas > 1:
-            self._broadcast(memory, self._place.replica_group)
+        if self._parallel.replicas > 1:
+            self._broadcast(memory, self._parallel.replica_group)
 
     def _broadcast(self, memory: Tensor, group: Any) -> None:
-        shared = memory.to(self._place.device) if self._place.device.type != "cpu" else memory
+        shared = memory.to(self._parallel.device) if self._parallel.device.type != "cpu" else memory
         dist.broadcast(shared, group=group, group_src=0)
         if shared is not memory:
             memory.copy_(shared)
 
     def broadcast_bytes(self, note: bytes) -> bytes:
         """Return the leader's note, on every member of its group."""
-        if len(self._place.members) == 1:
+        if len(self._parallel.members) == 1:
             return note
-        return _broadcast_bytes(note if self._place.is_leader else None, self.broadcast)
+        return _broadcast_bytes(note if self._parallel.is_leader else None, self.broadcast)
 
     def broadcast_tree_to_replicas(self, tree: Any) -> Any:
         """Return plain data and tensors of the rank that exchanges a share of the model, on all with the same share."""
-        if self._place.replicas == 1:
+        if self._parallel.replicas == 1:
             return tree
-        packed, buffer = pack(tree if self._place.speaks else {})
-        mine = msgspec.msgpack.encode((packed, buffer.numel())) if self._place.speaks else None
+        packed, buffer = pack(tree if self._parallel.exchanges else {})
+        mine = msgspec.msgpack.encode((packed, buffer.numel())) if self._parallel.exchanges else None
         theirs = _broadcast_bytes(mine, self.broadcast_to_replicas)
         packed, size = msgspec.msgpack.decode(theirs, type=tuple[Packed, int])
-        flat = buffer if self._place.speaks else torch.empty(size, dtype=torch.uint8)
+        flat = buffer if self._parallel.exchanges else torch.empty(size, dtype=torch.uint8)
         if size:
             self.broadcast_to_replicas(flat)
-        return tree if self._place.speaks else unpack(packed, flat, copy=True)
+        return tree if self._parallel.exchanges else unpack(packed, flat, copy=True)
 
     def largest(self, numbers: Sequence[int]) -> list[int]:
         """Return the largest of each number over the ranks with which this one holds a replica of the model."""
-        return self._place.process_groups.largest(numbers, self._place.holder_group)
+        return self._parallel.process_groups.largest(numbers, self._parallel.holder_group)
 
 
 def _broadcast_bytes(note: bytes | None, broadcast: Callable[[Tensor], None]) -> bytes:
@@ -95,7 +95,7 @@ def _broadcast_bytes(note: bytes | None, broadcast: Callable[[Tensor], None]) ->
 
 
 @dataclass(frozen=True)
-class CodedAnswer:
+class CompressedBroadcast:
     """An answer that a leader broadcasts to its group as received, so that it crosses the group's links in few bytes.
 
     Attributes:

@@ -29,32 +29,32 @@ from torch import Tensor
 from lightning_omni.errors import UnsupportedError
 from lightning_omni.methods import Inbox
 from lightning_omni.methods.model.replica import is_sound
-from lightning_omni.runtime.exchange.group_broadcast import PREFIX, GroupMembers
+from lightning_omni.runtime.exchange.group_broadcast import PREFIX, GroupBroadcast
 from lightning_omni.runtime.model.meshes import shown
 from lightning_omni.runtime.model.replica import Part
-from lightning_omni.runtime.parallel_state import Place
-from lightning_omni.transport.connections import Address, Control, Peers, PeersOfShares
+from lightning_omni.runtime.parallel_state import ParallelState
+from lightning_omni.transport.connections import Address, Control, Peers, ShardedPeers
 from lightning_omni.wire.layout import Layout
 
 
-class OtherGroups:
+class PeerExchange:
     """A rank's exchanges with other groups. Every rank of a group makes the same calls.
 
     Args:
-        place: this rank's position in the run.
+        parallel: this rank's position in the run.
         members: communication among the members of its group.
-        synchronize: `Channel.synchronize`.
-        timed: `Channel.timed`.
+        synchronize: `ServerExchange.synchronize`.
+        timed: `ServerExchange.timed`.
     """
 
     def __init__(
         self,
-        place: Place,
-        members: GroupMembers,
+        parallel: ParallelState,
+        members: GroupBroadcast,
         synchronize: Callable[[str, bytes], list[tuple[int, bytes]]],
         timed: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self._place, self._members, self._synchronize, self._timed = place, members, synchronize, timed
+        self._parallel, self._members, self._synchronize, self._timed = parallel, members, synchronize, timed
         self._peers: Peers | None = None
 
     @property
@@ -64,46 +64,46 @@ class OtherGroups:
     def connect(self) -> None:
         """Connect newly formed groups, if the method has them exchange; their leaders announce addresses."""
         self.close()
-        if not self._place.method.talks_to_peers or self._place.is_synchronous:
+        if not self._parallel.method.talks_to_peers or self._parallel.is_synchronous:
             return
-        assert self._place.control is not None
+        assert self._parallel.control is not None
         mine = b""
-        if self._place.speaks:
-            self._peers = self._listen(self._place.control)
-            address = self._place.server.published(self._peers.address)
-            mine = msgspec.json.encode((self._share_number, Address(self._place.group, address)))
+        if self._parallel.exchanges:
+            self._peers = self._listen(self._parallel.control)
+            address = self._parallel.server.published(self._peers.address)
+            mine = msgspec.json.encode((self._share_number, Address(self._parallel.group, address)))
         addresses = self._synchronize("peers", mine)
         if self._peers is not None:
             others = [msgspec.json.decode(payload, type=tuple[int, Address]) for _, payload in addresses if payload]
             alike = [other for share, other in others if share == self._share_number]
-            self._peers.connect({other.group: other for other in alike if other.group != self._place.group})
+            self._peers.connect({other.group: other for other in alike if other.group != self._parallel.group})
 
     @property
     def _share_number(self) -> int:
-        return self._place.share[0] if self._place.share is not None else 0
+        return self._parallel.share[0] if self._parallel.share is not None else 0
 
     def _listen(self, control: Control) -> Peers:
         """Open this rank's connection to other groups: as a leader, or as a member to those with the same share."""
 
         def is_lost(group: int) -> bool:
-            return group not in self._place.live_groups
+            return group not in self._parallel.live_groups
 
         peers = control.listen(
-            [part.replica.layout for part in self._place.parts],
+            [part.replica.layout for part in self._parallel.parts],
             is_lost,
-            everywhere=not self._place.server.is_on_this_node_only,
-            wire_format=self._place.core.wire_format.pushes,
+            everywhere=not self._parallel.server.is_on_this_node_only,
+            wire_format=self._parallel.core.wire_format.pushes,
         )
-        if self._place.share is None:
+        if self._parallel.share is None:
             return peers
-        if not isinstance(peers, PeersOfShares):
+        if not isinstance(peers, ShardedPeers):
             peers.close()
             raise UnsupportedError(
-                f"{shown(self._place.options.inside)} and method={type(self._place.method).__name__}: with this"
+                f"{shown(self._parallel.options.inside)} and method={type(self._parallel.method).__name__}: with this"
                 " transport= only leaders speak to other groups, and each member has a share of the model; leave"
                 ' transport= out, or use a method that exchanges with the server, such as "local_sgd"'
             )
-        return Together(peers, self._place.group, self._members.largest, is_lost)
+        return ShardedPeerExchange(peers, self._parallel.group, self._members.largest, is_lost)
 
     def grow(self, index: int, layout: Layout) -> None:
         """Change the layout of one optimizer's weights; tensors that peers have sent in the old one are dropped."""
@@ -125,7 +125,7 @@ class OtherGroups:
             theirs = self._peers.read(group, index)
             return theirs, int(theirs is not None)
 
-        return self._share_tensors(self._place.parts[index], read)[0]
+        return self._share_tensors(self._parallel.parts[index], read)[0]
 
     def read_inbox(self, index: int) -> Inbox:
         def read() -> tuple[Sequence[Tensor] | None, int]:
@@ -133,22 +133,22 @@ class OtherGroups:
             inbox = self._peers.read_inbox(index)
             return inbox.total, inbox.count
 
-        return Inbox(*self._share_tensors(self._place.parts[index], read))
+        return Inbox(*self._share_tensors(self._parallel.parts[index], read))
 
     def _share_tensors(
         self, part: Part, read: Callable[[], tuple[Sequence[Tensor] | None, int]]
     ) -> tuple[Sequence[Tensor] | None, int]:
         """Return tensors and a count on all members, read by the leader or by the rank that exchanges their share."""
-        by_member = self._place.share is not None
-        listeners = self._place.replicas if by_member else len(self._place.members)
+        by_member = self._parallel.share is not None
+        listeners = self._parallel.replicas if by_member else len(self._parallel.members)
         broadcast = self._members.broadcast_to_replicas if by_member else self._members.broadcast
         with self._timed():
-            tensors, count = read() if self._place.speaks else (None, 0)
+            tensors, count = read() if self._parallel.exchanges else (None, 0)
             if listeners == 1:
                 return tensors, count
-            memory = part.memory(PREFIX, self._place.empty)
+            memory = part.memory(PREFIX, self._parallel.empty)
             prefix, views = memory[:PREFIX].view(torch.int64), part.replica.layout.views(memory[PREFIX:])
-            if self._place.speaks:
+            if self._parallel.exchanges:
                 prefix[0] = count
                 for view, tensor in zip(views, tensors or (), strict=False):
                     view.copy_(tensor)
@@ -174,7 +174,7 @@ _POLL = 0.001
 """Seconds between two polls for such a part."""
 
 
-class Together:
+class ShardedPeerExchange:
     """A member's exchanges with its counterparts in other groups. All members of the group make the same calls.
 
     Args:
@@ -189,7 +189,7 @@ class Together:
 
     def __init__(
         self,
-        peers: PeersOfShares,
+        peers: ShardedPeers,
         group: int,
         largest: Callable[[Sequence[int]], list[int]],
         is_lost: Callable[[int], bool],

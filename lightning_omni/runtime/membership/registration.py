@@ -48,7 +48,7 @@ def run_is_saved() -> bool:
     return _UNSAVED not in os.environ.get(COMES_BACK, "").split(" ")[2:]
 
 
-class Enlistment:
+class GroupRegistration:
     """A reservation of rank numbers for a group. All of its ranks create one.
 
     Args:

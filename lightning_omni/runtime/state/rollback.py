@@ -74,7 +74,7 @@ class RollbackPoint:
         for tensor, kept in (*self.weights, *self.buffers):
             kept.copy_(tensor)
 
-    def put_back(self, core: GroupCore) -> None:
+    def restore(self, core: GroupCore) -> None:
         """Roll the run back to this state, in one group."""
         with torch.no_grad():
             for tensor, kept in (*self.weights, *self.buffers):

@@ -5,32 +5,32 @@ one more entry, ``"omni"``: see `lightning_omni.runtime.state.checkpoint`.
 """
 
 from __future__ import annotations
+
+import contextlib
+import io
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 from typing_extensions import override
+
 from lightning_omni.runtime import World, names_of
-from lightning_omni.runtime.state.distributed_checkpoint import Folder, by_names, without_tensors
-from lightning_omni.runtime.state.distributed_checkpoint import save as save_folder
-from lightning_omni.runtime.state.checkpoint import ENTRY, Saved
-from lightning_omni.runtime.state.server_store import ServerSnapshot
 from lightning_omni.runtime.model.sharded import is_part, local_of
-from lightning_omni.wire import messages as m
-from lightning_omni.wire.progress import Progress
+from lightning_omni.runtime.state.checkpoint import ENTRY, Saved
+from lightning_omni.runtime.state.distributed_checkpoint import Folder, beside, by_names, without_tensors
+from lightning_omni.runtime.state.distributed_checkpoint import save as save_folder
+from lightning_omni.runtime.state.server_store import ServerSnapshot
 from lightning_omni.strategy.loops.driver import EpochDriver
 from lightning_omni.strategy.loops.validation import Version
-import contextlib
-import io
-import os
-from typing import Any
-import torch
-from lightning_omni.runtime.state.distributed_checkpoint import beside
-from collections.abc import Mapping
+from lightning_omni.wire import messages as m
+from lightning_omni.wire.progress import Progress
 
 if TYPE_CHECKING:
     from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO as _Base
@@ -95,10 +95,10 @@ class Checkpoints:
                 f" have not pushed yet in the wire format {type(world.core.wire_format).__name__} is not in it; save"
                 " at an epoch's end or after a validation to have it"
             )
-        if not world.hands_over:
+        if not world.owns_state:
             return read()
-        snapshot = world.channel.store.snapshot(version=version.number if version is not None else 0)
-        if is_together and world.enlistment is None:  # a group that has joined does not have a list of the others
+        snapshot = world.exchange.store.snapshot(version=version.number if version is not None else 0)
+        if is_together and world.registration is None:  # a group that has joined does not have a list of the others
             snapshot = self._complete_groups(snapshot, world.live_groups)
         if world.share is not None:
             snapshot = world.states.sharded(snapshot)
@@ -133,7 +133,7 @@ class Checkpoints:
         if all(world.steps_here(part) for part in world.parts if part.optimizer is optimizer):
             return own
         if self._snapshot is None:
-            self._snapshot = world.channel.store.snapshot()
+            self._snapshot = world.exchange.store.snapshot()
         return {"state": world.states.whole(optimizer, self._snapshot.parts), "param_groups": own["param_groups"]}
 
     def complete(

@@ -37,7 +37,7 @@ from lightning_omni.strategy.lightning_internals.progress import (
     start_fit_at_epoch,
 )
 from lightning_omni.strategy.lightning_internals.schedulers import replaces_scheduler, runs_lr_finder
-from lightning_omni.strategy.loops.driver import Entered
+from lightning_omni.strategy.loops.driver import EntryPoint
 from lightning_omni.strategy.schedules.replay import described
 from lightning_omni.wire.codec import pack
 from lightning_omni.wire.progress import Progress
@@ -76,7 +76,7 @@ class RunStates:
 
     def check(self, trainer: Trainer) -> None:
         """Raise `UnsupportedError` for features of this fit that do not work with groups that join."""
-        if self._strategy.world.enlistment is None:
+        if self._strategy.world.registration is None:
             return
         if runs_lr_finder(trainer):
             raise UnsupportedError(
@@ -104,25 +104,25 @@ class RunStates:
         All ranks call it.
         """
         world = self._strategy.world
-        if world.enlistment is None or world.process_groups.live.ranks[0] not in world.members:
+        if world.registration is None or world.process_groups.live.ranks[0] not in world.members:
             return
         self.renew()
 
     def renew(self) -> None:
         """Replace the state at the server by the current one, while groups compute. The recorder's group calls it."""
         world = self._strategy.world
-        reshard(world.held.sharded)
+        reshard(world.wrapper.sharded)
         tree = self._describe()  # all members make it, since hooks of users that save may need collectives
         if tree["shared"]:
-            if world.speaks and not world.is_leader:
-                world.channel.store.store_run_state(*pack({"shared": tree["shared"]}))
+            if world.exchanges and not world.is_leader:
+                world.exchange.store.store_run_state(*pack({"shared": tree["shared"]}))
             world.wait_for_members()  # other groups may join as soon as the leader has stored its part
         if world.is_leader:
             try:
                 packed, buffer = pack(tree)
             except MalformedMessage as error:
                 packed, buffer = pack({"refused": f"the run's schedulers or optimizers cannot be sent: {error}"})
-            world.channel.store.store_run_state(packed, buffer)
+            world.exchange.store.store_run_state(packed, buffer)
 
     def _describe(self) -> dict[str, Any]:
         strategy, trainer = self._strategy, self._strategy.pl_module.trainer
@@ -201,7 +201,7 @@ class RunStates:
         """
         strategy = self._strategy
         joined = strategy.world.take_part()
-        tree = strategy.world.channel.store.read_run_state()
+        tree = strategy.world.exchange.store.read_run_state()
         self._check_given(trainer, tree)
         assert joined.plan is not None  # the server admits groups only during an epoch
         checkpoint = {**tree["more"], "callbacks": tree["callbacks"], "state_dict": tree["module"]}
@@ -212,7 +212,7 @@ class RunStates:
         set_output_folders(trainer, tree["folders"])
         load_checkpoint(trainer, checkpoint)
         if tree["shared"] and not (strategy.world.share is None or strategy.world.is_leader):
-            tree["shared"] = strategy.world.channel.store.read_run_state(share=True)["shared"]
+            tree["shared"] = strategy.world.exchange.store.read_run_state(share=True)["shared"]
         self._take_over_module(tree)
         self._again = tree
         schedule: dict[Any, Any] = {}
@@ -220,7 +220,7 @@ class RunStates:
             config.scheduler.load_state_dict(_like(vars(config.scheduler), state))
             if base:
                 schedule[config.scheduler] = tuple(base)
-        entered = Entered(
+        entered = EntryPoint(
             plan=joined.plan,
             samples=tree["samples"],
             progress=msgspec.convert(tree["progress"], Progress | None),

@@ -20,26 +20,8 @@ from lightning_omni.runtime.model.contiguous import write
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
-    from pytorch_lightning.loops.evaluation_loop import _EvaluationLoop
-    from pytorch_lightning.loops.fit_loop import _FitLoop
-    from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
-
-    _Trainer = Trainer
-else:
-    _EvaluationLoop = _FitLoop = _TrainingEpochLoop = _Trainer = object
-if TYPE_CHECKING:
-    from pytorch_lightning import Trainer
     from pytorch_lightning.callbacks import Callback
     from torch.utils.data import DataLoader
-if TYPE_CHECKING:
-    from pytorch_lightning import Trainer
-    from pytorch_lightning.loops.evaluation_loop import _EvaluationLoop
-    from pytorch_lightning.loops.fit_loop import _FitLoop
-    from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
-
-    _Trainer = Trainer
-else:
-    _EvaluationLoop = _FitLoop = _TrainingEpochLoop = _Trainer = object
 
 
 def is_inside_hook(trainer: Trainer) -> bool:

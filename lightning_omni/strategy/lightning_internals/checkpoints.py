@@ -13,13 +13,6 @@ from lightning_omni.strategy.lightning_internals.callbacks import call_module, c
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer
-    from pytorch_lightning.loops.evaluation_loop import _EvaluationLoop
-    from pytorch_lightning.loops.fit_loop import _FitLoop
-    from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
-
-    _Trainer = Trainer
-else:
-    _EvaluationLoop = _FitLoop = _TrainingEpochLoop = _Trainer = object
 
 
 def dump_checkpoint(trainer: Trainer) -> dict[str, Any]:

@@ -20,13 +20,6 @@ from lightning_omni.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer
-    from pytorch_lightning.loops.evaluation_loop import _EvaluationLoop
-    from pytorch_lightning.loops.fit_loop import _FitLoop
-    from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
-
-    _Trainer = Trainer
-else:
-    _EvaluationLoop = _FitLoop = _TrainingEpochLoop = _Trainer = object
 
 
 def cached_metrics(trainer: Trainer) -> dict[str, Any]:
@@ -79,7 +72,7 @@ class _UnevenListGather:
             if metric._reductions[name] is None and min(sizes)[0] >= 0:
                 lengths = [length for length, *_ in sizes]  # gathered entries are in the order of indices, then ranks
                 joined = enumerate(getattr(metric, name))
-                ours = [each for place, each in joined if place // len(lengths) < lengths[place % len(lengths)]]
+                ours = [each for index, each in joined if index // len(lengths) < lengths[index % len(lengths)]]
                 setattr(metric, name, ours)
 
 

@@ -15,13 +15,6 @@ from lightning_omni.strategy.lightning_internals.callbacks import call_module
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer
-    from pytorch_lightning.loops.evaluation_loop import _EvaluationLoop
-    from pytorch_lightning.loops.fit_loop import _FitLoop
-    from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
-
-    _Trainer = Trainer
-else:
-    _EvaluationLoop = _FitLoop = _TrainingEpochLoop = _Trainer = object
 
 
 _ENDS = ("on_validation_epoch_end", "on_validation_end")
@@ -38,8 +31,8 @@ def validation_loaders(trainer: Trainer) -> list[Any]:
 
 
 @contextmanager
-def divide_validation_data(trainer: Trainer, place: int, members: int) -> Iterator[None]:
-    """Return a context in which ``members`` ranks divide the validation data; this rank is number ``place`` of them.
+def divide_validation_data(trainer: Trainer, index: int, members: int) -> Iterator[None]:
+    """Return a context in which ``members`` ranks divide the validation data; this rank is number ``index`` of them.
 
     The trainer's `validation_loaders` have DistributedSamplers.
     """
@@ -47,7 +40,7 @@ def divide_validation_data(trainer: Trainer, place: int, members: int) -> Iterat
     loaders, limits = validation_loaders(trainer), loop._max_batches
     before = [(each.sampler.num_replicas, each.sampler.rank, len(each)) for each in loaders]
     for loader in loaders:
-        _set_sampler(loader, place, members)
+        _set_sampler(loader, index, members)
     loop._max_batches = [
         min(len(loader), -(-int(limit) * ranks // members)) if limit < whole else len(loader)
         for loader, limit, (ranks, _, whole) in zip(loaders, limits, before, strict=True)
@@ -60,10 +53,10 @@ def divide_validation_data(trainer: Trainer, place: int, members: int) -> Iterat
             _set_sampler(loader, rank, ranks)
 
 
-def _set_sampler(loader: DataLoader[Any], place: int, members: int) -> None:
+def _set_sampler(loader: DataLoader[Any], index: int, members: int) -> None:
     sampler = loader.sampler
     assert isinstance(sampler, DistributedSampler)
-    sampler.rank, sampler.num_replicas = place, members
+    sampler.rank, sampler.num_replicas = index, members
     sampler.num_samples = -(-len(sampler.dataset) // members)  # type: ignore[arg-type]
     sampler.total_size = sampler.num_samples * members
 

@@ -16,7 +16,7 @@ from torch.nn import Module
 
 from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.runtime import World
-from lightning_omni.runtime.data.loader import Leases
+from lightning_omni.runtime.data.loader import RankLeases
 from lightning_omni.runtime.executor import Executor
 from lightning_omni.runtime.state.checkpoint import Saved
 from lightning_omni.server.log.record import Spans
@@ -34,8 +34,8 @@ from lightning_omni.strategy.lightning_internals.metrics import cached_metrics
 from lightning_omni.strategy.lightning_internals.progress import batches_trained, set_step_counters, step_counters
 from lightning_omni.strategy.lightning_internals.schedulers import step_schedules_by_epoch
 from lightning_omni.strategy.lightning_internals.validation import divide_validation_data, validation_loaders
-from lightning_omni.strategy.loops.epoch_ends import OwnEnd, differ
-from lightning_omni.strategy.loops.leased_data import LeasedData, is_given, size_of
+from lightning_omni.strategy.loops.epoch_ends import EpochEnd, differ
+from lightning_omni.strategy.loops.leased_data import LeasedData, has_lightning_sampler, size_of
 from lightning_omni.strategy.loops.progress import RunProgress
 from lightning_omni.strategy.loops.validation import PublishedValidation
 from lightning_omni.strategy.schedules.pacing import Schedule
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from pytorch_lightning import Trainer
 
 
-class Entered(NamedTuple):
+class EntryPoint(NamedTuple):
     """The position in a run at which a group joins it.
 
     Attributes:
@@ -164,7 +164,7 @@ class EpochDriver:
         self._epoch = _Epoch()
         self._begun = -1
         self._started = self._stopping = self._have_differed = False
-        self._entered: Entered | None = None
+        self._entered: EntryPoint | None = None
         self.on_parted: Callable[[], None] = lambda: None
         self.check_every = 0
         self.on_check: Callable[[], None] = lambda: None
@@ -194,7 +194,7 @@ class EpochDriver:
         self.schedulers.start(count_from_here=self.leases is not None)
         self._pace()
 
-    def enter(self, entered: Entered, schedule: Schedule) -> None:
+    def enter(self, entered: EntryPoint, schedule: Schedule) -> None:
         """Join a run that is under way, before this group's loops begin; schedulers continue from ``schedule``."""
         self._entered, self.schedule, self.run.past = entered, schedule, entered.progress
 
@@ -230,12 +230,12 @@ class EpochDriver:
         return self._world
 
     @property
-    def leases(self) -> Leases | None:
+    def leases(self) -> RankLeases | None:
         """Return this rank's leases, on which its group's core reports to the server; None if data is not leased."""
         return self.data.leases
 
     @leases.setter
-    def leases(self, leases: Leases | None) -> None:
+    def leases(self, leases: RankLeases | None) -> None:
         self.data.leases = leases
         self.data.start()
 
@@ -278,7 +278,7 @@ class EpochDriver:
             self.published.begin(None)
         self._have_parted()
 
-    def _begin_leased(self, leases: Leases, plan: EpochPlan) -> None:
+    def _begin_leased(self, leases: RankLeases, plan: EpochPlan) -> None:
         entered, self._entered = self._entered, None
         trained = plan.trained if entered is None else entered.plan.trained
         self.published.begin(plan, size_of(trained), self.data.is_dynamic)
@@ -299,7 +299,7 @@ class EpochDriver:
             else:
                 leases.begin(self._dealt(plan))
         elif self.is_open_ended:
-            leases.begin_local(plan, goes_on=True)
+            leases.begin_local(plan, resumed=True)
             if not self.schedulers.are_paced:  # the remaining samples may form more batches than under DDP
                 self._pace()
         self.run.limit_steps(self.is_open_ended)
@@ -330,7 +330,7 @@ class EpochDriver:
     @property
     def _is_shrunk(self) -> bool:
         """Return whether one group has fewer ranks than the run began with, so that its epoch has more batches."""
-        return self.leases is not None and self.leases.is_local and self.world.data_place[1] < self.leases.world_size
+        return self.leases is not None and self.leases.is_local and self.world.data_rank[1] < self.leases.world_size
 
     @property
     def _goes_on_alone(self) -> bool:
@@ -445,7 +445,7 @@ class EpochDriver:
         if not self.world.executor.exchanges:
             return
         trainer, by_hand = self.trainer, self.run.by_hand
-        own = OwnEnd.of(trainer, by_hand.unstepped if by_hand is not None else 0)
+        own = EpochEnd.of(trainer, by_hand.unstepped if by_hand is not None else 0)
         stops, *marks = self.world.all_reduce_max([int(should_stop_now(trainer)), *own.marks])
         trainer.should_stop |= bool(stops)
         if not self._have_differed and differ(marks):
@@ -522,7 +522,7 @@ class EpochDriver:
 
         A group that has joined on its own returns its untrained samples; the other groups continue.
         """
-        if self.world.enlistment is not None:
+        if self.world.registration is not None:
             self.leave("")
             return
         if self.world.is_computing:
@@ -535,7 +535,7 @@ class EpochDriver:
         control = self.world.control
         if control is None:
             return
-        self.world.channel.finish_exchanges()  # the server would reject pushes that arrive after the message
+        self.world.exchange.finish_exchanges()  # the server would reject pushes that arrive after the message
         if self.leases is not None and self.data.is_dynamic:
             self.leases.leave(stop)
         elif stop:
@@ -610,7 +610,7 @@ class EpochDriver:
         coming = leases.peek()
         if coming is not None and coming.interval <= leases.interval:
             return ""
-        self.world.channel.finish_exchanges()  # there is nothing to compute while this group waits for the others
+        self.world.exchange.finish_exchanges()  # there is nothing to compute while this group waits for the others
         return leases.ask()
 
     def _set_last_batch(self, is_last: bool) -> None:
@@ -690,8 +690,8 @@ class EpochDriver:
 
     def _validate_together(self, run: Callable[[], Any]) -> Any:
         live = self.world.process_groups.live  # all ranks have just agreed on it
-        is_whole = live.size() == self.world.size and self.world.enlistment is None
-        if is_whole or not all(map(is_given, validation_loaders(self.trainer))):
+        is_whole = live.size() == self.world.size and self.world.registration is None
+        if is_whole or not all(map(has_lightning_sampler, validation_loaders(self.trainer))):
             return run()
         alike = self.world.tensor_parallel  # number of neighbours that get the same samples
         with divide_validation_data(self.trainer, live.rank() // alike, live.size() // alike):
@@ -748,7 +748,7 @@ class EpochDriver:
             self.run.advance(size_of(spans))
             self.published.go_on(plan, size_of(spans), self.world.executor.exchanges)
             if self.world.executor.control is None:
-                self.leases.begin_local(rest, goes_on=True)
+                self.leases.begin_local(rest, resumed=True)
             elif before.control is None:
                 self.leases.begin(self._dealt(rest))
             else:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pytorch_lightning import Trainer
 
 
-class OwnEnd(NamedTuple):
+class EpochEnd(NamedTuple):
     """The state of this rank at the end of an epoch.
 
     Attributes:
@@ -35,7 +35,7 @@ class OwnEnd(NamedTuple):
     rates: list[float]
 
     @classmethod
-    def of(cls, trainer: Trainer, unstepped: int) -> OwnEnd:
+    def of(cls, trainer: Trainer, unstepped: int) -> EpochEnd:
         """Return the end of the epoch that the Trainer has trained last."""
         groups: list[Any] = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
         rates = [float(group["lr"]) for group in groups if "lr" in group]
@@ -51,13 +51,13 @@ class OwnEnd(NamedTuple):
         """Return the warning for the user that ranks differ. All live ranks call it."""
         ends = self._of_all(world)
         first = next(iter(ends.values()))
-        place = next(
+        index = next(
             (i for i in range(len(self.rates)) if any(e.rates[i] != first.rates[i] for e in ends.values())), -1
         )
 
-        def said(end: OwnEnd) -> str:
+        def said(end: EpochEnd) -> str:
             last = f"its last step {end.unstepped} batches before its end" if end.unstepped else "a step in the last"
-            return f"the learning rate {end.rates[place]:.4g}" if place >= 0 else last
+            return f"the learning rate {end.rates[index]:.4g}" if index >= 0 else last
 
         shown = ", ".join(
             f"rank {rank} has trained {end.batches} batches and has {said(end)}"
@@ -72,22 +72,22 @@ class OwnEnd(NamedTuple):
             " then that of this rank; and do what is to be done once an epoch in on_train_epoch_end"
         )
 
-    def _of_all(self, world: World) -> dict[int, OwnEnd]:
+    def _of_all(self, world: World) -> dict[int, EpochEnd]:
         live = world.process_groups.live
         numbers = [1, self.batches, self.unstepped, *map(_bits, self.rates)]
-        size, place = len(numbers), live.rank()
-        before, after = [0] * (size * place), [0] * (size * (live.size() - place - 1))
+        size, index = len(numbers), live.rank()
+        before, after = [0] * (size * index), [0] * (size * (live.size() - index - 1))
         everything = world.all_reduce_max([*before, *numbers, *after])
         found = {}
         for number, rank in enumerate(live.ranks):
             is_there, batches, unstepped, *rates = everything[number * size : (number + 1) * size]
             if is_there:
-                found[rank] = OwnEnd(self.epoch, batches, unstepped, [_rate(bits) for bits in rates])
+                found[rank] = EpochEnd(self.epoch, batches, unstepped, [_rate(bits) for bits in rates])
         return found
 
 
 def differ(marks: Sequence[int]) -> bool:
-    """Return whether ranks differ, given the maxima of `OwnEnd.marks` over all ranks.
+    """Return whether ranks differ, given the maxima of `EpochEnd.marks` over all ranks.
 
     Rates are not compared where ranks have different numbers of parameter groups: some may add theirs later.
     """

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from lightning_omni.errors import UnsupportedError
 from lightning_omni.runtime import World
-from lightning_omni.runtime.data.loader import Leases, can_lease, lease
+from lightning_omni.runtime.data.loader import RankLeases, can_lease, lease
 from lightning_omni.server.log.record import Spans
 from lightning_omni.strategy.lightning_internals.loops import validates_this_epoch
 from lightning_omni.strategy.lightning_internals.progress import (
@@ -56,9 +56,9 @@ class LeasedData:
         self.kind, self._own_batches = data, own_batches
         self._info, self._before_epoch, self._is_for_user = info, before_epoch, is_for_user
         self._world: World | None = None
-        self.leases: Leases | None = None
+        self.leases: RankLeases | None = None
         self.split = 0
-        self._new: list[Leases | None] = []  # one per new loader; None if its samples cannot be leased
+        self._new: list[RankLeases | None] = []  # one per new loader; None if its samples cannot be leased
         self._may_be_made_again = False
         self._sampler: DistributedSampler[Any] | None = None
         self._order: int | None = None
@@ -93,7 +93,7 @@ class LeasedData:
         return self._coming is None
 
     @property
-    def _coming(self) -> Leases | None:
+    def _coming(self) -> RankLeases | None:
         if self._new:
             return self._new[0] if len(self._new) == 1 else None
         return self.leases
@@ -152,7 +152,7 @@ class LeasedData:
         """Let the loaders that are made from now on replace the new ones that no epoch has trained yet."""
         self._may_be_made_again = True
 
-    def _take_in(self, leases: Leases | None) -> None:
+    def _take_in(self, leases: RankLeases | None) -> None:
         if self._may_be_made_again:
             self._new, self._may_be_made_again = [], False
         self._new.append(leases)
@@ -165,7 +165,7 @@ class LeasedData:
 
     def _refuse_to_join(self) -> None:
         """Raise `UnsupportedError` if groups may join: data that cannot be leased has no samples for them."""
-        if self._world is not None and self._world.enlistment is not None:
+        if self._world is not None and self._world.registration is not None:
             raise UnsupportedError(
                 "join=True deals the samples of an epoch out to the groups that there are, and this training data is"
                 " several loaders, has a sampler of its own, is iterable, is no plain DataLoader, or is drawn by"
@@ -200,7 +200,7 @@ class LeasedData:
         """Set the leases' index of this rank in its group, and the group's ``shares``, if they are unequal."""
         world = self._world
         if self.leases is not None and world is not None:
-            self.leases.assign(*world.data_place, world.executor.control, world.generation, shares)
+            self.leases.assign(*world.data_rank, world.executor.control, world.generation, shares)
 
     def weigh(self, loss: Tensor) -> Tensor:
         """Return the loss times this rank's weight: more, if it has more of the group's batch than others."""
@@ -229,11 +229,11 @@ class FitLimits:
         automatic = trainer.lightning_module.automatic_optimization
         self.by_hand = None if automatic else StepsByHand(trainer)
 
-    def reference(self, leases: Leases) -> ReferenceBatch:
+    def reference(self, leases: RankLeases) -> ReferenceBatch:
         """Return the batch of one step of DDP at the moment; accumulation may have a schedule."""
         return ReferenceBatch(leases.world_size, leases.batch_size, int(self._trainer.accumulate_grad_batches))
 
-    def progress(self, leases: Leases, epoch: int, trained: Spans, before: Progress | None = None) -> Progress:
+    def progress(self, leases: RankLeases, epoch: int, trained: Spans, before: Progress | None = None) -> Progress:
         """Return the run's progress when an epoch begins, or is resumed with some of its samples trained.
 
         ``before`` is the progress at the end of the last epoch.
@@ -250,7 +250,7 @@ class FitLimits:
             past = sum(-(-batches // window) for window in windows)
         return Progress(reference, batches, epoch, size_of(trained), past, past_batches)
 
-    def plan(self, leases: Leases, progress: Progress, trained: Spans) -> EpochPlan:
+    def plan(self, leases: RankLeases, progress: Progress, trained: Spans) -> EpochPlan:
         trainer, epoch = self._trainer, progress.epochs
         interval = trainer.val_check_batch  # None if val_check_interval is a duration
         every, offset = 0, 0
@@ -345,16 +345,16 @@ class StepsByHand:
         return batches * steps // max(1, counted)
 
 
-class GivenRank(int):
+class LightningRank(int):
     """A rank that OmniStrategy has passed to a sampler."""
 
 
-def is_given(loader: object) -> bool:
+def has_lightning_sampler(loader: object) -> bool:
     """Return whether a loader's sampler is Lightning's, with a rank from OmniStrategy, and not a user's own.
 
     Return False for an object that is not a DataLoader, such as an empty list.
     """
-    return isinstance(getattr(getattr(loader, "sampler", None), "rank", None), GivenRank)
+    return isinstance(getattr(getattr(loader, "sampler", None), "rank", None), LightningRank)
 
 
 def draws_batches(training_step: Callable[..., Any]) -> bool:

@@ -32,7 +32,7 @@ from lightning_omni.strategy.lightning_internals.metrics import (
 )
 from lightning_omni.strategy.loops.driver import EpochDriver
 from lightning_omni.strategy.loops.live_metrics import ProgressDisplay, live_metrics
-from lightning_omni.strategy.signals import Signals, whereabouts
+from lightning_omni.strategy.signals import Signals, training_position
 from lightning_omni.topology import Topology
 from lightning_omni.tuning.model.steps.parts import straggler_sentence
 
@@ -72,7 +72,7 @@ class Listener:
         control_loops(trainer, self)
         world = strategy.world
         patch_list_gather(lambda: world.executor.exchanges and not world.is_computing)
-        world.where = partial(whereabouts, trainer)
+        world.where = partial(training_position, trainer)
 
     def close(self) -> None:
         remove_listener(self._trainer)
@@ -165,7 +165,7 @@ class Listener:
         """Begin a batch before any callback does."""
         if self._nested.is_running:
             return
-        strategy, traffic = self._strategy, self._strategy.world.channel.traffic
+        strategy, traffic = self._strategy, self._strategy.world.exchange.traffic
         self._signals.agree_alone()
         strategy.follow_recorder()
         strategy.grouping.begin_batch()
@@ -186,9 +186,9 @@ class Listener:
         strategy, world = self._strategy, self._strategy.world
         strategy.merged.step_done()
         if world.control is not None:
-            strategy.step_times.end(world.channel.traffic.seconds, world.channel.traffic.moved)
+            strategy.step_times.end(world.exchange.traffic.seconds, world.exchange.traffic.moved)
             world.control.report_timings(*strategy.step_times.means)
-            world.control.got_on(has_trained=True)
+            world.control.report_progress(has_trained=True)
         strategy.balance.end_batch()
         strategy.epochs.end_batch()
         self._display.show(trainer, strategy.epochs.expected_batches(batch_idx + 1))
@@ -206,7 +206,7 @@ class Listener:
 
     def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
         """Check for a signal to leave, if this group has joined on its own and validates for all groups."""
-        if self._strategy.epochs.published.evaluates and self._strategy.world.enlistment is not None:
+        if self._strategy.epochs.published.evaluates and self._strategy.world.registration is not None:
             self._signals.agree()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -30,7 +30,7 @@ from lightning_omni.strategy.lightning_internals.validation import (
     end_validation,
     validation_loaders,
 )
-from lightning_omni.strategy.loops.leased_data import is_given
+from lightning_omni.strategy.loops.leased_data import has_lightning_sampler
 from lightning_omni.wire.leases import Batch, EpochPlan
 from lightning_omni.wire.progress import Progress
 
@@ -120,7 +120,7 @@ class PublishedValidation:
         """
         trainer, world = self._joined
         self._plan, self._have_all_ended = plan, False
-        self.is_on = world.edits.are_validations_apart = False
+        self.is_on = world.external_writes.are_validations_apart = False
         if not (self.is_wanted and world.executor.exchanges and trainer.enable_validation):
             return
         reason = "the samples are dealt out beforehand" if plan is None or not is_dynamic else self._reason()
@@ -130,7 +130,7 @@ class PublishedValidation:
                 self._info(f'OmniStrategy: validation="published" is validation="wait" here: {reason}')
             return
         assert plan is not None
-        self.is_on = world.edits.are_validations_apart = plan.validate_every > 0
+        self.is_on = world.external_writes.are_validations_apart = plan.validate_every > 0
         self._passed = max(self._passed, self._point(trained)) if self.is_on else 0
 
     def dealt(self, plan: EpochPlan) -> EpochPlan:
@@ -149,7 +149,9 @@ class PublishedValidation:
         loaders = validation_loaders(trainer)
         if not any(trainer.num_val_batches):
             return "the validation data has no batch"
-        if not all(is_given(loader) and isinstance(loader.sampler, DistributedSampler) for loader in loaders):
+        if not all(
+            has_lightning_sampler(loader) and isinstance(loader.sampler, DistributedSampler) for loader in loaders
+        ):
             return "the validation data has a sampler of its own, or is iterable, so that one group cannot read it all"
         return ""
 
@@ -210,7 +212,7 @@ class PublishedValidation:
         is_first = False
         while self._ended < self._joined[1].core.last_answer.validations:
             is_first = self._end_next()
-        if is_first and self._joined[1].enlistment is not None:
+        if is_first and self._joined[1].registration is not None:
             self.on_ended()
             self._release()
 
@@ -278,7 +280,7 @@ class PublishedValidation:
                 set_step_counters(trainer, own)
         if not any(number > self._ended for number in self._begun):
             world.versions.forget_evaluated()
-        if world.enlistment is None:  # where groups join, their state is stored before the release
+        if world.registration is None:  # where groups join, their state is stored before the release
             self._release()
         return is_first
 

@@ -15,7 +15,7 @@ from lightning_omni.strategy.lightning_internals.metrics import cached_metrics
 from lightning_omni.strategy.lightning_internals.schedulers import step_plateaus, step_schedule
 from lightning_omni.strategy.loops.progress import RunProgress
 from lightning_omni.strategy.schedules.pacing import Pacer, Schedule, StepCounts, arrive, counts_of, reach_all
-from lightning_omni.strategy.schedules.replay import Counts, Standing, caught_up, standing
+from lightning_omni.strategy.schedules.replay import Counts, SchedulerSnapshot, caught_up, standing
 from lightning_omni.wire.leases import EpochPlan
 from lightning_omni.wire.progress import Progress
 
@@ -43,7 +43,7 @@ class RunSchedulers:
         self._resumed: Sequence[Sequence[int]] = ()
         self._before = 0  # steps of DDP before the epoch
         self.bases: Schedule = {}
-        self.synchronized: dict[Any, Standing | None] = {}
+        self.synchronized: dict[Any, SchedulerSnapshot | None] = {}
 
     def connect(self, trainer: Trainer) -> None:
         self._trainer = trainer

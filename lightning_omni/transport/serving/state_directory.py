@@ -43,9 +43,9 @@ _log = logging.getLogger(__name__)
 
 EVERY = 30.0
 """Seconds between two saves."""
-PATIENCE = 300.0
+RECONNECT_TIMEOUT = 300.0
 """Seconds for which ranks look for a standalone server that is gone."""
-EMBEDDED_PATIENCE = 60.0
+EMBEDDED_RECONNECT_TIMEOUT = 60.0
 """Seconds for which ranks look for an embedded server that is gone; rank 0 starts it again."""
 SHARE = 0.02
 """The largest fraction of its time that the server spends on saves; it saves a larger state less often."""
@@ -87,7 +87,7 @@ class StateDirectory:
     Args:
         path: the directory; it is created if missing, and only its user may enter it.
         every: seconds between two saves.
-        patience: seconds for which ranks look for the server when it is gone.
+        reconnect_timeout: seconds for which ranks look for the server when it is gone.
         servers: number of servers, each of which holds a share of the weights; this one coordinates.
 
     Attributes:
@@ -105,8 +105,10 @@ class StateDirectory:
         >>> folder.cleanup()
     """
 
-    def __init__(self, path: str | Path, every: float = EVERY, patience: float = PATIENCE, servers: int = 1) -> None:
-        self._path, self._every, self._patience = Path(path), every, patience
+    def __init__(
+        self, path: str | Path, every: float = EVERY, reconnect_timeout: float = RECONNECT_TIMEOUT, servers: int = 1
+    ) -> None:
+        self._path, self._every, self._reconnect_timeout = Path(path), every, reconnect_timeout
         self._others = [share_directory(path, number) for number in range(1, servers)]
         self.restored = 0
         self._is_whole = True  # whether all servers have written the last save
@@ -153,7 +155,7 @@ class StateDirectory:
         Raises:
             ConfigurationError: this server cannot continue the saved run.
         """
-        core.patience, core.began = self._patience, self._start()
+        core.reconnect_timeout, core.started_at_ms = self._reconnect_timeout, self._start()
         saves = self._whole()
         self._remove_parts(set(saves[-1:]))
         if not saves:
@@ -213,7 +215,7 @@ class StateDirectory:
             core.journal.saves += 1
             self._remove_before(self._number)
             if self._gap < self._number:
-                self._gap, core.patience = 0, self._patience
+                self._gap, core.reconnect_timeout = 0, self._reconnect_timeout
                 self._troubles.end()
         if now < self._due and not core.journal.is_due:
             return
@@ -237,7 +239,7 @@ class StateDirectory:
         # Another server may still be writing the last save, so its number is not used again.
         self._number = self._number if self._others else 0
         self._due, self._latest, self._went_on, self._is_whole = 0.0, 0.0, False, True
-        self._gap, core.patience = 0, self._patience
+        self._gap, core.reconnect_timeout = 0, self._reconnect_timeout
 
     def close(self, core: ServerCore | None = None) -> None:
         """Stop saving, after a last save of a run that has not ended.
@@ -311,7 +313,7 @@ class StateDirectory:
 
     def _lose(self, core: ServerCore, error: Exception) -> None:
         """Mark the journal as incomplete: no server can continue from it until the state is saved again."""
-        core.journal.write, core.patience, self._gap = None, 0.0, self._number
+        core.journal.write, core.reconnect_timeout, self._gap = None, 0.0, self._number
         with contextlib.suppress(OSError):
             if journals := _numbers(self._path, _JOURNAL):
                 _file(self._path, _JOURNAL, journals[-1]).rename(_file(self._path, _GAP, self._gap))

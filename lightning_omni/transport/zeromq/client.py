@@ -22,7 +22,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from lightning_omni.checks import counted
 from lightning_omni.errors import INTERRUPTED, ConnectionLost, MalformedMessage, OmniError, Refused
-from lightning_omni.transport.connections import PATIENCE, Control, Data, answer_of, refused_return
+from lightning_omni.transport.connections import REQUEST_TIMEOUT, Control, Data, answer_of, refused_return
 from lightning_omni.transport.zeromq.addresses import (
     beside,
     check_address,
@@ -51,7 +51,7 @@ from lightning_omni.transport.zeromq.shared_memory import (
     decode_record,
     shared_zeros,
 )
-from lightning_omni.transport.zeromq.suspend_aware_clock import AwakeClock
+from lightning_omni.transport.zeromq.suspend_aware_clock import SuspendAwareClock
 from lightning_omni.wire import handshake
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.formats.base import RAW, WireFormat
@@ -145,7 +145,7 @@ class ControlConnection(Control):
             raise
         self._wire, self._monitor = self._dialed.wire, self._dialed.monitor
         self.heartbeat_timeout, self.shards = welcome.heartbeat_timeout, welcome.shards
-        self.patience, self.returns = welcome.patience, welcome.began
+        self.reconnect_timeout, self.server_epoch = welcome.reconnect_timeout, welcome.started_at_ms
         self.data_address = data_address(address, welcome.data_port)
         shares = shared_memory and is_private(address) and can_share_memory()
         self.session = Session(self.data_address, rank, self._secret, self.keys, memory_path(address) if shares else "")
@@ -158,7 +158,7 @@ class ControlConnection(Control):
     # --- Requests, from the rank's own thread ------------------------------------------------------------------------
 
     def request_payload(
-        self, message: m.Message, expect: type[T], payload: bytes = b"", timeout: float = PATIENCE
+        self, message: m.Message, expect: type[T], payload: bytes = b"", timeout: float = REQUEST_TIMEOUT
     ) -> tuple[T, list[bytes]]:
         self.check()
         data = m.encode(message)
@@ -168,7 +168,7 @@ class ControlConnection(Control):
                 f" the control channel, which takes {m.LARGEST_INLINE}; bring it over the data channel"
             )
         self._outside.send_multipart([data, payload] if payload else [data])
-        clock = AwakeClock()
+        clock = SuspendAwareClock()
         deadline = clock() + timeout
         while True:
             if self._outside.poll(_SLICE):
@@ -194,16 +194,16 @@ class ControlConnection(Control):
         session = self.session
         if address:
             session = dataclasses.replace(session, address=beside(address, self.address), memory="")
-        return DataConnection(session, partial(self.check_stands, self.returns), timeout)
+        return DataConnection(session, partial(self.check_same_server, self.server_epoch), timeout)
 
-    def wait_for_return(self) -> None:
-        while self.is_away:
+    def wait_for_server(self) -> None:
+        while self.is_server_gone:
             self.check()
             time.sleep(_PAUSE)
         self.check()
 
-    def wait_for_another(self, returns: int) -> None:
-        while self.returns < returns:
+    def wait_for_server_epoch(self, server_epoch: int) -> None:
+        while self.server_epoch < server_epoch:
             self.check()
             time.sleep(_PAUSE)
 
@@ -283,21 +283,21 @@ class ControlConnection(Control):
             gone = self._serve()
             if gone is None:
                 continue
-            if self._ended is None and self.patience and self._return():
+            if self._ended is None and self.reconnect_timeout and self._return():
                 continue
             self.end(gone)
             return
 
     def _return(self) -> bool:
         """Dial until another server continues in place of the lost one; return whether one does."""
-        self.is_away = True
+        self.is_server_gone = True
         if self.records:
             text = "the parameter server at %s is gone; it is looked for over %.0f s"
-            _log.warning(text, self.address, self.patience)
+            _log.warning(text, self.address, self.reconnect_timeout)
         assert self._dialed is not None
         self._dialed.close()
         try:
-            self._dialed, welcome = self._join(self.patience, returns=True)
+            self._dialed, welcome = self._join(self.reconnect_timeout, returns=True)
         except (OmniError, zmq.ZMQError) as error:
             if isinstance(error, Refused):
                 self.end(refused_return(error))
@@ -305,7 +305,7 @@ class ControlConnection(Control):
         self._wire, self._monitor = self._dialed.wire, self._dialed.monitor
         address = data_address(self.address, welcome.data_port)
         self.session = Session(address, self.rank, self._secret, self.keys, self._memory)
-        self.came_back(welcome)
+        self.reconnected(welcome)
         if self._unanswered is not None:
             self._send(self._unanswered)
         return True
@@ -315,7 +315,7 @@ class ControlConnection(Control):
         poller = zmq.Poller()
         for wire in (self._inside, self._wire, self._monitor):
             poller.register(wire, zmq.POLLIN)
-        clock = AwakeClock()
+        clock = SuspendAwareClock()
         last_seen = beat = clock()
         while not self._closing:
             ready = dict(poller.poll(int(max(0.0, beat - clock()) * 1000) + 1))
@@ -435,10 +435,10 @@ class DataConnection(Data):
         self._awaited: tuple[MemoryRange, Tensor] | None = None
 
     def send(self, message: m.Message, payload: Tensor | None = None, into: Tensor | None = None) -> None:
-        room = self._sharing.place(into)
+        room = self._sharing.range_of(into)
         if room in self._offered:  # the answer missing so far may still be written there; this one travels by socket
             room = None
-        places = MemoryRanges(self._sharing.place(payload), room)
+        places = MemoryRanges(self._sharing.range_of(payload), room)
         self._awaited = None
         if room is not None and into is not None:
             self._offered.add(room)
@@ -461,9 +461,9 @@ class DataConnection(Data):
         if isinstance(answer, m.Long):
             long = self._assemble(answer, torch.empty(answer.nbytes, dtype=torch.uint8))
             answer = m.decode(long.numpy().data, at="rank", channel=m.DATA)
-        place, room = self._awaited or (None, None)
-        if place is not None:
-            self._offered.discard(place)
+        memory, room = self._awaited or (None, None)
+        if memory is not None:
+            self._offered.discard(memory)
         if isinstance(answer, m.RefusedMessage) and self._has_broken:  # ZeroMQ has reconnected, without admission
             self._raise_why_it_broke()
         answer = answer_of(answer, expect)
@@ -471,7 +471,7 @@ class DataConnection(Data):
         self.moved += nbytes
         if rest:
             if (
-                decode_record(rest[0].buffer, MemoryRanges) != MemoryRanges(answer=place)
+                decode_record(rest[0].buffer, MemoryRanges) != MemoryRanges(answer=memory)
                 or room is None
                 or room.numel() < nbytes
             ):
@@ -498,7 +498,7 @@ class DataConnection(Data):
 
     def _raise_why_it_broke(self) -> NoReturn:
         """Raise the error of the control connection, on which an ending server soon sends its reason."""
-        clock = AwakeClock()
+        clock = SuspendAwareClock()
         deadline = clock() + min(GRACE, TOLD_WHY)
         while clock() < deadline:
             self._check()
@@ -506,7 +506,7 @@ class DataConnection(Data):
         raise ConnectionLost(_BROKEN)
 
     def _receive(self) -> list[Any]:
-        clock = AwakeClock()
+        clock = SuspendAwareClock()
         deadline, broke = clock() + self._timeout, math.inf
         while not self._wire.poll(_SLICE):
             self._check()

@@ -43,7 +43,7 @@ from lightning_omni.transport.zeromq.shared_memory import (
     can_share_memory,
     decode_record,
 )
-from lightning_omni.transport.zeromq.suspend_aware_clock import AwakeClock
+from lightning_omni.transport.zeromq.suspend_aware_clock import SuspendAwareClock
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.server_messages import ShardProof
 
@@ -94,7 +94,7 @@ class Server:
         shared_memory: bool = True,
     ) -> None:
         self.core = core
-        self._clock = AwakeClock()
+        self._clock = SuspendAwareClock()
         self._directory, self._encryption = directory, encryption
         keys, self._context = RunKeys(core.key, encryption), zmq.Context()
         self._guard = ConnectionGuard(self._context, keys)
@@ -120,12 +120,12 @@ class Server:
         # Makes sending to a lost peer fail.
         self._sockets[m.CONTROL].setsockopt(zmq.ROUTER_MANDATORY, 1)
         core.about, core.limits.hears_connections = about, True
-        core.began = core.began or time.time_ns() // 1_000_000
+        core.started_at_ms = core.started_at_ms or time.time_ns() // 1_000_000
         core.data_port = urlsplit(self._sockets[m.DATA].getsockopt_string(zmq.LAST_ENDPOINT)).port or 0
         self.shared = SharedMemory(core.data_connection, lambda: sum(shard.buffer.numel() for shard in core.shards))
         if directory is not None and shared_memory and can_share_memory():
             self._segment_socket = SegmentSocket(memory_path(self.address), self.shared)
-        self._answer_places: dict[tuple[bytes, int], MemoryRange] = {}
+        self._answer_ranges: dict[tuple[bytes, int], MemoryRange] = {}
         self._assemblies: dict[bytes, Assembly] = {}
         self._copies, self._untaken = Copies(), Untaken()
         self._paced = PacedAnswers(self._clock)
@@ -157,7 +157,7 @@ class Server:
         if self._coordinator is not None:
             self._coordinator.watch(poller)
         due = self._clock()
-        while not until() and (self._coordinator is None or self._coordinator.stands):
+        while not until() and (self._coordinator is None or self._coordinator.is_connected):
             awaited = min(due, self.core.due, self._paced.due) - self._clock()
             ready = dict(poller.poll(int(max(0.0, awaited) * 1000) + 1))
             try:
@@ -290,12 +290,12 @@ class Server:
         self._assemblies[peer] = assembly
         return assembly
 
-    def _offer(self, peer: bytes, message: m.Message, place: MemoryRange | None) -> None:
+    def _offer(self, peer: bytes, message: m.Message, memory: MemoryRange | None) -> None:
         """Store the range for the payload of an answer; it replaces that for an earlier answer."""
-        self._answer_places.pop(key := _key(peer, message), None)
-        if place is not None:
-            self.shared.at(peer, place)  # raises now if the range does not exist
-            self._answer_places[key] = place
+        self._answer_ranges.pop(key := _key(peer, message), None)
+        if memory is not None:
+            self.shared.at(peer, memory)  # raises now if the range does not exist
+            self._answer_ranges[key] = memory
 
     def _buffer(self, peer: bytes, nbytes: int) -> Tensor:
         """Return memory for a payload, reused from an earlier one of its size: fresh memory is slow to touch."""
@@ -340,7 +340,7 @@ class Server:
                 del kept[peer]
         self.shared.keep(attached)
         self._untaken.tidy()
-        self._answer_places = {key: place for key, place in self._answer_places.items() if key[0] in attached}
+        self._answer_ranges = {key: memory for key, memory in self._answer_ranges.items() if key[0] in attached}
         if self._segment_socket is not None:
             self._segment_socket.tidy()
 
@@ -360,10 +360,10 @@ class Server:
                     self._reach([item.peer, *multipart])
                 continue
             socket = self._sockets[m.DATA]
-            place = self._put(item)
-            for frames in message_frames(item.message, MemoryRanges(answer=place)):
+            memory = self._put(item)
+            for frames in message_frames(item.message, MemoryRanges(answer=memory)):
                 socket.send_multipart([item.peer, *frames])
-            for part in item.payload if place is None else ():
+            for part in item.payload if memory is None else ():
                 assert isinstance(part, Tensor)
                 if item.may_take_long and part.numel() > LITTLE:
                     self._paced.begin(socket, item.peer, part)
@@ -372,18 +372,18 @@ class Server:
 
     def _put(self, item: Out) -> MemoryRange | None:
         """Copy an answer's payload to the range that its receiver offered; return the range, or None if none fits."""
-        place = self._answer_places.pop(_key(item.peer, item.message), None)
-        if place is None or len(item.payload) != 1:
+        memory = self._answer_ranges.pop(_key(item.peer, item.message), None)
+        if memory is None or len(item.payload) != 1:
             return None
         (part,) = item.payload
-        if not isinstance(part, Tensor) or not 0 < part.numel() <= place.nbytes:
+        if not isinstance(part, Tensor) or not 0 < part.numel() <= memory.nbytes:
             return None
         try:
-            room = self.shared.at(item.peer, place)
+            room = self.shared.at(item.peer, memory)
         except MalformedMessage:  # the leader released it meanwhile
             return None
         room[: part.numel()].copy_(part)
-        return place
+        return memory
 
     def _worth_an_answer(self, item: Out) -> bool:
         assert isinstance(item.message, m.RefusedMessage)

@@ -146,7 +146,7 @@ class Sharing:
         self._numbers: dict[int, int] = {}  # the server's number of each local segment
         self._count = 0
 
-    def place(self, tensor: Tensor | None) -> MemoryRange | None:
+    def range_of(self, tensor: Tensor | None) -> MemoryRange | None:
         """Return the range of a tensor of bytes for the server; None if its memory cannot be shared."""
         if not self._path or tensor is None or not tensor.numel() or (found := find_segment(tensor)) is None:
             return None
@@ -220,16 +220,16 @@ class SharedMemory:
         self._last[peer] = share.segment
         return Shared(mac=share.proof(secret, "server"))
 
-    def at(self, peer: Peer, place: MemoryRange) -> Tensor:
+    def at(self, peer: Peer, memory: MemoryRange) -> Tensor:
         """Return the bytes of a range. They may change at any time.
 
         Raises:
             MalformedMessage: the range does not exist.
         """
-        segment = self._segments.get(peer, {}).get(place.segment)
-        if segment is None or not 0 <= place.start <= place.start + place.nbytes <= segment.numel():
-            raise MalformedMessage(f"there are no {place.nbytes} bytes at {place.start} of segment {place.segment}")
-        return segment[place.start : place.start + place.nbytes]
+        segment = self._segments.get(peer, {}).get(memory.segment)
+        if segment is None or not 0 <= memory.start <= memory.start + memory.nbytes <= segment.numel():
+            raise MalformedMessage(f"there are no {memory.nbytes} bytes at {memory.start} of segment {memory.segment}")
+        return segment[memory.start : memory.start + memory.nbytes]
 
     @property
     def nbytes(self) -> int:

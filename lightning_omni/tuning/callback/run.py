@@ -99,13 +99,13 @@ class TunedRun:
         return self.state.setting
 
     @property
-    def speaks(self) -> bool:
+    def decides(self) -> bool:
         """Return whether this rank decides."""
         return bool(self.trainer.is_global_zero)
 
     def broadcast(self, number: int) -> int:
         """Return rank 0's number, 0 or more. All ranks call it."""
-        return self.world.all_reduce_max([number if self.speaks else 0])[0]
+        return self.world.all_reduce_max([number if self.decides else 0])[0]
 
     def broadcast_command(self, command: Command | None) -> Command | None:
         """Return rank 0's command, if there is one. All ranks call it."""
@@ -267,7 +267,7 @@ class TunedRun:
         self.state = TunerState.from_dict(state)
         rounds = zip(state["searches"], state["when"], state["after"], strict=True)
         self.rounds = [Round(Search.from_dict(each), when[0], when[1], dict(after)) for each, when, after in rounds]
-        self.choice = last_choice(self.searches) if self.speaks else None
+        self.choice = last_choice(self.searches) if self.decides else None
         if self._began:  # in a run, as after a learning-rate finder: the state has the time so far
             self.begin()
 

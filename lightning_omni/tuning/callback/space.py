@@ -49,7 +49,7 @@ class FitSpace:
         run = self._run
         if not self._has_no_server and (problem := run.world.connection.try_to_join()):
             self._has_no_server = True
-            if run.speaks:
+            if run.decides:
                 _log.warning(
                     "OmniTuner: the run stays in one group, because several need a parameter server: %s", problem
                 )
@@ -203,8 +203,8 @@ class FitSpace:
 
     def _all_reduces(self) -> tuple[str, ...]:
         """Return the usable all-reduce formats: none with sparse gradients or a user's communication hook."""
-        is_given = has_ddp_comm_hook(self._run.strategy)
-        return () if is_given or self._has_sparse_gradients else searched.ALL_REDUCES
+        has_lightning_sampler = has_ddp_comm_hook(self._run.strategy)
+        return () if has_lightning_sampler or self._has_sparse_gradients else searched.ALL_REDUCES
 
     def _methods(self) -> tuple[str, ...]:
         """Return the methods with known costs that groups of this run can use."""

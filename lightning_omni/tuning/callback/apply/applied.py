@@ -73,7 +73,7 @@ class AppliedSetting:
         if setting.groups != len(world.topology.alive) or by_speed or (again and setting.groups > 1):
             strategy.form(setting.groups, speeds if by_speed else None)
         if setting.rebalance and speeds is not None and len(world.members) > 1 and strategy.epochs.leases is not None:
-            strategy.share_out([speeds[rank] for rank in world.members])
+            strategy.set_batch_shares([speeds[rank] for rank in world.members])
         if not strategy.epochs.is_open:
             world.enter_world(strategy.pl_module)
         if setting.groups > 1:
@@ -87,7 +87,7 @@ class AppliedSetting:
         strategy = self._run.strategy
         if name == (strategy.merged.name or ""):
             return False
-        strategy.form_one()  # all ranks receive the server's state
+        strategy.merge_groups()  # all ranks receive the server's state
         strategy.merge(name)
         return True
 
@@ -105,7 +105,7 @@ class AppliedSetting:
         """Restore the user's own setting, in one group. All ranks call it."""
         run, own = self._run, self._run.own
         hyperparameters = run.hyperparameters()
-        run.strategy.form_one()
+        run.strategy.merge_groups()
         hyperparameters.set_momentum(own.momentum)
         hyperparameters.make_default()
         hyperparameters.scale(1 / run.state.scaled)
@@ -149,8 +149,8 @@ class AppliedSetting:
         if self._guard is None:
             return
         world = self._run.world
-        before, self._exchanged = self._exchanged, world.channel.traffic.seconds
-        applied = world.core.last_answer.applied if world.channel.traffic.seconds != before else None
+        before, self._exchanged = self._exchanged, world.exchange.traffic.seconds
+        applied = world.core.last_answer.applied if world.exchange.traffic.seconds != before else None
         self._guard.batch_done(loss, world.executor.exchanges, applied)
 
     @property
@@ -177,7 +177,7 @@ class AppliedSetting:
         """
         run, state, was = self._run, self._run.state, self._run.setting
         assert self._before is not None
-        run.strategy.form_one()
+        run.strategy.merge_groups()
         self._merge(self._merged_before)  # the stored sender states belong to these weights
         self.return_to(self._before)
         state.is_final = True
@@ -197,7 +197,7 @@ class AppliedSetting:
 
     def return_to(self, point: RollbackPoint) -> None:
         """Restore a rollback point, where all ranks are one group. All ranks call it."""
-        point.put_back(self._run.world.core)
+        point.restore(self._run.world.core)
         restart_empty_averages(self._run.trainer)
         self._run.world.reduction.forget()
 
@@ -219,7 +219,7 @@ class AppliedSetting:
         """
         run, state = self._run, self._run.state
         speeds, state.before_trial = state.speeds, state.setting
-        run.strategy.form_one()
+        run.strategy.merge_groups()
         before = self._now()
         if starts_over:
             assert self._before is not None
@@ -253,7 +253,7 @@ class AppliedSetting:
     def give_up_groups(self, setting: Setting) -> None:
         """Train with a setting of one group from now on, and choose no other any more. All ranks call it."""
         run, state = self._run, self._run.state
-        run.strategy.form_one()
+        run.strategy.merge_groups()
         self._train_in_one_group(setting, setting.lr / run.own.lr / state.scaled)
         state.is_final = True
         self.watch(state.divergence_threshold)

@@ -96,7 +96,7 @@ class ByFirstBatches:
     def begin(self, hyperparameters: Hyperparameters) -> None:
         """Begin the run in one group with the user's own setting, and time it."""
         run = self._run
-        run.strategy.form_one()
+        run.strategy.merge_groups()
         run.state.own, run.state.reference = None, float(run.batch(run.world.size))
         spec = self._space.specification(hyperparameters, self._applied.seconds_to_form)
         run.state.own = spec.start
@@ -186,7 +186,7 @@ class ByFirstBatches:
         decision = self._decision = _Decision(
             batches.seen(), batches.is_early, batches.is_hurried, batches.is_last, not self._is_patient
         )
-        if run.speaks:
+        if run.decides:
             # An early decision takes no time.
             decision.found = (at_once if decision.is_early else beside)(self._finding(decision, batches.spec))
         self._leave_out(time.perf_counter() - began)
@@ -200,7 +200,7 @@ class ByFirstBatches:
             self._decision = None
             is_over = self._conclude(decision)
         self._leave_out(time.perf_counter() - began)
-        if is_over and run.speaks:
+        if is_over and run.decides:
             run.rounds[-1].search.overhead += self._deciding
             self._deciding = 0.0
 
@@ -215,7 +215,7 @@ class ByFirstBatches:
         command = run.broadcast_command(self._command(decision, batches.spec))
         if command is not None and command.setting.groups > 1 and not self._space.has_server():
             batches.spec = self._spec = self._space.reachable(batches.spec)
-            if run.speaks:
+            if run.decides:
                 run.rounds.pop()
                 decision.found = at_once(self._finding(decision, batches.spec))
             command = run.broadcast_command(self._command(decision, batches.spec))
@@ -243,7 +243,7 @@ class ByFirstBatches:
             self.adopt(self._postponed)
             run.state.unfinished = False
             self._leave_out(time.perf_counter() - began)
-            if run.speaks:
+            if run.decides:
                 run.rounds[-1].search.overhead += self._deciding
                 self._deciding = 0.0
         self._postponed = None

@@ -104,7 +104,7 @@ class ForecastCheck:
     def _check(self, speed: Speed) -> str:
         run, state = self._run, self._run.state
         state.checked = state.rounds
-        is_known = run.speaks and run.searches
+        is_known = run.decides and run.searches
         found = self._refutes(run.searches[-1], run.setting, speed) if is_known else None
         segments = self._trained(speed, is_refuted=found is not None) if is_known else state.segments
         command, was_refuted = run.broadcast_command(found), state.refuted
@@ -124,7 +124,7 @@ class ForecastCheck:
         if not run.options.further:
             return ""
         why, began = "", time.perf_counter()
-        if run.speaks and run.searches:
+        if run.decides and run.searches:
             last = run.searches[-1]
             space = replace(last.spec.space, further=run.options.further)  # no checkpoint holds them
             spec = replace(last.spec, space=space, horizon=run.horizon, seconds=run.seconds_left)
