@@ -30,7 +30,8 @@ from lightning_omni.methods import method_named
 from lightning_omni.server.core import ServerCore
 from lightning_omni.server.log.record import Event, RecordFile, read_record
 from lightning_omni.transport.serving.process import ServerSettings
-from lightning_omni.transport.serving.state_directory import RECONNECT_TIMEOUT, StateDirectory, saved_weights
+from lightning_omni.transport.serving.save_files import saved_weights
+from lightning_omni.transport.serving.state_directory import RECONNECT_TIMEOUT, StateDirectory
 
 resource = pytest.importorskip("resource")
 EVERY = 1000.0

@@ -35,7 +35,8 @@ from lightning_omni.server.collectives.service import BROUGHT_ELSEWHERE
 from lightning_omni.server.service import as_tensor
 from lightning_omni.transport.memory import InMemory, InMemoryServer
 from lightning_omni.transport.serving import state_directory
-from lightning_omni.transport.serving.state_directory import RECONNECT_TIMEOUT, StateDirectory, saved_weights
+from lightning_omni.transport.serving.save_files import saved_weights
+from lightning_omni.transport.serving.state_directory import RECONNECT_TIMEOUT, StateDirectory
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import Packed, pack, unpack
 from lightning_omni.wire.formats.base import Memory

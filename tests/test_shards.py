@@ -41,13 +41,9 @@ from lightning_omni.server.service import Out
 from lightning_omni.simulator import replay
 from lightning_omni.transport.connections import Control, answer_of
 from lightning_omni.transport.memory import InMemory
-from lightning_omni.transport.serving import state_directory
-from lightning_omni.transport.serving.state_directory import (
-    ShareDirectory,
-    StateDirectory,
-    saved_weights,
-    share_directory,
-)
+from lightning_omni.transport.serving import save_files
+from lightning_omni.transport.serving.save_files import saved_weights, share_directory
+from lightning_omni.transport.serving.state_directory import ShareDirectory, StateDirectory
 from lightning_omni.transport.zeromq import Server, ZeroMQ, server_link
 from lightning_omni.transport.zeromq.suspend_aware_clock import SuspendAwareClock
 from lightning_omni.wire import handshake
@@ -609,8 +605,8 @@ def test_a_save_counts_when_all_servers_have_written_theirs(tmp_path: Path) -> N
     folders = [tmp_path, share_directory(tmp_path, 1)]
     share = ShareDirectory(folders[1])
     for number in (2, 3):
-        state_directory._write_save(tmp_path, number, *pack(saved[0]))
-    state_directory._write_save(folders[1], 2, *pack(saved[1]))
+        save_files.write_save(tmp_path, number, *pack(saved[0]))
+    save_files.write_save(folders[1], 2, *pack(saved[1]))
     for servers in (1, 3):
         with pytest.raises(ConfigurationError, match="a save of 2 servers lies there; pass --shards 2, or another"):
             StateDirectory(tmp_path, servers=servers)

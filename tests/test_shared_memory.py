@@ -332,7 +332,7 @@ def test_a_place_outside_of_what_is_shared_is_refused_and_the_next_push_goes_wel
 def test_room_whose_answer_never_came_is_not_offered_again(serving: Serving) -> None:
     with leaders(serving) as (leader,):
         leader.push(0, read_at=0)
-        room = leader.data._sharing.place(leader.into)
+        room = leader.data._sharing.range_of(leader.into)
         assert room is not None
         leader.data._offered.add(room)  # as a request leaves it that has waited for too long
         before = leader.data.shared
@@ -348,7 +348,7 @@ def test_an_answer_where_there_was_no_room_for_it_is_an_error(serving: Serving) 
         leader.push(0, read_at=0)
         fetch = [
             m.encode(m.FetchMessage(optimizer=0)),
-            shared_memory.encode_record(MemoryRanges(answer=leader.data._sharing.place(leader.into))),
+            shared_memory.encode_record(MemoryRanges(answer=leader.data._sharing.range_of(leader.into))),
         ]
         leader.data._wire.send_multipart(fetch)
         with pytest.raises(MalformedMessage, match="no room"):

@@ -20,8 +20,9 @@ from lightning_omni.cli.serve.run_log import TIMES, RunLog, stamped
 from lightning_omni.transport import registry
 from lightning_omni.transport.serving.http import StatusServer
 from lightning_omni.transport.serving.process import ServerProcess, ServerSettings, raise_limit_of_files
+from lightning_omni.transport.serving.save_files import share_directory
 from lightning_omni.transport.serving.startup import core_from, load_plugins
-from lightning_omni.transport.serving.state_directory import StateDirectory, share_directory
+from lightning_omni.transport.serving.state_directory import StateDirectory
 from lightning_omni.transport.serving.supervisor import Lifeline, can_supervise, preload, supervise
 from lightning_omni.transport.zeromq import ZeroMQ, server_link
 from lightning_omni.transport.zeromq.addresses import EVERYWHERE
