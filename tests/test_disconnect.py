@@ -16,9 +16,11 @@ from test_server_core import control_peer, data_peer, trained_link
 from lightning_omni.errors import RankLost
 from lightning_omni.methods import AsyncSGD
 from lightning_omni.server import ServerCore
+from lightning_omni.server.service import Out
 from lightning_omni.transport.zeromq import ControlConnection, Server
 from lightning_omni.transport.zeromq.client import DataConnection
 from lightning_omni.transport.zeromq.observer import Observer
+from lightning_omni.transport.zeromq.server import ANSWERED_STRANGERS
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.layout import Layout
 
@@ -141,3 +143,18 @@ def test_no_memory_is_kept_for_the_rest_of_what_a_dead_rank_was_sending() -> Non
         turns = iter((False, True))
         server.run(until=lambda: next(turns))
         assert not server._assemblies
+
+
+def test_a_connection_that_is_refused_often_stays_unanswered_after_many_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_omni.transport.zeromq.server.COUNTED_STRANGERS", 16)
+    with closing(Server(ServerCore(KEY, secrets.token_bytes))) as server:
+
+        def is_answered(peer: bytes) -> bool:
+            refused = m.RefusedMessage(code="stranger", reason="it has not joined")
+            return server._deserves_answer(Out(peer, m.CONTROL, refused))
+
+        assert [is_answered(b"one") for _ in range(2 * ANSWERED_STRANGERS)].count(True) == ANSWERED_STRANGERS
+        for number in range(100):
+            assert is_answered(f"other {number}".encode())
+            assert not is_answered(b"one")
+        assert len(server._refusals) == 16

@@ -181,7 +181,7 @@ def test_probes_tell_whether_the_loop_goes_round(status_server: StatusServer, mo
     status_server.publish(overview(over="rank 0 is gone"))
     assert get(url, "/healthz")[0] == 200
     assert get(url, "/readyz") == (503, "the run is over: rank 0 is gone\n")
-    monkeypatch.setattr(http, "READY", -1.0)
+    monkeypatch.setattr(status_http, "READY", -1.0)
     status_server.publish(NO_RUN)
     assert get(url, "/healthz")[0] == 200
     assert get(url, "/readyz")[0] == 503
@@ -202,7 +202,7 @@ def test_http_only_reads(status_server: StatusServer) -> None:
 def test_connections_are_bounded_in_number_and_time(
     status_server: StatusServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http, "REQUEST_TIME", 1.0)
+    monkeypatch.setattr(status_http, "REQUEST_TIME", 1.0)
     status_server.publish(overview())
     host, port = status_server.url.removeprefix("http://").split(":")
     began = time.monotonic()
@@ -232,7 +232,7 @@ def test_metrics_are_rendered_once_for_each_snapshot_and_format_however_many_ask
         time.sleep(0.2)
         return render(*asked)
 
-    monkeypatch.setattr(http, "metrics_text", slow)
+    monkeypatch.setattr(status_http, "metrics_text", slow)
     accepted = ["", "text/plain", *(f"application/openmetrics-text; version={n}" for n in ("0.0.1", "9.9.9", "x"))]
     for updates in range(2):
         status_server.publish(overview(pushes=updates))

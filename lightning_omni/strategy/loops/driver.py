@@ -420,8 +420,10 @@ class EpochDriver:
         is_cut_short = int(not complete or self._epoch.is_skipped)
         is_limit_reached = self.run.is_limit_reached
         stops = should_stop_now(trainer) or is_limit_reached
+        # Groups whose data is not leased count their own steps, and the others reach the limit without a message.
+        ends_others = stops if self.data.is_dynamic or self.is_open_ended else should_stop_now(trainer)
         if self.world.is_computing and not self._stopping and (stops or not complete):
-            self.leave("end" if stops else "skip" if self.is_open_ended else "")
+            self.leave("end" if ends_others else "skip" if self.is_open_ended else "")
         self._synchronize(module, is_end=True)
         trained = self._trained
         if self.world.executor.exchanges:

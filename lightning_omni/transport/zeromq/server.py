@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
@@ -61,6 +60,8 @@ BURST = 64
 """Messages read from one socket before the other one is polled."""
 ANSWERED_STRANGERS = 8
 """Refusals sent to one unadmitted connection; further ones are only counted."""
+COUNTED_STRANGERS = 4096
+"""Connections whose refusals are counted, those that were refused last."""
 _LARGEST_FRAMES = {m.CONTROL: LARGEST_CONTROL_FRAME, m.DATA: LARGEST_DATA_FRAME}
 
 
@@ -130,7 +131,7 @@ class Server:
         self._copies, self._untaken = Copies(), Untaken()
         self._paced = PacedAnswers(self._clock)
         self._buffers: dict[bytes, dict[int, Tensor]] = {}
-        self._refusals: Counter[bytes] = Counter()
+        self._refusals: dict[bytes, int] = {}
         self._turned_away = 0
         self._guard.start()
 
@@ -349,7 +350,7 @@ class Server:
             if self._coordinator is not None and item.peer == COORDINATOR:
                 self._coordinator.send(item.message)
                 continue
-            if isinstance(item.message, m.RefusedMessage) and not self._worth_an_answer(item):
+            if isinstance(item.message, m.RefusedMessage) and not self._deserves_answer(item):
                 continue
             if item.channel == m.CONTROL:
                 parts = [part if isinstance(part, bytes) else part.numpy().tobytes() for part in item.payload]
@@ -385,16 +386,16 @@ class Server:
         room[: part.numel()].copy_(part)
         return memory
 
-    def _worth_an_answer(self, item: Out) -> bool:
+    def _deserves_answer(self, item: Out) -> bool:
         assert isinstance(item.message, m.RefusedMessage)
-        self._refusals[item.peer] += 1
+        count = self._refusals[item.peer] = self._refusals.pop(item.peer, 0) + 1
+        if len(self._refusals) > COUNTED_STRANGERS:
+            del self._refusals[next(iter(self._refusals))]  # the one whose last refusal is the longest ago
         # After a server's restart, ZeroMQ may deliver earlier messages before the rank itself has reconnected.
         is_usual = item.message.code == "stranger" and self.core.goes_on
-        if self._refusals[item.peer] == 1 and not is_usual:
+        if count == 1 and not is_usual:
             self._refusal_log.write(f"refused a {item.channel} message", item.message.reason)
-        if len(self._refusals) > 4096:
-            self._refusals.clear()
-        return self._refusals[item.peer] <= ANSWERED_STRANGERS or item.message.code not in ("malformed", "stranger")
+        return count <= ANSWERED_STRANGERS or item.message.code not in ("malformed", "stranger")
 
 
 def _key(peer: bytes, message: m.Message) -> tuple[bytes, int]:
