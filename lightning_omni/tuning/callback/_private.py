@@ -8,12 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pytorch_lightning import LightningModule, Trainer
-
-
-def is_compiled(module: LightningModule) -> bool:
-    """Return whether a LightningModule was compiled by torch.compile before the Trainer received it."""
-    return getattr(module, "_compiler_ctx", None) is not None
+    from pytorch_lightning import Trainer
 
 
 def skip_the_rest(trainer: Trainer) -> None:

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.strategy.declared import is_fast_dev_run
-from lightning_omni.tuning.callback.step import arguments_of
+from lightning_omni.tuning.trainer import arguments_of
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer

@@ -21,7 +21,6 @@ from lightning_omni.strategy.declared import loader_of
 from lightning_omni.strategy.hooks import OmniStrategyHooks
 from lightning_omni.tuning.callback.first_batches.microbenchmarks import Microbenchmarks
 from lightning_omni.tuning.callback.first_batches.observed_heads import ObservedHead
-from lightning_omni.tuning.callback.step import log_nothing
 from lightning_omni.tuning.callback.tunable import batch_size_of
 from lightning_omni.tuning.model.forecast import TrainedBatches
 from lightning_omni.tuning.model.measured import HeadMeasured, Measured
@@ -29,6 +28,7 @@ from lightning_omni.tuning.model.steps.timer import StepTimer
 from lightning_omni.tuning.search import Observation, SearchSpec
 from lightning_omni.tuning.search import constants as c
 from lightning_omni.tuning.search.rules import is_faster
+from lightning_omni.tuning.trainer import log_nothing
 
 DECISION_STEPS = tuple(c.FIRST_DECISION << number for number in range(c.DECISIONS))
 

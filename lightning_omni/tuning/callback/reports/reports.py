@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from lightning_omni.tuning.callback.reports.loggers import log
 from lightning_omni.tuning.callback.run import TunedRun
 from lightning_omni.tuning.callback.state import Command
 from lightning_omni.tuning.report import TuningReport
+from lightning_omni.tuning.trainer import log
 
 _log = logging.getLogger(__name__)
 

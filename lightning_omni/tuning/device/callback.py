@@ -8,34 +8,30 @@ from __future__ import annotations
 
 import io
 import json
-import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from rich.console import Console
 from torch import Tensor
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
-from lightning_omni.checks import check_kind, check_number
+from lightning_omni.checks import check_choice, check_kind, check_number
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.strategy.arguments import refuses_unknown
 from lightning_omni.strategy.declared import is_fast_dev_run
 from lightning_omni.strategy.hooks import OmniStrategyHooks
 from lightning_omni.strategy.namespaces import need_namespace
-from lightning_omni.tuning.callback import _private, names_for
-from lightning_omni.tuning.callback.reports.loggers import log
-from lightning_omni.tuning.callback.step import arguments_of, log_nothing, loss_of
-from lightning_omni.tuning.device import DeviceReport, DeviceSetting, Finding, tune_device
-from lightning_omni.tuning.device.agreement import TOLERANCE
+from lightning_omni.tuning.device import DeviceReport, DeviceSetting, tune_device
+from lightning_omni.tuning.device.comparison import TOLERANCE
 from lightning_omni.tuning.device.setting import contiguous
 from lightning_omni.tuning.device.trial import same_rng_state
-from lightning_omni.tuning.device.tune import usable_cores
+from lightning_omni.tuning.device.tune import BF16, Bf16
+from lightning_omni.tuning.trainer import arguments_of, log, log_nothing, loss_of, names_for
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
@@ -44,11 +40,7 @@ if TYPE_CHECKING:
 else:
     _CallbackBase = object
 
-_ALLOWABLE = ("precision",)
-_PROPOSABLE = ("precision", "batch_size")
 _BATCHES = 4
-_MUCH = 0.1
-"""Share of a step from which on a data loader without workers is reported."""
 
 
 class DeviceTunerHooks(_CallbackBase):
@@ -56,16 +48,15 @@ class DeviceTunerHooks(_CallbackBase):
 
     Measurements use copies of the model, with the module's own ``training_step`` and batches of its own data: weights,
     data order and RNG state of the run are those of a run without the callback. Settings that change results only by
-    rounding are applied: threads, the C library's handling of freed memory, memory format, fused optimizer, compiled
-    submodules. Precision is changed only if it is allowed. After the fit everything is restored.
+    rounding are applied: the C library's handling of freed memory, memory format, compiled submodules. Precision is
+    changed only if ``bf16="apply"``. After the fit everything is restored.
 
     The callback works on a single device, and with DDPStrategy and OmniStrategy, where rank 0 measures and decides for
     all. See docs/devices.md.
 
     Args:
-        allow: ``("precision",)`` allows training in bfloat16 (``"bf16-mixed"``, or TF32 on CUDA) if that is faster and
-            the losses of a short probe agree. Batch size and number of workers cannot change within a fit.
-        propose: further measurements for the report alone: ``"precision"``, ``"batch_size"``.
+        bf16: ``"apply"`` trains in ``"bf16-mixed"`` if that is faster and the losses of a short probe agree;
+            ``"propose"`` measures it for the report alone; ``"skip"`` does not measure it.
         budget: seconds for all measurements together.
         tolerance: largest difference between the loss curves of two precisions, as a fraction of the losses.
         setting: a setting of an earlier report, which is used without measuring; None measures.
@@ -80,14 +71,13 @@ class DeviceTunerHooks(_CallbackBase):
 
     Example:
         >>> from lightning_omni import DeviceTuner
-        >>> tuner = DeviceTuner(allow=("precision",))  # Trainer(callbacks=[tuner])
+        >>> tuner = DeviceTuner(bf16="apply")  # Trainer(callbacks=[tuner])
     """
 
     @refuses_unknown
     def __init__(
         self,
-        allow: Iterable[str] = (),
-        propose: Iterable[str] = ("precision",),
+        bf16: Bf16 = "propose",
         budget: float = 60.0,
         tolerance: float = TOLERANCE,
         setting: DeviceSetting | None = None,
@@ -95,16 +85,7 @@ class DeviceTunerHooks(_CallbackBase):
     ) -> None:
         need_namespace(type(self))
         super().__init__()
-        allow, propose = _names("allow", allow), _names("propose", propose)
-        for name in allow:
-            if name in ("batch_size", "workers"):
-                remedy = "batch_size= of your DataLoader" if name == "batch_size" else "Trainer(devices=)"
-                raise ConfigurationError(
-                    f"allow={name!r}: a fit cannot change it, since schedulers and data were laid out for what it"
-                    f" began with; measure it with `lightning-omni device`, and set {remedy} yourself"
-                )
-        _check_names("allow", allow, _ALLOWABLE)
-        _check_names("propose", propose, _PROPOSABLE)
+        check_choice("bf16", bf16, BF16)
         for name, value in (("budget", budget), ("tolerance", tolerance)):
             check_number(name, value, "a number above 0", above=0)
         check_kind("setting", setting, (DeviceSetting, type(None)), "a DeviceSetting, or None")
@@ -115,7 +96,7 @@ class DeviceTunerHooks(_CallbackBase):
         self._setting, self._batches = setting, batches
         self._is_given = setting is not None
         self._model: object = None  # the model of the setting; None if a checkpoint set it
-        self._options: dict[str, Any] = {"allow": allow, "propose": propose, "budget": budget, "tolerance": tolerance}
+        self._options: dict[str, Any] = {"bf16": bf16, "budget": budget, "tolerance": tolerance}
         self._applied = ExitStack()
         self._stage = ""
 
@@ -208,22 +189,15 @@ class DeviceTunerHooks(_CallbackBase):
     def _probe(self, trainer: Trainer, pl_module: LightningModule) -> DeviceReport:
         self._refuse(trainer, pl_module)
         with same_rng_state(), _muted(trainer, names_for(trainer).mute_logger):
-            given = self._batches
-            data = _LoadedBatches(given) if given is not None else _LoadedBatches.of(trainer.train_dataloader)
+            given = self._batches or [_load_batch(trainer.train_dataloader, number) for number in range(_BATCHES)]
             batches = [
                 trainer.strategy.batch_to_device(trainer.precision_plugin.convert_input(batch), dataloader_idx=0)
-                for batch in data.batches
+                for batch in given
             ]
-            report = tune_device(
-                pl_module,
-                TrainingStep(trainer, pl_module),
-                trainer.optimizers[0],
-                batches,
-                cores=_cores(trainer),
-                skip=_skipped(trainer),
-                **self._options,
+            loss = _loss_function(trainer, pl_module)
+            return tune_device(
+                pl_module, loss, trainer.optimizers[0], batches, skip=_skipped_steps(trainer), **self._options
             )
-        return data.noted_in(report)
 
     def _refuse(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Raise an error for a fit that cannot be measured on a copy, or changed."""
@@ -242,28 +216,25 @@ class DeviceTunerHooks(_CallbackBase):
             )
         if len(trainer.optimizers) != 1:
             raise ConfigurationError(f"it needs one optimizer, and there are {len(trainer.optimizers)}")
-        if _private.is_compiled(pl_module):
+        if getattr(pl_module, "_compiler_ctx", None) is not None:  # set by LightningModule's from_compiled
             raise ConfigurationError("the module was compiled before the Trainer got it; pass it uncompiled")
         if trainer.world_size > 1 and any(isinstance(each, torch.nn.SyncBatchNorm) for each in pl_module.modules()):
             raise ConfigurationError("SyncBatchNorm waits for the other ranks, and one rank measures alone")
 
     def _publish(self, trainer: Trainer, report: DeviceReport) -> None:
-        """Report to the console, the loggers, and files in the first logger's folder."""
-        names_for(trainer).rank_zero_info(f"DeviceTuner:\n{_text(report)}")
+        """Report to the console, the loggers, and a file in the first logger's folder."""
+        file = io.StringIO()
+        Console(file=file, width=100).print(report.table())
+        names_for(trainer).rank_zero_info(f"DeviceTuner:\n{file.getvalue()}")
         metrics = {
             "omni/device/samples_per_s_before": report.baseline,
             "omni/device/samples_per_s": report.tuned,
             "omni/device/gain": report.gain or 1.0,
             "omni/device/seconds": report.seconds,
         }
-        if (folder := log(trainer, metrics)) is None:
-            return
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "device.json").write_text(json.dumps(report.to_dict(), indent=1))
-        try:
-            report.plot(folder / "device.png")
-        except ConfigurationError as error:
-            names_for(trainer).rank_zero_info(f"DeviceTuner: no picture: {error}")
+        if (folder := log(trainer, metrics)) is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "device.json").write_text(json.dumps(report.to_dict(), indent=1))
 
 
 class DeviceProbeHooks(DeviceTunerHooks):
@@ -302,53 +273,15 @@ class DeviceProbeHooks(DeviceTunerHooks):
         self._measure(trainer, pl_module)
         trainer.should_stop = True
 
-    @override
-    def _publish(self, trainer: Trainer, report: DeviceReport) -> None:
-        """Leave the report to the command."""
 
-
-def _names(argument: str, given: Iterable[str]) -> tuple[str, ...]:
-    if isinstance(given, str):
-        raise ConfigurationError(f"{argument}={given!r}: pass a tuple, as in ({given!r},)")
-    check_kind(argument, given, Iterable, "a tuple of names")
-    return tuple(given)
-
-
-def _check_names(argument: str, given: tuple[str, ...], known: tuple[str, ...]) -> None:
-    for name in given:
-        if name not in known:
-            raise ConfigurationError(f"{argument}={name!r}: pass some of {', '.join(map(repr, known))}")
-
-
-_WIDTH = 140
-"""Columns of a table in a log file."""
-_WIDE = 110
-"""Columns below which a wide table would break words."""
-
-
-def _text(report: DeviceReport) -> str:
-    file = io.StringIO()
-    width = Console(stderr=True).width if sys.stderr.isatty() else _WIDTH  # where Lightning's messages go
-    Console(file=file, width=width).print(report.table() if width >= _WIDE else report.tall_table())
-    return file.getvalue()
-
-
-def _cores(trainer: Trainer) -> int:
-    """Return this rank's share of its machine's cores."""
-    return max(1, usable_cores() // max(1, int(trainer.num_devices)))
-
-
-def _skipped(trainer: Trainer) -> dict[str, str]:
+def _skipped_steps(trainer: Trainer) -> dict[str, str]:
     skipped = {}
     precision = trainer.precision_plugin.precision
     if precision != "32-true":
         skipped["precision"] = f"precision={precision!r} was chosen already"
     world = trainer.strategy.world if isinstance(trainer.strategy, OmniStrategyHooks) else None
-    if world is not None and world.executor.exchanges:
-        if not world.steps_at_worker:
-            skipped["fused optimizer"] = "the optimizer steps at the parameter server, which takes fused kernels itself"
-        if any(part.head is not None for part in world.parts):
-            skipped["compile"] = "a part of the model is a merged head, which runs at the parameter server"
+    if world is not None and world.executor.exchanges and any(part.head is not None for part in world.parts):
+        skipped["compile"] = "a part of the model is a merged head, which runs at the parameter server"
     return skipped
 
 
@@ -361,36 +294,17 @@ def _description(module: LightningModule) -> object:
 # --- The training step of a copy --------------------------------------------------------------------------------------
 
 
-class TrainingStep:
-    """A LightningModule's ``training_step`` as a loss of model and batch, with nothing logged.
+def _loss_function(trainer: Trainer, module: LightningModule) -> Callable[[Any, Any], Tensor]:
+    """Return the ``training_step`` as a loss of a copy of the module and a batch, with nothing logged."""
+    arguments = arguments_of(type(module).training_step)
 
-    Args:
-        trainer: the Trainer of the copies.
-        module: the module that is copied.
-    """
+    def loss(copied: LightningModule, batch: Any) -> Tensor:
+        _mute(copied)
+        copied.trainer = trainer  # copies have none
+        with trainer.precision_plugin.train_step_context():
+            return loss_of(copied.training_step(batch, *arguments))
 
-    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
-        self._trainer: Trainer | None = trainer
-        self._arguments = arguments_of(type(module).training_step)
-
-    def __call__(self, module: LightningModule, batch: Any) -> Tensor:
-        """Return the loss.
-
-        Raises:
-            ConfigurationError: the step returns none.
-        """
-        _mute(module)
-        if self._trainer is None:
-            found = module.training_step(batch, *self._arguments)
-        else:
-            module.trainer = self._trainer  # copies have none
-            with self._trainer.precision_plugin.train_step_context():
-                found = module.training_step(batch, *self._arguments)
-        return loss_of(found)
-
-    def __getstate__(self) -> dict[str, Any]:  # type: ignore[explicit-override, unused-ignore]  # from Python 3.11
-        # Other processes have no trainer.
-        return {**vars(self), "_trainer": None}
+    return loss
 
 
 def _mute(module: LightningModule) -> None:
@@ -419,68 +333,24 @@ def _muted(trainer: Trainer, mute_logger: type) -> Iterator[None]:
 # --- Data -------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _LoadedBatches:
-    """Some batches, and the time to load one.
+def _load_batch(loaders: Any, number: int) -> Any:
+    """Load a batch from the datasets of a tree of loaders, without their samplers or leases."""
 
-    Args:
-        batches: results of the collate function.
-        seconds: time to load one in this process; 0 if they were given.
-        processes: number of the loader's workers.
-    """
+    def load(loader: Any) -> Any:
+        if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+            raise ConfigurationError(
+                "the training data are a stream, and measuring with it would take batches from the run;"
+                " pass DeviceTuner(batches=[...])"
+            )
+        dataset: Any = loader.dataset
+        size = min(loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1, len(dataset))
+        generator = torch.Generator().manual_seed(number)
+        indices = torch.randint(len(dataset), (size,), generator=generator).tolist()
+        if hasattr(dataset, "__getitems__"):
+            return loader.collate_fn(dataset.__getitems__(indices))
+        return loader.collate_fn([dataset[index] for index in indices])
 
-    batches: Sequence[Any]
-    seconds: float = 0.0
-    processes: int = 0
-
-    @classmethod
-    def of(cls, loaders: Any) -> _LoadedBatches:
-        """Load batches from the datasets of loaders, without samplers or leases."""
-        began = time.perf_counter()
-        batches = [_batch(loaders, number) for number in range(_BATCHES)]
-        seconds = (time.perf_counter() - began) / _BATCHES
-        return cls(batches, seconds, max(_processes(loaders)))
-
-    def noted_in(self, report: DeviceReport) -> DeviceReport:
-        """Return the report, with a row about loading."""
-        if not self.seconds:
-            return report
-        share = self.seconds / (self.seconds + report.batch_size / report.tuned)
-        text = f"loading a batch takes {share:.1%} of a step"
-        if not self.processes and share >= _MUCH:
-            text += ": pass num_workers= to the DataLoader"
-        elif self.processes:
-            text += " if one process does it"
-        note = Finding("data loader", f"num_workers={self.processes}", "noted", text, seconds=_BATCHES * self.seconds)
-        return replace(report, findings=(*report.findings, note))
-
-
-def _batch(loader: Any, number: int) -> Any:
-    """Load a batch of one loader, or of a tree of loaders as CombinedLoader takes it."""
-    if isinstance(loader, Mapping):
-        return {key: _batch(each, number) for key, each in loader.items()}
-    if isinstance(loader, (list, tuple)):
-        return [_batch(each, number) for each in loader]
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        raise ConfigurationError(
-            "the training data are a stream, and measuring with it would take batches from the run;"
-            " pass DeviceTuner(batches=[...])"
-        )
-    dataset: Any = loader.dataset
-    size = min(loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1, len(dataset))
-    generator = torch.Generator().manual_seed(number)
-    indices = torch.randint(len(dataset), (size,), generator=generator).tolist()
-    if hasattr(dataset, "__getitems__"):
-        return loader.collate_fn(dataset.__getitems__(indices))
-    return loader.collate_fn([dataset[index] for index in indices])
-
-
-def _processes(loader: Any) -> list[int]:
-    if isinstance(loader, Mapping):
-        return [each for inner in loader.values() for each in _processes(inner)]
-    if isinstance(loader, (list, tuple)):
-        return [each for inner in loader for each in _processes(inner)]
-    return [loader.num_workers]
+    return tree_map(load, loaders)
 
 
 # --- Applying ---------------------------------------------------------------------------------------------------------
@@ -491,11 +361,9 @@ def _apply(
 ) -> ExitStack:
     """Apply a setting to a fit, and return a stack that restores everything."""
     strategy, plugin = trainer.strategy, trainer.strategy.precision_plugin
-    if setting.threads is not None:  # this rank's machine may have fewer cores than rank 0's
-        setting = replace(setting, threads=min(setting.threads, _cores(trainer)))
     applied = setting.apply(module, trainer.optimizers[0] if trainer.optimizers else None)
     applied.callback(setattr, strategy, "precision_plugin", plugin)
-    if setting.precision == "bf16-mixed" and plugin.precision == "32-true":
+    if setting.bf16 and plugin.precision == "32-true":
         strategy.precision_plugin = mixed_precision("bf16-mixed", strategy.root_device.type)
     if setting.channels_last and strategy.model is not strategy.lightning_module:
         # DDP has built its buckets for the old layout.

@@ -1,10 +1,10 @@
-"""The alternate timing of two ways to do the same work, and the decision which one is faster."""
+"""The comparison of two ways to train: which one is faster, and whether their losses agree."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,6 +27,9 @@ BLOCK_SECONDS = 0.1
 """Approximate length of the blocks in which short steps are timed."""
 
 _MOST_STEPS = 50
+
+TOLERANCE = 0.02
+"""Distance of two loss curves, as a fraction of the losses, up to which they agree."""
 
 
 class Timed(Protocol):
@@ -70,11 +73,6 @@ class Comparison:
         return statistics.median(self.ratios)
 
     @property
-    def best_gain(self) -> float:
-        """Return the ratio of the fastest blocks, which other programs on the machine disturb least."""
-        return max(self.after) / max(self.before)
-
-    @property
     def spread(self) -> tuple[float, float]:
         return min(self.ratios), max(self.ratios)
 
@@ -83,8 +81,9 @@ class Comparison:
         """Return whether the gain is more than noise: two estimates exceed the margin, and most pairs agree."""
         if len(self.ratios) < FEWEST:
             return False
+        best_gain = max(self.after) / max(self.before)  # of the blocks that other programs on the machine disturb least
         found = sum(ratio > 1 for ratio in self.ratios)
-        return min(self.gain, self.best_gain) >= 1 + MARGIN and found >= AGREE * len(self.ratios)
+        return min(self.gain, best_gain) >= 1 + MARGIN and found >= AGREE * len(self.ratios)
 
     @property
     def is_clear(self) -> bool:
@@ -127,3 +126,45 @@ def compare(
         if Comparison(tuple(old), tuple(new)).is_clear:
             break
     return Comparison(tuple(old), tuple(new))
+
+
+# --- Loss curves ------------------------------------------------------------------------------------------------------
+
+
+def distance(curve: Sequence[float], other: Sequence[float]) -> float:
+    """Return the mean distance of two loss curves relative to the mean of the first; infinity if a loss is not finite.
+
+    Example:
+        >>> distance([2.0, 1.0, 1.0], [2.0, 1.1, 1.1])
+        0.05
+    """
+    if not all(map(math.isfinite, (*curve, *other))):
+        return math.inf
+    apart = sum(abs(a - b) for a, b in zip(curve, other, strict=True))
+    scale = sum(map(abs, curve))
+    return round(apart / scale, 12) if scale else (math.inf if apart else 0.0)
+
+
+def agreement(
+    own: Sequence[float], other: Sequence[float], nudged: Sequence[float], tolerance: float = TOLERANCE
+) -> tuple[bool, str]:
+    """Return whether another precision's loss curve agrees with the model's own, and the distances in words.
+
+    The curves agree if ``gap <= tolerance + spread`` and ``spread <= tolerance``: rounding does not count against the
+    other precision, and where it exceeds the tolerance the curves cannot be judged.
+
+    Args:
+        own: losses in the model's own precision.
+        other: losses in the other precision.
+        nudged: losses in its own precision, from weights changed by about their rounding.
+        tolerance: tolerated distance.
+
+    Example:
+        >>> agreement([1.0], [1.021], [1.002], tolerance=0.02)
+        (True, 'losses differ by 2.10% (tolerated 2.00%, rounding 0.20%)')
+    """
+    gap, spread = distance(own, other), distance(own, nudged)
+    if spread > tolerance:
+        return False, f"cannot be judged: rounding alone moves the losses by {spread:.2%}"
+    words = f"losses differ by {gap:.2%} (tolerated {tolerance:.2%}, rounding {spread:.2%})"
+    return gap <= tolerance + spread, words
