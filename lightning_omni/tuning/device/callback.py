@@ -52,7 +52,7 @@ class DeviceTunerHooks(_CallbackBase):
     changed only if ``bf16="apply"``. After the fit everything is restored.
 
     The callback works on a single device, and with DDPStrategy and OmniStrategy, where rank 0 measures and decides for
-    all. See docs/devices.md.
+    all. See docs/how-to/devices.md.
 
     Args:
         bf16: ``"apply"`` trains in ``"bf16-mixed"`` if that is faster and the losses of a short probe agree;
