@@ -350,7 +350,6 @@ def main() -> None:
                 "segments of the tuner": [each["setting"] for each in tuner.state_dict()["segments"]] if tuner else [],
                 "updates": strategy.report().updates,
                 "sent": getattr(strategy.world.core.wire_format, "fraction", 1.0),
-                "merged": strategy.merged.name,
                 "head_time": strategy.report().head_time,
                 "hooks": sum(len(each._forward_hooks) for each in module.modules()),
                 "world": [len(strategy.world.topology.alive), type(strategy.world.method).__name__],

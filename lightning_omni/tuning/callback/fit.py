@@ -128,10 +128,10 @@ class TunedFit(Fit):
                 f'space={{"all_reduce": {options.space["all_reduce"]!r}}} and ddp_comm_hook=: both say how'
                 " gradients are averaged; leave one of them out"
             )
-        if "merged" in options.space and strategy.merged:
+        if options.budget and strategy.merged:
             raise ConfigurationError(
-                f'space={{"merged": {options.space["merged"]!r}}}: what a merged head gains is forecast from the first'
-                " batches; leave merged= of the strategy out"
+                f"OmniTuner and merged={strategy.merged.name!r}: groups change while they train, and a merged head"
+                " belongs to the groups that began with it; leave merged= out, or pass OmniTuner(budget=0)"
             )
         if options.budget:
             strategy.arrangement.begin_in_one_group()
@@ -328,7 +328,7 @@ class TunedFit(Fit):
     @override
     def ended(self) -> None:
         self.plateau.ended()
-        self.by_first_batches.ended()
+        self.by_first_batches.close()
         if not self.run.problem and self.run.state.setting is None:
             self.run.problem = "the run has ended before anything was chosen, or could be used"
             self.run.info(f"OmniTuner: nothing is tuned: {self.run.problem}")

@@ -8,19 +8,13 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from torch.nn import Linear, Module
-
 from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.methods import METHODS, method_named, text_of
-from lightning_omni.methods.model.head import check_mergeable, held_by_one
-from lightning_omni.methods.model.master import check_servable, held_by
 from lightning_omni.strategy._private import has_hook_for_gradients
-from lightning_omni.strategy.optimizers.proxies import Merged
 from lightning_omni.tuning.callback.apply.hyperparameters import Hyperparameters
 from lightning_omni.tuning.callback.run import TunedRun
 from lightning_omni.tuning.model.forecast import Setting
 from lightning_omni.tuning.search import SearchSpec, Space
-from lightning_omni.tuning.search import constants as c
 from lightning_omni.tuning.search import space as searched
 from lightning_omni.tuning.search.space import is_plain
 from lightning_omni.wire.all_reduce import text_of as text_of_all_reduce
@@ -121,7 +115,6 @@ class FitSpace:
             rebalance=run.strategy.balance.is_on,
             period=int(getattr(world.method, "period", 1)),
             further=tuple(sorted((each.name, _plain(each.name, each.current(world))) for each in run.options.further)),
-            merged=run.strategy.merged.name or "",
         )
         if type(world.method) not in METHODS.values():
             return start
@@ -147,8 +140,6 @@ class FitSpace:
             space = replace(space, rebalance=False)
         if not space.method and not hasattr(world.method, "period"):
             space = replace(space, period=())
-        for name in space.merged:
-            self._check_merged(name)
         options = world.options
         if (options.method, options.wire, options.overlap, options.all_reduce) == _USUAL:
             space = replace(
@@ -158,41 +149,6 @@ class FitSpace:
                 all_reduce=space.all_reduce or self._all_reduces(),
             )
         return space
-
-    def mergeable(self) -> list[str]:
-        """Return the largest dense layers that this fit can merge and that hold at least half of its weights.
-
-        The list is empty if anything is compiled, which stays as it is.
-        """
-        modules = dict(self._run.module.named_modules())
-        if any(getattr(each, "_compiled_call_impl", None) is not None for each in modules.values()):
-            return []
-        whole = _trained(self._run.module)
-        sizes = {name: _trained(module) for name, module in modules.items() if name and _is_dense(module)}
-        large = sorted((name for name in sizes if sizes[name] >= whole / 2 > 0), key=lambda name: -sizes[name])
-        found: list[str] = []
-        for name in large:
-            with suppress(ConfigurationError):
-                self._check_merged(name)
-                found.append(name)
-        return found[: c.MOST_MERGEABLE]
-
-    def _check_merged(self, name: str) -> None:
-        """Raise an error if this fit cannot merge a submodule; the message states the reason."""
-        run = self._run
-        optimizers = run.trainer.optimizers
-        try:
-            _, held = held_by_one(name, check_mergeable(name, run.module), optimizers)
-            for optimizer in optimizers:
-                check_servable(optimizer)
-            Merged(name).check(run.trainer)
-        except ConfigurationError as error:
-            raise type(error)(f'space={{"merged": {name!r}}}: {error}') from error
-        if set(held_by(optimizers[0])) == set(held.values()):
-            raise ConfigurationError(
-                f'space={{"merged": {name!r}}}: it is all that the optimizer moves, and nothing is left for the groups'
-                " to train; pass a part of it"
-            )
 
     def _allows(self, groups: int) -> bool:
         """Return whether a number of groups is possible, and log why it is not."""
@@ -226,15 +182,6 @@ def _plain(name: str, value: Any) -> Any:
             f"space={{{name!r}: ...}}: current(world) returned {value!r}; return a number, a text, True or False"
         )
     return value
-
-
-def _trained(module: Module) -> int:
-    return sum(each.numel() for each in module.parameters() if each.requires_grad)
-
-
-def _is_dense(module: Module) -> bool:
-    """Return whether a module has only dense layers, which a server's one thread computes quickly."""
-    return all(isinstance(each, Linear) for each in module.modules() if any(True for _ in each.parameters(False)))
 
 
 def _text_of_wire(given: Any) -> str:

@@ -65,7 +65,6 @@ class Setting(Serializable):
     wire: str = ""
     overlap: bool = False
     all_reduce: str = ""
-    merged: str = ""
 
     @property
     def updates_per_batch(self) -> int:
@@ -100,7 +99,6 @@ class Setting(Serializable):
         parts = [f"period {self.period}"] * (self.period > 1)
         parts += self._averaged
         parts += [f"wire {self.wire}"] * (several and self.wire not in ("", "fp32"))
-        parts += [f"{self.merged} merged"] * (several and bool(self.merged))
         return parts + ["overlapped"] * (several and self.overlap)
 
     def __str__(self) -> str:

@@ -19,30 +19,6 @@ Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
-class HeadMeasured(Serializable):
-    """The measured cost of merging a submodule.
-
-    Args:
-        nbytes: bytes of its trained weights, as float32.
-        inputs: bytes per sample of its inputs, as float32.
-        outputs: bytes per sample of its outputs, as float32.
-        seconds: seconds per sample of its forward and backward pass and its step, where the server would compute them.
-
-    Raises:
-        ConfigurationError: a number is out of range.
-    """
-
-    nbytes: int
-    inputs: float
-    outputs: float
-    seconds: float
-
-    def __post_init__(self) -> None:
-        for name in ("nbytes", "inputs", "outputs", "seconds"):
-            check_number(name, getattr(self, name), "a number, 0 or more", 0, below=math.inf)
-
-
-@dataclass(frozen=True)
 class Measured(Serializable):
     """A segment of training with one grouping, as measured by its ranks, without the first steps that warm up.
 
@@ -73,7 +49,6 @@ class Measured(Serializable):
         node_per_byte: seconds of each byte of such a message, one way; 0 if unknown.
         shapes: shapes of the parameters whose gradients a group averages; empty if unknown.
         averaging: by all-reduce format, seconds that a rank computes to average gradients in it, where known.
-        heads: by name, the cost of merging a submodule, where known.
         loading: for each rank, the mean seconds of ``own`` in which it waited for its data loader; empty if unknown.
 
     Raises:
@@ -108,7 +83,6 @@ class Measured(Serializable):
     node_per_byte: float = 0.0
     shapes: tuple[tuple[int, ...], ...] = ()
     averaging: Mapping[str, float] = field(default_factory=dict)
-    heads: Mapping[str, HeadMeasured] = field(default_factory=dict)
     loading: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lightning_omni.tuning.model.forecast import Forecast, Setting, SettingEstimate
-from lightning_omni.tuning.model.measured import Measured
 from lightning_omni.tuning.search import constants as c
-from lightning_omni.tuning.search.evidence import Evidence, Observation, mean_error
+from lightning_omni.tuning.search.evidence import Evidence, mean_error
 from lightning_omni.tuning.search.rules import careful, is_faster, least
 
 
@@ -96,39 +95,6 @@ def _too_short(evidence: Evidence) -> str:
     return f"{text}; with that they are not faster by enough"
 
 
-def gain_of_merging(evidence: Evidence) -> Choice | None:
-    """Return the choice if a measured submodule could be merged; None if it is not clearly faster."""
-    if not evidence.profile.heads:
-        return None
-    spec = replace(evidence.spec, space=replace(evidence.spec.space, merged=tuple(evidence.profile.heads)))
-    found = _gain_with(evidence, Evidence(spec, evidence.known, evidence.observation, evidence.segments))
-    return found if found is not None and found.setting.merged else None
-
-
-def gain_of_servers(evidence: Evidence, nodes: int) -> Choice | None:
-    """Return the choice if each of the nodes had a parameter server; None if it is not clearly faster."""
-
-    def spread(measured: Measured) -> Measured:
-        return replace(measured, servers=nodes, per_node=True)
-
-    observation: Observation | None = evidence.observation
-    if observation is not None:
-        observation = replace(observation, measured=spread(observation.measured))
-    known = [spread(each) for each in evidence.known]
-    found = _gain_with(evidence, Evidence(evidence.spec, known, observation, evidence.segments))
-    return found if found is not None and found.setting.groups > 1 else None
-
-
-def _gain_with(evidence: Evidence, other: Evidence) -> Choice | None:
-    """Return the best setting by other evidence; None if it is not clearly faster."""
-    chosen, best = best_listed(evidence), best_listed(other)
-    gain = math.exp(evidence.forecast().log_seconds(chosen) - other.forecast().log_seconds(best))
-    if gain < c.GAIN:
-        return None
-    why = f"the target is predicted to be reached {gain:.2f} times faster ({best})"
-    return Choice(best, why, other.forecast().of(best))
-
-
 def best_by_forecast(evidence: Evidence, groups: int | None = None) -> Setting:
     """Return the best setting by the forecast, worth a change or not; ``groups`` fixes the number of groups.
 
@@ -171,7 +137,7 @@ def promising_settings(evidence: Evidence, forecast: Forecast, groups: int | Non
 def _unusual(setting: Setting) -> int:
     """Count the features of a setting that serve its speed alone; the fewest decide a tie."""
     lossy = [each not in ("", "fp32") for each in (setting.wire, setting.all_reduce)]
-    return sum((setting.method != "async_sgd", setting.overlap, bool(setting.merged), *lossy))
+    return sum((setting.method != "async_sgd", setting.overlap, *lossy))
 
 
 def _least_gain(setting: Setting) -> float:

@@ -79,6 +79,3 @@ of an empty message above which a message's time shows the cost of its bytes."""
 OTHER_LINK = 3.0
 """Ratio of a message's time to that over the fastest link between consecutive nodes, above which the link leads to
 another site."""
-TIMED_PASSES, MOST_MERGEABLE = 3, 3
-"""Timed passes of a submodule, of which the shortest counts, because the first one allocates memory; and submodules
-whose merging is evaluated at most, unless the user names some."""

@@ -21,7 +21,6 @@ from lightning_omni.serialization import Serializable
 from lightning_omni.tuning.model.constants import BLOCKS, TAIL
 from lightning_omni.tuning.model.exchanging import ExchangePattern
 from lightning_omni.tuning.model.forecast import Forecast, Scaling, Setting, TrainedBatches
-from lightning_omni.tuning.model.head_cost import HeadCost
 from lightning_omni.tuning.model.measured import Measured
 from lightning_omni.tuning.model.profile import Prediction, Profile
 from lightning_omni.tuning.search import constants as c
@@ -31,7 +30,6 @@ from lightning_omni.tuning.search.residuals import SpeedResiduals
 from lightning_omni.tuning.search.rules import is_faster
 from lightning_omni.tuning.search.space import checked_axis, wire_given
 from lightning_omni.tuning.search.specification import SearchSpec
-from lightning_omni.wire.formats import wire_of
 
 
 @dataclass(frozen=True)
@@ -98,9 +96,9 @@ class Evidence:
         self.theory = Experience(spec.basis, spec.scaling, prior=Prior.load())
         self._rates: dict[Setting, float] = {}
         self._uneven: dict[Setting, bool] = {}
-        self._most: dict[tuple[int, str, str], float] = {}
+        self._most: dict[tuple[int, str], float] = {}
         self._ways: list[Setting] | None = None
-        self._patterns: dict[tuple[str, int, str, bool, tuple[str, int] | tuple[()]], ExchangePattern] = {}
+        self._patterns: dict[tuple[str, int, str, bool], ExchangePattern] = {}
 
     @property
     def scaling(self) -> Scaling:
@@ -137,7 +135,6 @@ class Evidence:
             rebalance=setting.rebalance,
             exchanging=self._pattern(setting),
             all_reduce=setting.all_reduce or "fp32",
-            head=self._head(setting),
         )
 
     @property
@@ -192,17 +189,14 @@ class Evidence:
 
     def most(self, setting: Setting) -> float:
         """Return the samples per second that a setting's groups would reach with a free exchange."""
-        key = setting.groups, setting.all_reduce or "fp32", setting.merged
+        key = setting.groups, setting.all_reduce or "fp32"
         if key not in self._most:
             none = 0 if self.profile.nbytes else None
             free = ExchangePattern(period=sys.maxsize, push=none, pull=none)
             ways = (False, True) if self.spec.space.rebalance else (False,)
-            head = self._head(setting)
             alike = [each for each in self.candidates() if each.groups == setting.groups] if self.segments else []
             self._most[key] = max(map(self._correction, alike), default=1.0) * max(
-                self.profile.samples_per_second(
-                    setting.groups, rebalance=how, exchanging=free, all_reduce=key[1], head=head and head.at_least
-                )
+                self.profile.samples_per_second(setting.groups, rebalance=how, exchanging=free, all_reduce=key[1])
                 for how in ways
             )
         return self._most[key]
@@ -217,7 +211,6 @@ class Evidence:
             period=period,
             exchanging=pattern,
             all_reduce=all_reduce,
-            head=self._head(setting),
         )
         factor = self._correction(setting)
         return found if factor == 1 else found.faster(factor)
@@ -231,29 +224,12 @@ class Evidence:
         """Return the exchange pattern of a setting; None for one group and for the run's own method."""
         if setting.groups == 1 or not setting.method:
             return None
-        head = self._head(setting)
-        shared = (setting.merged, setting.groups) if head is not None else ()
-        key = setting.method, setting.period, setting.wire, setting.overlap, shared
+        key = setting.method, setting.period, setting.wire, setting.overlap
         if key not in self._patterns:
             method = with_period(method_named(setting.method), setting.period)
             wire = wire_given(setting.wire) if setting.wire else "fp32"
-            nbytes = self.profile.nbytes if head is None else head.body
-            found = ExchangePattern.of(method, wire, setting.overlap, nbytes)
-            self._patterns[key] = found if head is None else head.added_to(found)
+            self._patterns[key] = ExchangePattern.of(method, wire, setting.overlap, self.profile.nbytes)
         return self._patterns[key]
-
-    def _head(self, setting: Setting) -> HeadCost | None:
-        """Return the cost of the submodule that a setting merges; None if it merges none or the cost is not known."""
-        if setting.groups == 1 or setting.merged not in self.profile.heads:
-            return None
-        rows = self.profile.batch_size * self.profile.ranks / setting.groups
-        wire_format = wire_of(wire_given(setting.wire or "fp32"))
-        return HeadCost(self.profile.heads[setting.merged], self.profile.nbytes, rows, wire_format)
-
-    @property
-    def unseen_heads(self) -> list[str]:
-        """Return the submodules of the search space whose cost of merging could not be measured."""
-        return [name for name in self.spec.space.merged if name not in self.profile.heads]
 
     def forecast(self) -> Forecast:
         self.profile  # noqa: B018 - it sets the scatter of step times in the theory
@@ -315,8 +291,6 @@ class Evidence:
             space, start, profile = self.spec.space, self.spec.start, self.profile
             formats = [each for each in space.all_reduce if each == start.all_reduce or _pays(profile, each)]
             ways = replace(space, all_reduce=tuple(formats)).ways(start, self.suggested)
-            heads = {"", *profile.heads}
-            ways = [each for each in ways if each.groups == 1 or each.merged in heads]
             ranks = profile.ranks
             self._ways = [each for each in ways if each.groups < ranks or each.all_reduce == start.all_reduce]
         return list(self._ways)

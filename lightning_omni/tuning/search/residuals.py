@@ -90,5 +90,4 @@ def _place(setting: Setting) -> list[float]:
         math.log(setting.period) / math.log(c.NEAR_PERIOD),
         float(setting.overlap) * c.OTHER_WAY,
         float(setting.method.partition(":")[0] == "async_sgd") * c.OTHER_WAY,
-        float(bool(setting.merged)) * c.OTHER_WAY,
     ]

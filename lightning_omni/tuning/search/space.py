@@ -15,8 +15,6 @@ from itertools import product
 from numbers import Integral, Real
 from typing import Any, ClassVar
 
-from typing_extensions import override
-
 from lightning_omni.checks import plain
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import Method, method_named
@@ -213,20 +211,6 @@ class AllReduceFormat(ExchangeDimension):
         self._check_texts('formats, such as "powersgd:4"', all_reduce_of)
 
 
-@dataclass(frozen=True)
-class MergedName(ExchangeDimension):
-    """The submodules that several groups may merge: names in ``named_modules()``; merging none is always possible."""
-
-    name = "merged"
-
-    def __post_init__(self) -> None:
-        self._check_texts('names of submodules, such as "classifier"; merging none is always possible', str)
-
-    @override
-    def options(self, setting: Setting) -> Sequence[Any]:
-        return ("", *self.values) if self.values else (setting.merged,)
-
-
 def wire_given(text: Any) -> Any:
     """Return the wire format of a setting as ``OmniStrategy(wire=...)`` takes it.
 
@@ -260,7 +244,6 @@ class Space:
         wire: wire formats of pushes and answers; empty for that of this setting.
         overlap: whether exchanges may travel during the computation; empty for that of this setting.
         all_reduce: formats in which the members of a group may average their gradients, beside that of this setting.
-        merged: submodules that several groups may merge; empty for that of this setting.
 
     Raises:
         ConfigurationError: a range is empty or out of bounds, or a method or format does not exist.
@@ -276,7 +259,6 @@ class Space:
     wire: tuple[str, ...] = ()
     overlap: tuple[bool, ...] = ()
     all_reduce: tuple[str, ...] = ()
-    merged: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _ = self.dimensions  # each dimension checks its bounds
@@ -285,15 +267,11 @@ class Space:
     def dimensions(self) -> tuple[OwnDimension, ...]:
         """Return the dimensions that every run has."""
         own = Groups(self.groups), Momentum(self.momentum), LearningRate(self.lr), Period(self.period)
-        return *own, *self.exchanges, AllReduceFormat(self.all_reduce), self.head
+        return *own, *self.exchanges, AllReduceFormat(self.all_reduce)
 
     @property
     def exchanges(self) -> tuple[ExchangeDimension, ...]:
         return MethodName(self.method), Wire(self.wire), Overlap(self.overlap)
-
-    @property
-    def head(self) -> MergedName:
-        return MergedName(self.merged)
 
     @classmethod
     def of(
@@ -338,8 +316,7 @@ class Space:
             suggested: returns a setting with the momentum and learning rate that are expected to suit it.
         """
         found = [start]
-        ways = product(*(each.options(start) for each in (*self.exchanges, self.head)))
-        for method, wire, overlap, merged in ways:
+        for method, wire, overlap in product(*(each.options(start) for each in self.exchanges)):
             if not method:  # the cost of a user's own method is not known
                 continue
             value = method_named(method)
@@ -347,9 +324,7 @@ class Space:
             for groups in self.groups[1:]:
                 if not _can_be(value, groups, wire, overlap):
                     continue
-                like = replace(start, groups=groups, method=method, wire=wire, overlap=overlap, merged=merged)
-                if merged and not (_is_known_merged(like) or (method, merged) == (start.method, start.merged)):
-                    continue
+                like = replace(start, groups=groups, method=method, wire=wire, overlap=overlap)
                 found += [suggested(replace(like, period=period)) for period in periods]
         formats = [each for each in self.all_reduce if each != start.all_reduce]
         return found + [replace(each, all_reduce=format_) for format_ in formats for each in found]
@@ -390,7 +365,7 @@ _KNOWN: dict[str, Callable[[str, Any], Any]] = {
     "lr": _bounds,
     "rebalance": _any,
     "period": _whole_numbers,
-    **dict.fromkeys(("method", "wire", "overlap", "all_reduce", "merged"), _choices),
+    **dict.fromkeys(("method", "wire", "overlap", "all_reduce"), _choices),
 }
 """Readers of the user's values, by name."""
 
@@ -410,15 +385,6 @@ def _can_be(method: Method, groups: int, wire: str, overlap: bool) -> bool:
     except ConfigurationError:
         return False
     return True
-
-
-def _is_known_merged(setting: Setting) -> bool:
-    """Return whether the cost in samples of a setting with a merged submodule is known.
-
-    Each group's gradient steps a head. Where it steps the body, too, the setting is at most as stale as asynchronous
-    SGD, which the prior covers.
-    """
-    return setting.updates_per_batch == setting.groups and not setting.overlap
 
 
 def group_counts(ranks: int) -> list[int]:

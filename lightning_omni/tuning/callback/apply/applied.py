@@ -40,7 +40,6 @@ class AppliedSetting:
         self.seconds_to_form = c.FORMING
         self._guard: DivergenceGuard | None = None
         self._before: RollbackPoint | None = None
-        self._merged_before = ""
         self._exchanged = 0.0
 
     # --- Applying -----------------------------------------------------------------------------------------------------
@@ -48,7 +47,6 @@ class AppliedSetting:
     def keep(self) -> None:
         """Store the present state of the run as its rollback point."""
         self._before = self._now()
-        self._merged_before = self._run.strategy.merged.name or ""
 
     def apply(self, hyperparameters: Hyperparameters, command: Command) -> None:
         """Train with the setting of a command from now on. All ranks call it."""
@@ -66,8 +64,6 @@ class AppliedSetting:
         strategy, world, began = self._run.strategy, self._run.world, time.perf_counter()
         again = communicate(strategy, communication_of(setting, world.communication))
         again |= apply_further(self._run.options.further, world, setting)
-        if setting.groups > 1:
-            again |= self._merge(setting.merged)
         if setting.rebalance:
             self.split_by_speed()
         if setting.groups != len(world.topology.alive) or by_speed or (again and setting.groups > 1):
@@ -78,18 +74,6 @@ class AppliedSetting:
             world.enter_world(strategy.pl_module)
         if setting.groups > 1:
             self.seconds_to_form = time.perf_counter() - began
-
-    def _merge(self, name: str) -> bool:
-        """Merge a submodule in groups that are formed from now on; return whether that is a change. All ranks call it.
-
-        After a change, all ranks are one group. An empty name merges none.
-        """
-        strategy = self._run.strategy
-        if name == (strategy.merged.name or ""):
-            return False
-        strategy.form_one()  # all ranks receive the server's state
-        strategy.merge(name)
-        return True
 
     def split_by_speed(self) -> bool:
         """Split batches by speed from now on, where that pays; return whether that is possible. All ranks call it."""
@@ -111,7 +95,6 @@ class AppliedSetting:
         hyperparameters.scale(1 / run.state.scaled)
         communicate(run.strategy, communication_of(own, run.world.communication))
         apply_further(run.options.further, run.world, own)
-        self._merge(own.merged)
         run.state.setting, run.state.scaled = own, 1.0
         run.state.reference = float(run.batch(len(run.world.live_ranks)))
         self._guard = self._before = None  # they belong to the choice that is undone
@@ -178,7 +161,6 @@ class AppliedSetting:
         run, state, was = self._run, self._run.state, self._run.setting
         assert self._before is not None
         run.strategy.form_one()
-        self._merge(self._merged_before)  # the stored sender states belong to these weights
         self.return_to(self._before)
         state.is_final = True
         if was.groups == 1 and (was.all_reduce, was.further) == (run.own.all_reduce, run.own.further):
@@ -206,7 +188,7 @@ class AppliedSetting:
     @property
     def may_start_over(self) -> bool:
         """Return whether a trial can begin from the rollback point."""
-        return self._before is not None and self._merged_before == (self._run.strategy.merged.name or "")
+        return self._before is not None
 
     def begin_trial(self, starts_over: bool) -> RollbackPoint:
         """Train with the user's own setting in one group. All ranks call it.

@@ -16,7 +16,6 @@ from lightning_omni.tuning.callback.apply.hyperparameters import Hyperparameters
 from lightning_omni.tuning.callback.background import at_once, beside
 from lightning_omni.tuning.callback.first_batches.timing import FirstBatches
 from lightning_omni.tuning.callback.guards.retuning import Retuning
-from lightning_omni.tuning.callback.recommendations import Advice
 from lightning_omni.tuning.callback.reports.reports import TunerReports
 from lightning_omni.tuning.callback.run import TunedRun
 from lightning_omni.tuning.callback.space import FitSpace
@@ -89,7 +88,6 @@ class ByFirstBatches:
         self._decision: _Decision | None = None
         self._postponed: Command | None = None
         self._spec: SearchSpec | None = None
-        self._advice = Advice(run)
 
     # --- Start --------------------------------------------------------------------------------------------------------
 
@@ -124,12 +122,8 @@ class ByFirstBatches:
         self._time(spec)
 
     def _time(self, spec: SearchSpec, before: FirstBatches | None = None) -> None:
-        heads = [name for name in spec.space.head.options(spec.start) if name]
-        is_asked = bool(heads)
-        if not is_asked and max(spec.space.groups) > 1:
-            heads = self._space.mergeable()
         self._spec = spec
-        self._batches = FirstBatches(self._run.strategy, spec, heads, before, is_asked=is_asked)
+        self._batches = FirstBatches(self._run.strategy, spec, before)
 
     # --- Training -----------------------------------------------------------------------------------------------------
 
@@ -146,11 +140,10 @@ class ByFirstBatches:
         """Record the loss and the time of a batch, if batches are timed.
 
         After a step of the optimizer, start a decision that is due, or poll the one in progress; not at the last batch
-        of an epoch. If no batches are timed, continue with the advice to the user. All ranks call it.
+        of an epoch. All ranks call it.
         """
         batches, trainer = self._batches, self._run.trainer
         if batches is None:
-            self._advice.batch_done()
             return
         steps = will_step(trainer)
         if self._decision is not None:
@@ -165,11 +158,6 @@ class ByFirstBatches:
                 self._poll_decision(self._decision)
         elif batches.is_due:
             self._begin_to_decide(batches)
-
-    def ended(self) -> None:
-        """Stop timing before the strategy's own balance ends, and report the advice."""
-        self.close()
-        self._advice.ended()
 
     def close(self) -> None:
         """Stop timing."""
@@ -276,7 +264,6 @@ class ByFirstBatches:
                 return None
             if search.known and search.choice().setting in (run.state.setting, spec.start):
                 return Command(run.setting)  # the forecast was right, or nothing is better
-            self._advice.seek(search)
             run.remember(search, run.seconds)
             self._retuning.search_begins()
             return run.conclude(search)

@@ -20,10 +20,9 @@ from lightning_omni.runtime.timing import wait_for
 from lightning_omni.strategy.declared import loader_of
 from lightning_omni.strategy.hooks import OmniStrategyHooks
 from lightning_omni.tuning.callback.first_batches.microbenchmarks import Microbenchmarks
-from lightning_omni.tuning.callback.first_batches.observed_heads import ObservedHead
 from lightning_omni.tuning.callback.tunable import batch_size_of
 from lightning_omni.tuning.model.forecast import TrainedBatches
-from lightning_omni.tuning.model.measured import HeadMeasured, Measured
+from lightning_omni.tuning.model.measured import Measured
 from lightning_omni.tuning.model.steps.timer import StepTimer
 from lightning_omni.tuning.search import Observation, SearchSpec
 from lightning_omni.tuning.search import constants as c
@@ -52,31 +51,16 @@ class TimedStep:
     loading: float
 
 
-def bytes_take_long(seconds: float, step: float) -> bool:
-    """Return whether a gradient's bytes take so much of a step that sending them otherwise may pay."""
-    return seconds > (c.GAIN - 1) * step
-
-
 class FirstBatches:
     """The timing of a run's first steps, on every rank of one group.
 
     Args:
         strategy: strategy of the run, whose groups are formed and whose first batch has not begun.
         spec: the specification of the search, which starts from the run's setting.
-        heads: submodules that several groups may merge.
         before: an earlier timing of the same group with other batches, whose messages need not be timed again.
-        is_asked: whether the user has named ``heads``; others are timed only if a gradient's bytes take long, and if a
-            sample uses each weight once.
     """
 
-    def __init__(
-        self,
-        strategy: OmniStrategyHooks,
-        spec: SearchSpec,
-        heads: Sequence[str] = (),
-        before: FirstBatches | None = None,
-        is_asked: bool = True,
-    ) -> None:
+    def __init__(self, strategy: OmniStrategyHooks, spec: SearchSpec, before: FirstBatches | None = None) -> None:
         self.spec = spec
         self._alone: Microbenchmarks = before._alone if before else Microbenchmarks(strategy)
         self._strategy, self._world = strategy, strategy.world
@@ -89,12 +73,7 @@ class FirstBatches:
         self._loaded = 0.0
         self._moments = list(DECISION_STEPS[1:] if before else DECISION_STEPS)
         self._seen = 0
-        self._heads: dict[str, HeadMeasured] = before._heads if before else {}
-        self._is_asked = is_asked
         batch = batch_size_of(loader_of(strategy.pl_module.trainer))
-        self._observed = {
-            name: ObservedHead(strategy.pl_module.get_submodule(name), batch) for name in heads if before is None
-        }
         strategy.balance = self._balance
         self._balance.begin(self._world, strategy.pl_module, lambda: strategy.epochs.leases, samples=batch)
 
@@ -155,8 +134,6 @@ class FirstBatches:
         # optimizer, the others wait for it at the next one.
         seconds = [math.fsum(row[step].seconds for row in rows) / len(rows) for step in range(count)]
         samples = [sum(row[step].samples for row in rows) for step in range(count)]
-        if self._observed:
-            self._heads = self._measured_heads(sum(seconds) / count)
         take_long = is_faster(1 + self._seconds_of_bytes / _quickest(rows), 1.0)
         if take_long:
             self._alone.time_averaging(self.spec.space.all_reduce)
@@ -176,7 +153,6 @@ class FirstBatches:
             hands_on=True,
             shapes=alone.shapes,
             averaging=alone.averaging,
-            heads=self._heads,
             loading=tuple(math.fsum(each.loading for each in row) / count for row in rows),
             nbytes=alone.nbytes,
             servers=server.count,
@@ -193,26 +169,8 @@ class FirstBatches:
         """Return the seconds that a gradient's bytes take in an all-reduce."""
         return self._alone.reduce_per_byte * self._alone.nbytes
 
-    def _measured_heads(self, step: float) -> dict[str, HeadMeasured]:
-        """Return the cost of merging each submodule, as measured on rank 0, where the server computes, too."""
-        self._unobserve()
-        found: dict[str, HeadMeasured] = {}
-        may_gain = self._is_asked or bytes_take_long(self._seconds_of_bytes, step)
-        if may_gain and self._world.rank == self._world.members[0]:
-            for name, head in self._observed.items():
-                if (measured := head.measured(self._count, is_flat=not self._is_asked)) is not None:
-                    found[name] = measured
-        self._observed = {}
-        all_found: list[dict[str, HeadMeasured]] = gather_values(self._world, found, dict[str, HeadMeasured])
-        return all_found[0]
-
-    def _unobserve(self) -> None:
-        for each in self._observed.values():
-            each.close()
-
     def close(self) -> None:
         """Stop timing, and restore the strategy's own balance."""
-        self._unobserve()
         self._balance.end()
         if self._strategy.balance is self._balance:
             self._strategy.balance = self._kept
