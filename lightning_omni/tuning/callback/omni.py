@@ -81,8 +81,8 @@ class OmniTunerHooks(_CallbackBase):
         space: the search space: any of ``"groups"``, ``"method"``, ``"period"``, ``"wire"``, ``"overlap"``,
             ``"all_reduce"``, ``"momentum"``, ``"lr"``, ``"rebalance"``, each a value, a list, or the smallest and the
             largest value: ``{"groups": [1, 2, 4], "momentum": 0.9}``. By default groups are powers of two and the
-            number of ranks, momentum is 0 to 0.95 (or up to yours, if that is larger), the learning rate follows them, and
-            batches may be split by speed; how groups exchange, and how their members average gradients, is searched
+            number of ranks, momentum is 0 to 0.95 (or up to yours, if that is larger), the learning rate follows them,
+            and batches may be split by speed; how groups exchange, and how their members average gradients, is searched
             unless you have chosen it (``method=``, ``wire=``, ``overlap=`` or ``all_reduce=`` of the strategy).
         budget: part of the run's time that choosing and forming groups may take, from 0 to below 1. 0 changes nothing.
         retune_every: epochs between two checks whether the setting is still the best; None to make no checks.

@@ -84,6 +84,7 @@ def tune_device(
         ConfigurationError: an argument is wrong, or the model cannot be trained with the defaults.
 
     Example:
+        >>> import torch
         >>> model = nn.Linear(4, 2)
         >>> report = tune_device(
         ...     model,
