@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_omni.tuning.callback.first_batches.microbenchmarks import seconds_per_byte
 from lightning_omni.tuning.callback.guards.forecast_check import ForecastCheck
-from lightning_omni.tuning.callback.guards.throughput import Speed
-from lightning_omni.tuning.callback.state import TunerState
+from lightning_omni.tuning.callback.guards.speed import Speed
+from lightning_omni.tuning.callback.microbenchmarks import seconds_per_byte
+from lightning_omni.tuning.callback.run import TunerState
 from lightning_omni.tuning.model.forecast import Scaling, Setting, TrainedBatches
 from lightning_omni.tuning.model.measured import Measured
 from lightning_omni.tuning.report.digest import Digest

@@ -20,7 +20,7 @@ from rich.console import Console
 from searches import START, found, later, observed, search, space_of
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.tuning.callback.guards.throughput import RunThroughput
+from lightning_omni.tuning.callback.guards.speed import RunThroughput
 from lightning_omni.tuning.report import Round, RunTimes, TuningReport
 from lightning_omni.tuning.report.digest import Digest, duration, interval, span, times
 from lightning_omni.tuning.report.page import templates

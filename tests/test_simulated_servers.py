@@ -20,7 +20,7 @@ from lightning_omni.methods import AsyncSGD, Gossip
 from lightning_omni.server.log.record import Event
 from lightning_omni.simulator import Cluster, Device, Failure, Jitter, Link, replay, simulate
 from lightning_omni.simulator.engine import Engine, Timeline
-from lightning_omni.simulator.network.exchange import Exchanges
+from lightning_omni.simulator.network import Exchanges
 from lightning_omni.simulator.shares import by_share
 from lightning_omni.simulator.workbench import Samples
 from lightning_omni.trace import Trace

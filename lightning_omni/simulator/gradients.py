@@ -19,7 +19,7 @@ from lightning_omni.methods.model.head import check_mergeable, held_by_one, pass
 from lightning_omni.methods.model.modules import describe_module, tensors_of, with_tensors
 from lightning_omni.simulator.cluster import Cluster
 from lightning_omni.simulator.engine import Engine, Timeline
-from lightning_omni.simulator.network.exchange import Exchanges
+from lightning_omni.simulator.network import Exchanges
 from lightning_omni.simulator.server import HEAD, SimulatedServer
 from lightning_omni.simulator.workbench import Result, Workbench
 from lightning_omni.simulator.workload import Loss

@@ -19,7 +19,7 @@ from lightning_omni.simulator.engine import Engine, Priority, Timeline
 from lightning_omni.simulator.gradients import Gradients, Members, SimulatedHead, ThroughHead
 from lightning_omni.simulator.group_process import MOST_REFUSED, EpochBarrier, SimulatedGroup, Surroundings
 from lightning_omni.simulator.monitor import Monitor, arrays, evaluated
-from lightning_omni.simulator.network.exchange import Exchanges
+from lightning_omni.simulator.network import Exchanges
 from lightning_omni.simulator.replicas import SharingReplica, named_parameters, own_replica
 from lightning_omni.simulator.server import HEAD, SimulatedNetwork, SimulatedServer, part_of
 from lightning_omni.simulator.settings import Batches, Cadence, Enough, Formation, Progress, RunLimits

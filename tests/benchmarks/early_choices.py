@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from lightning_omni.tuning.callback.first_batches.timing import DECISION_STEPS
+from lightning_omni.tuning.callback.online_tuner import DECISION_STEPS
 from lightning_omni.tuning.model.forecast import Forecast, Scaling, Setting, TrainedBatches
 from lightning_omni.tuning.model.measured import Measured
 from lightning_omni.tuning.search import Observation, Search, SearchSpec, Space

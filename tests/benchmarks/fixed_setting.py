@@ -31,7 +31,7 @@ from rich.progress import track
 from rich.table import Table
 from tasks import CLUSTERS, DEVELOPING, RANKS, TASKS, cluster_of
 
-from lightning_omni.tuning.search.experience import Experience
+from lightning_omni.tuning.search.prior import Experience
 
 FIXED: dict[str, dict[str, Any]] = {
     "1 group, proportional batches": {"rebalance": True},

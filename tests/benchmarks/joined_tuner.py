@@ -23,7 +23,7 @@ from tasks import EVERY, JUDGING, TASKS, Run, Task, at_evaluation, crossing
 from lightning_omni.methods import AsyncSGD
 from lightning_omni.simulator import Cluster, Jitter, simulate
 from lightning_omni.topology import Topology
-from lightning_omni.tuning.callback.joined import suited_to
+from lightning_omni.tuning.callback.fit import suited_to
 from lightning_omni.tuning.model.forecast import Scaling, Setting
 from lightning_omni.tuning.search import Space
 

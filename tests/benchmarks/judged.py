@@ -41,13 +41,13 @@ from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import method_named, with_period
 from lightning_omni.simulator import Cluster
 from lightning_omni.topology import Topology
-from lightning_omni.tuning.callback.first_batches.timing import DECISION_STEPS
+from lightning_omni.tuning.callback.online_tuner import DECISION_STEPS
 from lightning_omni.tuning.model.forecast import Scaling, Setting, TrainedBatches
 from lightning_omni.tuning.model.measured import Measured
 from lightning_omni.tuning.search import Observation, Search, SearchSpec, Space
 from lightning_omni.tuning.search.choice import verdict
 from lightning_omni.tuning.search.evidence import Evidence
-from lightning_omni.tuning.search.experience import Experience
+from lightning_omni.tuning.search.prior import Experience
 from lightning_omni.tuning.search.space import ALL_REDUCES, METHODS, WIRES, wire_given
 from lightning_omni.wire.formats import wire_of
 

@@ -63,8 +63,7 @@ from torch import nn
 from lightning_omni.methods import Method, method_named, with_period
 from lightning_omni.simulator import Cluster
 from lightning_omni.tuning.model.forecast import Scaling, Setting, Theory
-from lightning_omni.tuning.search.experience import Experience
-from lightning_omni.tuning.search.prior import STREAMING, Prior, PriorRow, Steepness
+from lightning_omni.tuning.search.prior import STREAMING, Experience, Prior, PriorRow, Steepness
 from lightning_omni.tuning.search.space import ALL_REDUCES, METHODS
 from lightning_omni.wire.all_reduce import PowerSGD, all_reduce_of
 

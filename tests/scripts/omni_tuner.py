@@ -23,7 +23,7 @@ from lightning_omni.errors import ConfigurationError
 from lightning_omni.transport.zeromq.keys import ENVIRONMENT
 from lightning_omni.tuning.callback.background import at_once, beside
 from lightning_omni.tuning.callback.first_batches import decision as by_first_batches
-from lightning_omni.tuning.callback.first_batches.microbenchmarks import Microbenchmarks
+from lightning_omni.tuning.callback.microbenchmarks import Microbenchmarks
 from lightning_omni.tuning.search import Dimension, constants
 
 RANK = int(os.environ.get("LOCAL_RANK", 0))

@@ -19,7 +19,7 @@ from lightning_omni.cli.console import table_of
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import method_named, text_of
 from lightning_omni.palette import CHOSEN, EXPECTED, new_figure, plot_interval, save_figure
-from lightning_omni.tuning.model.convergence.statistical import Estimate
+from lightning_omni.tuning.model.convergence import Estimate
 from lightning_omni.tuning.model.forecast import Scaling, Setting, Theory
 from lightning_omni.tuning.model.profile import Prediction, Profile
 from lightning_omni.tuning.report import TuningReport

@@ -2,17 +2,109 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar, cast
 
+import msgspec
 import numpy as np
 
+from lightning_omni.checks import check_number, check_whole
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.tuning.model.cluster_change import ClusterChange
-from lightning_omni.tuning.model.costs import Costs
+from lightning_omni.serialization import Serializable
 from lightning_omni.tuning.model.exchanging import ExchangePattern
 from lightning_omni.tuning.model.placement import Placement
+
+
+@dataclass(frozen=True)
+class Costs(Serializable):
+    """The known costs in seconds, for equal ranks without jitter.
+
+    ``exchange``, ``serve`` and ``link`` are those of one server.
+
+    Args:
+        per_sample: forward and backward pass of a sample on one rank.
+        overhead: part of a rank's step that does not depend on its samples.
+        allreduce: a gradient on a rank's link; a ring of k ranks takes 2 (k - 1) / k of it.
+        allreduce_latency: each of the 2 (k - 1) messages of a ring.
+        exchange: a push and its answer, for a group that does not wait for other groups.
+        serve: part of ``exchange`` in which the server computes; pushes queue for it.
+        link: part of ``exchange`` in which a push is on the server's link; its answer takes as long the other way.
+        head_per_sample: exclusive access to a merged head, per sample of a group's batch.
+        nbytes: bytes of one exchange, one way; 0 if unknown.
+        period: local steps between two exchanges, H.
+        servers: number of servers, each with a share of the weights, of ``serve`` and of ``link``.
+        per_node: whether each node runs one server, so that a share of each exchange crosses no link.
+
+    Raises:
+        ConfigurationError: a number is out of range.
+    """
+
+    per_sample: float
+    overhead: float = 0.0
+    allreduce: float = 0.0
+    allreduce_latency: float = 0.0
+    exchange: float = 0.0
+    serve: float = 0.0
+    link: float = 0.0
+    head_per_sample: float = 0.0
+    nbytes: int = 0
+    period: int = 1
+    servers: int = 1
+    per_node: bool = False
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            if each.name == "per_node":
+                continue
+            least = int(each.name in ("period", "servers"))
+            check_number(each.name, getattr(self, each.name), f"a number, {least} or more", least, below=math.inf)
+        if self.per_sample + self.overhead <= 0:
+            raise ConfigurationError("per_sample=0: pass the seconds of a sample, or overhead= of a step")
+        # Rounding must not matter: in binary, 0.1 + 2 * 0.1 is slightly more than 0.3.
+        if (parts := self.serve + 2 * self.link) > self.exchange and not math.isclose(parts, self.exchange):
+            raise ConfigurationError(
+                f"exchange={self.exchange}: serve, and link both ways, are parts of it; pass {parts:g} or more"
+            )
+        if self.link and not self.nbytes:
+            raise ConfigurationError(f"link={self.link}: pass nbytes= as well, the bytes that take so long")
+
+
+class ClusterChange(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A set of differences from the measured cluster; None keeps a measured value.
+
+    The fields are the arguments of `Profile.scaled`.
+
+    Raises:
+        ConfigurationError: a value is out of range.
+    """
+
+    ranks: int | None = None
+    bandwidth: float | None = None
+    latency: float | None = None
+    slowest: float | None = None
+    servers: int | None = None
+    per_node: bool = False
+    batch_size: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.servers is not None:
+            check_whole("servers", self.servers, "a whole number, 1 or more", low=1)
+        if self.per_node and self.servers is None:
+            raise ConfigurationError("per_node=True: pass servers=, the number of nodes, as well")
+        if self.ranks is not None:
+            check_whole("ranks", self.ranks, "a whole number, 1 or more", low=1)
+        if self.bandwidth is not None:
+            check_number("bandwidth", self.bandwidth, "a positive number", above=0)
+        if self.latency is not None:
+            check_number("latency", self.latency, "a positive number", low=0, below=math.inf)
+        if self.slowest is not None:
+            check_number("slowest", self.slowest, "a positive number", above=0, below=math.inf)
+        if self.batch_size is not None:
+            size = self.batch_size
+            check_number("batch_size", size, "samples per rank and step, above 0", above=0, below=math.inf)
+
 
 Array = np.ndarray[Any, Any]
 Drawn = TypeVar("Drawn")

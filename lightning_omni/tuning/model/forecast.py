@@ -1,6 +1,6 @@
 """The time to a target of any setting, hardware efficiency × statistical efficiency, with an interval.
 
-A prior (`lightning_omni.tuning.search.experience`) or theory predicts the samples that a setting needs; a profile of
+A prior (`lightning_omni.tuning.search.prior`) or theory predicts the samples that a setting needs; a profile of
 the cluster (`lightning_omni.tuning.model.profile`) predicts the samples per second.
 
 Rule 1: Settings are compared by samples, not updates: groups of different size make updates of different size.
@@ -21,7 +21,7 @@ from lightning_omni.checks import counted
 from lightning_omni.methods import method_named
 from lightning_omni.serialization import Serializable
 from lightning_omni.tuning.model import constants as c
-from lightning_omni.tuning.model.convergence.statistical import DecayFit, Estimate, LossCurve, check_level, fit_decay
+from lightning_omni.tuning.model.convergence import DecayFit, Estimate, LossCurve, check_level, fit_decay
 
 Array = np.ndarray[Any, Any]
 

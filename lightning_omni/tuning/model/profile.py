@@ -31,10 +31,8 @@ from lightning_omni.errors import ConfigurationError
 from lightning_omni.serialization import Serializable
 from lightning_omni.topology import Topology
 from lightning_omni.tuning.model import constants as c
-from lightning_omni.tuning.model.cluster_change import ClusterChange
-from lightning_omni.tuning.model.convergence.statistical import Estimate, check_level
-from lightning_omni.tuning.model.cost_model import CostModel, first_draw
-from lightning_omni.tuning.model.costs import Costs
+from lightning_omni.tuning.model.convergence import Estimate, check_level
+from lightning_omni.tuning.model.cost_model import ClusterChange, CostModel, Costs, first_draw
 from lightning_omni.tuning.model.exchanging import ExchangePattern
 from lightning_omni.tuning.model.fit import fit_model
 from lightning_omni.tuning.model.measured import Measured, mean_samples

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from lightning_omni.checks import counted
-from lightning_omni.tuning.model.convergence.statistical import Estimate
+from lightning_omni.tuning.model.convergence import Estimate
 from lightning_omni.tuning.model.forecast import Forecast, Setting, SettingEstimate, samples_to
 from lightning_omni.tuning.model.profile import Prediction, Profile
 from lightning_omni.tuning.search import Choice, Search

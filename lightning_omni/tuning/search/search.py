@@ -12,7 +12,7 @@ from lightning_omni.tuning.model.measured import Measured
 from lightning_omni.tuning.search.choice import Choice
 from lightning_omni.tuning.search.evidence import Evidence, Observation, TrainedSegment
 from lightning_omni.tuning.search.phase import Phase
-from lightning_omni.tuning.search.specification import SearchSpec
+from lightning_omni.tuning.search.space import SearchSpec
 
 
 class Search(Evidence):

@@ -10,18 +10,45 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from lightning_omni.methods import method_named, with_period
 from lightning_omni.runtime.data.balance import Balance
+from lightning_omni.runtime.parallel_state import Communication
 from lightning_omni.runtime.state.rollback import RollbackPoint
 from lightning_omni.strategy._private import average_from_here, averages_in
-from lightning_omni.tuning.callback.apply.communicating import communicate, communication_of
-from lightning_omni.tuning.callback.apply.hyperparameters import Hyperparameters
-from lightning_omni.tuning.callback.guards.divergence import DivergenceGuard
-from lightning_omni.tuning.callback.run import TunedRun
+from lightning_omni.strategy.hooks import OmniStrategyHooks
+from lightning_omni.tuning.callback.guards.losses import DivergenceGuard
+from lightning_omni.tuning.callback.hyperparameters import Hyperparameters
+from lightning_omni.tuning.callback.run import Command, TunedRun
 from lightning_omni.tuning.callback.space import FitSpace
-from lightning_omni.tuning.callback.state import Command
 from lightning_omni.tuning.model.forecast import Setting
 from lightning_omni.tuning.search import constants as c
-from lightning_omni.tuning.search.space import apply_further
+from lightning_omni.tuning.search.space import apply_further, wire_given
+from lightning_omni.wire.all_reduce import all_reduce_of
+from lightning_omni.wire.formats import wire_of
+
+
+def communication_of(setting: Setting, current: Communication) -> Communication:
+    """Return the communication of a setting; properties that it leaves open stay as they are."""
+    method, wire, overlap, all_reduce = current
+    if setting.method:
+        method, overlap = method_named(setting.method), setting.overlap
+    if setting.wire:
+        wire = wire_of(wire_given(setting.wire))
+    if setting.all_reduce:
+        all_reduce = all_reduce_of(setting.all_reduce)
+    return Communication(with_period(method, setting.period), wire, overlap, all_reduce)
+
+
+def communicate(strategy: OmniStrategyHooks, wanted: Communication) -> bool:
+    """Set the communication of groups formed from now on, and return whether that is a change. All ranks call it.
+
+    If all ranks are one group, its members average in the new format at once.
+    """
+    world = strategy.world
+    before, world.communication = world.communication, wanted
+    if before.all_reduce != wanted.all_reduce and not world.executor.exchanges:
+        strategy.wrap_for_group()
+    return before != wanted
 
 
 class AppliedSetting:
@@ -249,4 +276,4 @@ class AppliedSetting:
         self.apply(run.hyperparameters(), Command(alone, scale=factor))
 
 
-__all__ = ["AppliedSetting"]
+__all__ = ["AppliedSetting", "communicate", "communication_of"]

@@ -1,4 +1,4 @@
-"""The split of a group's batch among members of different speed. No I/O.
+"""The steps of ranks: their timer, their parts, and the split of a group's batch among members of different speed.
 
 Rule 1: A split changes only if the group gets noticeably faster, so equally fast ranks keep equal shares.
 Rule 2: One observation may be noise, so a small gain must be seen twice in a row, with the same member too slow.
@@ -8,13 +8,98 @@ Rule 3: Where one member's batches differ as much as the members do, all members
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median, variance
 
 from lightning_omni.tuning.model import constants as c
 from lightning_omni.wire.leases import apportion
+from lightning_omni.wire.messages import Status
+
+
+class StepTimer:
+    """A timer of the seconds from the end of one step to the end of the next.
+
+    Args:
+        clock: function that returns the time in seconds; None for `time.perf_counter`.
+
+    Example:
+        >>> moments = iter([0.0, 2.0, 4.5])
+        >>> timer = StepTimer(clock=lambda: next(moments))
+        >>> timer.done(), timer.done(), timer.done(elsewhere=0.5)
+        (None, 2.0, 2.0)
+    """
+
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+        self._clock = clock or time.perf_counter
+        self._since: float | None = None
+
+    def start(self) -> None:
+        """Record the beginning of a step, unless the end of the last one did."""
+        if self._since is None:
+            self._since = self._clock()
+
+    def interrupt(self) -> None:
+        """Discard the recorded beginning: the next step is timed only after `start`."""
+        self._since = None
+
+    def done(self, elsewhere: float = 0.0) -> float | None:
+        """Record the end of a step.
+
+        Args:
+            elsewhere: seconds of the step that do not count.
+
+        Returns:
+            Seconds of the step, or None if its beginning was not recorded.
+        """
+        since, self._since = self._since, self._clock()
+        return None if since is None else max(0.0, self._since - since - elsewhere)
+
+
+def parts_of_step(step: float, forward: float, exchange: float) -> dict[str, float]:
+    """Return the parts of a step in seconds; empty before a step was timed.
+
+    Args:
+        step: seconds of a whole step.
+        forward: seconds of it to the end of the forward pass.
+        exchange: seconds of it in the exchange with the server.
+
+    Returns:
+        ``"forward"``, ``"exchange"`` and ``"rest"``: the backward pass, the all-reduce and waiting for the group.
+
+    Example:
+        >>> parts_of_step(0.5, 0.125, 0.25)
+        {'forward': 0.125, 'exchange': 0.25, 'rest': 0.125}
+    """
+    if not step:
+        return {}
+    return {"forward": forward, "exchange": exchange, "rest": max(0.0, step - forward - exchange)}
+
+
+def straggler_sentence(status: Status, can_rebalance: bool = False) -> str:
+    """Return a sentence that names the worst straggler; empty if no rank slows its group down.
+
+    Args:
+        status: the server's report on all groups.
+        can_rebalance: whether the batch could be split by speed, and is not.
+    """
+    worst, sentence = c.STRAGGLER, ""
+    for group in status.groups:
+        others = len(group.ranks) - 1
+        if not others:
+            continue
+        rest = (group.compute_time * len(group.ranks) - group.slowest_time) / others
+        if group.slowest_time - rest > c.STRAGGLER_SECONDS and rest > 0 and group.slowest_time / rest > worst:
+            worst = group.slowest_time / rest
+            sentence = (
+                f"rank {group.slowest_rank} holds group {group.group} up: {group.slowest_time * 1e3:.0f} ms to the end"
+                f" of its forward pass, against {rest * 1e3:.0f} ms on the others"
+            )
+    if sentence and can_rebalance:
+        sentence += '; rebalance="auto" splits the batch in proportion to the speeds'
+    return sentence
 
 
 class Throughput:
