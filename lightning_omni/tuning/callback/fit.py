@@ -1,5 +1,4 @@
-"""The actions of a tuner in one fit. `TunedFit` searches, where all ranks were started
-together; a `JoinedFit` follows the number of groups that have joined a run on their own.
+"""The actions of a tuner in one fit: a `TunedFit` searches, a `JoinedFit` follows the number of joined groups.
 
 `TunedRun` holds the state that its parts share, `ByFirstBatches` measures and chooses, `AppliedSetting` is the setting
 that the run trains with, and `ForecastCheck`, `Retuning` and `PlateauWatch` decide when to change it.
