@@ -76,14 +76,14 @@ class SharedLink:
             A process that ends when the whole message has crossed, and returns that time.
         """
         message = self._engine.start(until_resumed())
-        self._go_on()
+        self._continue()
         lane = self._lanes.setdefault(limit, _Lane())
         self._serial_number += 1
         heapq.heappush(lane.messages, (lane.crossed + nbytes, self._serial_number, message))
         self._share()
         return message
 
-    def _go_on(self) -> None:
+    def _continue(self) -> None:
         for lane in self._lanes.values():
             lane.crossed += lane.rate * (self._engine.now - self._shared_at)
         self._shared_at = self._engine.now
@@ -104,7 +104,7 @@ class SharedLink:
         yield due
         if serial_number != self._serial_number:
             return
-        self._go_on()
+        self._continue()
         lane.crossed = lane.messages[0][0]  # without rounding error
         arrived = []
         while lane.messages and lane.messages[0][0] <= lane.crossed:

@@ -235,13 +235,13 @@ class SimulatedServer:
         self._link, self.shard = InMemoryConnections(self.core), self.core.shards[0]
         self.snapshots.forget()
 
-    def come_back(self, ranks: Iterable[int]) -> None:
+    def restart(self, ranks: Iterable[int]) -> None:
         """Let the server receive messages again, and attach these ranks again."""
         self.away_until = None
         for rank in ranks:
             self._join(rank, returns=True)
 
-    def wait_while_away(self) -> Timeline:
+    def wait_until_restarted(self) -> Timeline:
         while self.away_until is not None:
             yield self.away_until
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from pytorch_lightning import Trainer
 
 
-def skip_the_rest(trainer: Trainer) -> None:
+def end_epoch(trainer: Trainer) -> None:
     """End the epoch, from ``on_train_batch_start``, as if the module's hook had returned -1."""
     trainer.fit_loop.epoch_loop.batch_progress.increment_processed()
     raise StopIteration

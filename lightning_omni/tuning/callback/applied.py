@@ -22,7 +22,7 @@ from lightning_omni.tuning.callback.run import Command, TunedRun
 from lightning_omni.tuning.callback.space import FitSpace
 from lightning_omni.tuning.model.forecast import Setting
 from lightning_omni.tuning.search import constants as c
-from lightning_omni.tuning.search.space import apply_further, wire_given
+from lightning_omni.tuning.search.space import apply_further, wire_argument
 from lightning_omni.wire.all_reduce import all_reduce_of
 from lightning_omni.wire.formats import wire_of
 
@@ -33,7 +33,7 @@ def communication_of(setting: Setting, current: Communication) -> Communication:
     if setting.method:
         method, overlap = method_named(setting.method), setting.overlap
     if setting.wire:
-        wire = wire_of(wire_given(setting.wire))
+        wire = wire_of(wire_argument(setting.wire))
     if setting.all_reduce:
         all_reduce = all_reduce_of(setting.all_reduce)
     return Communication(with_period(method, setting.period), wire, overlap, all_reduce)
@@ -71,7 +71,7 @@ class AppliedSetting:
 
     # --- Applying -----------------------------------------------------------------------------------------------------
 
-    def keep(self) -> None:
+    def capture(self) -> None:
         """Store the present state of the run as its rollback point."""
         self._before = self._now()
 
@@ -112,7 +112,7 @@ class AppliedSetting:
             strategy.balance.begin(strategy.world, strategy.pl_module, lambda: strategy.epochs.leases)
         return True
 
-    def take_back(self) -> None:
+    def restore_user_setting(self) -> None:
         """Restore the user's own setting, in one group. All ranks call it."""
         run, own = self._run, self._run.own
         hyperparameters = run.hyperparameters()
@@ -138,11 +138,11 @@ class AppliedSetting:
         state = self._run.state
         known = [each for each in (threshold, state.divergence_threshold if keeps else math.nan) if math.isfinite(each)]
         state.divergence_threshold = max(known, default=math.nan)
-        guards = known and self._before is not None and not self.is_users_own
+        guards = known and self._before is not None and not self.is_user_setting
         self._guard = DivergenceGuard(state.divergence_threshold) if guards else None
 
     @property
-    def is_users_own(self) -> bool:
+    def is_user_setting(self) -> bool:
         """Return whether the run makes the same updates as without a tuner, which then causes no divergence."""
         setting, own = self._run.state.setting, self._run.state.own
         if setting is None or own is None or setting.groups > 1:
@@ -151,9 +151,9 @@ class AppliedSetting:
         return is_same and setting.momentum == own.momentum and math.isclose(self._run.state.scaled, 1.0)
 
     @property
-    def gives_up(self) -> bool:
+    def has_given_up(self) -> bool:
         """Return whether too many pushes of this rank's group in a row were not applied."""
-        return self._guard is not None and self._guard.gives_up
+        return self._guard is not None and self._guard.has_given_up
 
     def batch_done(self, loss: Tensor | None) -> None:
         if self._guard is None:
@@ -171,7 +171,7 @@ class AppliedSetting:
         mean = self._guard.mean(torch.zeros((), device=self._run.strategy.root_device))
         return self._guard.is_worse(*self._run.strategy.reduce(mean, reduce_op="sum").tolist())
 
-    def keep_weights(self) -> None:
+    def capture_weights(self) -> None:
         """Store the present weights in the rollback point, where the run has not diverged. All ranks call it."""
         if self._guard is None or self._before is None:
             return
@@ -213,7 +213,7 @@ class AppliedSetting:
     # --- Trials of the user's own setting -----------------------------------------------------------------------------
 
     @property
-    def may_start_over(self) -> bool:
+    def can_restart(self) -> bool:
         """Return whether a trial can begin from the rollback point."""
         return self._before is not None
 
@@ -259,7 +259,7 @@ class AppliedSetting:
 
     # --- Giving groups up ---------------------------------------------------------------------------------------------
 
-    def give_up_groups(self, setting: Setting) -> None:
+    def return_to_one_group(self, setting: Setting) -> None:
         """Train with a setting of one group from now on, and choose no other any more. All ranks call it."""
         run, state = self._run, self._run.state
         run.strategy.form_one()

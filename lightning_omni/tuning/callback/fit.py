@@ -1,7 +1,7 @@
 """The actions of a tuner in one fit: a `TunedFit` searches, a `JoinedFit` follows the number of joined groups.
 
-`TunedRun` holds the state that its parts share, `ByFirstBatches` measures and chooses, `AppliedSetting` is the setting
-that the run trains with, and `ForecastCheck`, `Retuning` and `PlateauWatch` decide when to change it.
+`TunedRun` holds the state that its parts share, `OnlineTuner` measures and chooses, `AppliedSetting` is the setting
+that the run trains with, and `ForecastCheck`, `SpeedRecord` and `PlateauGuard` decide when to change it.
 
 Rule: rank 0 decides, and sends its decision to the others before any action; all ranks do the same.
 """
@@ -24,10 +24,10 @@ from lightning_omni.tuning.callback import _private
 from lightning_omni.tuning.callback.applied import AppliedSetting
 from lightning_omni.tuning.callback.guards.forecast_check import ForecastCheck
 from lightning_omni.tuning.callback.guards.losses import loss_in
-from lightning_omni.tuning.callback.guards.plateau import PlateauWatch
-from lightning_omni.tuning.callback.guards.speed import Retuning, samples_in
+from lightning_omni.tuning.callback.guards.plateau import PlateauGuard
+from lightning_omni.tuning.callback.guards.speed import SpeedRecord, samples_in
 from lightning_omni.tuning.callback.hyperparameters import Hyperparameters
-from lightning_omni.tuning.callback.online_tuner import ByFirstBatches
+from lightning_omni.tuning.callback.online_tuner import OnlineTuner
 from lightning_omni.tuning.callback.reports import TunerReports
 from lightning_omni.tuning.callback.run import TunedRun, TunerOptions
 from lightning_omni.tuning.callback.space import FitSpace
@@ -110,12 +110,12 @@ class TunedFit(Fit):
         self.monitor = MonitoredMetric(run.options.monitor, run.options.target is not None)
         self.space = FitSpace(run)
         self.applied = AppliedSetting(run, self.space)
-        self.retuning = Retuning(run)
+        self.speeds = SpeedRecord(run)
         self.reports = TunerReports(run)
-        self.plateau = PlateauWatch(run, self.applied, self.retuning, self.reports)
-        parts = run, self.space, self.applied, self.retuning, self.reports
-        self.by_first_batches = ByFirstBatches(*parts)
-        self.check = ForecastCheck(run, self.applied, self.retuning, self.reports)
+        self.plateau = PlateauGuard(run, self.applied, self.speeds, self.reports)
+        parts = run, self.space, self.applied, self.speeds, self.reports
+        self.online = OnlineTuner(*parts)
+        self.check = ForecastCheck(run, self.applied, self.speeds, self.reports)
 
     @staticmethod
     def _check(strategy: OmniStrategyHooks, options: TunerOptions) -> None:
@@ -147,7 +147,7 @@ class TunedFit(Fit):
         monitor = run.options.monitor
         if run.options.target is None and monitor != MONITORED:
             run.info(f"OmniTuner: monitor={monitor!r} is not used: it is compared with target=, and there is none")
-        if may_form_groups(run.options, run.trainer) and not self.space.why_not(2):
+        if may_form_groups(run.options, run.trainer) and not self.space.why_impossible(2):
             run.world.connection.start_server()
         else:
             run.world.dismiss_server()
@@ -158,34 +158,34 @@ class TunedFit(Fit):
         run.strategy.arrangement.stash()
         run.begin()
         if run.broadcast(stops_now(run.trainer)):
-            self._tune_nothing("training was stopped before the first batch")
+            self._disable("training was stopped before the first batch")
             return
         try:
             hyperparameters = run.hyperparameters()
             if run.options.budget:
                 hyperparameters.check_schedules()
         except (ConfigurationError, UnsupportedError) as error:
-            self._tune_nothing(str(error), may_split=self._may_split_all_the_same)
+            self._disable(str(error), may_split=self._may_split_untuned)
             return
         if run.state.setting is not None and run.state.ranks != run.world.size:
-            self._search_once_more(hyperparameters)
+            self._prepare_new_search(hyperparameters)
         if run.may_change_inside:  # the third window may show a flat loss
             run.strategy.epochs.check_every = c.FEWEST_WINDOWS * c.SHORTEST_WINDOW * run.batch(run.world.size)
             run.strategy.epochs.on_check = self._synchronized
         if run.state.setting is not None:
-            self._go_on()
+            self._resume()
         else:
             run.state.ranks = run.world.size
             if not run.options.budget or run.world.size == 1:
-                self._tune_nothing("one rank is one group" if run.options.budget else "budget=0")
+                self._disable("one rank is one group" if run.options.budget else "budget=0")
                 return
             if not run.may_change_again(run.trainer.current_epoch):
-                self._tune_nothing("groups can change at ends of epochs only, and no epoch follows this one")
+                self._disable("groups can change at ends of epochs only, and no epoch follows this one")
                 return
-            self.by_first_batches.begin(hyperparameters)
+            self.online.begin(hyperparameters)
         run.begin()
 
-    def _tune_nothing(self, problem: str, may_split: bool = False) -> None:
+    def _disable(self, problem: str, may_split: bool = False) -> None:
         """Continue with the user's settings, except that batches may be split by speed."""
         run = self.run
         run.problem, run.strategy.epochs.check_every = problem, 0
@@ -196,12 +196,12 @@ class TunedFit(Fit):
         run.info(f"OmniTuner: nothing is tuned{but}: {problem}")
 
     @property
-    def _may_split_all_the_same(self) -> bool:
+    def _may_split_untuned(self) -> bool:
         """Return whether an untuned run may split batches by speed, which changes nothing else."""
         run = self.run
         return bool(run.options.budget) and self.space.may_rebalance and not is_fast_dev_run(run.trainer)
 
-    def _search_once_more(self, hyperparameters: Hyperparameters) -> None:
+    def _prepare_new_search(self, hyperparameters: Hyperparameters) -> None:
         """Prepare a new search for a run resumed with another number of ranks."""
         run = self.run
         run.info(
@@ -212,19 +212,19 @@ class TunedFit(Fit):
         hyperparameters.scale(1 / run.state.scaled)
         run.forget()
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         """Resume a run with its chosen setting; the checkpoint has restored rates and momentum."""
         run, state = self.run, self.run.state
         if self._lacks_server:
             state.before_trial, state.speeds = None, []
-            self.by_first_batches.begin_again("there is no parameter server")
+            self.online.begin_again("there is no parameter server")
             return
         if state.unfinished:
-            self.by_first_batches.begin_again("the checkpoint was saved before anything was chosen, or used")
+            self.online.begin_again("the checkpoint was saved before anything was chosen, or used")
             return
         run.hyperparameters().make_default()
-        if state.before_trial is not None or not self.applied.is_users_own:
-            self.applied.keep()
+        if state.before_trial is not None or not self.applied.is_user_setting:
+            self.applied.capture()
         if state.before_trial is not None:
             self.applied.end_trial(None)
         else:
@@ -236,27 +236,27 @@ class TunedFit(Fit):
         """Return whether a resumed run needs several groups, now or after a trial, without having a server."""
         state = self.run.state
         settings = [each for each in (state.setting, state.before_trial) if each is not None]
-        return any(each.groups > 1 for each in settings) and not self.space.has_server()
+        return any(each.groups > 1 for each in settings) and not self.space.join_server()
 
     # --- Training -----------------------------------------------------------------------------------------------------
 
     @override
     def epoch_starts(self) -> None:
-        self.retuning.throughput.go()
-        self.by_first_batches.interrupted()
+        self.speeds.throughput.go()
+        self.online.interrupted()
 
     @override
     def batch_starts(self) -> None:
-        if self.applied.gives_up:
-            _private.skip_the_rest(self.run.trainer)
+        if self.applied.has_given_up:
+            _private.end_epoch(self.run.trainer)
 
     @override
     def batch_done(self, outputs: Any, batch_idx: int) -> None:
         if self.run.problem:
             return
-        self.retuning.throughput.batch_done(samples_in(self.run.trainer, batch_idx))
+        self.speeds.throughput.batch_done(samples_in(self.run.trainer, batch_idx))
         loss = loss_in(outputs, self.run.window)
-        self.by_first_batches.batch_done(loss)
+        self.online.batch_done(loss)
         self.applied.batch_done(loss)
         self.plateau.batch_done(loss)
         self._check_one_group()
@@ -264,15 +264,15 @@ class TunedFit(Fit):
     def _check_one_group(self) -> None:
         """Check the speed of one group, whose ranks are all at the same step, inside an epoch."""
         run, trainer = self.run, self.run.trainer
-        may_change = run.options.retune_every is not None and not self.by_first_batches.is_timing
+        may_change = run.options.retune_every is not None and not self.online.is_timing
         may_change &= run.may_change_inside
         if may_change and will_step(trainer) and not trainer.is_last_batch and (reason := self.check.step_done()):
-            self.by_first_batches.begin_again(reason)
+            self.online.begin_again(reason)
 
     @override
     def validation_starts(self) -> None:
-        self.retuning.throughput.pause()
-        self.by_first_batches.interrupted()
+        self.speeds.throughput.pause()
+        self.online.interrupted()
 
     @override
     def sanity_checked(self) -> None:
@@ -282,7 +282,7 @@ class TunedFit(Fit):
     def validated(self) -> None:
         run, options = self.run, self.run.options
         metrics = run.trainer.callback_metrics
-        self.retuning.throughput.go()
+        self.speeds.throughput.go()
         if self.monitor.is_open:
             problem, world = self.monitor.validated(run.trainer, run.module, metrics), run.world
             # While groups train, all have the same metrics, but at different times.
@@ -300,7 +300,7 @@ class TunedFit(Fit):
             return
         # No rank may have accumulated gradients without a step, or a callback that stops the run.
         if not any(run.world.all_reduce_max([int(not will_step(trainer) or stops_now(trainer))])):
-            may_change = run.options.retune_every is not None and not self.by_first_batches.is_timing
+            may_change = run.options.retune_every is not None and not self.online.is_timing
             self._react(self.check.validated, may_change, ends_epoch=False)
 
     def _react(self, reason: Callable[[], str], may_change: bool, ends_epoch: bool) -> None:
@@ -313,7 +313,7 @@ class TunedFit(Fit):
         """
         if self.applied.has_diverged:
             self.applied.roll_back()
-            self.retuning.changed(in_mid_epoch=not ends_epoch)
+            self.speeds.changed(in_mid_epoch=not ends_epoch)
             return
         self.plateau.synchronized(ends_epoch)
         if self.plateau.has_learnt:
@@ -321,7 +321,7 @@ class TunedFit(Fit):
         if not may_change or self.plateau.is_trying:
             return
         if why := reason():
-            self.by_first_batches.begin_again(why)
+            self.online.begin_again(why)
         elif self.plateau.is_due:
             self.plateau.begin_trial()
 
@@ -332,7 +332,7 @@ class TunedFit(Fit):
     @override
     def ended(self) -> None:
         self.plateau.ended()
-        self.by_first_batches.close()
+        self.online.close()
         if not self.run.problem and self.run.state.setting is None:
             self.run.problem = "the run has ended before anything was chosen, or could be used"
             self.run.info(f"OmniTuner: nothing is tuned: {self.run.problem}")
@@ -340,7 +340,7 @@ class TunedFit(Fit):
 
     @override
     def close(self) -> None:
-        self.by_first_batches.close()
+        self.online.close()
         self.run.strategy.epochs.check_every = 0
 
     @override
@@ -350,12 +350,12 @@ class TunedFit(Fit):
         if run.problem:
             return
         run.has_ended_epoch = True
-        self.retuning.epoch_done()
-        self.by_first_batches.epoch_done(is_last=stops_now(run.trainer) or epoch >= run.epochs)
+        self.speeds.epoch_done()
+        self.online.epoch_done(is_last=stops_now(run.trainer) or epoch >= run.epochs)
         is_due = options.retune_every is not None and epoch % options.retune_every == 0
         may_change = is_due and run.state.setting is not None and not stops_now(run.trainer)
         may_change &= run.may_change_again(epoch)
-        self._react(lambda: self.check.epoch_done() or self.retuning.reason(), may_change, ends_epoch=True)
+        self._react(lambda: self.check.epoch_done() or self.speeds.reason(), may_change, ends_epoch=True)
         run.has_ended_epoch = False
 
 
@@ -363,7 +363,7 @@ _CHOSEN = ("momentum", "lr", "rebalance")
 """Dimensions that a group which has joined on its own can choose."""
 
 
-def suited_to(own: Setting, groups: int, method: Method, scaling: Scaling, space: Space) -> Setting:
+def follow_groups(own: Setting, groups: int, method: Method, scaling: Scaling, space: Space) -> Setting:
     """Return the momentum and learning rate with which groups train like one.
 
     With g groups whose pushes are applied one after the other, staleness is g - 1 on average, and the implicit momentum
@@ -381,7 +381,7 @@ def suited_to(own: Setting, groups: int, method: Method, scaling: Scaling, space
     Example:
         >>> own = Setting(groups=1, momentum=0.9, lr=0.1)
         >>> for groups in (2, 4, 16):
-        ...     print(suited_to(own, groups, AsyncSGD(), Scaling(), Space(groups=(1,))))
+        ...     print(follow_groups(own, groups, AsyncSGD(), Scaling(), Space(groups=(1,))))
         2 groups, momentum 0.8, lr 0.1
         4 groups, momentum 0.6, lr 0.1
         16 groups, momentum 0, lr 0.0625
@@ -425,7 +425,7 @@ class JoinedFit(Fit):
         if run.options.budget and self._space.rebalance and len(run.world.members) > 1:
             AppliedSetting(run, FitSpace(run)).split_by_speed()  # it changes nothing but the speed
         try:
-            hyperparameters = self._hyperparameters = self._followed()
+            hyperparameters = self._hyperparameters = self._tunable_hyperparameters()
         except ConfigurationError as error:
             run.problem = str(error)
             run.info(f"OmniTuner: momentum and learning rate stay as they are: {run.problem}")
@@ -438,7 +438,7 @@ class JoinedFit(Fit):
             self._space = replace(self._space, momentum=(hyperparameters.momentum, hyperparameters.momentum))
         hyperparameters.make_default()  # a group that joins later has the momentum that the others have by now
 
-    def _followed(self) -> Hyperparameters:
+    def _tunable_hyperparameters(self) -> Hyperparameters:
         """Return the hyperparameters that follow the number of groups.
 
         Raises:
@@ -467,7 +467,7 @@ class JoinedFit(Fit):
     def _follow(self, groups: int, hyperparameters: Hyperparameters) -> None:
         """Adapt momentum and learning rate to a new number of groups. All members call it."""
         run, state = self.run, self.run.state
-        setting = suited_to(run.own, groups, run.world.method, hyperparameters.scaling, self._space)
+        setting = follow_groups(run.own, groups, run.world.method, hyperparameters.scaling, self._space)
         hyperparameters.set_momentum(setting.momentum)
         hyperparameters.make_default()
         hyperparameters.scale(setting.lr / run.own.lr / state.scaled)
@@ -488,4 +488,4 @@ def check_joined(options: TunerOptions) -> None:
             )
 
 
-__all__ = ["Fit", "JoinedFit", "TunedFit", "check_joined", "may_form_groups", "suited_to"]
+__all__ = ["Fit", "JoinedFit", "TunedFit", "check_joined", "follow_groups", "may_form_groups"]

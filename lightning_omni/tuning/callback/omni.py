@@ -46,7 +46,7 @@ _LARGER = {"acc", "accuracy", "auc", "auroc", "f1", "precision", "recall", "dice
 
 
 @dataclass(frozen=True)
-class Found:
+class RemoteResults:
     """The results of a fit in other processes; `OmniTunerHooks` has the same attributes."""
 
     searches: list[Search] = field(default_factory=list)
@@ -151,7 +151,7 @@ class OmniTunerHooks(_CallbackBase):
         self._mode = mode or ("min" if is_lower_better else "max")
         self._fit: Fit | None = None
         self._kept: dict[str, Any] = {}
-        self._found = Found()
+        self._remote = RemoteResults()
         self._stage = ""
 
     @property
@@ -173,22 +173,22 @@ class OmniTunerHooks(_CallbackBase):
 
         Only rank 0's list is complete.
         """
-        return self._found.searches if self._fit is None else self._fit.run.searches
+        return self._remote.searches if self._fit is None else self._fit.run.searches
 
     @property
     def choice(self) -> Choice | None:
         """Return the latest choice, on rank 0."""
-        return last_choice(self._found.searches) if self._fit is None else self._fit.run.choice
+        return last_choice(self._remote.searches) if self._fit is None else self._fit.run.choice
 
     @property
     def problem(self) -> str:
         """Return why nothing was searched."""
-        return self._found.problem if self._fit is None else self._fit.run.problem
+        return self._remote.problem if self._fit is None else self._fit.run.problem
 
     @property
     def folder(self) -> Path | None:
         """Return the folder of the report, on rank 0."""
-        return self._found.folder if self._fit is None else self._fit.run.folder
+        return self._remote.folder if self._fit is None else self._fit.run.folder
 
     # --- Set-up -------------------------------------------------------------------------------------------------------
 
@@ -299,7 +299,9 @@ class OmniTunerHooks(_CallbackBase):
         """Load the results of rank 0's process in the script's process."""
         self._kept = results["state"]
         searches = [Search.from_dict(each) for each in self._kept.get("searches", ())]
-        self._found = Found(searches, results["problem"], Path(results["folder"]) if results["folder"] else None)
+        self._remote = RemoteResults(
+            searches, results["problem"], Path(results["folder"]) if results["folder"] else None
+        )
 
     @property
     def _fitting(self) -> Fit:

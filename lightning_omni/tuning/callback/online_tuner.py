@@ -18,8 +18,8 @@ from lightning_omni.strategy._private import will_step
 from lightning_omni.strategy.declared import loader_of
 from lightning_omni.strategy.hooks import OmniStrategyHooks
 from lightning_omni.tuning.callback.applied import AppliedSetting
-from lightning_omni.tuning.callback.background import at_once, beside
-from lightning_omni.tuning.callback.guards.speed import Retuning
+from lightning_omni.tuning.callback.background import run_in_background, run_inline
+from lightning_omni.tuning.callback.guards.speed import SpeedRecord
 from lightning_omni.tuning.callback.hyperparameters import Hyperparameters
 from lightning_omni.tuning.callback.microbenchmarks import Microbenchmarks
 from lightning_omni.tuning.callback.reports import TunerReports
@@ -122,9 +122,9 @@ class FirstBatches:
         return self._seen == DECISION_STEPS[0]
 
     @property
-    def is_hurried(self) -> bool:
+    def can_wait(self) -> bool:
         """Return whether the last observation covers so small a part of the run that measuring more costs little."""
-        return self.spec.is_hurried(self._seen)
+        return self.spec.can_wait(self._seen)
 
     @property
     def is_last(self) -> bool:
@@ -201,7 +201,7 @@ class _Decision:
     Attributes:
         observation: the measurements of all ranks; None if there are too few.
         is_early: whether they suffice for proportional batches only.
-        is_hurried: whether they cover so small a part of the run that measuring more costs little.
+        can_wait: whether they cover so small a part of the run that measuring more costs little.
         is_last: whether a decision is made in any case.
         may_stay: whether "nothing is faster" may be decided before the last decision.
         found: the future of rank 0's search; None on other ranks.
@@ -210,7 +210,7 @@ class _Decision:
 
     observation: Observation | None
     is_early: bool
-    is_hurried: bool
+    can_wait: bool
     is_last: bool
     may_stay: bool
     found: Future[Search | None] | None = None
@@ -226,7 +226,7 @@ class _Decision:
         return self.batches & (self.batches - 1) == 0
 
 
-class ByFirstBatches:
+class OnlineTuner:
     """The tuning of a run by its own first batches.
 
     Proportional batches cost no samples, but their gain is the least certain: equal batches alone do not show whether a
@@ -236,7 +236,7 @@ class ByFirstBatches:
         run: the tuned run.
         space: the search space of the run.
         applied: the setting that it trains with.
-        retuning: the record of its speed.
+        speeds: the record of its speed.
         reports: the reports of the choice.
     """
 
@@ -245,11 +245,11 @@ class ByFirstBatches:
         run: TunedRun,
         space: FitSpace,
         applied: AppliedSetting,
-        retuning: Retuning,
+        speeds: SpeedRecord,
         reports: TunerReports,
     ) -> None:
         self._run, self._space, self._applied = run, space, applied
-        self._retuning, self._reports = retuning, reports
+        self._speed_record, self._reports = speeds, reports
         self._batches: FirstBatches | None = None
         self._known: list[Measured] = []
         self._is_patient = False
@@ -279,10 +279,10 @@ class ByFirstBatches:
         run = self._run
         run.info(f"OmniTuner: timing the run in one group again, because {reason}")
         self.close()
-        self._applied.take_back()
+        self._applied.restore_user_setting()
         run.state.unfinished = True
         # One group's speed is no reason to begin again, if the epoch is too short for a choice.
-        self._retuning.changed(in_mid_epoch=run.strategy.epochs.is_open)
+        self._speed_record.changed(in_mid_epoch=run.strategy.epochs.is_open)
         hyperparameters = run.hyperparameters()
         self._deciding, self._known, self._is_patient = 0.0, [], True
         spec = self._space.specification(hyperparameters, self._applied.seconds_to_form)
@@ -341,12 +341,13 @@ class ByFirstBatches:
         """Start a decision on every rank; all ranks keep training until rank 0 has decided."""
         began, run = time.perf_counter(), self._run
         decision = self._decision = _Decision(
-            batches.seen(), batches.is_early, batches.is_hurried, batches.is_last, not self._is_patient
+            batches.seen(), batches.is_early, batches.can_wait, batches.is_last, not self._is_patient
         )
-        if run.speaks:
+        if run.is_rank_zero:
             # An early decision takes no time.
-            decision.found = (at_once if decision.is_early else beside)(self._finding(decision, batches.spec))
-        self._leave_out(time.perf_counter() - began)
+            start = run_inline if decision.is_early else run_in_background
+            decision.found = start(self._finding(decision, batches.spec))
+        self._exclude_seconds(time.perf_counter() - began)
         self._poll_decision(decision)
 
     def _poll_decision(self, decision: _Decision) -> None:
@@ -356,25 +357,25 @@ class ByFirstBatches:
         if run.broadcast(int(decision.found is not None and decision.found.done())):
             self._decision = None
             is_over = self._conclude(decision)
-        self._leave_out(time.perf_counter() - began)
-        if is_over and run.speaks:
+        self._exclude_seconds(time.perf_counter() - began)
+        if is_over and run.is_rank_zero:
             run.rounds[-1].search.overhead += self._deciding
             self._deciding = 0.0
 
-    def _leave_out(self, seconds: float) -> None:
+    def _exclude_seconds(self, seconds: float) -> None:
         self._deciding += seconds
-        self._run.leave_out(seconds)
+        self._run.exclude_seconds(seconds)
 
     def _conclude(self, decision: _Decision) -> bool:
         """Carry out a decision, or continue timing; return whether anything was decided. All ranks call it."""
         run, batches = self._run, self._batches
         assert batches is not None
         command = run.broadcast_command(self._command(decision, batches.spec))
-        if command is not None and command.setting.groups > 1 and not self._space.has_server():
-            batches.spec = self._spec = self._space.reachable(batches.spec)
-            if run.speaks:
+        if command is not None and command.setting.groups > 1 and not self._space.join_server():
+            batches.spec = self._spec = self._space.restrict_to_server(batches.spec)
+            if run.is_rank_zero:
                 run.rounds.pop()
-                decision.found = at_once(self._finding(decision, batches.spec))
+                decision.found = run_inline(self._finding(decision, batches.spec))
             command = run.broadcast_command(self._command(decision, batches.spec))
         if command is not None and command.error:
             raise ConfigurationError(command.error)
@@ -399,8 +400,8 @@ class ByFirstBatches:
             began, run = time.perf_counter(), self._run
             self.adopt(self._postponed)
             run.state.unfinished = False
-            self._leave_out(time.perf_counter() - began)
-            if run.speaks:
+            self._exclude_seconds(time.perf_counter() - began)
+            if run.is_rank_zero:
                 run.rounds[-1].search.overhead += self._deciding
                 self._deciding = 0.0
         self._postponed = None
@@ -415,7 +416,7 @@ class ByFirstBatches:
             if observation is None:
                 return None
             search = Search(spec, observation, known, segments)
-            if not (decision.is_last or verdict(search, decision.is_early, decision.may_stay, decision.is_hurried)):
+            if not (decision.is_last or verdict(search, decision.is_early, decision.may_stay, decision.can_wait)):
                 return None
             search.choice(asks=not decision.is_early)  # an early choice takes no time
             return search
@@ -434,7 +435,7 @@ class ByFirstBatches:
             if search.known and search.choice().setting in (run.state.setting, spec.start):
                 return Command(run.setting)  # the forecast was right, or nothing is better
             run.remember(search, run.seconds)
-            self._retuning.search_begins()
+            self._speed_record.search_begins()
             return run.conclude(search)
         except OmniError as error:
             return Command(spec.start, error=str(error))
@@ -453,14 +454,14 @@ class ByFirstBatches:
             run.state.setting = command.setting
             run.world.dismiss_server()
         else:
-            self._applied.keep()
+            self._applied.capture()
             run.state.reference = run.batch(len(run.world.live_ranks)) / command.setting.groups
             scale = replace(command, scale=command.setting.lr / start.lr / run.state.scaled)
             self._applied.apply(run.hyperparameters(), scale)
         self._applied.watch(command.divergence_threshold, keeps=True)
         run.state.rounds, run.state.learnt_below = run.state.rounds + 1, command.learnt_below
-        self._retuning.changed(in_mid_epoch=run.strategy.epochs.is_open)
+        self._speed_record.changed(in_mid_epoch=run.strategy.epochs.is_open)
         self._reports.chosen(command)
 
 
-__all__ = ["ByFirstBatches"]
+__all__ = ["OnlineTuner"]

@@ -188,13 +188,13 @@ class TunedRun:
         return self.state.setting
 
     @property
-    def speaks(self) -> bool:
+    def is_rank_zero(self) -> bool:
         """Return whether this rank decides."""
         return bool(self.trainer.is_global_zero)
 
     def broadcast(self, number: int) -> int:
         """Return rank 0's number, 0 or more. All ranks call it."""
-        return self.world.all_reduce_max([number if self.speaks else 0])[0]
+        return self.world.all_reduce_max([number if self.is_rank_zero else 0])[0]
 
     def broadcast_command(self, command: Command | None) -> Command | None:
         """Return rank 0's command, if there is one. All ranks call it."""
@@ -269,7 +269,7 @@ class TunedRun:
         """Start the clock of training, or restart it after something else."""
         self._began = time.perf_counter()
 
-    def leave_out(self, seconds: float) -> None:
+    def exclude_seconds(self, seconds: float) -> None:
         self._began += seconds
 
     @property
@@ -356,7 +356,7 @@ class TunedRun:
         self.state = TunerState.from_dict(state)
         rounds = zip(state["searches"], state["when"], state["after"], strict=True)
         self.rounds = [Round(Search.from_dict(each), when[0], when[1], dict(after)) for each, when, after in rounds]
-        self.choice = last_choice(self.searches) if self.speaks else None
+        self.choice = last_choice(self.searches) if self.is_rank_zero else None
         if self._began:  # in a run, as after a learning-rate finder: the state has the time so far
             self.begin()
 

@@ -35,7 +35,7 @@ class FitSpace:
     def __init__(self, run: TunedRun) -> None:
         self._run, self._has_no_server = run, False
 
-    def has_server(self) -> bool:
+    def join_server(self) -> bool:
         """Join the parameter server, which several groups need; return whether that worked.
 
         All ranks call it, while they are one group. It is tried once in a fit; if it fails, rank 0 warns the user.
@@ -43,19 +43,19 @@ class FitSpace:
         run = self._run
         if not self._has_no_server and (problem := run.world.connection.try_to_join()):
             self._has_no_server = True
-            if run.speaks:
+            if run.is_rank_zero:
                 _log.warning(
                     "OmniTuner: the run stays in one group, because several need a parameter server: %s", problem
                 )
         return not self._has_no_server
 
-    def reachable(self, spec: SearchSpec) -> SearchSpec:
+    def restrict_to_server(self, spec: SearchSpec) -> SearchSpec:
         """Return the specification, restricted to one group if there is no server. All ranks call it."""
-        if max(spec.space.groups) == 1 or self.has_server():
+        if max(spec.space.groups) == 1 or self.join_server():
             return spec
         return replace(spec, space=replace(spec.space, groups=(1,)))
 
-    def why_not(self, groups: int) -> str:
+    def why_impossible(self, groups: int) -> str:
         """Return why a number of groups is impossible; empty if it is possible."""
         run = self._run
         if self._has_no_server:
@@ -152,7 +152,7 @@ class FitSpace:
 
     def _allows(self, groups: int) -> bool:
         """Return whether a number of groups is possible, and log why it is not."""
-        reason = self.why_not(groups)
+        reason = self.why_impossible(groups)
         if reason and not self._run.problem:
             self._run.info(f"OmniTuner: {groups} groups are not tried: {reason}")
         return not reason
@@ -169,7 +169,7 @@ class FitSpace:
         for name in searched.METHODS:
             world.method = method_named(name)
             with suppress(ConfigurationError):
-                if not self.why_not(2):
+                if not self.why_impossible(2):
                     found.append(name)
         world.method = before
         return tuple(found)

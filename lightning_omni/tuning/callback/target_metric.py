@@ -84,7 +84,7 @@ class MonitoredMetric:
 def _may_log_late(trainer: Trainer, module: LightningModule) -> bool:
     """Return whether the hook `_LATE` of the module or a user's callback may log something."""
     owners = (module, *callbacks_of(trainer))
-    return any(not _is_known(_home(each, _LATE)) and _speaks_of_logging(each) for each in owners)
+    return any(not _is_known(_home(each, _LATE)) and _calls_log(each) for each in owners)
 
 
 def _home(owner: Any, hook: str) -> type:
@@ -96,7 +96,7 @@ def _is_known(kind: type) -> bool:
     return kind is object or any(home.startswith(f"{name}.") for name in (*NAMESPACES, "lightning_omni"))
 
 
-def _speaks_of_logging(owner: Any) -> bool:
+def _calls_log(owner: Any) -> bool:
     """Return whether a user's method calls ``log`` or ``log_dict``; the metrics of the steps are recorded already."""
     kinds = [kind for kind in type(owner).__mro__ if not _is_known(kind)]
     own = [each for kind in kinds for name, each in vars(kind).items() if name not in _STEPS]

@@ -196,7 +196,7 @@ class Digest:
             (setting.groups, rebalance): self.search.prediction(replace(setting, rebalance=rebalance))
             for setting in (replace(self.choice.setting, groups=groups) for groups in self.groups)
             for rebalance in (False, True)
-            if not rebalance or self.search.is_uneven(setting)
+            if not rebalance or self.search.gains_from_rebalance(setting)
         }
 
     def prediction(self, groups: int) -> Prediction:

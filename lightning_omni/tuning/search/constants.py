@@ -35,7 +35,7 @@ between settings with different values in a user-defined dimension."""
 FIRST_DECISION, DECISIONS = 3, 5
 """Optimizer steps of a run before the first decision, which may only enable proportional batches; and the number of
 decisions, each after twice as many steps as the one before. From the second one on, every setting is considered."""
-UNHURRIED = 0.01
+WAITING_SHARE = 0.01
 """Part of a run's steps. Before it, a decision on more than proportional batches needs step times that scatter little,
 unless it is the last decision."""
 LARGEST_PERIOD = 32

@@ -24,9 +24,9 @@ from lightning_omni.tuning.model.forecast import Forecast, Scaling, Setting, Tra
 from lightning_omni.tuning.model.measured import Measured
 from lightning_omni.tuning.model.profile import Prediction, Profile
 from lightning_omni.tuning.search import constants as c
-from lightning_omni.tuning.search.prior import Experience, Prior
+from lightning_omni.tuning.search.prior import Prior, PriorTheory
 from lightning_omni.tuning.search.rules import is_faster
-from lightning_omni.tuning.search.space import SearchSpec, checked_axis, wire_given
+from lightning_omni.tuning.search.space import SearchSpec, checked_axis, wire_argument
 
 Array = np.ndarray[Any, Any]
 
@@ -170,10 +170,10 @@ class Evidence:
         self.spec, self.observation = spec, observation
         self.known = list(known)
         self._segments, self._compared = list(segments), False
-        self.theory = Experience(spec.basis, spec.scaling, prior=Prior.load())
+        self.theory = PriorTheory(spec.basis, spec.scaling, prior=Prior.load())
         self._rates: dict[Setting, float] = {}
         self._uneven: dict[Setting, bool] = {}
-        self._most: dict[tuple[int, str], float] = {}
+        self._bounds: dict[tuple[int, str], float] = {}
         self._ways: list[Setting] | None = None
         self._patterns: dict[tuple[str, int, str, bool], ExchangePattern] = {}
 
@@ -203,10 +203,10 @@ class Evidence:
     def throughput(self, setting: Setting) -> float:
         key = replace(setting, momentum=0.0, lr=0.0)
         if key not in self._rates:  # a search requests hundreds of settings
-            self._rates[key] = self.modelled(setting) * self._correction(setting)
+            self._rates[key] = self.modelled_throughput(setting) * self._correction(setting)
         return self._rates[key]
 
-    def modelled(self, setting: Setting) -> float:
+    def modelled_throughput(self, setting: Setting) -> float:
         return self.profile.samples_per_second(
             setting.groups,
             rebalance=setting.rebalance,
@@ -226,7 +226,7 @@ class Evidence:
     def _as_compared(self, segment: TrainedSegment) -> TrainedSegment:
         if not segment.samples_per_second:
             return segment
-        log_ratio = math.log(self.modelled(segment.setting) / segment.samples_per_second)
+        log_ratio = math.log(self.modelled_throughput(segment.setting) / segment.samples_per_second)
         return replace(segment, log_ratio=log_ratio, samples_per_second=0.0)
 
     @cached_property
@@ -253,30 +253,30 @@ class Evidence:
         return math.exp(-self.residual(setting)[0]) if self.segments else 1.0
 
     @property
-    def corrected(self) -> list[str]:
+    def corrections(self) -> list[str]:
         """Return at most one sentence for the user: the latest groups that were clearly slower than predicted."""
         said = []
         for each in self.segments:
-            predicted = self.modelled(each.setting)
+            predicted = self.modelled_throughput(each.setting)
             rate = predicted * math.exp(-each.log_ratio)
             if each.setting.groups > 1 and is_faster(predicted, rate):
                 text = f"{each.setting.groups} groups have trained {rate:.3g} samples per second"
                 said.append(f"{text}, and {predicted:.3g} were predicted")
         return said[-1:]
 
-    def most(self, setting: Setting) -> float:
+    def throughput_bound(self, setting: Setting) -> float:
         """Return the samples per second that a setting's groups would reach with a free exchange."""
         key = setting.groups, setting.all_reduce or "fp32"
-        if key not in self._most:
+        if key not in self._bounds:
             none = 0 if self.profile.nbytes else None
             free = ExchangePattern(period=sys.maxsize, push=none, pull=none)
             ways = (False, True) if self.spec.space.rebalance else (False,)
             alike = [each for each in self.candidates() if each.groups == setting.groups] if self.segments else []
-            self._most[key] = max(map(self._correction, alike), default=1.0) * max(
+            self._bounds[key] = max(map(self._correction, alike), default=1.0) * max(
                 self.profile.samples_per_second(setting.groups, rebalance=how, exchanging=free, all_reduce=key[1])
                 for how in ways
             )
-        return self._most[key]
+        return self._bounds[key]
 
     def prediction(self, setting: Setting) -> Prediction:
         """Return the hardware model's prediction of a setting, corrected by the segments."""
@@ -304,7 +304,7 @@ class Evidence:
         key = setting.method, setting.period, setting.wire, setting.overlap
         if key not in self._patterns:
             method = with_period(method_named(setting.method), setting.period)
-            wire = wire_given(setting.wire) if setting.wire else "fp32"
+            wire = wire_argument(setting.wire) if setting.wire else "fp32"
             self._patterns[key] = ExchangePattern.of(method, wire, setting.overlap, self.profile.nbytes)
         return self._patterns[key]
 
@@ -340,7 +340,7 @@ class Evidence:
 
     # --- Settings ----------------------------------------------------------------------------------------------------
 
-    def is_uneven(self, setting: Setting) -> bool:
+    def gains_from_rebalance(self, setting: Setting) -> bool:
         """Return whether proportional batches make a setting faster by more than a tie."""
         if not self.spec.space.rebalance or setting.groups == len(self.profile.speeds):
             return False
@@ -353,10 +353,10 @@ class Evidence:
     @property
     def start(self) -> Setting:
         """Return the run's own setting, with proportional batches where they pay."""
-        return self.as_it_would_be(self.spec.start)
+        return self.with_rebalance(self.spec.start)
 
-    def as_it_would_be(self, setting: Setting) -> Setting:
-        return replace(setting, rebalance=self.is_uneven(setting))
+    def with_rebalance(self, setting: Setting) -> Setting:
+        return replace(setting, rebalance=self.gains_from_rebalance(setting))
 
     def candidates(self) -> list[Setting]:
         """Return every way in which groups may exchange, if its cost is known.

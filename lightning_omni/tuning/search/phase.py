@@ -21,14 +21,14 @@ from lightning_omni.tuning.model.forecast import Setting
 from lightning_omni.tuning.search import constants as c
 from lightning_omni.tuning.search.choice import (
     Choice,
-    best_listed,
-    explained,
+    best_enumerated,
+    explain,
+    is_worth_switching,
+    is_worth_trying,
     log_seconds,
-    pays,
-    pays_or_stays,
     promising_settings,
 )
-from lightning_omni.tuning.search.rules import careful
+from lightning_omni.tuning.search.rules import risk_adjusted
 from lightning_omni.tuning.search.space import Axis, checked_axis
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ Row = list[Any]
 
 
 @dataclass(frozen=True)
-class Considered(Serializable):
+class ConsideredSetting(Serializable):
     """A setting that was considered.
 
     Attributes:
@@ -71,7 +71,7 @@ class Phase:
     def __init__(self, evidence: Evidence) -> None:
         self._evidence = evidence
         self._chosen: tuple[Setting, str] | None = None
-        self.considered: list[Considered] = []
+        self.considered: list[ConsideredSetting] = []
 
     def choice(self, asks: bool = True) -> Choice:
         """Return the setting to train with, and why.
@@ -94,32 +94,32 @@ class Phase:
         if observation is not None and not observation.batches.is_finite:
             why = "the loss of the first batches is not finite: nothing was changed; lower the learning rate"
             return Choice(evidence.spec.start, why)
-        listed = best_listed(evidence)
+        listed = best_enumerated(evidence)
         if not asks:
-            return explained(evidence, listed)
+            return explain(evidence, listed)
         self.considered = _Optimization(evidence).considered(listed)
         eligible = [each for each in self.considered if self._is_eligible(each, listed)]
         best = max(eligible, key=lambda each: each.improvement, default=None)
         if best is None or best.setting == listed:
-            return explained(evidence, listed)
+            return explain(evidence, listed)
         is_asked = best.by == _ASKED
-        return explained(evidence, best.setting, f"proposed by {_ASKED}" if is_asked else "it was as fast when trained")
+        return explain(evidence, best.setting, f"proposed by {_ASKED}" if is_asked else "it was as fast when trained")
 
-    def _is_eligible(self, each: Considered, listed: Setting) -> bool:
+    def _is_eligible(self, each: ConsideredSetting, listed: Setting) -> bool:
         """Return whether a setting is worth a change and no worse than the best of the list.
 
         A setting that exchanges in another way must be clearly better. Of the eligible settings, the largest expected
         improvement favours the least certain one, so that an unknown value in a user-defined dimension is tried.
         """
-        evidence, most = self._evidence, _careful(self._evidence, listed)
+        evidence, most = self._evidence, _risk_adjusted(self._evidence, listed)
         tried = {segment.setting.further for segment in evidence.segments} - {self._evidence.start.further}
-        if not _is_way(each.setting, listed):
+        if not _is_same_exchange(each.setting, listed):
             most -= math.log(c.FASTER)  # the list has decided ties
-        if _careful(evidence, each.setting) > most + 1e-9:
+        if _risk_adjusted(evidence, each.setting) > most + 1e-9:
             return False
         may_try = each.setting.further not in tried and len(tried) < c.MOST_TRIED
         is_new = may_try and each.setting.further != listed.further and each.improvement >= math.log(c.FASTER)
-        return pays(evidence, each.setting) or (is_new and pays_or_stays(evidence, each.setting))
+        return is_worth_switching(evidence, each.setting) or (is_new and is_worth_trying(evidence, each.setting))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the choice as plain values; empty before a choice."""
@@ -132,11 +132,11 @@ class Phase:
         """Restore the choice from `to_dict`."""
         if plain:
             self._chosen = Setting.from_dict(plain["setting"]), plain["why"]
-            self.considered = [Considered.from_dict(each) for each in plain["considered"]]
+            self.considered = [ConsideredSetting.from_dict(each) for each in plain["considered"]]
 
 
-def _careful(evidence: Evidence, setting: Setting) -> float:
-    return careful(log_seconds(evidence, setting), evidence.theory.error(setting))
+def _risk_adjusted(evidence: Evidence, setting: Setting) -> float:
+    return risk_adjusted(log_seconds(evidence, setting), evidence.theory.error(setting))
 
 
 class _Optimization:
@@ -146,11 +146,11 @@ class _Optimization:
         self._evidence = evidence
         self._start = evidence.start
         promising = promising_settings(evidence, evidence.forecast())
-        self._trained = [evidence.as_it_would_be(each.setting) for each in evidence.segments]
+        self._trained = [evidence.with_rebalance(each.setting) for each in evidence.segments]
         self._ways = list(dict.fromkeys([self._start, *promising, *self._trained]))
         self._axes = _Axes(evidence, self._ways)
 
-    def considered(self, listed: Setting) -> list[Considered]:
+    def considered(self, listed: Setting) -> list[ConsideredSetting]:
         """Return the settings to compare, with their sources."""
         found = [(self._start, "the run"), (listed, "the list")]
         if self._axes.dimensions:
@@ -191,7 +191,7 @@ class _Optimization:
         means, deviations = zip(*found, strict=True)
         return np.array(means), np.array(deviations)
 
-    def _considered(self, setting: Setting, by: str) -> Considered:
+    def _considered(self, setting: Setting, by: str) -> ConsideredSetting:
         from skopt.acquisition import gaussian_ei
 
         mean, deviation = self._of(setting)
@@ -200,14 +200,14 @@ class _Optimization:
         if deviation > 0:
             known = _surrogate(lambda rows: (np.array([mean]), np.array([deviation])))
             improvement = float(gaussian_ei(np.zeros((1, 1)), known, y_opt=best, xi=0.0)[0])
-        return Considered(setting, mean, deviation, improvement, by)
+        return ConsideredSetting(setting, mean, deviation, improvement, by)
 
     def _of(self, setting: Setting) -> tuple[float, float]:
         evidence = self._evidence
         return log_seconds(evidence, setting), math.hypot(evidence.theory.error(setting), evidence.residual(setting)[1])
 
 
-def _is_way(one: Setting, other: Setting) -> bool:
+def _is_same_exchange(one: Setting, other: Setting) -> bool:
     """Return whether two settings differ only in momentum, learning rate and user-defined dimensions."""
     return replace(one, momentum=other.momentum, lr=other.lr, further=other.further) == other
 
@@ -241,7 +241,7 @@ class _Axes:
         ]
 
     def place(self, setting: Setting) -> Row:
-        way = next(number for number, each in enumerate(self._ways) if _is_way(each, setting))
+        way = next(number for number, each in enumerate(self._ways) if _is_same_exchange(each, setting))
         log_factor = math.log(setting.lr / self._ways[way].lr) if setting.groups > 1 else 0.0
         further = [setting.further_value(each.name) for each in self.further]
         values = [way, setting.momentum, log_factor, *further]
@@ -300,4 +300,4 @@ def _surrogate(predict: Any) -> Any:
     return PredictedSeconds()
 
 
-__all__ = ["Considered", "Phase"]
+__all__ = ["ConsideredSetting", "Phase"]

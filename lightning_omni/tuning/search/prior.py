@@ -319,7 +319,7 @@ def _known_as(method: str) -> str:
 
 
 @dataclass(frozen=True)
-class Experience(Theory):
+class PriorTheory(Theory):
     """A `Theory` whose costs, momentum and steps are those of a `Prior`.
 
     Args:

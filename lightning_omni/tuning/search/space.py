@@ -78,7 +78,7 @@ class Dimension(ABC):
         return setting.with_further(self.name, value)
 
 
-class OwnDimension(ABC):
+class BuiltInDimension(ABC):
     """A dimension that every run has."""
 
     @property
@@ -92,7 +92,7 @@ class OwnDimension(ABC):
 
 
 @dataclass(frozen=True)
-class Groups(OwnDimension):
+class Groups(BuiltInDimension):
     """Numbers of compute groups, with 1 among them."""
 
     numbers: tuple[int, ...]
@@ -104,7 +104,7 @@ class Groups(OwnDimension):
 
 
 @dataclass(frozen=True)
-class Range(OwnDimension, ABC):
+class Range(BuiltInDimension, ABC):
     """The smallest and the largest value of a number."""
 
     bounds: tuple[float, float]
@@ -143,7 +143,7 @@ class LearningRate(Range):
 
 
 @dataclass(frozen=True)
-class Period(OwnDimension):
+class Period(BuiltInDimension):
     """Local steps between two exchanges; empty for powers of two up to `LARGEST_PERIOD`."""
 
     numbers: tuple[int, ...]
@@ -155,7 +155,7 @@ class Period(OwnDimension):
 
 
 @dataclass(frozen=True)
-class ExchangeDimension(OwnDimension, ABC):
+class ExchangeDimension(BuiltInDimension, ABC):
     """The values of one property of the exchange; empty for that of the setting that a search starts from."""
 
     values: tuple[Any, ...]
@@ -189,7 +189,7 @@ class Wire(ExchangeDimension):
 
     def __post_init__(self) -> None:
         for each in self.values:
-            wire_of(wire_given(each))
+            wire_of(wire_argument(each))
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ class AllReduceFormat(ExchangeDimension):
         self._check_texts('formats, such as "powersgd:4"', all_reduce_of)
 
 
-def wire_given(text: Any) -> Any:
+def wire_argument(text: Any) -> Any:
     """Return the wire format of a setting as ``OmniStrategy(wire=...)`` takes it.
 
     Raises:
@@ -266,7 +266,7 @@ class Space:
         _ = self.dimensions  # each dimension checks its bounds
 
     @cached_property
-    def dimensions(self) -> tuple[OwnDimension, ...]:
+    def dimensions(self) -> tuple[BuiltInDimension, ...]:
         """Return the dimensions that every run has."""
         own = Groups(self.groups), Momentum(self.momentum), LearningRate(self.lr), Period(self.period)
         return *own, *self.exchanges, AllReduceFormat(self.all_reduce)
@@ -381,7 +381,7 @@ def _can_be(method: Method, groups: int, wire: str, overlap: bool) -> bool:
     try:
         method.check(groups)
         if wire:
-            wire_of(wire_given(wire)).check(method)
+            wire_of(wire_argument(wire)).check(method)
         if overlap:
             check_overlap(method)
     except ConfigurationError:
@@ -512,6 +512,6 @@ class SearchSpec:
         belongs_to = self.reference if self.reference is not None else self.batch
         return replace(self.start, groups=max(1, round(self.batch / belongs_to)))
 
-    def is_hurried(self, steps: int) -> bool:
+    def can_wait(self, steps: int) -> bool:
         """Return whether the steps are so small a part of the run that measuring more costs little."""
-        return steps < c.UNHURRIED * self.horizon / self.batch
+        return steps < c.WAITING_SHARE * self.horizon / self.batch

@@ -53,7 +53,7 @@ class DivergenceGuard:
             self._refused = 0 if applied else self._refused + 1
 
     @property
-    def gives_up(self) -> bool:
+    def has_given_up(self) -> bool:
         """Return whether too many pushes in a row were not applied; the same on all members of the group."""
         return self._refused >= c.NON_FINITE_TOLERATED
 
@@ -62,7 +62,7 @@ class DivergenceGuard:
 
         A rank that has trained nothing yet, as after a resume at an epoch's end, returns two zeros.
         """
-        if self.gives_up:
+        if self.has_given_up:
             return like.new_tensor([math.nan, 1.0])
         if self._mean is None or self._lost is None:
             return like.new_zeros(2)

@@ -203,7 +203,7 @@ _OTHER_SPEED = "the ranks train at another speed than before"
 """The reason to choose again."""
 
 
-class Retuning:
+class SpeedRecord:
     """A record of how fast a run trains.
 
     Args:
@@ -252,7 +252,7 @@ class Retuning:
     def epoch_done(self) -> None:
         """Record the speed of an epoch, or of its trained part. On all ranks; the report leaves validations out."""
         run = self._run
-        _, timed, rate, variance = self._of_all(self.throughput.take())
+        _, timed, rate, variance = self._sum_over_ranks(self.throughput.take())
         if run.rounds and run.state.setting is not None and rate > 0:
             groups = run.state.setting.groups
             before = self._totals.get(groups, (0.0, 0.0))
@@ -264,10 +264,10 @@ class Retuning:
 
     def speed_so_far(self) -> Speed | None:
         """Return the speed in a current epoch whose groups are all at a synchronization point. All ranks call it."""
-        _, *counts = self._of_all(self.throughput.trained)
+        _, *counts = self._sum_over_ranks(self.throughput.trained)
         return _speed(*counts)
 
-    def _of_all(self, own: Trained) -> list[float]:
+    def _sum_over_ranks(self, own: Trained) -> list[float]:
         """Return the samples of all ranks, the timed ones, and the samples per second with their variance."""
         world, strategy = self._run.world, self._run.strategy
         counts = torch.tensor([own.samples, own.timed, own.rate, own.variance], device=strategy.root_device)
@@ -290,4 +290,4 @@ def _speed(timed: float, rate: float, variance: float) -> Speed | None:
     return Speed(timed, timed / rate, math.sqrt(variance) / rate) if rate > 0 and math.isfinite(variance) else None
 
 
-__all__ = ["Retuning"]
+__all__ = ["SpeedRecord"]

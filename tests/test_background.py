@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from lightning_omni.tuning.callback.background import SWITCH_INTERVAL, at_once, beside
+from lightning_omni.tuning.callback.background import SWITCH_INTERVAL, run_in_background, run_inline
 
 
 def test_while_something_is_found_threads_switch_often_and_then_as_before() -> None:
@@ -21,7 +21,7 @@ def test_while_something_is_found_threads_switch_often_and_then_as_before() -> N
         assert event.wait(30)
         return sys.getswitchinterval()
 
-    one, other = beside(lambda: until(first)), beside(lambda: until(second))
+    one, other = run_in_background(lambda: until(first)), run_in_background(lambda: until(second))
     begun.wait()
     first.set()
     assert one.result(30) == pytest.approx(SWITCH_INTERVAL, rel=0.01)
@@ -33,7 +33,7 @@ def test_while_something_is_found_threads_switch_often_and_then_as_before() -> N
     assert sys.getswitchinterval() == before
 
 
-@pytest.mark.parametrize("find_in", [beside, at_once])
+@pytest.mark.parametrize("find_in", [run_in_background, run_inline])
 def test_what_it_raises_comes_where_it_is_asked_for(find_in: object) -> None:
     def fails() -> None:
         raise ValueError("no target")

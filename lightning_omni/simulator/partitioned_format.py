@@ -30,7 +30,7 @@ _LENGTH = 8
 """Bytes of the length of a part."""
 
 
-def by_share(wire_format: WireFormat, method: Method, split: Split) -> WireFormat:
+def partitioned_format(wire_format: WireFormat, method: Method, split: Split) -> WireFormat:
     """Return the wire format with the rounding of several servers, for the one server of the simulator and the replay.
 
     Raw tensors are the same in parts, and messages between groups have no parts.
@@ -43,14 +43,16 @@ def by_share(wire_format: WireFormat, method: Method, split: Split) -> WireForma
     if len(split.shares) == 1 or method.talks_to_peers:
         return wire_format
     push, pull = (
-        each if each == RAW or isinstance(each, ByShare) else ByShare(wire_format=to_wire(each), split=split)
+        each
+        if each == RAW or isinstance(each, PartitionedFormat)
+        else PartitionedFormat(wire_format=to_wire(each), split=split)
         for each in (wire_format.pushes, wire_format.answers)
     )
     return push if pull == RAW else BothWays(push=to_wire(push), pull=to_wire(pull))
 
 
 @register
-class ByShare(WireFormat, frozen=True, kw_only=True, dict=True, tag="by_share"):
+class PartitionedFormat(WireFormat, frozen=True, kw_only=True, dict=True, tag="by_share"):
     """A wire format that encodes each share separately; the payload begins with the lengths of all shares.
 
     Only the simulator's own server supports it: in real runs each share travels by itself.
