@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from lightning_omni.runtime.data.balance import Balance
 from lightning_omni.runtime.timing import HostClock
-from lightning_omni.tuning.callback.apply import applied
+from lightning_omni.tuning.callback import applied
 
 RANK = int(os.environ.get("LOCAL_RANK", 0))
 DATA = dataset(1024)
