@@ -467,7 +467,7 @@ def test_without_segments_what_is_chosen_is_the_best_of_the_list_or_better(name:
     assert found.spec.space.holds(chosen) == chosen
     if chosen.groups == 1:
         assert (chosen.momentum, chosen.lr) == (OWN.momentum, OWN.lr), "one group keeps the user's own"
-    considered = found.phase.considered
+    considered = found.considered
     assert considered[0] == replace(considered[0], setting=found.start, improvement=0.0, by="the run")
     assert {each.by for each in considered} <= {"the run", "the list", "scikit-optimize"}
     assert chosen in [each.setting for each in considered]
@@ -476,7 +476,7 @@ def test_without_segments_what_is_chosen_is_the_best_of_the_list_or_better(name:
 def test_scikit_optimize_proposes_a_setting_that_improves_on_the_runs() -> None:
     found = search(seen(exponential()))
     found.choice()
-    proposed = next(each for each in found.phase.considered if each.by == "scikit-optimize")
+    proposed = next(each for each in found.considered if each.by == "scikit-optimize")
     assert proposed.improvement > 0.03
     assert proposed.deviation > 0
     assert proposed.setting.groups > 1
@@ -485,9 +485,9 @@ def test_scikit_optimize_proposes_a_setting_that_improves_on_the_runs() -> None:
 def test_the_same_is_chosen_whenever_the_same_is_told() -> None:
     one, other = (search(seen(exponential())) for _ in range(2))
     assert one.choice() == other.choice()
-    assert one.phase.considered == other.phase.considered
+    assert one.considered == other.considered
     read = Search.from_dict(json.loads(json.dumps(one.to_dict())))
-    assert read.phase.considered == one.phase.considered
+    assert read.considered == one.considered
 
 
 def test_groups_are_not_formed_if_that_takes_more_than_its_part_of_the_run_and_it_says_so() -> None:

@@ -82,7 +82,7 @@ def test_reading_asks_no_scikit_optimize_and_loses_nothing_that_was_considered(m
     plain = json.loads(json.dumps(report().to_dict()))
     monkeypatch.setitem(sys.modules, "skopt", None)
     read = TuningReport.from_dict(plain)
-    assert read.rounds[0].search.phase.considered == found().phase.considered
+    assert read.rounds[0].search.considered == found().considered
     assert read.statement == report().statement
 
 
@@ -124,7 +124,7 @@ def test_the_page_has_the_choice_its_reason_and_all_that_was_compared(
         choice = each.search.choice()
         assert f"<td>{choice.setting}</td>" in text
         assert f"<td>{choice.why}</td>" in text
-        for considered in each.search.phase.considered:
+        for considered in each.search.considered:
             assert f"<td>{considered.setting}</td>" in text
             assert f"<td>{considered.by}</td>" in text
     (segment,) = later().segments
@@ -254,7 +254,7 @@ def test_the_table_has_all_that_was_considered(saved: tuple[TuningReport, Path])
     console.print(saved[0].table())
     text = console.export_text()
     for made in (found(), later()):
-        for each in made.phase.considered:
+        for each in made.considered:
             assert str(each.setting) in text
     assert "epoch 7" in text
 

@@ -345,9 +345,7 @@ def main() -> None:
                 "refused": refused,
                 "in_training": tuner.state_dict()["after"] if tuner else [],
                 "considered": [
-                    each.setting.to_dict()
-                    for search in (tuner.searches if tuner else [])
-                    for each in search.phase.considered
+                    each.setting.to_dict() for search in (tuner.searches if tuner else []) for each in search.considered
                 ],
                 "segments of the tuner": [each["setting"] for each in tuner.state_dict()["segments"]] if tuner else [],
                 "updates": strategy.report().updates,

@@ -219,7 +219,7 @@ class Digest:
                 self.time(each.setting).value,
                 math.exp(each.improvement),
             )
-            for each in self.search.phase.considered
+            for each in self.search.considered
         ]
 
     # --- Sentences ---------------------------------------------------------------------------------------------------

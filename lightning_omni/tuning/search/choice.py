@@ -47,10 +47,14 @@ def allowed_seconds(evidence: Evidence) -> float:
     return spec.allowance + spec.budget * math.exp(log_seconds(evidence, evidence.start))
 
 
+def risk_adjusted_seconds(evidence: Evidence, setting: Setting, forming: bool = True) -> float:
+    """Return `log_seconds`, raised by a part of the uncertainty of a setting's samples."""
+    return risk_adjusted(log_seconds(evidence, setting, forming), evidence.theory.error(setting))
+
+
 def gains_enough(evidence: Evidence, setting: Setting, forming: bool = True) -> bool:
     """Return whether a setting gains enough for a change; several groups must gain more."""
-    gain = log_seconds(evidence, evidence.start)
-    gain -= risk_adjusted(log_seconds(evidence, setting, forming), evidence.theory.error(setting))
+    gain = log_seconds(evidence, evidence.start) - risk_adjusted_seconds(evidence, setting, forming)
     return gain >= math.log(_least_gain(setting))
 
 

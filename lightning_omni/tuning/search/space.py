@@ -1,7 +1,6 @@
-"""The space of settings that a search covers, one object for each dimension, and the specification of a search.
+"""The space of settings that a search covers, and the specification of a search.
 
-A dimension holds its bounds and puts a setting inside them. `Dimension` is the base class of user-defined dimensions,
-which also list their values and apply a value to a run.
+`Dimension` is the base class of user-defined dimensions, which list their values and apply a value to a run.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import product
 from numbers import Integral, Real
 from typing import Any, ClassVar
@@ -78,141 +76,6 @@ class Dimension(ABC):
         return setting.with_further(self.name, value)
 
 
-class BuiltInDimension(ABC):
-    """A dimension that every run has."""
-
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """Return the key in ``space=``."""
-
-    def hold(self, setting: Setting) -> Setting:
-        """Return a setting, moved to the nearest bound if it is outside."""
-        return setting
-
-
-@dataclass(frozen=True)
-class Groups(BuiltInDimension):
-    """Numbers of compute groups, with 1 among them."""
-
-    numbers: tuple[int, ...]
-    name = "groups"
-
-    def __post_init__(self) -> None:
-        if 1 not in self.numbers:
-            raise ConfigurationError(f'space={{"groups": {list(self.numbers)}}}: one group has to be among them; add 1')
-
-
-@dataclass(frozen=True)
-class Range(BuiltInDimension, ABC):
-    """The smallest and the largest value of a number."""
-
-    bounds: tuple[float, float]
-
-    def _check(self, is_good: bool, what: str) -> None:
-        if not is_good:
-            raise ConfigurationError(
-                f'space={{"{self.name}": {self.bounds}}}: pass the least and the largest value, {what}'
-            )
-
-
-@dataclass(frozen=True)
-class Momentum(Range):
-    """Bounds of the explicit momentum."""
-
-    name = "momentum"
-
-    def __post_init__(self) -> None:
-        self._check(0 <= self.bounds[0] <= self.bounds[1] < 1, "from 0 up to 1, without 1")
-
-    def hold(self, setting: Setting) -> Setting:
-        return replace(setting, momentum=_inside(setting.momentum, self.bounds))
-
-
-@dataclass(frozen=True)
-class LearningRate(Range):
-    """Bounds of the learning rate."""
-
-    name = "lr"
-
-    def __post_init__(self) -> None:
-        self._check(0 <= self.bounds[0] <= self.bounds[1] and self.bounds[1] > 0, "above 0")
-
-    def hold(self, setting: Setting) -> Setting:
-        return replace(setting, lr=_inside(setting.lr, self.bounds))
-
-
-@dataclass(frozen=True)
-class Period(BuiltInDimension):
-    """Local steps between two exchanges; empty for powers of two up to `LARGEST_PERIOD`."""
-
-    numbers: tuple[int, ...]
-    name = "period"
-
-    def __post_init__(self) -> None:
-        if any(each < 1 for each in self.numbers):
-            raise ConfigurationError(f'space={{"period": {list(self.numbers)}}}: pass numbers of steps, 1 or more')
-
-
-@dataclass(frozen=True)
-class ExchangeDimension(BuiltInDimension, ABC):
-    """The values of one property of the exchange; empty for that of the setting that a search starts from."""
-
-    values: tuple[Any, ...]
-
-    def options(self, setting: Setting) -> Sequence[Any]:
-        """Return the values to choose from; by default the value of a setting."""
-        return self.values or (getattr(setting, self.name),)
-
-    def _check_texts(self, what: str, read: Callable[[str], object]) -> None:
-        for each in self.values:
-            if not isinstance(each, str) or not each:
-                raise ConfigurationError(f'space={{"{self.name}": {each!r}}}: pass {what}')
-            read(each)
-
-
-@dataclass(frozen=True)
-class MethodName(ExchangeDimension):
-    """The methods, as `lightning_omni.methods.method_named` takes them, without their periods."""
-
-    name = "method"
-
-    def __post_init__(self) -> None:
-        self._check_texts('names of methods, such as "local_sgd"', method_named)
-
-
-@dataclass(frozen=True)
-class Wire(ExchangeDimension):
-    """The wire formats, as ``"int8"``, or ``"int8/bf16"`` for pushes and answers."""
-
-    name = "wire"
-
-    def __post_init__(self) -> None:
-        for each in self.values:
-            wire_of(wire_argument(each))
-
-
-@dataclass(frozen=True)
-class Overlap(ExchangeDimension):
-    """The choice whether exchanges travel while the next gradient is computed."""
-
-    name = "overlap"
-
-    def __post_init__(self) -> None:
-        if not all(isinstance(each, bool) for each in self.values):
-            raise ConfigurationError(f'space={{"overlap": {list(self.values)}}}: pass True, False or both')
-
-
-@dataclass(frozen=True)
-class AllReduceFormat(ExchangeDimension):
-    """The formats in which members of a group average their gradients: names that `all_reduce_of` takes."""
-
-    name = "all_reduce"
-
-    def __post_init__(self) -> None:
-        self._check_texts('formats, such as "powersgd:4"', all_reduce_of)
-
-
 def wire_argument(text: Any) -> Any:
     """Return the wire format of a setting as ``OmniStrategy(wire=...)`` takes it.
 
@@ -263,17 +126,20 @@ class Space:
     all_reduce: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        _ = self.dimensions  # each dimension checks its bounds
-
-    @cached_property
-    def dimensions(self) -> tuple[BuiltInDimension, ...]:
-        """Return the dimensions that every run has."""
-        own = Groups(self.groups), Momentum(self.momentum), LearningRate(self.lr), Period(self.period)
-        return *own, *self.exchanges, AllReduceFormat(self.all_reduce)
-
-    @property
-    def exchanges(self) -> tuple[ExchangeDimension, ...]:
-        return MethodName(self.method), Wire(self.wire), Overlap(self.overlap)
+        """Check the values of each dimension."""
+        if 1 not in self.groups:
+            raise ConfigurationError(f'space={{"groups": {list(self.groups)}}}: one group has to be among them; add 1')
+        (least, most), (slowest, fastest) = self.momentum, self.lr
+        _check_range("momentum", self.momentum, 0 <= least <= most < 1, "from 0 up to 1, without 1")
+        _check_range("lr", self.lr, 0 <= slowest <= fastest and fastest > 0, "above 0")
+        if any(each < 1 for each in self.period):
+            raise ConfigurationError(f'space={{"period": {list(self.period)}}}: pass numbers of steps, 1 or more')
+        _check_texts("method", self.method, 'names of methods, such as "local_sgd"', method_named)
+        _check_texts("all_reduce", self.all_reduce, 'formats, such as "powersgd:4"', all_reduce_of)
+        for each in self.wire:
+            wire_of(wire_argument(each))
+        if not all(isinstance(each, bool) for each in self.overlap):
+            raise ConfigurationError(f'space={{"overlap": {list(self.overlap)}}}: pass True, False or both')
 
     @classmethod
     def of(
@@ -318,7 +184,8 @@ class Space:
             suggested: returns a setting with the momentum and learning rate that are expected to suit it.
         """
         found = [start]
-        for method, wire, overlap in product(*(each.options(start) for each in self.exchanges)):
+        exchanges = self.method or (start.method,), self.wire or (start.wire,), self.overlap or (start.overlap,)
+        for method, wire, overlap in product(*exchanges):
             if not method:  # the cost of a user's own method is not known
                 continue
             value = method_named(method)
@@ -333,9 +200,20 @@ class Space:
 
     def holds(self, setting: Setting) -> Setting:
         """Return a setting, moved to the nearest bounds."""
-        for dimension in self.dimensions:
-            setting = dimension.hold(setting)
-        return setting
+        momentum, lr = _inside(setting.momentum, self.momentum), _inside(setting.lr, self.lr)
+        return replace(setting, momentum=momentum, lr=lr)
+
+
+def _check_range(name: str, bounds: tuple[float, float], is_good: bool, what: str) -> None:
+    if not is_good:
+        raise ConfigurationError(f'space={{"{name}": {bounds}}}: pass the least and the largest value, {what}')
+
+
+def _check_texts(name: str, values: Sequence[Any], what: str, read: Callable[[str], object]) -> None:
+    for each in values:
+        if not isinstance(each, str) or not each:
+            raise ConfigurationError(f'space={{"{name}": {each!r}}}: pass {what}')
+        read(each)
 
 
 def _bounds(name: str, given: Any) -> tuple[float, float]:

@@ -10,7 +10,7 @@ settings and with the best of all settings that can be enumerated.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,21 +20,15 @@ from lightning_omni.serialization import Serializable
 from lightning_omni.tuning.model.forecast import Setting
 from lightning_omni.tuning.search import constants as c
 from lightning_omni.tuning.search.choice import (
-    Choice,
-    best_enumerated,
-    explain,
-    is_worth_switching,
-    is_worth_trying,
     log_seconds,
     promising_settings,
 )
-from lightning_omni.tuning.search.rules import risk_adjusted
 from lightning_omni.tuning.search.space import Axis, checked_axis
 
 if TYPE_CHECKING:
     from lightning_omni.tuning.search.evidence import Evidence
 
-_ASKED = "scikit-optimize"
+ASKED = "scikit-optimize"
 Row = list[Any]
 """A point of scikit-optimize's space."""
 
@@ -58,88 +52,7 @@ class ConsideredSetting(Serializable):
     by: str
 
 
-class Phase:
-    """The choice of one search, made at the first request and kept.
-
-    Args:
-        evidence: the evidence for the choice.
-
-    Attributes:
-        considered: the settings that were compared.
-    """
-
-    def __init__(self, evidence: Evidence) -> None:
-        self._evidence = evidence
-        self._chosen: tuple[Setting, str] | None = None
-        self.considered: list[ConsideredSetting] = []
-
-    def choice(self, asks: bool = True) -> Choice:
-        """Return the setting to train with, and why.
-
-        Args:
-            asks: whether scikit-optimize proposes a setting; otherwise the best of the list is chosen. A choice that
-                was made before is returned unchanged.
-        """
-        evidence = self._evidence
-        if self._chosen is None:
-            found = self._choose(asks)
-            self._chosen = found.setting, found.why
-        setting, why = self._chosen
-        is_known = evidence.observation is None or evidence.observation.batches.is_finite
-        return Choice(setting, why, evidence.forecast().of(setting) if is_known else None)
-
-    def _choose(self, asks: bool) -> Choice:
-        evidence = self._evidence
-        observation = evidence.observation
-        if observation is not None and not observation.batches.is_finite:
-            why = "the loss of the first batches is not finite: nothing was changed; lower the learning rate"
-            return Choice(evidence.spec.start, why)
-        listed = best_enumerated(evidence)
-        if not asks:
-            return explain(evidence, listed)
-        self.considered = _Optimization(evidence).considered(listed)
-        eligible = [each for each in self.considered if self._is_eligible(each, listed)]
-        best = max(eligible, key=lambda each: each.improvement, default=None)
-        if best is None or best.setting == listed:
-            return explain(evidence, listed)
-        is_asked = best.by == _ASKED
-        return explain(evidence, best.setting, f"proposed by {_ASKED}" if is_asked else "it was as fast when trained")
-
-    def _is_eligible(self, each: ConsideredSetting, listed: Setting) -> bool:
-        """Return whether a setting is worth a change and no worse than the best of the list.
-
-        A setting that exchanges in another way must be clearly better. Of the eligible settings, the largest expected
-        improvement favours the least certain one, so that an unknown value in a user-defined dimension is tried.
-        """
-        evidence, most = self._evidence, _risk_adjusted(self._evidence, listed)
-        tried = {segment.setting.further for segment in evidence.segments} - {self._evidence.start.further}
-        if not _is_same_exchange(each.setting, listed):
-            most -= math.log(c.FASTER)  # the list has decided ties
-        if _risk_adjusted(evidence, each.setting) > most + 1e-9:
-            return False
-        may_try = each.setting.further not in tried and len(tried) < c.MOST_TRIED
-        is_new = may_try and each.setting.further != listed.further and each.improvement >= math.log(c.FASTER)
-        return is_worth_switching(evidence, each.setting) or (is_new and is_worth_trying(evidence, each.setting))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the choice as plain values; empty before a choice."""
-        if self._chosen is None:
-            return {}
-        setting, why = self._chosen
-        return {"setting": setting.to_dict(), "why": why, "considered": [each.to_dict() for each in self.considered]}
-
-    def load(self, plain: Mapping[str, Any]) -> None:
-        """Restore the choice from `to_dict`."""
-        if plain:
-            self._chosen = Setting.from_dict(plain["setting"]), plain["why"]
-            self.considered = [ConsideredSetting.from_dict(each) for each in plain["considered"]]
-
-
-def _risk_adjusted(evidence: Evidence, setting: Setting) -> float:
-    return risk_adjusted(log_seconds(evidence, setting), evidence.theory.error(setting))
-
-
-class _Optimization:
+class Optimization:
     """One use of scikit-optimize: its observations and its proposal."""
 
     def __init__(self, evidence: Evidence) -> None:
@@ -155,9 +68,9 @@ class _Optimization:
         found = [(self._start, "the run"), (listed, "the list")]
         if self._axes.dimensions:
             asked = self._ask()
-            found.append((asked, _ASKED))
+            found.append((asked, ASKED))
             if asked.further != listed.further:  # the value may pay in the best of the list as well
-                found.append((replace(listed, further=asked.further), _ASKED))
+                found.append((replace(listed, further=asked.further), ASKED))
         found += [(each, "was trained with") for each in self._trained]
         settings: dict[Setting, str] = {}
         for setting, by in found:
@@ -207,7 +120,7 @@ class _Optimization:
         return log_seconds(evidence, setting), math.hypot(evidence.theory.error(setting), evidence.residual(setting)[1])
 
 
-def _is_same_exchange(one: Setting, other: Setting) -> bool:
+def is_same_exchange(one: Setting, other: Setting) -> bool:
     """Return whether two settings differ only in momentum, learning rate and user-defined dimensions."""
     return replace(one, momentum=other.momentum, lr=other.lr, further=other.further) == other
 
@@ -241,7 +154,7 @@ class _Axes:
         ]
 
     def place(self, setting: Setting) -> Row:
-        way = next(number for number, each in enumerate(self._ways) if _is_same_exchange(each, setting))
+        way = next(number for number, each in enumerate(self._ways) if is_same_exchange(each, setting))
         log_factor = math.log(setting.lr / self._ways[way].lr) if setting.groups > 1 else 0.0
         further = [setting.further_value(each.name) for each in self.further]
         values = [way, setting.momentum, log_factor, *further]
@@ -300,4 +213,4 @@ def _surrogate(predict: Any) -> Any:
     return PredictedSeconds()
 
 
-__all__ = ["ConsideredSetting", "Phase"]
+__all__ = ["ASKED", "ConsideredSetting", "Optimization", "is_same_exchange"]
