@@ -89,7 +89,7 @@ def test_a_small_gain_has_to_be_seen_twice_in_a_row() -> None:
     split = balancer.decide((80, 80), faster)
     assert split is not None
     assert split.shares == (73, 87)
-    assert c.SPLIT_GAIN < split.gain < c.SPLIT_AT_ONCE
+    assert c.ALIKE < split.gain < c.SPLIT_AT_ONCE
 
 
 def test_a_small_gain_has_to_be_seen_twice_with_the_same_member_too_slow() -> None:

@@ -191,7 +191,7 @@ class AppliedSetting:
         self.return_to(self._before)
         state.is_final = True
         if was.groups == 1 and (was.all_reduce, was.further) == (run.own.all_reduce, run.own.further):
-            self._train_in_one_group(replace(was, lr=was.lr / c.SMALLER), 1 / c.SMALLER)
+            self._train_in_one_group(replace(was, lr=was.lr / c.RATE_FACTOR), 1 / c.RATE_FACTOR)
         else:
             self._train_in_one_group(run.own, 1 / state.scaled)
         self.watch(state.divergence_threshold)

@@ -317,7 +317,7 @@ class TunedFit(Fit):
             return
         self.plateau.synchronized(ends_epoch)
         if self.plateau.has_learnt:
-            self.applied.keep_weights()
+            self.applied.capture_weights()
         if not may_change or self.plateau.is_trying:
             return
         if why := reason():

@@ -443,7 +443,7 @@ def fit_decay(curve: LossCurve, lowest: float = 0.0, draws: int = 1000, seed: in
     finite = np.isfinite(curve.losses)
     usable = LossCurve(curve.moments[finite], _without_spikes(curve.losses[finite]))
     best = _fit(usable, 0, lowest, draws, seed)
-    for share in (c.LITTLE_SKIPPED, c.MUCH_SKIPPED):
+    for share in (c.MOST_SKIPPED / 2, c.MOST_SKIPPED):
         if best.autocorrelation_time <= c.CORRELATED or len(usable) * (1 - share) < 4 * c.FEWEST_POINTS:
             break
         later = _fit(usable, round(share * len(usable)), lowest, draws, seed)

@@ -201,9 +201,9 @@ class Balancer:
         gain = seconds(shares, speeds) / seconds(best, speeds) - 1
         seen_before = slowest(shares, speeds) in self._relieved
         self._relieved = frozenset()
-        if gain > c.SPLIT_AT_ONCE or (gain > c.SPLIT_GAIN and seen_before):
+        if gain > c.SPLIT_AT_ONCE or (gain > c.ALIKE and seen_before):
             return BatchSplit(best, gain)
-        if gain > c.SPLIT_GAIN:
+        if gain > c.ALIKE:
             self._relieved = frozenset(place for place, share in enumerate(best) if share < shares[place])
         return None
 

@@ -103,7 +103,7 @@ def _place(setting: Setting) -> list[float]:
     """Return coordinates in which settings at distance 1 have errors with a correlation of exp(-1/2)."""
     return [
         math.log(setting.groups) / math.log(c.NEAR_GROUPS),
-        math.log(setting.period) / math.log(c.NEAR_PERIOD),
+        math.log(setting.period) / math.log(c.LARGEST_PERIOD),
         float(setting.overlap) * c.OTHER_WAY,
         float(setting.method.partition(":")[0] == "async_sgd") * c.OTHER_WAY,
     ]
@@ -317,7 +317,7 @@ class Evidence:
             return math.nan
         batches = self.observation.batches
         level, gained = batches.level, batches.first_loss - batches.level
-        return level + max(c.LOST * gained, c.NOISY * abs(level), c.SCATTERED * batches.scatter)
+        return level + max(c.LOST * gained, c.CLEAR_CHANGE * abs(level), batches.scatter)
 
     @property
     def learnt_below(self) -> float:

@@ -136,7 +136,7 @@ class _Axes:
         self._evidence, self._ways = evidence, ways
         space = evidence.spec.space
         self.further = space.further
-        several, widest = max(space.groups) > 1, math.log(c.WIDEST)
+        several, widest = max(space.groups) > 1, math.log(c.RATE_FACTOR)
         self._axes: list[Axis] = [list(range(len(ways))), list(space.momentum) if several else [0.0]]
         if several and space.momentum[0] < space.momentum[1]:
             self._axes[1] = space.momentum

@@ -133,7 +133,7 @@ class TrainingLosses(Serializable):
             return False
         if not self.is_stale:
             return self.gained <= _rounding(self)
-        return self.gained <= min(c.FLAT * abs(self.first - self.now), c.STEEP * abs(self.now))
+        return self.gained <= min(c.FLAT * abs(self.first - self.now), c.CLEAR_CHANGE * abs(self.now))
 
     def _mean(self, end: int) -> float:
         """Return the mean of the last windows before an index."""

@@ -33,14 +33,12 @@ class Trained:
     """The batches that one rank trained.
 
     Attributes:
-        samples: samples of all batches.
         timed: samples of the timed batches.
         seconds: seconds of the timed batches.
         batches: number of the timed batches.
         squares: sum of the squares of their seconds.
     """
 
-    samples: int = 0
     timed: int = 0
     seconds: float = 0.0
     batches: int = 0
@@ -108,17 +106,13 @@ class SpeedHistory:
     1/(n(n - 1)) of it, which sums to one (alpha spending, as in sequential trials). The noise is that of all epochs,
     since a few batches show little of it.
 
-    Args:
-        part: relative difference of speeds that does not matter yet.
-
     Example:
-        >>> history = SpeedHistory(part=0.2)
+        >>> history = SpeedHistory()
         >>> [history.add(Speed(1000, seconds, error=0.05)) for seconds in (10.0, 9.0, 10.5, 14.0)]
         [False, False, False, True]
     """
 
-    def __init__(self, part: float) -> None:
-        self._least = math.log(1 + part)
+    def __init__(self) -> None:
         self._epochs: list[Speed] = []
 
     def add(self, epoch: Speed) -> bool:
@@ -133,7 +127,9 @@ class SpeedHistory:
         before, now = reduce(add, self._epochs[:-last]), reduce(add, self._epochs[-last:])
         both = before + now
         error = both.error * math.sqrt(both.seconds / before.seconds + both.seconds / now.seconds)
-        return abs(math.log(now.rate / before.rate)) > max(self._least, _standard_errors(probability) * error)
+        return abs(math.log(now.rate / before.rate)) > max(
+            math.log(1 + c.CHANGED), _standard_errors(probability) * error
+        )
 
 
 class RunThroughput:
@@ -158,7 +154,7 @@ class RunThroughput:
         >>> counted.batch_done(8), counted.batch_done(8)
         (None, None)
         >>> counted.take()
-        Trained(samples=40, timed=24, seconds=6.0, batches=3, squares=12.0)
+        Trained(timed=24, seconds=6.0, batches=3, squares=12.0)
     """
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
@@ -180,8 +176,8 @@ class RunThroughput:
         if not self._is_on:
             return
         seconds = self._timer.done()
-        timed = Trained() if seconds is None else Trained(0, samples, seconds, 1, seconds**2)
-        self.trained = self.trained + Trained(samples) + timed
+        timed = Trained() if seconds is None else Trained(samples, seconds, 1, seconds**2)
+        self.trained = self.trained + timed
 
     def take(self) -> Trained:
         """Return and drop the batches since the last call."""
@@ -219,7 +215,7 @@ class SpeedRecord:
         self._run = run
         self.throughput = RunThroughput()
         self.speed: Speed | None = None
-        self._speeds = SpeedHistory(c.CHANGED)
+        self._speeds = SpeedHistory()
         self._has_changed = False
         self._totals: dict[int, tuple[float, float]] = {}
         self._changed_in = -1
@@ -232,7 +228,7 @@ class SpeedRecord:
 
     def changed(self, in_mid_epoch: bool = False) -> None:
         """Start over, because the run trains with another setting from now on."""
-        self._speeds, self._has_changed = SpeedHistory(c.CHANGED), False
+        self._speeds, self._has_changed = SpeedHistory(), False
         self.speed = None
         if in_mid_epoch:
             self._changed_in = self._run.trainer.current_epoch
@@ -252,7 +248,7 @@ class SpeedRecord:
     def epoch_done(self) -> None:
         """Record the speed of an epoch, or of its trained part. On all ranks; the report leaves validations out."""
         run = self._run
-        _, timed, rate, variance = self._sum_over_ranks(self.throughput.take())
+        timed, rate, variance = self._sum_over_ranks(self.throughput.take())
         if run.rounds and run.state.setting is not None and rate > 0:
             groups = run.state.setting.groups
             before = self._totals.get(groups, (0.0, 0.0))
@@ -264,13 +260,12 @@ class SpeedRecord:
 
     def speed_so_far(self) -> Speed | None:
         """Return the speed in a current epoch whose groups are all at a synchronization point. All ranks call it."""
-        _, *counts = self._sum_over_ranks(self.throughput.trained)
-        return _speed(*counts)
+        return _speed(*self._sum_over_ranks(self.throughput.trained))
 
     def _sum_over_ranks(self, own: Trained) -> list[float]:
-        """Return the samples of all ranks, the timed ones, and the samples per second with their variance."""
+        """Return the timed samples of all ranks, and the samples per second with their variance."""
         world, strategy = self._run.world, self._run.strategy
-        counts = torch.tensor([own.samples, own.timed, own.rate, own.variance], device=strategy.root_device)
+        counts = torch.tensor([own.timed, own.rate, own.variance], device=strategy.root_device)
         *sums, variance = strategy.reduce(counts, reduce_op="sum").tolist()
         # Ranks that wait for each other measure the same, and count once: those of a group, or all.
         is_one = len(world.topology.alive) == 1 or world.method.has_barrier
