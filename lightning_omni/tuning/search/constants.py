@@ -29,9 +29,9 @@ SPEED_ERROR = 0.2
 """Standard deviation, in logarithms, of the hardware model's error for the speed of several groups, and of the effect
 of another value in a user-defined dimension."""
 NEAR_GROUPS, OTHER_WAY, OTHER_VALUE = 8.0, 0.5, 2.0
-"""Distances between settings at which the model's errors have a correlation of exp(-1/2): a factor of groups; the factor
-of periods is `LARGEST_PERIOD`. The last two are multiples of that distance: between settings that exchange in different ways, and
-between settings with different values in a user-defined dimension."""
+"""Distances between settings at which the model's errors have a correlation of exp(-1/2): a factor of groups; that of
+periods is `LARGEST_PERIOD`. The last two are multiples of that distance: between settings that exchange in different
+ways, and between settings with different values in a user-defined dimension."""
 FIRST_DECISION, DECISIONS = 3, 5
 """Optimizer steps of a run before the first decision, which may only enable proportional batches; and the number of
 decisions, each after twice as many steps as the one before. From the second one on, every setting is considered."""
