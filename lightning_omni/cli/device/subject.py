@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import torch
 
@@ -17,7 +17,7 @@ from lightning_omni.errors import ConfigurationError
 from lightning_omni.simulator import workload
 from lightning_omni.tuning.device import DeviceReport
 from lightning_omni.tuning.device.setting import DeviceSetting
-from lightning_omni.tuning.device.tune import BF16, Bf16
+from lightning_omni.tuning.device.tune import Bf16
 from lightning_omni.tuning.trainer import tuner_module
 
 _SYNTHETIC_BATCHES = 4
@@ -102,8 +102,8 @@ def bf16_of(text: str) -> Bf16:
     Raises:
         ConfigurationError: it names none.
     """
-    if text not in BF16:
-        raise ConfigurationError(f"--bf16 {text}: pass one of {', '.join(BF16)}")
+    if text not in get_args(Bf16):
+        raise ConfigurationError(f"--bf16 {text}: pass one of {', '.join(get_args(Bf16))}")
     return cast("Bf16", text)
 
 

@@ -10,7 +10,7 @@ import io
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 import torch
 from rich.console import Console
@@ -30,7 +30,7 @@ from lightning_omni.tuning.device import DeviceReport, DeviceSetting, tune_devic
 from lightning_omni.tuning.device.comparison import TOLERANCE
 from lightning_omni.tuning.device.setting import contiguous
 from lightning_omni.tuning.device.trial import same_rng_state
-from lightning_omni.tuning.device.tune import BF16, Bf16
+from lightning_omni.tuning.device.tune import Bf16
 from lightning_omni.tuning.trainer import arguments_of, log, log_nothing, loss_of, names_for
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class DeviceTunerHooks(_CallbackBase):
     ) -> None:
         need_namespace(type(self))
         super().__init__()
-        check_choice("bf16", bf16, BF16)
+        check_choice("bf16", bf16, get_args(Bf16))
         for name, value in (("budget", budget), ("tolerance", tolerance)):
             check_number(name, value, "a number above 0", above=0)
         check_kind("setting", setting, (DeviceSetting, type(None)), "a DeviceSetting, or None")

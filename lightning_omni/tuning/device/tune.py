@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch import nn
 from torch.optim import Optimizer
@@ -25,7 +25,6 @@ from lightning_omni.tuning.device.report import DeviceReport, Finding, Verdict
 from lightning_omni.tuning.device.setting import DeviceSetting, can_keep_memory
 from lightning_omni.tuning.device.trial import Loss, TrainingSetup, Trial, untouched
 
-BF16 = ("apply", "propose", "skip")
 Bf16 = Literal["apply", "propose", "skip"]
 """The use of bfloat16: if it is faster and the losses agree; measured for the report alone; not measured."""
 
@@ -96,7 +95,7 @@ def tune_device(
         >>> {finding.step: finding.reason for finding in report.findings}["memory format"]
         'there are no convolutions'
     """
-    check_choice("bf16", bf16, BF16)
+    check_choice("bf16", bf16, get_args(Bf16))
     check_number("budget", budget, "seconds above 0", above=0)
     check_number("tolerance", tolerance, "a fraction above 0, as in 0.02", above=0)
     own_batches = copy.deepcopy(list(batches))  # because a loss may write into its batch
@@ -213,6 +212,7 @@ class _DeviceSearch:
             self._findings.append(Finding(step, tried, "skipped", reason))
             return
         self._progress(min(0.95, (self._setup.clock() - self._began) / self._budget), f"{step}: {tried}")
+        gc.collect()  # modules contain cycles, and the last trial, if rejected, is large
         try:
             finding, trial = self._measure(step, tried, setting)
         except Exception as error:
@@ -222,8 +222,6 @@ class _DeviceSearch:
         if finding.verdict == "applied":
             self._best = trial
         self._has_faster_bf16 |= finding.verdict == "proposed"
-        del trial
-        gc.collect()  # modules contain cycles, and a rejected trial is large
 
     def _measure(self, step: str, tried: str, setting: DeviceSetting) -> tuple[Finding, Trial]:
         trial = Trial(self._setup, setting)
@@ -232,8 +230,8 @@ class _DeviceSearch:
         known = self._first_loss
         if not is_bf16 and known is not None and not abs(first - known) <= _SAME_LOSS * abs(known):
             raise RuntimeError(f"it computes something else: a loss of {first:.6g} instead of {known:.6g}")
-        clock = self._setup.clock
-        found = compare(self._best, trial, self._deadline, clock, clock() + _SHARE * (self._deadline - clock()))
+        enough = (1 - _SHARE) * self._setup.clock() + _SHARE * self._deadline
+        found = compare(self._best, trial, self._deadline, self._setup.clock, enough)
         verdict: Verdict = "proposed" if is_bf16 and self._bf16 != "apply" else "applied"
         try:
             if len(found.before) < FEWEST:
