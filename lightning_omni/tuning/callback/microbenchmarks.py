@@ -19,7 +19,7 @@ from lightning_omni.runtime.exchange.serve_time import seconds_of_push
 from lightning_omni.runtime.model.reduction import seconds_of_arithmetic
 from lightning_omni.runtime.timing import wait_for
 from lightning_omni.strategy.hooks import OmniStrategyHooks
-from lightning_omni.tuning.model.placement import sites_of
+from lightning_omni.tuning.model.cost_model import sites_of
 from lightning_omni.tuning.search import constants as c
 from lightning_omni.wire.all_reduce import all_reduce_of
 

@@ -12,8 +12,7 @@ import numpy as np
 
 from lightning_omni.topology import Topology
 from lightning_omni.tuning.model import constants as c
-from lightning_omni.tuning.model.cost_model import CostModel, first_draw, messages_of
-from lightning_omni.tuning.model.exchanging import ExchangePattern
+from lightning_omni.tuning.model.cost_model import CostModel, ExchangePattern, first_draw, messages_of
 from lightning_omni.tuning.model.queueing import (
     BarrierExchange,
     quantiles_of_slowest,

@@ -32,8 +32,7 @@ from lightning_omni.serialization import Serializable
 from lightning_omni.topology import Topology
 from lightning_omni.tuning.model import constants as c
 from lightning_omni.tuning.model.convergence import Estimate, check_level
-from lightning_omni.tuning.model.cost_model import ClusterChange, CostModel, Costs, first_draw
-from lightning_omni.tuning.model.exchanging import ExchangePattern
+from lightning_omni.tuning.model.cost_model import ClusterChange, CostModel, Costs, ExchangePattern, first_draw
 from lightning_omni.tuning.model.fit import fit_model
 from lightning_omni.tuning.model.measured import Measured, mean_samples
 from lightning_omni.tuning.model.plan import TrainingPlan
