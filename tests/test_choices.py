@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from lightning_omni.tuning.callback.guards.forecast_check import ForecastCheck
 from lightning_omni.tuning.callback.guards.speed import Speed
 from lightning_omni.tuning.callback.microbenchmarks import seconds_per_byte
-from lightning_omni.tuning.callback.run import TunerState
+from lightning_omni.tuning.callback.tuned_run import TunerState
 from lightning_omni.tuning.model.forecast import Scaling, Setting, TrainedBatches
-from lightning_omni.tuning.model.measured import Measured
+from lightning_omni.tuning.model.measurements import Measured
 from lightning_omni.tuning.report.digest import Digest
 from lightning_omni.tuning.search import Dimension, Observation, Search, SearchSpec, Space, TrainedSegment
 from lightning_omni.tuning.search import constants as c

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from lightning_omni.errors import UnsupportedError
 from lightning_omni.methods import METHODS, AsyncSGD, Method, method_named
-from lightning_omni.tuning.callback.fit import check_joined, follow_groups
-from lightning_omni.tuning.callback.run import TunerOptions
+from lightning_omni.tuning.callback.tuned_fit import check_joined, follow_groups
+from lightning_omni.tuning.callback.tuned_run import TunerOptions
 from lightning_omni.tuning.model.forecast import Scaling, Setting
 from lightning_omni.tuning.search import Space
 

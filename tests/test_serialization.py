@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.tuning.callback.run import Command
+from lightning_omni.tuning.callback.tuned_run import Command
 from lightning_omni.tuning.model.forecast import Setting
 from lightning_omni.tuning.model.profile import Profile
 

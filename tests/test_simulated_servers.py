@@ -25,7 +25,7 @@ from lightning_omni.simulator.partitioned_format import partitioned_format
 from lightning_omni.simulator.workbench import Samples
 from lightning_omni.trace import Trace
 from lightning_omni.tuning.model.cost_model import ExchangePattern
-from lightning_omni.tuning.model.measured import Measured
+from lightning_omni.tuning.model.measurements import Measured
 from lightning_omni.tuning.model.profile import Profile
 from lightning_omni.wire.formats import wire_of
 from lightning_omni.wire.formats.base import RAW, RESIDUAL, Memory

@@ -95,4 +95,4 @@ def test_a_validation_does_not_make_a_run_slower() -> None:
     for _ in range(3):
         counted.batch_done(BATCH)
     taken = counted.take()
-    assert (taken.samples, taken.timed, taken.seconds) == (6 * BATCH, 4 * BATCH, 4.0)
+    assert (taken.timed, taken.seconds) == (4 * BATCH, 4.0)

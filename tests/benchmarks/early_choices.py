@@ -28,7 +28,7 @@ from rich.table import Table
 
 from lightning_omni.tuning.callback.online_tuner import DECISION_STEPS
 from lightning_omni.tuning.model.forecast import Forecast, Scaling, Setting, TrainedBatches
-from lightning_omni.tuning.model.measured import Measured
+from lightning_omni.tuning.model.measurements import Measured
 from lightning_omni.tuning.search import Observation, Search, SearchSpec, Space
 from lightning_omni.tuning.search import constants as c
 from lightning_omni.tuning.search.choice import verdict

@@ -58,7 +58,7 @@ from lightning_omni.trace import Trace
 from lightning_omni.tuning.callback.guards.speed import Speed
 from lightning_omni.tuning.callback.online_tuner import DECISION_STEPS
 from lightning_omni.tuning.model.forecast import Setting, TrainedBatches
-from lightning_omni.tuning.model.measured import Measured
+from lightning_omni.tuning.model.measurements import Measured
 from lightning_omni.tuning.search import Observation, Search, TrainedSegment
 from lightning_omni.tuning.search.choice import best_by_forecast, verdict
 from lightning_omni.tuning.search.evidence import mean_error

@@ -17,16 +17,16 @@ from lightning_omni.runtime.timing import wait_for
 from lightning_omni.strategy._private import will_step
 from lightning_omni.strategy.declared import loader_of
 from lightning_omni.strategy.hooks import OmniStrategyHooks
-from lightning_omni.tuning.callback.applied import AppliedSetting
+from lightning_omni.tuning.callback.applied_setting import AppliedSetting
 from lightning_omni.tuning.callback.background import run_in_background, run_inline
+from lightning_omni.tuning.callback.fit_space import FitSpace
 from lightning_omni.tuning.callback.guards.speed import SpeedRecord
 from lightning_omni.tuning.callback.hyperparameters import Hyperparameters
 from lightning_omni.tuning.callback.microbenchmarks import Microbenchmarks
 from lightning_omni.tuning.callback.reports import TunerReports
-from lightning_omni.tuning.callback.run import Command, TunedRun
-from lightning_omni.tuning.callback.space import FitSpace
+from lightning_omni.tuning.callback.tuned_run import Command, TunedRun
 from lightning_omni.tuning.model.forecast import TrainedBatches
-from lightning_omni.tuning.model.measured import Measured
+from lightning_omni.tuning.model.measurements import Measured
 from lightning_omni.tuning.model.steps import StepTimer
 from lightning_omni.tuning.search import Observation, Search, SearchSpec
 from lightning_omni.tuning.search import constants as c

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from lightning_omni.tuning.callback.run import Command, TunedRun
+from lightning_omni.tuning.callback.tuned_run import Command, TunedRun
 from lightning_omni.tuning.report import TuningReport
 from lightning_omni.tuning.trainer import log
 

@@ -20,7 +20,7 @@ from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import Method, method_named
 from lightning_omni.methods.overlap import check_overlap
 from lightning_omni.serialization import Serializable
-from lightning_omni.tuning.model.measured import Measured
+from lightning_omni.tuning.model.measurements import Measured
 from lightning_omni.wire.formats import Wire, wire_of
 from lightning_omni.wire.formats.base import WireFormat
 from lightning_omni.wire.layout import Layout, TensorSpec

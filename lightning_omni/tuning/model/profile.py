@@ -32,10 +32,10 @@ from lightning_omni.serialization import Serializable
 from lightning_omni.topology import Topology
 from lightning_omni.tuning.model import constants as c
 from lightning_omni.tuning.model.convergence import Estimate, check_level
+from lightning_omni.tuning.model.cost_fit import fit_model
 from lightning_omni.tuning.model.cost_model import ClusterChange, CostModel, Costs, ExchangePattern, first_draw
-from lightning_omni.tuning.model.fit import fit_model
-from lightning_omni.tuning.model.measured import Measured, mean_samples
-from lightning_omni.tuning.model.plan import TrainingPlan
+from lightning_omni.tuning.model.measurements import Measured, mean_samples
+from lightning_omni.tuning.model.training_plan import TrainingPlan
 from lightning_omni.wire.all_reduce import EXACT, all_reduce_of
 
 Array = np.ndarray[Any, Any]

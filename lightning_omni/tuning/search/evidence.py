@@ -21,7 +21,7 @@ from lightning_omni.serialization import Serializable
 from lightning_omni.tuning.model.constants import BLOCKS, TAIL
 from lightning_omni.tuning.model.cost_model import ExchangePattern
 from lightning_omni.tuning.model.forecast import Forecast, Scaling, Setting, TrainedBatches
-from lightning_omni.tuning.model.measured import Measured
+from lightning_omni.tuning.model.measurements import Measured
 from lightning_omni.tuning.model.profile import Prediction, Profile
 from lightning_omni.tuning.search import constants as c
 from lightning_omni.tuning.search.prior import Prior, PriorTheory

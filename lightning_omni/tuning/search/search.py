@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_omni.tuning.model.forecast import Setting
-from lightning_omni.tuning.model.measured import Measured
+from lightning_omni.tuning.model.measurements import Measured
 from lightning_omni.tuning.search import constants as c
 from lightning_omni.tuning.search.choice import (
     Choice,
@@ -45,7 +45,7 @@ class Search(Evidence):
 
     Example:
         >>> from lightning_omni.tuning.model.forecast import Setting, TrainedBatches
-        >>> from lightning_omni.tuning.model.measured import Measured
+        >>> from lightning_omni.tuning.model.measurements import Measured
         >>> from lightning_omni.tuning.search import Observation, SearchSpec, Space
         >>> spec = SearchSpec(Setting(1, 0.9, 0.1), batch=64, horizon=64_000, space=Space((1, 2)))
         >>> batches = TrainedBatches(spec.start, (64.0, 128.0, 192.0), (2.3, 2.2, 2.1))

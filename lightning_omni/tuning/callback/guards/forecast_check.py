@@ -19,10 +19,10 @@ from contextlib import suppress
 from dataclasses import replace
 
 from lightning_omni.errors import OmniError
-from lightning_omni.tuning.callback.applied import AppliedSetting
+from lightning_omni.tuning.callback.applied_setting import AppliedSetting
 from lightning_omni.tuning.callback.guards.speed import Speed, SpeedRecord
 from lightning_omni.tuning.callback.reports import TunerReports
-from lightning_omni.tuning.callback.run import Command, TunedRun
+from lightning_omni.tuning.callback.tuned_run import Command, TunedRun
 from lightning_omni.tuning.model.forecast import Setting
 from lightning_omni.tuning.search import Search, TrainedSegment
 from lightning_omni.tuning.search import constants as c

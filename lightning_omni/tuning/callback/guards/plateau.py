@@ -22,11 +22,11 @@ from torch import Tensor
 
 from lightning_omni.runtime.state.rollback import RollbackPoint
 from lightning_omni.strategy._private import put_averages, will_step
-from lightning_omni.tuning.callback.applied import AppliedSetting
+from lightning_omni.tuning.callback.applied_setting import AppliedSetting
 from lightning_omni.tuning.callback.guards.losses import TrainingLosses, TrialOutcome, is_falling
 from lightning_omni.tuning.callback.guards.speed import SpeedHistory, SpeedRecord
 from lightning_omni.tuning.callback.reports import TunerReports
-from lightning_omni.tuning.callback.run import Command, TunedRun
+from lightning_omni.tuning.callback.tuned_run import Command, TunedRun
 from lightning_omni.tuning.search import constants as c
 
 

@@ -14,7 +14,7 @@ import torch
 
 from lightning_omni.strategy.declared import loader_of
 from lightning_omni.strategy.hooks import strategy_of
-from lightning_omni.tuning.callback.run import TunedRun
+from lightning_omni.tuning.callback.tuned_run import TunedRun
 from lightning_omni.tuning.model.steps import StepTimer
 from lightning_omni.tuning.search import constants as c
 from lightning_omni.tuning.trainer import batch_size_of

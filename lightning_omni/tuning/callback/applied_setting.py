@@ -16,10 +16,10 @@ from lightning_omni.runtime.parallel_state import Communication
 from lightning_omni.runtime.state.rollback import RollbackPoint
 from lightning_omni.strategy._private import average_from_here, averages_in
 from lightning_omni.strategy.hooks import OmniStrategyHooks
+from lightning_omni.tuning.callback.fit_space import FitSpace
 from lightning_omni.tuning.callback.guards.losses import DivergenceGuard
 from lightning_omni.tuning.callback.hyperparameters import Hyperparameters
-from lightning_omni.tuning.callback.run import Command, TunedRun
-from lightning_omni.tuning.callback.space import FitSpace
+from lightning_omni.tuning.callback.tuned_run import Command, TunedRun
 from lightning_omni.tuning.model.forecast import Setting
 from lightning_omni.tuning.search import constants as c
 from lightning_omni.tuning.search.space import apply_further, wire_argument

@@ -12,7 +12,7 @@ from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.methods import METHODS, method_named, text_of
 from lightning_omni.strategy._private import has_hook_for_gradients
 from lightning_omni.tuning.callback.hyperparameters import Hyperparameters
-from lightning_omni.tuning.callback.run import TunedRun
+from lightning_omni.tuning.callback.tuned_run import TunedRun
 from lightning_omni.tuning.model.forecast import Setting
 from lightning_omni.tuning.search import SearchSpec, Space
 from lightning_omni.tuning.search import space as searched

@@ -25,9 +25,9 @@ from lightning_omni.strategy.arguments import refuses_unknown
 from lightning_omni.strategy.hooks import OmniStrategyHooks, strategy_of
 from lightning_omni.strategy.namespaces import need_namespace
 from lightning_omni.tuning.callback.background import frequent_switches
-from lightning_omni.tuning.callback.fit import Fit, JoinedFit, TunedFit, may_form_groups
-from lightning_omni.tuning.callback.run import TunedRun, TunerOptions, last_choice
 from lightning_omni.tuning.callback.target_metric import MONITORED
+from lightning_omni.tuning.callback.tuned_fit import Fit, JoinedFit, TunedFit, may_form_groups
+from lightning_omni.tuning.callback.tuned_run import TunedRun, TunerOptions, last_choice
 from lightning_omni.tuning.search import Choice, Search, Space
 from lightning_omni.tuning.trainer import names_for
 

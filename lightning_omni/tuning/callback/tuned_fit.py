@@ -21,7 +21,8 @@ from lightning_omni.strategy._private import has_hook_for_gradients, stops_now, 
 from lightning_omni.strategy.declared import is_fast_dev_run
 from lightning_omni.strategy.hooks import OmniStrategyHooks
 from lightning_omni.tuning.callback import _private
-from lightning_omni.tuning.callback.applied import AppliedSetting
+from lightning_omni.tuning.callback.applied_setting import AppliedSetting
+from lightning_omni.tuning.callback.fit_space import FitSpace
 from lightning_omni.tuning.callback.guards.forecast_check import ForecastCheck
 from lightning_omni.tuning.callback.guards.losses import loss_in
 from lightning_omni.tuning.callback.guards.plateau import PlateauGuard
@@ -29,9 +30,8 @@ from lightning_omni.tuning.callback.guards.speed import SpeedRecord, samples_in
 from lightning_omni.tuning.callback.hyperparameters import Hyperparameters
 from lightning_omni.tuning.callback.online_tuner import OnlineTuner
 from lightning_omni.tuning.callback.reports import TunerReports
-from lightning_omni.tuning.callback.run import TunedRun, TunerOptions
-from lightning_omni.tuning.callback.space import FitSpace
 from lightning_omni.tuning.callback.target_metric import MONITORED, MonitoredMetric
+from lightning_omni.tuning.callback.tuned_run import TunedRun, TunerOptions
 from lightning_omni.tuning.model.forecast import Scaling, Setting
 from lightning_omni.tuning.model.momentum import explicit_for
 from lightning_omni.tuning.search import Space

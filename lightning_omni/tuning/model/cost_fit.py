@@ -20,7 +20,7 @@ import numpy as np
 
 from lightning_omni.tuning.model import constants as c
 from lightning_omni.tuning.model.cost_model import CostModel, Placement, first_draw, messages_of, over_links, part_away
-from lightning_omni.tuning.model.measured import Measured, mean_samples, servers_of
+from lightning_omni.tuning.model.measurements import Measured, mean_samples, servers_of
 from lightning_omni.tuning.model.queueing import means_of_parts, time_shared
 
 Array = np.ndarray[Any, Any]
