@@ -110,7 +110,7 @@ def _place(setting: Setting) -> list[float]:
 
 
 @dataclass(frozen=True)
-class Observation(Serializable):
+class Observation:
     """The measurements of a run's first batches, for both efficiencies.
 
     Attributes:
@@ -120,6 +120,13 @@ class Observation(Serializable):
 
     batches: TrainedBatches
     measured: Measured
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"batches": self.batches.to_dict(), "measured": self.measured.to_dict()}
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> Observation:
+        return cls(TrainedBatches.from_dict(plain["batches"]), Measured.from_dict(plain["measured"]))
 
 
 @dataclass(frozen=True)
