@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from memory_transport import InMemory
 from runs import run
 from stream import Stream
 from torch import Tensor
@@ -27,7 +28,6 @@ from lightning_omni.server import ServerCore
 from lightning_omni.topology import GroupId
 from lightning_omni.transport import registry
 from lightning_omni.transport.connections import Address, Control, Data, ReconnectingData
-from lightning_omni.transport.memory import InMemory
 from lightning_omni.transport.registry import Transport
 from lightning_omni.transport.zeromq import ZeroMQ
 from lightning_omni.wire import messages as m

@@ -24,7 +24,7 @@ from lightning_omni.errors import (
     OmniError,
     RankLost,
     Refused,
-    tells_of_failure,
+    is_failure_reason,
 )
 from lightning_omni.group.sharded_inbox import Arrivals
 from lightning_omni.methods import Inbox
@@ -290,7 +290,7 @@ class Control(ABC):
         elif self.rank in message.lost:
             kind = RankLost if message.barred else Evicted
             self.end(kind(f"rank {self.rank}'s group is out of the run: {message.reason}"))
-        elif message.barred and tells_of_failure(message.reason):
+        elif message.barred and is_failure_reason(message.reason):
             self.failures += (message.reason,)
         return False
 

@@ -34,7 +34,7 @@ from lightning_omni.strategy.loops.driver import EpochDriver
 from lightning_omni.strategy.loops.live_metrics import ProgressDisplay, live_metrics
 from lightning_omni.strategy.signals import Signals, training_position
 from lightning_omni.topology import Topology
-from lightning_omni.tuning.model.steps.parts import straggler_sentence
+from lightning_omni.tuning.model.steps import straggler_sentence
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
