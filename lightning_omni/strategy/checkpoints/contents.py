@@ -151,14 +151,14 @@ class Checkpoints:
         groups, more = len(world.topology.alive), dict[str, Any]()
         samples = 0 if epochs.leases is None else epochs.leases.dataset_size
         if snapshot is None:
-            progress, cut = epochs.moment()
+            progress, cut = epochs.run.moment(epochs.is_open, epochs.is_open_ended)
             if progress is not None:
                 if cut.epoch != -1:
                     _count_as_ddp(checkpoint, progress)
                 schedules = epochs.schedulers.catch_up_in(checkpoint, progress)
                 checkpoint[ENTRY] = Saved(cut, groups, progress, schedules=schedules, samples=samples).to_plain()
             return
-        progress = None if epochs.progress is None else snapshot.cut.progress(epochs.progress)
+        progress = None if epochs.run.progress is None else snapshot.cut.progress(epochs.run.progress)
         _count_as_ddp(checkpoint, progress)
         if "optimizer_states" in checkpoint:  # with save_weights_only there are none
             server, states = [part["method"] for part in snapshot.parts], snapshot.groups

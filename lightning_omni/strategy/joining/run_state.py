@@ -135,9 +135,9 @@ class RunStates:
         entries = tensors_of(strategy.pl_module).items()
         own = {name: each for name, each in entries if isinstance(each, Tensor) and id(each) not in served}
         shared = {name: own.pop(name) for name in list(own) if is_part(own[name])}
-        bases = strategy.epochs.schedule
+        bases = strategy.epochs.schedulers.bases
         averages = averaged_models(trainer)
-        progress = strategy.epochs.progress
+        progress = strategy.epochs.run.progress
         return {
             "limits": self._limits,
             "configured": self._configured(),

@@ -7,14 +7,12 @@ progress, and `RunSchedulers` the schedulers. With one group, and with static da
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 from torch.nn import Module
 
-from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.runtime import World
 from lightning_omni.runtime.data.loader import RankLeases
 from lightning_omni.runtime.executor import Executor
@@ -31,83 +29,20 @@ from lightning_omni.strategy.lightning_internals.loops import (
     validates_this_epoch,
 )
 from lightning_omni.strategy.lightning_internals.metrics import cached_metrics
-from lightning_omni.strategy.lightning_internals.progress import batches_trained, set_step_counters, step_counters
+from lightning_omni.strategy.lightning_internals.progress import set_step_counters, step_counters
 from lightning_omni.strategy.lightning_internals.schedulers import step_schedules_by_epoch
 from lightning_omni.strategy.lightning_internals.validation import divide_validation_data, validation_loaders
-from lightning_omni.strategy.loops.epoch_ends import EpochEnd, differ
+from lightning_omni.strategy.loops.epoch import EntryPoint, EpochEnd, EpochState, differ
 from lightning_omni.strategy.loops.leased_data import LeasedData, has_lightning_sampler, size_of
 from lightning_omni.strategy.loops.progress import RunProgress
 from lightning_omni.strategy.loops.validation import PublishedValidation
 from lightning_omni.strategy.schedules.pacing import Schedule
 from lightning_omni.strategy.schedules.run_schedulers import Plateaus, RunSchedulers
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.cut import Cut
 from lightning_omni.wire.leases import Batch, EpochPlan
-from lightning_omni.wire.progress import Progress
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer
-
-
-class EntryPoint(NamedTuple):
-    """The position in a run at which a group joins it.
-
-    Attributes:
-        plan: plan of the current epoch.
-        samples: samples of this epoch trained when the groups last began to compute.
-        progress: progress of the run then; earlier epochs may have had other lengths.
-        validations: validations that callbacks have received: `PublishedValidation.state`.
-        split: mark of the trained part of a dataset: `lightning_omni.strategy.loops.leased_data.split_of`.
-    """
-
-    plan: EpochPlan
-    samples: int
-    progress: Progress | None
-    validations: Mapping[str, Any]
-    split: int
-
-    def check(self, plan: EpochPlan, split: int) -> None:
-        """Raise `ConfigurationError` unless the data of a group that joins here has the same plan and split."""
-        if plan != self.plan:
-            raise ConfigurationError(
-                f"this group's data is not that of the run that it joins, {plan} against {self.plan}: give all the"
-                " same dataset, batch size, limits and validation="
-            )
-        if split != self.split:
-            raise ConfigurationError(
-                "this group's training data is another part of its dataset than that of the run that it joins, so that"
-                " groups would train on what others validate with: split with one seed in all groups, as"
-                " random_split(dataset, lengths, generator=torch.Generator().manual_seed(0))"
-            )
-
-
-@dataclass
-class _Epoch:
-    """The state of the current epoch, which is dropped at its end.
-
-    Attributes:
-        plan: plan of its data, if they are leased.
-        validates: whether all groups validate after this batch; None leaves it to Lightning.
-        is_due: whether the other groups, too, validate after this batch without being notified.
-        is_over: whether this group has trained its last batch.
-        is_skipped: whether another group has ended the epoch early.
-        is_check: whether all groups synchronize after this batch without a validation.
-        is_counted: whether this group's last batch has counted the epoch for schedules.
-        is_last: whether no group trains on after this synchronization, where all have heard of a stop.
-        has_ended: whether a group is already at its end, so that none validates.
-        window: ``accumulate_grad_batches`` in this group's last batch; 0 before the first one.
-    """
-
-    plan: EpochPlan | None = None
-    validates: bool | None = None
-    is_due: bool = False
-    is_over: bool = False
-    is_skipped: bool = False
-    is_check: bool = False
-    is_counted: bool = False
-    is_last: bool = False
-    has_ended: bool = False
-    window: int = 0
 
 
 class EpochDriver:
@@ -161,7 +96,7 @@ class EpochDriver:
         self.schedulers = RunSchedulers(self.run, self._steps)
         self._plateaus = Plateaus()
         self.published.on_heard = self._step_plateaus
-        self._epoch = _Epoch()
+        self._epoch = EpochState()
         self._begun = -1
         self._started = self._stopping = self._have_differed = False
         self._entered: EntryPoint | None = None
@@ -196,7 +131,7 @@ class EpochDriver:
 
     def enter(self, entered: EntryPoint, schedule: Schedule) -> None:
         """Join a run that is under way, before this group's loops begin; schedulers continue from ``schedule``."""
-        self._entered, self.schedule, self.run.past = entered, schedule, entered.progress
+        self._entered, self.schedulers.bases, self.run.past = entered, schedule, entered.progress
 
     def finish(self) -> None:
         """Return the loops and the schedulers to Lightning, at the end of the run or after a failure."""
@@ -210,7 +145,7 @@ class EpochDriver:
         self.published.forget()
         self.run.forget()
         self.schedulers.forget()
-        self._epoch, self._entered = _Epoch(), None
+        self._epoch, self._entered = EpochState(), None
         self._trainer, self._world = None, None
 
     @property
@@ -239,26 +174,6 @@ class EpochDriver:
         self.data.leases = leases
         self.data.start()
 
-    @property
-    def progress(self) -> Progress | None:
-        return self.run.progress
-
-    @progress.setter
-    def progress(self, progress: Progress | None) -> None:
-        self.run.progress = progress
-
-    @property
-    def schedule(self) -> Schedule:
-        return self.schedulers.bases
-
-    @schedule.setter
-    def schedule(self, schedule: Schedule) -> None:
-        self.schedulers.bases = schedule
-
-    @property
-    def max_steps(self) -> int:
-        return self.run.max_steps
-
     # --- An epoch ----------------------------------------------------------------------------------------------------
 
     def begin(self, epoch: int) -> None:
@@ -268,13 +183,13 @@ class EpochDriver:
         self._begun = epoch
         self.data.adopt()
         self.world.enter_compute()
-        self.is_open, self._epoch = True, _Epoch()
+        self.is_open, self._epoch = True, EpochState()
         self.is_open_ended = self.data.is_dynamic or self._is_shrunk or self._goes_on_alone
         self.is_cut_short = False
         if self.leases is not None:
             self._begin_leased(self.leases, self.run.begin(epoch))
         else:
-            self.progress = None  # drops the last epoch's, which was leased if a reload has brought several loaders
+            self.run.progress = None  # drops the last epoch's, which was leased if a reload has brought several loaders
             self.published.begin(None)
         self._have_parted()
 
@@ -325,7 +240,7 @@ class EpochDriver:
     @property
     def samples(self) -> int:
         """Return the samples of the current epoch that are trained, as far as this rank knows."""
-        return self.run.now().samples if self.progress is not None else 0
+        return self.run.now().samples if self.run.progress is not None else 0
 
     @property
     def _is_shrunk(self) -> bool:
@@ -367,7 +282,8 @@ class EpochDriver:
         if not (self.world.executor.exchanges or self.is_open_ended):
             return
         if self.is_open_ended:
-            self._check_window()
+            counts = self.schedulers.count_steps or self.run.max_steps != -1
+            epoch.check_window(int(self.trainer.accumulate_grad_batches), counts)
         verdict = self._what_next()
         epoch.is_over = verdict.startswith("over")
         if self.is_open_ended:
@@ -392,22 +308,6 @@ class EpochDriver:
         elif self.is_open_ended and not epoch.is_over and self._is_limit_reached_by_hand:
             self.run.stop_here()  # `end` reports it to the other groups
 
-    def _check_window(self) -> None:
-        """Refuse a change of ``accumulate_grad_batches`` inside an epoch, if the run counts its steps in samples.
-
-        The steps of an epoch are computed from its samples with one window, and groups would change it at different
-        samples.
-        """
-        before, self._epoch.window = self._epoch.window, int(self.trainer.accumulate_grad_batches)
-        counts = self.schedulers.count_steps or self.max_steps != -1
-        if counts and before not in (0, self._epoch.window):
-            raise UnsupportedError(
-                f"accumulate_grad_batches has changed from {before} to {self._epoch.window} inside an epoch. With"
-                " several groups, max_steps and schedulers with interval='step' count the samples of all groups, as"
-                " many for each step of an epoch: change it in on_train_epoch_start, as GradientAccumulationScheduler"
-                " does, or use groups=1"
-            )
-
     @property
     def _is_limit_reached_by_hand(self) -> bool:
         self.run.keep_up()
@@ -425,7 +325,7 @@ class EpochDriver:
         if self.world.is_computing and not self._stopping and (stops or not complete):
             self.leave("end" if ends_others else "skip" if self.is_open_ended else "")
         self._synchronize(module, is_end=True)
-        trained = self._trained
+        trained = self.run.trained(self.is_open_ended)
         if self.world.executor.exchanges:
             mine = int(stops or self._stopping), int(should_stop_now(trainer)), is_cut_short, trained
             ends, was_asked, is_cut_short, trained = self.world.all_reduce_max(mine)
@@ -454,42 +354,12 @@ class EpochDriver:
             self._have_differed = True
             self._warn(f"OmniStrategy: {own.sentence(self.world)}")
 
-    @property
-    def _trained(self) -> int:
-        """Return the samples of the current epoch that are trained; Lightning may have counted its batches."""
-        if self.progress is None:
-            return 0
-        if self.is_open_ended or self.data.is_dynamic:
-            self.run.keep_up()
-            return self.progress.samples
-        return batches_trained(self.trainer) * self.progress.reference.batch
-
-    def moment(self) -> tuple[Progress | None, Cut]:
-        """Return the run's progress and its epoch's trained samples, for a checkpoint of one group or after the fit.
-
-        Return no progress where Lightning's own counts suffice, because several groups have never trained the run.
-        """
-        if not self.run.is_counted_together:
-            return None, Cut()
-        if self.progress is None or self.leases is None:
-            return self.run.past, Cut()
-        cut = Cut()
-        if self.is_open:
-            self.run.keep_up()
-            if self.is_open_ended:
-                spans = self.leases.trained_spans
-                cut = Cut(epoch=self.progress.epochs, total=self.leases.total, trained=spans)
-        return self.progress, cut
-
     def expected_batches(self, done: int) -> int | None:
         """Estimate this rank's batches in this epoch, of which ``done`` are trained; None if Lightning knows it."""
         plan = self._epoch.plan
         if plan is None or self.leases is None or not self.is_open_ended:
             return None
-        if self._epoch.is_over:
-            return done
-        seen = min(self.run.seen, plan.budget)
-        return max(done + 1, -(-done * plan.budget // seen) if seen else self.run.now().batches)
+        return done if self._epoch.is_over else self.run.expected_batches(plan, done)
 
     def stepped_by_batches(self, configs: list[Any]) -> list[Any]:
         if not (self.is_open and self.is_open_ended and self._epoch.plan is not None):
@@ -630,9 +500,10 @@ class EpochDriver:
         progress, trainer = self.run.now(), self.trainer
         if self.run.limits.steps_left(progress.steps_before(plan.epoch + 1)) == 0:
             self.run.stop_here()
+            steps = self.run.max_steps
             self._info(
-                f"OmniStrategy: max_steps={self.max_steps} reached: the groups have trained as many samples as"
-                f" {self.max_steps} steps of all {self.world.size} ranks; this group made {trainer.global_step} steps"
+                f"OmniStrategy: max_steps={steps} reached: the groups have trained as many samples as {steps} steps of"
+                f" all {self.world.size} ranks; this group made {trainer.global_step} steps"
             )
         return self.run.limits.validates_at_end(plan, progress)
 
@@ -724,20 +595,10 @@ class EpochDriver:
     def before_regroup(self) -> Spans:
         """Give untrained samples back to the server before a change of groups; return the known trained ranges."""
         self.published.end_all()
-        spans = self._spans_here()
+        spans = self.run.known_spans()
         if self.data.is_dynamic and self.is_open:
             self.leave("")
         return spans
-
-    def _spans_here(self) -> Spans:
-        leases = self.leases
-        if leases is None:
-            return ()
-        before = size_of(self.run.trained_spans(self.trainer.current_epoch)) if leases.is_as_ddp else 0
-        if not before:
-            return leases.trained_spans
-        # The loader of a resumed epoch of one group starts again, as under DDP: only the number of samples is known.
-        return ((0, min(before + size_of(leases.trained_spans), leases.total)),)
 
     def after_regroup(self, spans: Spans, before: Executor) -> None:
         """Continue the epoch with its remaining samples, after a change of groups."""

@@ -20,6 +20,7 @@ from lightning_omni.strategy.lightning_internals.callbacks import reloads
 from lightning_omni.strategy.lightning_internals.progress import (
     accumulation_windows,
     batches_resumed,
+    batches_trained,
     progress_counters,
     set_progress_counters,
 )
@@ -217,6 +218,50 @@ class RunProgress:
             here = min(self.progress.batches, trained // self.progress.reference.batch)
             batches = self.progress.batches_before(epoch) + here
         self.progress = self.past = replace(self.progress, epochs=epoch + 1, samples=0, past=over, past_batches=batches)
+
+    # --- Positions ---------------------------------------------------------------------------------------------------
+
+    def moment(self, is_open: bool, is_open_ended: bool) -> tuple[Progress | None, Cut]:
+        """Return the run's progress and its epoch's trained samples, for a checkpoint of one group or after the fit.
+
+        Return no progress where Lightning's own counts suffice, because several groups have never trained the run.
+        """
+        leases = self._data.leases
+        if not self.is_counted_together:
+            return None, Cut()
+        if self.progress is None or leases is None:
+            return self.past, Cut()
+        cut = Cut()
+        if is_open:
+            self.keep_up()
+            if is_open_ended:
+                cut = Cut(epoch=self.progress.epochs, total=leases.total, trained=leases.trained_spans)
+        return self.progress, cut
+
+    def trained(self, is_open_ended: bool) -> int:
+        """Return the samples of the current epoch that are trained; Lightning may have counted its batches."""
+        if self.progress is None:
+            return 0
+        if is_open_ended or self._data.is_dynamic:
+            self.keep_up()
+            return self.progress.samples
+        return batches_trained(self.trainer) * self.progress.reference.batch
+
+    def known_spans(self) -> Spans:
+        """Return the ranges of the current epoch that this rank knows to be trained."""
+        leases = self._data.leases
+        if leases is None:
+            return ()
+        before = size_of(self.trained_spans(self.trainer.current_epoch)) if leases.is_as_ddp else 0
+        if not before:
+            return leases.trained_spans
+        # The loader of a resumed epoch of one group starts again, as under DDP: only the number of samples is known.
+        return ((0, min(before + size_of(leases.trained_spans), leases.total)),)
+
+    def expected_batches(self, plan: EpochPlan, done: int) -> int:
+        """Estimate this rank's batches in an open-ended epoch, of which ``done`` are trained."""
+        seen = min(self.seen, plan.budget)
+        return max(done + 1, -(-done * plan.budget // seen) if seen else self.now().batches)
 
     # --- Steps -------------------------------------------------------------------------------------------------------
 

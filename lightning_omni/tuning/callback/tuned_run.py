@@ -314,7 +314,7 @@ class TunedRun:
     @property
     def _limits(self) -> list[float]:
         """Return the limits of the run, in epochs."""
-        most, steps = self.trainer.max_epochs, self.strategy.epochs.max_steps
+        most, steps = self.trainer.max_epochs, self.strategy.epochs.run.max_steps
         by_epochs = [] if most in (None, -1) else [float(most or 0)]
         return by_epochs if steps == -1 else [*by_epochs, steps * self.window / self.batches]
 

@@ -1,22 +1,102 @@
-"""A check at the end of an epoch that ranks agree where they would agree under DDP, and the warning if they do not.
+"""The state of one epoch: where a group enters it, what is known inside it, and how ranks have ended it.
 
-Groups train different numbers of batches. A scheduler that the user's code steps in each of them therefore has another
-learning rate on some ranks, and a hook that acts at a batch number which it counts or stores itself acts on some ranks
-only, or at different times.
+At its end ranks are checked to agree where they would agree under DDP. Groups train different numbers of batches. A
+scheduler that the user's code steps in each of them therefore has another learning rate on some ranks, and a hook that
+acts at a batch number which it counts or stores itself acts on some ranks only, or at different times.
 """
 
 from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.runtime import World
 from lightning_omni.strategy.lightning_internals.progress import batches_trained
+from lightning_omni.wire.leases import EpochPlan
+from lightning_omni.wire.progress import Progress
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer
+
+
+class EntryPoint(NamedTuple):
+    """The position in a run at which a group joins it.
+
+    Attributes:
+        plan: plan of the current epoch.
+        samples: samples of this epoch trained when the groups last began to compute.
+        progress: progress of the run then; earlier epochs may have had other lengths.
+        validations: validations that callbacks have received: `PublishedValidation.state`.
+        split: mark of the trained part of a dataset: `lightning_omni.strategy.loops.leased_data.split_of`.
+    """
+
+    plan: EpochPlan
+    samples: int
+    progress: Progress | None
+    validations: Mapping[str, Any]
+    split: int
+
+    def check(self, plan: EpochPlan, split: int) -> None:
+        """Raise `ConfigurationError` unless the data of a group that joins here has the same plan and split."""
+        if plan != self.plan:
+            raise ConfigurationError(
+                f"this group's data is not that of the run that it joins, {plan} against {self.plan}: give all the"
+                " same dataset, batch size, limits and validation="
+            )
+        if split != self.split:
+            raise ConfigurationError(
+                "this group's training data is another part of its dataset than that of the run that it joins, so that"
+                " groups would train on what others validate with: split with one seed in all groups, as"
+                " random_split(dataset, lengths, generator=torch.Generator().manual_seed(0))"
+            )
+
+
+@dataclass
+class EpochState:
+    """The state of the current epoch, which is dropped at its end.
+
+    Attributes:
+        plan: plan of its data, if they are leased.
+        validates: whether all groups validate after this batch; None leaves it to Lightning.
+        is_due: whether the other groups, too, validate after this batch without being notified.
+        is_over: whether this group has trained its last batch.
+        is_skipped: whether another group has ended the epoch early.
+        is_check: whether all groups synchronize after this batch without a validation.
+        is_counted: whether this group's last batch has counted the epoch for schedules.
+        is_last: whether no group trains on after this synchronization, where all have heard of a stop.
+        has_ended: whether a group is already at its end, so that none validates.
+        window: ``accumulate_grad_batches`` in this group's last batch; 0 before the first one.
+    """
+
+    plan: EpochPlan | None = None
+    validates: bool | None = None
+    is_due: bool = False
+    is_over: bool = False
+    is_skipped: bool = False
+    is_check: bool = False
+    is_counted: bool = False
+    is_last: bool = False
+    has_ended: bool = False
+    window: int = 0
+
+    def check_window(self, window: int, counts: bool) -> None:
+        """Refuse a change of ``accumulate_grad_batches`` inside an epoch, if the run ``counts`` its steps in samples.
+
+        The steps of an epoch are computed from its samples with one window, and groups would change it at different
+        samples.
+        """
+        before, self.window = self.window, window
+        if counts and before not in (0, self.window):
+            raise UnsupportedError(
+                f"accumulate_grad_batches has changed from {before} to {self.window} inside an epoch. With"
+                " several groups, max_steps and schedulers with interval='step' count the samples of all groups, as"
+                " many for each step of an epoch: change it in on_train_epoch_start, as GradientAccumulationScheduler"
+                " does, or use groups=1"
+            )
 
 
 class EpochEnd(NamedTuple):
