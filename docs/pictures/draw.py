@@ -154,26 +154,65 @@ def numbers(cell: str) -> list[float]:
     return [float(each) for each in re.findall(r"\d+(?:\.\d+)?", cell)]
 
 
-def bars(title: str, rows: Sequence[tuple[str, Sequence[float]]], unit: str) -> str:
-    """Return a chart with a bar for each row, from zero to its mean, and a dot for each run."""
-    top, left, width, height = 48, 250, 500, 26
-    most = max(value for _, values in rows for value in values)
-    parts = [text(20, 30, title, "ink head")]
-    for row, (name, values) in enumerate(rows):
-        y = top + height * row
-        mean = sum(values) / len(values)
-        parts += [
-            text(left - 10, y + 14, name, "ink small", "end"),
-            rect(left, y, width * mean / most, 18, "slow" if name.endswith("DDP") else "rank"),
-            *(
-                f'<circle class="ink" cx="{left + width * value / most:.1f}" cy="{y + 9}" r="2.5"/>'
-                for value in values
-                if len(values) > 1
-            ),
-            text(left + width * max(values) / most + 8, y + 14, f"{mean:.3g}{unit}", "soft small"),
-        ]
-    return svg(840, top + height * len(rows) + 14, title, parts)
+def bars(title: str, rows: Sequence[tuple[str, str, Sequence[float]]], unit: str = "") -> str:
+    """Return a chart of a bar for each row, as long as its mean, and a dot for each of several runs.
+
+    Args:
+        title: stands above the bars.
+        rows: the name, the class of the bar and the runs of each; a name without runs is a heading.
+        unit: stands behind each mean.
+    """
+    top, left, width, height = 52, 270, 470, 24
+    most = max(run for _, _, runs in rows for run in runs)
+    parts = [text(20, 32, title, "ink head")]
+    for number, (name, kind, runs) in enumerate(rows):
+        y = top + height * number
+        if not runs:
+            parts.append(text(20, y + 17, name, "ink"))
+            continue
+        mean = sum(runs) / len(runs)
+        parts += [text(left - 10, y + 14, name, "soft small", "end"), rect(left, y + 2, width * mean / most, 16, kind)]
+        if len(runs) > 1:
+            dots = (f'<circle class="ink" cx="{left + width * run / most:.1f}" cy="{y + 10}" r="2.5"/>' for run in runs)
+            parts += dots
+        parts.append(text(left + width * max(runs) / most + 8, y + 14, f"{mean:.3g}{unit}", "soft small"))
+    return svg(840, top + height * len(rows) + 16, title, parts)
+
+
+def hosts() -> str:
+    """Return the chart of real processes on five clusters."""
+    rows: list[tuple[str, str, Sequence[float]]] = []
+    for cluster, ddp, peers, tuned, _ in table("tuning-measurements.md", "On emulated hosts", "hosts"):
+        rows.append((cluster, "", ()))
+        if numbers(ddp):
+            rows.append(("DDP", "wait", numbers(ddp)))
+        for peer in peers.split(";"):
+            name, _, runs = peer.partition(":")
+            if runs:
+                rows.append((name.strip(), "server", numbers(runs)))
+        rows.append(("tuned", "rank", numbers(tuned)))
+    return bars("Seconds to 86 %, emulated hosts (shorter is better)", rows, " s")
+
+
+def link() -> str:
+    """Return the chart of a slow link, of the rows that were run with three seeds."""
+    names = {"DDP, fast": ("DDP on fast links", "wait"), "DDP, torch's Po": ("DDP with PowerSGD, rank 8", "server")}
+    names |= {"`diloco": ("DiLoCo in fragments", "rank"), "the same with `k": ("the same, steps kept", "rank")}
+    rows = []
+    for setting, seconds, *_ in table("methods.md", "On a slow link", "configuration"):
+        for start, (name, kind) in names.items():
+            if setting.startswith(start) and len(numbers(seconds)) == 3:
+                rows.append((name, kind, numbers(seconds)))
+    return bars("Seconds to 86 % over links of 50 Mbit/s (shorter is better)", rows, " s")
+
+
+def tasks() -> str:
+    """Return the chart of simulated runs on held-out tasks."""
+    cells = table("tuning-measurements.md", "Results on held-out tasks", "cluster")
+    rows = [(name, "rank", [numbers(cell)[0] for cell in cells[:4]]) for name, *cells in cells]
+    return bars("Times faster than one's own synchronous setting, simulated (longer is better)", rows, " x")
 
 
 if __name__ == "__main__":
-    (HERE / "groups.svg").write_text(groups())
+    for draw in (groups, hosts, link, tasks):
+        (HERE / f"{draw.__name__}.svg").write_text(draw())
