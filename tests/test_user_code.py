@@ -323,7 +323,7 @@ def test_marks_that_a_program_has_put_on_parameters_are_there_where_the_server_s
 
 def test_state_that_no_checkpoint_of_several_groups_can_hold_is_refused_as_that() -> None:
     replica = SimpleNamespace(own_state=lambda whole: {"optimizer": {0: {"projector": object()}}})
-    place: Any = SimpleNamespace(parts=[SimpleNamespace(replica=replica)], speaks=True, steps_here=lambda _: True)
+    place: Any = SimpleNamespace(parts=[SimpleNamespace(replica=replica)], exchanges=True, steps_here=lambda _: True)
     residuals, unused = SimpleNamespace(saved=lambda _: {}), SimpleNamespace()
     states = StateTransfer(place, cast(Any, unused), cast(Any, residuals))
     with pytest.raises(UnsupportedError, match=r"a checkpoint of several groups cannot hold .*a object cannot be sent"):
@@ -348,7 +348,7 @@ def test_an_attribute_that_others_change_reaches_the_server_where_groups_synchro
 
     replica = SimpleNamespace(written=nothing, ordered=[weight], know=nothing, abandon=nothing, load=nothing)
     replica.begin_layout, part = nothing, SimpleNamespace(optimizer=optimizer, head=None, replica=replica)
-    place: Any = SimpleNamespace(parts=[part], speaks=True, steps_here=lambda _: False, all_reduce_max=list)
+    place: Any = SimpleNamespace(parts=[part], exchanges=True, steps_here=lambda _: False, all_reduce_max=list)
     states = SimpleNamespace(keep=nothing, forget=nothing)
     states.seed = lambda: theirs.append(describe(optimizer, {weight: "weight"})["attributes"])
     edits = ExternalWrites(place, cast(Any, SimpleNamespace(fetch=nothing)), cast(Any, states))

@@ -105,7 +105,7 @@ class RankLeases(Lessee):
     def begin_local(self, plan: EpochPlan, resumed: bool = False) -> None:
         """Begin an epoch of one group; or, after a regrouping, continue it with the untrained positions of ``plan``."""
         self._book = LeaseBook(plan, {0: self._members * plan.ranks_per_batch})
-        self._is_is_resumed = resumed
+        self._is_resumed = resumed
         self._deal(is_as_ddp=not resumed)
         self.restart(plan.epoch)
         coming = self.peek() if resumed else None

@@ -184,7 +184,7 @@ class EpochDriver:
         self.data.adopt()
         self.world.enter_compute()
         self.is_open, self._epoch = True, EpochState()
-        self.is_open_ended = self.data.is_dynamic or self._is_shrunk or self._goes_on_alone
+        self.is_open_ended = self.data.is_dynamic or self._is_shrunk or self._is_resumed_by_one_group
         self.is_cut_short = False
         if self.leases is not None:
             self._begin_leased(self.leases, self.run.begin(epoch))
@@ -248,7 +248,7 @@ class EpochDriver:
         return self.leases is not None and self.leases.is_local and self.world.data_rank[1] < self.leases.world_size
 
     @property
-    def _goes_on_alone(self) -> bool:
+    def _is_resumed_by_one_group(self) -> bool:
         """Return whether a single group resumes an epoch that several groups had begun.
 
         The epoch then ends when its samples are trained, because the batch count in the checkpoint is that of one of
@@ -258,7 +258,7 @@ class EpochDriver:
 
     def go_on(self) -> None:
         """Begin a resumed epoch, for which Lightning calls no first hook, after its loader has begun to iterate."""
-        if self._goes_on_alone:
+        if self._is_resumed_by_one_group:
             self.data.assign()  # drops the batches that the loader has taken
             self.begin(self.trainer.current_epoch)
 
