@@ -30,7 +30,7 @@ from lightning_omni.wire import messages as m
 from lightning_omni.wire.formats import BothWays, Wire, wire_of
 from lightning_omni.wire.formats.base import FORMATS, RAW, RESIDUAL
 from lightning_omni.wire.layout import Layout
-from lightning_omni.wire.leases import EpochPlan
+from lightning_omni.wire.messages import EpochPlan
 
 GROUPS, EPOCHS, BATCH, SAMPLES = 3, 2, 8, 80
 FATED, ITS_PUSH = 1, 2

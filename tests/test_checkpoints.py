@@ -13,7 +13,7 @@ from lightning_omni.runtime.data.loader import Leases
 from lightning_omni.runtime.state.checkpoint import Saved
 from lightning_omni.strategy.checkpoints.loop_progress import end_whole_epoch, go_on_after
 from lightning_omni.strategy.loops.progress import RunProgress
-from lightning_omni.wire.cut import Cut
+from lightning_omni.wire.messages import Cut
 
 
 @pytest.fixture(scope="module")

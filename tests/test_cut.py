@@ -28,8 +28,7 @@ from lightning_omni.errors import ConfigurationError
 from lightning_omni.runtime.state.checkpoint import NAME, VERSION, Saved
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import pack, unpack
-from lightning_omni.wire.cut import Cut
-from lightning_omni.wire.leases import EpochPlan
+from lightning_omni.wire.messages import Cut, EpochPlan
 from lightning_omni.wire.progress import Progress, ReferenceBatch
 
 GROUPS = ((0,), (1,), (2,))

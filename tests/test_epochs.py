@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from lightning_omni.errors import ProtocolError
 from lightning_omni.server.epochs.epoch import Epochs
-from lightning_omni.wire.leases import Batch, EpochPlan
-from lightning_omni.wire.messages import Await, Leave
+from lightning_omni.wire.messages import Await, Batch, EpochPlan, Leave
 
 varied = settings(deadline=None, max_examples=150, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 

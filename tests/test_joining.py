@@ -55,7 +55,7 @@ from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import pack, unpack
 from lightning_omni.wire.handshake import fingerprint_problem, hello_of
 from lightning_omni.wire.layout import Layout
-from lightning_omni.wire.leases import EpochPlan
+from lightning_omni.wire.messages import EpochPlan
 
 # --- The protocol ----------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from lightning_omni.topology import GroupId
 from lightning_omni.transport.memory import InMemory
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.layout import Layout
-from lightning_omni.wire.leases import EpochPlan
+from lightning_omni.wire.messages import EpochPlan
 
 SAMPLES = 60
 PLAN = EpochPlan(epoch=0, total=SAMPLES, batch_size=2, budget=SAMPLES)

@@ -13,16 +13,10 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from lightning_omni.errors import ConfigurationError, ProtocolError
+from lightning_omni.group.member_samples import apportion, positions, weight
 from lightning_omni.runtime.data.loader import LeasedBatchSampler, Leases, can_lease, permutation
-from lightning_omni.wire.leases import (
-    MOST_AHEAD,
-    Batch,
-    EpochPlan,
-    LeaseBook,
-    apportion,
-    positions,
-    weight,
-)
+from lightning_omni.server.epochs.lease_book import MOST_AHEAD, LeaseBook
+from lightning_omni.wire.messages import Batch, EpochPlan
 
 varied = settings(deadline=None, max_examples=60, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 

@@ -17,7 +17,7 @@ from lightning_omni.methods import AsyncSGD
 from lightning_omni.server.observers import MOST_CHALLENGED, MOST_OBSERVERS, ranks_text
 from lightning_omni.wire import handshake
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.leases import EpochPlan
+from lightning_omni.wire.messages import EpochPlan
 
 PLAN = EpochPlan(epoch=3, total=64, batch_size=2, budget=64)
 

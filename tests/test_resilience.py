@@ -40,7 +40,7 @@ from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import Packed, pack, unpack
 from lightning_omni.wire.formats.base import Memory
 from lightning_omni.wire.journal import AnyEntry, Entry, FormedEntry, NumberedEntry
-from lightning_omni.wire.leases import EpochPlan
+from lightning_omni.wire.messages import EpochPlan
 
 LR = 0.1
 

@@ -28,10 +28,9 @@ from lightning_omni.server.router import types_on
 from lightning_omni.server.service import as_tensor
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import Packed, pack, unpack
-from lightning_omni.wire.cut import Cut
 from lightning_omni.wire.handshake import attach_mac, derive, fingerprint_problem, rank_mac, server_mac, session_key
 from lightning_omni.wire.layout import Layout, TensorSpec
-from lightning_omni.wire.leases import EpochPlan
+from lightning_omni.wire.messages import Cut, EpochPlan
 
 varied = settings(
     deadline=None,

@@ -37,7 +37,7 @@ from lightning_omni.methods import (
 from lightning_omni.server.log.record import Event
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import pack, unpack
-from lightning_omni.wire.leases import EpochPlan
+from lightning_omni.wire.messages import EpochPlan
 
 
 def link_with(method: Method, *groups: tuple[int, ...], state: Any = None) -> tuple[Link, list[Event]]:

@@ -53,13 +53,13 @@ from lightning_omni.transport.zeromq import server_link as shard_link
 from lightning_omni.transport.zeromq.suspend_aware_clock import AwakeClock
 from lightning_omni.wire import handshake
 from lightning_omni.wire import messages as m
-from lightning_omni.wire import server_messages as sm
 from lightning_omni.wire.codec import pack, unpack
 from lightning_omni.wire.formats import wire_of
 from lightning_omni.wire.formats.base import RAW, RESIDUAL, Memory, WireFormat
 from lightning_omni.wire.journal import LostEntry
 from lightning_omni.wire.layout import DTYPES, Layout
-from lightning_omni.wire.leases import EpochPlan
+from lightning_omni.wire.messages import EpochPlan
+from lightning_omni.wire.messages import servers as sm
 from lightning_omni.wire.partition import Split
 
 OPTIMIZERS: dict[str, Make] = {

@@ -29,7 +29,7 @@ from lightning_omni.runtime.state.server_store import ServerSnapshot
 from lightning_omni.strategy.checkpoints.contents import Checkpoints
 from lightning_omni.strategy.loops.leased_data import FitLimits
 from lightning_omni.strategy.loops.progress import RunProgress
-from lightning_omni.wire.cut import Cut
+from lightning_omni.wire.messages import Cut
 from lightning_omni.wire.progress import Progress, ReferenceBatch
 
 

@@ -20,7 +20,7 @@ from lightning_omni.server.validation.schedule import MOST_OPEN, ValidationBook
 from lightning_omni.strategy.pytorch_lightning import OmniStrategy
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import pack, unpack
-from lightning_omni.wire.leases import EpochPlan
+from lightning_omni.wire.messages import EpochPlan
 
 # --- The book --------------------------------------------------------------------------------------------------------
 

@@ -35,7 +35,7 @@ from lightning_omni.transport.serving import http as web
 from lightning_omni.transport.serving.http import StatusServer
 from lightning_omni.transport.zeromq.observer import Observer
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.leases import EpochPlan
+from lightning_omni.wire.messages import EpochPlan
 
 DOCS = Path(__file__).parents[1] / "docs"
 SCRIPT = Path(__file__).parent / "scripts" / "regression.py"

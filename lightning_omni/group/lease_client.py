@@ -1,15 +1,16 @@
 """A group's side of the leased data: the drawn and trained batches of an epoch, as each member tracks them.
 
-It is the counterpart of `lightning_omni.wire.leases`. Members of a group draw by batch number and get the same
-batches, so they agree without communication.
+It is the counterpart of `lightning_omni.server.epochs.lease_book`. Members of a group draw by batch number and get the
+same batches, so they agree without communication.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lightning_omni.group.member_samples import positions, weight
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.leases import Batch, positions, weight
+from lightning_omni.wire.messages import Batch
 
 
 class Lessee:
@@ -26,7 +27,8 @@ class Lessee:
         trained: batches of this epoch that the group has begun to train, since groups were last formed.
         interval: number of the group's validation interval.
         handed: batches passed to the data loader.
-        in_pairs: whether members get at least two samples of a batch; see `lightning_omni.wire.leases.positions`.
+        in_pairs: whether members get at least two samples of a batch; see
+            `lightning_omni.group.member_samples.positions`.
 
     Example:
         >>> lessee = Lessee(member=1, members=2, generation=1)

@@ -20,7 +20,7 @@ from lightning_omni.runtime.state.server_store import ServerSnapshot
 from lightning_omni.topology import RECORDER
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import pack, unpack
-from lightning_omni.wire.cut import Cut
+from lightning_omni.wire.messages import Cut
 
 _SAMPLED = 1 << 12
 """Number of a parameter's elements by which it is recognized."""

@@ -13,8 +13,8 @@ from lightning_omni.server.membership.roster import MOST_CHALLENGED, Member
 from lightning_omni.server.run_context import RunContext
 from lightning_omni.server.service import Out, Payload, Peer, Sender
 from lightning_omni.wire import messages as m
-from lightning_omni.wire import server_messages as sm
 from lightning_omni.wire.handshake import NONCE_BYTES, attach_mac, is_equal, server_mac
+from lightning_omni.wire.messages import servers as sm
 
 
 class Admission:

@@ -41,8 +41,8 @@ from lightning_omni.server.status import Monitoring
 from lightning_omni.server.training import Training
 from lightning_omni.server.validation.service import Evaluations
 from lightning_omni.wire import messages as m
-from lightning_omni.wire import server_messages as sm
 from lightning_omni.wire.journal import Entry, Journal
+from lightning_omni.wire.messages import servers as sm
 
 STRANGE = ("stranger", "key", "malformed")
 """Codes of refusals that are counted, because their receivers are no ranks of the run, or send invalid messages."""

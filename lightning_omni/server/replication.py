@@ -28,8 +28,8 @@ import msgspec
 from lightning_omni.errors import OmniError, ProtocolError, Refused
 from lightning_omni.server.service import Out, Payload, Peer, Sender, Service
 from lightning_omni.wire import messages as m
-from lightning_omni.wire import server_messages as sm
 from lightning_omni.wire.handshake import NONCE_BYTES, is_equal, shard_mac, version_problem
+from lightning_omni.wire.messages import servers as sm
 
 COORDINATOR: Peer = b"\0coordinator"
 """The connection of a server to the coordinating server, for the former's driver."""
@@ -184,7 +184,7 @@ class _InParts(Servers):
 
     @abstractmethod
     def _has(self, key: Key, finite: bool, present: tuple[bool, ...]) -> list[Out]:
-        """Handle the arrival of this server's part; see `lightning_omni.wire.server_messages.ShardReady`."""
+        """Handle the arrival of this server's part; see `lightning_omni.wire.messages.servers.ShardReady`."""
 
     def _decided(
         self,

@@ -34,8 +34,8 @@ from lightning_omni.server.status import Monitoring
 from lightning_omni.server.training import Training
 from lightning_omni.server.validation.service import Evaluations
 from lightning_omni.wire import messages as m
-from lightning_omni.wire import server_messages as sm
 from lightning_omni.wire.messages import CONTROL, DATA
+from lightning_omni.wire.messages import servers as sm
 
 
 class Role(Enum):

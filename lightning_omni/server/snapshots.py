@@ -21,8 +21,8 @@ from lightning_omni.server.validation.schedule import MOST_OPEN
 from lightning_omni.topology import Topology
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import Packed, check_specs, pack, unpack
-from lightning_omni.wire.cut import Cut
 from lightning_omni.wire.journal import SavedEntry, SeededEntry
+from lightning_omni.wire.messages import Cut
 
 
 class Moment(NamedTuple):

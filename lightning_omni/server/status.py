@@ -12,7 +12,7 @@ from lightning_omni.server.run_context import RunContext
 from lightning_omni.server.service import Out, Payload, Sender, Service
 from lightning_omni.topology import Topology
 from lightning_omni.wire import messages as m
-from lightning_omni.wire import server_messages as sm
+from lightning_omni.wire.messages import servers as sm
 
 LATELY = 64
 """Pushes over which their time is averaged: if groups synchronize, the last one takes far longer than the others."""

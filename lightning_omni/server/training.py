@@ -23,12 +23,12 @@ from lightning_omni.server.served_optimizer import Shard, is_finite
 from lightning_omni.server.service import Out, Payload, Peer, Sender, Service, as_tensor, bytes_of, nbytes_of
 from lightning_omni.topology import Topology
 from lightning_omni.wire import messages as m
-from lightning_omni.wire import server_messages as sm
 from lightning_omni.wire.codec import check_specs, unpack
 from lightning_omni.wire.formats import base as wire_format
 from lightning_omni.wire.formats.base import RAW, Memory, WireFormat
 from lightning_omni.wire.journal import RestructuredEntry
 from lightning_omni.wire.layout import Layout
+from lightning_omni.wire.messages import servers as sm
 
 LARGEST_NOTED = 256 << 20
 """The most bytes of added parameters in the journal; larger ones are only saved with the state, which is then due."""

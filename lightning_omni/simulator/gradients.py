@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_omni.errors import ConfigurationError
+from lightning_omni.group.member_samples import apportion, positions
 from lightning_omni.group.merged_head import HeadSide
 from lightning_omni.methods.model.head import check_mergeable, held_by_one, pass_through
 from lightning_omni.methods.model.modules import describe_module, tensors_of, with_tensors
@@ -29,7 +30,7 @@ from lightning_omni.wire.all_reduce import EXACT, AllReduce, Unsent, run_through
 from lightning_omni.wire.codec import unpack
 from lightning_omni.wire.formats.base import RAW, WireFormat
 from lightning_omni.wire.layout import Layout, TensorSpec
-from lightning_omni.wire.leases import Batch, apportion, positions
+from lightning_omni.wire.messages import Batch
 
 FORWARD = 1 / 3
 """The forward pass's part of a batch's time; the backward pass has twice as many matrix products."""

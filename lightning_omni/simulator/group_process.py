@@ -43,7 +43,7 @@ from lightning_omni.simulator.settings import Batches
 from lightning_omni.simulator.workbench import Result
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.formats.base import RAW
-from lightning_omni.wire.leases import Batch, EpochPlan
+from lightning_omni.wire.messages import Batch, EpochPlan
 
 MOST_REFUSED = 10
 """Number of refused pushes in a row, of one group, at which the run counts as diverged."""

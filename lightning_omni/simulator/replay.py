@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_omni.errors import ConfigurationError, ProtocolError
 from lightning_omni.group.core import Action, Ask, GroupCore
+from lightning_omni.group.member_samples import positions
 from lightning_omni.methods import AsyncSGD, Method
 from lightning_omni.methods.contract import Exchange, Fetch, Gradient, NextGradient, Receive, Reply, Tensors
 from lightning_omni.methods.model.master import describe, holds, hyperparameters_of, park
@@ -34,7 +35,7 @@ from lightning_omni.wire import messages as m
 from lightning_omni.wire.activations import RAW_BOTH, Both
 from lightning_omni.wire.formats.base import RAW, Encoded, Memory, WireFormat, decode, from_wire, name_of
 from lightning_omni.wire.layout import Layout
-from lightning_omni.wire.leases import Batch, positions
+from lightning_omni.wire.messages import Batch
 from lightning_omni.wire.partition import Split, is_elementwise
 
 BatchAt = Callable[[int, range], Any]

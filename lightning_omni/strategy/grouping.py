@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from lightning_omni.checks import counted
 from lightning_omni.errors import ConfigurationError, OmniError, UnsupportedError
+from lightning_omni.group.member_samples import apportion
 from lightning_omni.metrics import RunReport
 from lightning_omni.runtime import World, WorldOptions
 from lightning_omni.runtime.checks.same_tensors import check_all_shared
@@ -34,7 +35,6 @@ from lightning_omni.strategy.loops.driver import EpochDriver
 from lightning_omni.strategy.optimizers.proxies import Merged, Proxies
 from lightning_omni.strategy.optimizers.trainable import Trainable
 from lightning_omni.strategy.optimizers.wrapped import check_wrapped
-from lightning_omni.wire.leases import apportion
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer

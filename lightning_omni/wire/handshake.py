@@ -34,7 +34,7 @@ from lightning_omni.wire.messages import (
     Proof,
     Welcome,
 )
-from lightning_omni.wire.server_messages import ShardHello, ShardProof, ShardWelcome
+from lightning_omni.wire.messages.servers import ShardHello, ShardProof, ShardWelcome
 
 NONCE_BYTES = 32
 Request = Callable[[Message, type[Any]], Any]

@@ -15,8 +15,7 @@ from typing import Any
 import msgspec
 
 from lightning_omni.wire.codec import Packed
-from lightning_omni.wire.leases import EpochPlan
-from lightning_omni.wire.messages import Await, Join, Leave
+from lightning_omni.wire.messages import Await, EpochPlan, Join, Leave
 
 
 class Entry(msgspec.Struct, frozen=True, tag=True, array_like=True):

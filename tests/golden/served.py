@@ -31,7 +31,7 @@ from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import Packed, pack, unpack
 from lightning_omni.wire.handshake import attach_mac, rank_mac, session_key
 from lightning_omni.wire.layout import Layout
-from lightning_omni.wire.leases import EpochPlan
+from lightning_omni.wire.messages import EpochPlan
 
 KEY = bytes(range(32))
 SHAPES = {"first.weight": (4, 3), "first.bias": (4,), "last.weight": (5,)}

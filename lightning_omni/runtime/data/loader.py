@@ -15,9 +15,10 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.group.lease_client import Lessee
+from lightning_omni.group.member_samples import apportion
+from lightning_omni.server.epochs.lease_book import LeaseBook
 from lightning_omni.transport.base import Control
-from lightning_omni.wire.leases import Batch, EpochPlan, LeaseBook, apportion
-from lightning_omni.wire.messages import Drawn, EpochOpened, Left, OpenEpoch, Verdict
+from lightning_omni.wire.messages import Batch, Drawn, EpochOpened, EpochPlan, Left, OpenEpoch, Verdict
 
 
 class Leases(Lessee):

@@ -10,7 +10,7 @@ import msgspec
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.runtime.state.distributed_checkpoint import Folder
-from lightning_omni.wire.cut import Cut
+from lightning_omni.wire.messages import Cut
 from lightning_omni.wire.progress import Progress
 
 ENTRY = "omni"

@@ -14,8 +14,8 @@ from lightning_omni.runtime.parallel_state import Place
 from lightning_omni.transport.requests import Requests
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import Packed, pack, unpack
-from lightning_omni.wire.cut import Cut
 from lightning_omni.wire.layout import Layout
+from lightning_omni.wire.messages import Cut
 from lightning_omni.wire.partition import Split
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from lightning_omni.errors import ProtocolError
+from lightning_omni.server.epochs.lease_book import LeaseBook
 from lightning_omni.server.validation.schedule import ValidationBook
 from lightning_omni.wire.journal import (
     AskedEntry,
@@ -25,8 +26,7 @@ from lightning_omni.wire.journal import (
     ResolvedEntry,
     TrainedEntry,
 )
-from lightning_omni.wire.leases import Batch, EpochPlan, LeaseBook
-from lightning_omni.wire.messages import Await, Leave
+from lightning_omni.wire.messages import Await, Batch, EpochPlan, Leave
 
 STOPS = ("", "validate", "end", "skip")
 """Ways in which a group that leaves an epoch may end it for all: see `lightning_omni.wire.messages.Leave`."""

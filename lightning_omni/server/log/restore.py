@@ -17,7 +17,6 @@ from lightning_omni.server.service import Service
 from lightning_omni.server.training import Training
 from lightning_omni.server.validation.service import Evaluations
 from lightning_omni.wire import messages as m
-from lightning_omni.wire import server_messages as sm
 from lightning_omni.wire.journal import (
     AskedEntry,
     ClaimedEntry,
@@ -40,6 +39,7 @@ from lightning_omni.wire.journal import (
     TrainedEntry,
     WentOnEntry,
 )
+from lightning_omni.wire.messages import servers as sm
 
 STATE, STATE_VERSION = "lightning_omni.server_state", 3
 """Name and version of a saved state."""

@@ -19,9 +19,9 @@ from lightning_omni.server.service import Out, Payload, Peer, Sender, Service
 from lightning_omni.server.status import Monitoring
 from lightning_omni.topology import Topology
 from lightning_omni.wire import messages as m
-from lightning_omni.wire import server_messages as sm
 from lightning_omni.wire.formats import base as wire_format
 from lightning_omni.wire.journal import FormedEntry, JoinedEntry, LeftEntry, LostEntry
+from lightning_omni.wire.messages import servers as sm
 
 
 class Membership:

@@ -29,8 +29,7 @@ from lightning_omni.strategy.schedules.pacing import Schedule
 from lightning_omni.strategy.schedules.plateaus import Plateaus
 from lightning_omni.strategy.schedules.run import RunSchedulers
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.cut import Cut
-from lightning_omni.wire.leases import Batch, EpochPlan
+from lightning_omni.wire.messages import Batch, Cut, EpochPlan
 from lightning_omni.wire.progress import Progress
 
 if TYPE_CHECKING:

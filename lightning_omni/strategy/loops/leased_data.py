@@ -17,7 +17,7 @@ from lightning_omni.runtime import World
 from lightning_omni.runtime.data.loader import Leases, can_lease, lease
 from lightning_omni.server.log.record import Spans
 from lightning_omni.strategy import _private
-from lightning_omni.wire.leases import EpochPlan
+from lightning_omni.wire.messages import EpochPlan
 from lightning_omni.wire.progress import Progress, ReferenceBatch
 
 if TYPE_CHECKING:

@@ -19,8 +19,7 @@ from lightning_omni.server.log.record import Spans
 from lightning_omni.strategy import _private
 from lightning_omni.strategy.declared import reloads
 from lightning_omni.strategy.loops.leased_data import FitLimits, LeasedData, StepsByHand, size_of
-from lightning_omni.wire.cut import Cut
-from lightning_omni.wire.leases import EpochPlan
+from lightning_omni.wire.messages import Cut, EpochPlan
 from lightning_omni.wire.progress import Progress
 
 if TYPE_CHECKING:

@@ -40,7 +40,7 @@ from lightning_omni.transport.zeromq.server_link import ShardLink, reachable
 from lightning_omni.transport.zeromq.shared_memory import NOWHERE, Place, Places, SegmentSocket, SharedMemory
 from lightning_omni.transport.zeromq.suspend_aware_clock import AwakeClock
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.server_messages import ShardProof
+from lightning_omni.wire.messages.servers import ShardProof
 
 _log = logging.getLogger(__name__)
 

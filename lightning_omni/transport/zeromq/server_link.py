@@ -17,7 +17,7 @@ from lightning_omni.transport.zeromq.keys import RunKeys
 from lightning_omni.transport.zeromq.suspend_aware_clock import AwakeClock
 from lightning_omni.wire import handshake
 from lightning_omni.wire import messages as m
-from lightning_omni.wire import server_messages as sm
+from lightning_omni.wire.messages import servers as sm
 
 CONNECT_TIME = 60.0
 """Seconds within which the coordinating server must answer."""

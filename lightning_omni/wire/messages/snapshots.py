@@ -1,4 +1,4 @@
-"""The consistent state of a run at the server that a snapshot or checkpoint represents."""
+"""Messages of consistent snapshots of the run."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import msgspec
 
+from lightning_omni.wire.codec import Packed
+from lightning_omni.wire.messages.base import Message
 from lightning_omni.wire.progress import Progress
 
 
@@ -42,3 +44,34 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True):
         if self.epoch != known.epochs:
             return known
         return replace(known, samples=sum(stop - start for start, stop in self.trained))
+
+
+class GroupState(Message, frozen=True, kw_only=True):
+    """The state that only this group holds, for the next snapshot. The tensors follow as payload."""
+
+    packed: Packed
+    nbytes: int
+
+
+class GroupStateStored(Message, frozen=True, kw_only=True):
+    """The answer to `GroupState`."""
+
+
+class TakeSnapshot(Message, frozen=True, kw_only=True):
+    """A request for a snapshot: weights, optimizer states, clocks, all consistent. ``request`` is as in `PushMessage`.
+
+    Attributes:
+        version: number of a validation, for the state at the first request with this number; 0 for the current one.
+    """
+
+    with_state: bool = True
+    request: int = 0
+    version: int = 0
+
+
+class Snapshot(Message, frozen=True, kw_only=True):
+    """A consistent snapshot, described by its ``cut``; the tensors follow as payload."""
+
+    cut: Cut
+    packed: Packed
+    nbytes: int
