@@ -49,11 +49,11 @@ class Cell(NamedTuple):
     method: str
     wire: str
     overlap: bool
-    shards: int
+    servers: int
     fate: str
 
     def __str__(self) -> str:
-        parts = (self.method, self.wire, "overlap" * self.overlap, f"{self.shards} servers" * (self.shards > 1))
+        parts = (self.method, self.wire, "overlap" * self.overlap, f"{self.servers} servers" * (self.servers > 1))
         return ", ".join(part for part in (*parts, self.fate) if part)
 
 
@@ -324,7 +324,7 @@ class Training:
     def __init__(self, cell: Cell, seed: int = 0) -> None:
         method = method_named(cell.method)
         self.run = Ensemble(
-            cell.shards,
+            cell.servers,
             GROUPS,
             method,
             lambda own: torch.optim.SGD(own, lr=0.05),
@@ -341,7 +341,7 @@ class Training:
             [Account(share, method.fragments) for share in self.members[0].split.shares] for _ in self.members
         ]
         for server, core in enumerate(self.run.cores):
-            self._watch(core.shards[0].method_side, server)
+            self._watch(core.optimizers[0].method_side, server)
         self.losses = [self._loss(list(net().values()))]
         for epoch in range(EPOCHS):
             self._train(epoch)
@@ -404,7 +404,7 @@ class Training:
             Group.say(member, ask)
         pulled = {member: member.pulled_of(ask, member.hear()) for member, ask in asks.items()}
         self.run.arrive()
-        parts = [core.shards[0].master.weights() for core in self.run.cores]
+        parts = [core.optimizers[0].master.weights() for core in self.run.cores]
         held = [each for each in self.members[0].split.merged(parts) if each is not None]
         assert len({core.clock for core in self.run.cores}) == 1
         for member, each in pulled.items():

@@ -70,7 +70,7 @@ class Ensemble:
     """The run.
 
     Args:
-        shards: servers that hold a share each.
+        servers: servers that hold a share each.
         groups: of one rank each.
         method: what they follow.
         make: makes the user's optimizer.
@@ -95,7 +95,7 @@ class Ensemble:
 
     def __init__(
         self,
-        shards: int,
+        servers: int,
         groups: int,
         method: Method,
         make: Make,
@@ -110,11 +110,13 @@ class Ensemble:
         self.by_member, self.stands_for = by_member, stands_for
         self.begin(method, wire_format, seed, overlap, parameters)
         self.cores = [
-            ServerCore(KEY, Random(9).randbytes, record=self._note if shard == 0 else None, shards=shards, shard=shard)
-            for shard in range(shards)
+            ServerCore(
+                KEY, Random(9).randbytes, record=self._note if number == 0 else None, servers=servers, number=number
+            )
+            for number in range(servers)
         ]
-        for shard in range(1, shards):
-            self._link(shard)
+        for number in range(1, servers):
+            self._link(number)
         self.groups = [(member or Group)(self, rank, make) for rank in range(groups)]
         for group in self.groups:
             group.join(groups)
@@ -247,16 +249,16 @@ class Ensemble:
                 payload = torch.cat(parts).clone() if parts else torch.empty(0, dtype=torch.uint8)
                 self.queues["answer", server, int(item.peer[1:])].append((item.message, payload))
 
-    def _link(self, shard: int) -> None:
+    def _link(self, number: int) -> None:
         def say(message: m.Message, expect: type[Any]) -> Any:
-            out = self.cores[0].receive(m.CONTROL, b"s%d" % shard, message, b"", self.now)
+            out = self.cores[0].receive(m.CONTROL, b"s%d" % number, message, b"", self.now)
             answer, rest = out[0].message, out[1:]
             self._send(0, rest)
             assert isinstance(answer, expect), answer
             return answer
 
-        core = self.cores[shard]
-        handshake.join_as_shard(say, core.key, core.shard_hello(f"memory://{shard}", NONCE))
+        core = self.cores[number]
+        handshake.join_as_follower(say, core.key, core.follower_hello(f"memory://{number}", NONCE))
 
 
 class Group:
@@ -304,8 +306,8 @@ class Group:
         welcome, secret = handshake.join(
             lambda message, expect: self.ensemble.control(rank, message, expect), KEY, hello
         )
-        assert welcome.shards == len(self.ensemble.cores)
-        self.ensemble.control(rank, m.AskShards(), m.Shards)
+        assert welcome.servers == len(self.ensemble.cores)
+        self.ensemble.control(rank, m.AskServerAddresses(), m.ServerAddresses)
         for server in range(len(self.ensemble.cores)):
             handshake.attach(partial(self._ask_one, server, rank), secret, rank, NONCE)
 

@@ -86,7 +86,7 @@ def test_however_often_and_late_pushes_are_delivered_each_counts_once(steps: lis
                         sender.data.exchange(message, m.Weights, payload)
                     assert refused.value.code == "late"
         assert serving.core.clock == len(steps)
-        for mine, theirs in zip(total, serving.core.shards[0].master.weights(), strict=True):
+        for mine, theirs in zip(total, serving.core.optimizers[0].master.weights(), strict=True):
             torch.testing.assert_close(theirs.double(), mine, rtol=1e-5, atol=1e-6)
 
 
@@ -96,7 +96,7 @@ def test_a_group_whose_answer_was_lost_asks_again_and_goes_on(method: str) -> No
         first, second = formed(serving, 2, method_named(method))
         push = Pushed(second, seed=1)
         push.deliver()
-        moved = [weight.clone() for weight in serving.core.shards[0].master.weights()]
+        moved = [weight.clone() for weight in serving.core.optimizers[0].master.weights()]
         answer, tensors = push.deliver()
         assert (answer.repeated, answer.applied, serving.core.clock) == (True, True, 1)
         assert all(map(torch.equal, tensors, moved))  # the master weights, whatever the method answers otherwise
@@ -128,7 +128,7 @@ def test_a_push_that_was_refused_as_not_finite_is_refused_again_and_counted_once
         push = Pushed(group, 1)
         push.gradient[0][0] = torch.nan
         assert [push.deliver()[0].applied for _ in range(3)] == [False] * 3
-        assert serving.core.shards[0].counts.refused == 1
+        assert serving.core.optimizers[0].counts.refused == 1
 
 
 def test_a_gap_and_a_push_of_an_earlier_incarnation_are_refused_by_name() -> None:

@@ -235,7 +235,7 @@ def test_only_who_holds_the_key_is_told_what_the_server_is_and_no_echo_is_too_la
         expect_refusal(say(link, message, b"stranger"), "stranger")
     watch(link)
     described = say(link, m.AskServer())
-    assert (described.data_port, described.heartbeat_timeout, described.shards) == (4242, 30.0, 1)
+    assert (described.data_port, described.heartbeat_timeout, described.servers) == (4242, 30.0, 1)
     assert described.about.versions["python"]
     for nbytes in (-1, m.LARGEST_ECHO + 1):
         expect_refusal(say(link, m.Echo(nbytes=nbytes)), "protocol")

@@ -20,7 +20,7 @@ import torch
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 from rich.console import Console
 from test_resilience import Mortal, workers
-from test_shards import same
+from test_servers import same
 from test_transport import KEY
 
 from lightning_omni import OmniStrategy

@@ -829,7 +829,7 @@ def run(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Run]:
     run.close()
 
 
-SERVERS = {"one server": (), "two servers": ("--shards", "2")}
+SERVERS = {"one server": (), "two servers": ("--servers", "2")}
 
 
 def served_by(always: str) -> pytest.MarkDecorator:
@@ -1223,7 +1223,7 @@ def weights_of(saved: dict[str, Any]) -> dict[str, list[float]]:
 @pytest.mark.processes
 def test_groups_that_shard_their_model_come_and_go(tmp_path: Path) -> None:
     """One begins, one joins it, the first is killed and started again, and the second is frozen and comes back."""
-    run = Run(tmp_path, "--shards", "2", "--heartbeat-timeout", "3")
+    run = Run(tmp_path, "--servers", "2", "--heartbeat-timeout", "3")
     options = {
         "epochs": 4,
         "samples": 64,
@@ -1294,7 +1294,7 @@ def test_groups_that_shard_their_model_come_and_go(tmp_path: Path) -> None:
     ],
     ids=lambda given: f"{given['method']}, {given['inside']}",
 )
-@pytest.mark.parametrize("run", [("--shards", "2")], ids=[""], indirect=True)
+@pytest.mark.parametrize("run", [("--servers", "2")], ids=[""], indirect=True)
 def test_a_group_that_shards_its_model_joins_however_it_does_so(run: Run, given: dict[str, Any]) -> None:
     replicas = given.get("replicas", 1)  # of the model, in the group that joins
     later = {"devices": 4, "strategy": {**given["strategy"], "shards": 2}} if replicas > 1 else {}
@@ -1312,7 +1312,7 @@ def test_a_group_that_shards_its_model_joins_however_it_does_so(run: Run, given:
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("run", [("--shards", "2")], ids=[""], indirect=True)
+@pytest.mark.parametrize("run", [("--servers", "2")], ids=[""], indirect=True)
 def test_a_group_that_divides_its_model_otherwise_is_refused_and_the_run_goes_on(run: Run) -> None:
     options = {"epochs": 2, "devices": 2, "method": "local_sgd:period=4", "optimizer": "SGD"}
     first = run.start("a", {**options, "inside": "fsdp", "hold": [1]})

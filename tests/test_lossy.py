@@ -28,7 +28,7 @@ from lightning_omni.methods import METHODS, Gradient, Inbox, NextGradient, Pulle
 from lightning_omni.methods.contract import Publish, ReadInbox, ReadPeer, SendPeer
 from lightning_omni.runtime.options import WorldOptions
 from lightning_omni.server.log.record import Event, read_record
-from lightning_omni.server.served_optimizer import Shard
+from lightning_omni.server.served_optimizer import ServedOptimizer
 from lightning_omni.simulator import replay
 from lightning_omni.simulator.workbench import Samples
 from lightning_omni.trace import Trace
@@ -373,16 +373,16 @@ def test_gossip_takes_less_time_in_fewer_bytes_and_does_not_part_groups_that_agr
 def test_what_a_group_loses_to_the_centre_the_centre_gains(wire: Any) -> None:
     """With a learning rate of 0 nothing but the spring moves anything: the sum of all weights stays."""
     chosen, method = wire_of(wire), method_named("elastic_averaging:period=1,moving_rate=0.3")
-    shard = Shard(None, {"w": drawn((300,), 0)}, 0, method, (0, 1), lambda path: SGD)
-    shard.answer_in(chosen.answers)
+    served = ServedOptimizer(None, {"w": drawn((300,), 0)}, 0, method, (0, 1), lambda path: SGD)
+    served.answer_in(chosen.answers)
     cores = []
     for group in (0, 1):
         own = [Parameter(drawn((300,), 1 + group))]
         core = GroupCore(method, chosen)
         core.attach(Replica(own, SGD(own, lr=0.0), group))
         cores.append((core, own[0]))
-    total = shard.master.weights()[0].double() + sum(weight.detach().double() for _, weight in cores)
-    layout, memory, back = shard.layout, Memory(), Memory()
+    total = served.master.weights()[0].double() + sum(weight.detach().double() for _, weight in cores)
+    layout, memory, back = served.layout, Memory(), Memory()
     for step in range(40):
         core, _ = cores[step % 2]
         ask = core.gradient(0, Gradient([torch.zeros(300)], [{"lr": 0.0}]))
@@ -391,12 +391,12 @@ def test_what_a_group_loses_to_the_centre_the_centre_gains(wire: Any) -> None:
         assert isinstance(said.message, m.PushMessage)
         assert said.payload is not None
         message = msgspec.structs.replace(said.message, hyperparameters=())
-        replies = shard.push(step % 2, message, wire_format.decode(chosen.pushes, said.payload, layout, back))
+        replies = served.push(step % 2, message, wire_format.decode(chosen.pushes, said.payload, layout, back))
         assert replies is not None
-        payload = shard.as_bytes(shard.payload_of(replies[0]), layout)
+        payload = served.as_bytes(served.payload_of(replies[0]), layout)
         arrived = layout.views(wire_format.decode(chosen.answers, payload, layout, Memory()))
-        assert core.answer(0, Pulled(arrived, shard.master.clock)) == NextGradient()
-    moved = shard.master.weights()[0].double() + sum(weight.detach().double() for _, weight in cores)
+        assert core.answer(0, Pulled(arrived, served.master.clock)) == NextGradient()
+    moved = served.master.weights()[0].double() + sum(weight.detach().double() for _, weight in cores)
     torch.testing.assert_close(moved, total, rtol=0, atol=1e-5)  # of float32's own rounding
 
 

@@ -466,7 +466,7 @@ class Heads:
 
     @property
     def weights(self) -> list[Tensor]:
-        return [weight.clone() for weight in self.link.core.shards[HEAD].master.weights()]
+        return [weight.clone() for weight in self.link.core.optimizers[HEAD].master.weights()]
 
 
 def test_one_group_at_a_time_has_access_in_order_of_arrival() -> None:
@@ -532,7 +532,7 @@ def test_activations_and_gradients_travel_in_the_format_of_their_direction(name:
     assert sent == (4 * x.numel() if name.startswith("topk") else wire_of(name).sizes(Layout.of({"x": x}))[1])
     torch.testing.assert_close(near, output, rtol=0.05, atol=0.05)
     torch.testing.assert_close(nearly[0], back[0], rtol=0.05, atol=0.05)
-    assert rounded.link.core.shards[HEAD].master.clock == 1
+    assert rounded.link.core.optimizers[HEAD].master.clock == 1
 
 
 def test_numbers_that_are_no_activations_arrive_as_they_are_and_a_wrong_size_is_refused() -> None:
@@ -693,9 +693,9 @@ def test_staleness_is_counted_from_the_forward_pass_on() -> None:
     """Were access shared, it would show."""
     heads, x = Heads(), torch.randn(3, 4)
     heads.forward(0, x)
-    heads.link.core.shards[HEAD].master.clock += 5
+    heads.link.core.optimizers[HEAD].master.clock += 5
     heads.backward(0, torch.ones(3, 2))
-    assert heads.link.core.shards[HEAD].counts.staleness == {5: 1}
+    assert heads.link.core.optimizers[HEAD].counts.staleness == {5: 1}
     assert heads.events[-1].read_at == 0
 
 
@@ -715,7 +715,7 @@ def test_a_read_of_the_head_during_an_access_does_not_end_it() -> None:
 def test_an_optimizer_that_fails_on_the_heads_gradient_is_refused_and_the_server_goes_on() -> None:
     heads, x = Heads(), torch.randn(3, 4)
     heads.forward(0, x)
-    heads.link.core.shards[HEAD].master.optimizer.step = lambda: 1 / 0  # type: ignore[union-attr, method-assign]
+    heads.link.core.optimizers[HEAD].master.optimizer.step = lambda: 1 / 0  # type: ignore[union-attr, method-assign]
     heads.backward(0, torch.ones(3, 2))
     assert "ZeroDivisionError" in heads.heard(0)[-1].reason
     heads.forward(1, x)

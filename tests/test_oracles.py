@@ -57,7 +57,7 @@ from lightning_omni.methods import (
 from lightning_omni.methods.contract import GroupSide
 from lightning_omni.methods.model.master import describe, hyperparameters_of, resolver
 from lightning_omni.methods.model.replica import Pulled, Replica, is_sound
-from lightning_omni.server.served_optimizer import Shard
+from lightning_omni.server.served_optimizer import ServedOptimizer
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.layout import Layout
 
@@ -1674,7 +1674,7 @@ def test_a_method_of_ones_own_is_registered_travels_and_serves() -> None:
     optimizer = torch.optim.SGD(parameters.values(), lr=0.5)
     description = describe(optimizer, {p: name for name, p in parameters.items()})
     weights = {name: p.detach() for name, p in parameters.items()}
-    shard = Shard(description, weights, 0, SignSGD(), range(2), resolver(()))
+    served = ServedOptimizer(description, weights, 0, SignSGD(), range(2), resolver(()))
     cluster = Cluster(SignSGD(), 2, [*weights.values()], sgd(0.5), lambda w, g, s: [torch.tensor([3.0, -0.1])])
     cluster.begin(0)
     need = cluster.need(0)
@@ -1693,9 +1693,9 @@ def test_a_method_of_ones_own_is_registered_travels_and_serves() -> None:
         nbytes=payload.numel(),
     )
     push = msgspec.msgpack.decode(msgspec.msgpack.encode(push), type=m.PushMessage)
-    assert shard.push(0, push, payload) == [Reply(0, staleness=0)]
-    assert torch.equal(shard.master.weights()[0], torch.tensor([-0.5, 0.5]))
-    assert shard.counts.staleness == Counter({0: 1})
+    assert served.push(0, push, payload) == [Reply(0, staleness=0)]
+    assert torch.equal(served.master.weights()[0], torch.tensor([-0.5, 0.5]))
+    assert served.counts.staleness == Counter({0: 1})
 
 
 def test_a_name_that_is_taken_is_refused() -> None:

@@ -236,7 +236,7 @@ def test_whenever_a_server_dies_every_sample_is_trained_and_each_push_counts_onc
         assert serving.core.roster.lost == {}
         if method == "async_sgd":
             total = start - LR * torch.stack(serving.kept).double().sum(0)
-            held = torch.cat([weight.flatten() for weight in serving.core.shards[0].master.weights()]).double()
+            held = torch.cat([weight.flatten() for weight in serving.core.optimizers[0].master.weights()]).double()
             torch.testing.assert_close(held, total, rtol=1e-4, atol=1e-5)
             assert serving.core.clock == len(serving.kept)
         synchronize(serving, groups)
@@ -317,7 +317,7 @@ def test_a_group_that_evaluates_is_waited_for_by_the_next_server_no_more_than_by
         packed, buffer = pack({"loss": 0.5})
         result = m.PublishEvaluation(number=1, packed=packed, nbytes=buffer.numel())
         first.data.exchange(result, m.EvaluationPublished, buffer)
-        assert serving.core.shards[0].method_side.idle_groups == set(), "it pushes again"
+        assert serving.core.optimizers[0].method_side.idle_groups == set(), "it pushes again"
 
 
 def test_what_one_rank_has_heard_at_a_synchronization_point_the_other_hears_of_the_next_server() -> None:
@@ -401,11 +401,11 @@ def test_groups_that_were_lost_or_joined_after_the_save_are_known_to_the_next_se
         assert second.train(1)
         second.control.close()
         assert serving.core.roster.groups == (0, 2)
-        rate = serving.core.shards[0].method_side._rate  # type: ignore[attr-defined]
+        rate = serving.core.optimizers[0].method_side._rate  # type: ignore[attr-defined]
         serving.die()
         assert serving.core.roster.groups == (0, 2)
         assert all(serving.core.roster.members[rank].peer for rank in serving.core.roster.live)
-        assert serving.core.shards[0].method_side._rate == rate  # type: ignore[attr-defined]
+        assert serving.core.optimizers[0].method_side._rate == rate  # type: ignore[attr-defined]
         assert third.train(2)
         finish([first])
 
@@ -443,11 +443,11 @@ def test_parameters_that_were_added_are_there_in_their_versions_before_they_are_
         first.data.exchange(m.Restructure(optimizer=0, packed=packed, nbytes=buffer.numel()), m.Restructured, buffer)
         if is_saved:
             serving.save()
-        before = [weight.clone() for weight in serving.core.shards[0].master.weights()]
+        before = [weight.clone() for weight in serving.core.optimizers[0].master.weights()]
         serving.die()
-        shard = serving.core.shards[0]
-        assert [shard.layout_of(group).version for group in (0, 1)] == [1, 0]
-        assert all(map(torch.equal, shard.master.weights(), before))
+        served = serving.core.optimizers[0]
+        assert [served.layout_of(group).version for group in (0, 1)] == [1, 0]
+        assert all(map(torch.equal, served.master.weights(), before))
         assert second.train(1)
         assert serving.core.clock == 1
 

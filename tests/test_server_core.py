@@ -1157,7 +1157,7 @@ SAMPLES: dict[type[m.Message], m.Message] = {
     for message in (
         hello(1),
         m.Proof(mac=b"mac"),
-        m.AskShards(),
+        m.AskServerAddresses(),
         m.Observe(version=m.VERSION, nonce=b"nonce"),
         m.ObserverProof(mac=b"mac"),
         m.AskOverview(),

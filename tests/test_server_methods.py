@@ -63,7 +63,7 @@ def own(value: float) -> list[torch.Tensor]:
 def push(link: Link, rank: int, tensors: Any, **changes: Any) -> list[Any]:
     """A leader pushes; the answers that it gets at once."""
     message, payload = push_of(tensors, **changes)
-    if link.core.shards[0].master.optimizer is None:
+    if link.core.optimizers[0].master.optimizer is None:
         message = msgspec.structs.replace(message, hyperparameters=())
     return [answer for answer, _ in link.say(data_peer(rank), message, payload, m.DATA)]
 
@@ -166,7 +166,7 @@ def test_a_refused_group_is_compensated_from_what_it_was_sent() -> None:
     push(link, 1, gradient(1))
     push(link, 0, own(float("nan")))
     now = link.weights()
-    [(_, read)] = link.core.shards[0].method_side._read[0]  # type: ignore[attr-defined]
+    [(_, read)] = link.core.optimizers[0].method_side._read[0]  # type: ignore[attr-defined]
     assert_same(read, now)
 
 
@@ -309,8 +309,8 @@ def test_the_method_goes_on_from_a_snapshot() -> None:
         push(link, rank, gradient(rank))
     tree = snapshot(link)["parts"][0]
     other, _ = link_with(DiLoCo(period=1), (0,), (1,), state=tree["method"])
-    other.core.shards[0].buffer.copy_(link.core.shards[0].buffer)
-    other.core.shards[0].master.clock = link.core.clock
+    other.core.optimizers[0].buffer.copy_(link.core.optimizers[0].buffer)
+    other.core.optimizers[0].master.clock = link.core.clock
     for each in (link, other):
         for rank in range(2):
             push(each, rank, gradient(5 + rank), read_at=1)

@@ -163,7 +163,7 @@ def test_of_two_groups_each_computes_while_its_fragment_is_under_way(serving: Se
         group.receive()
         assert 4 * 2 * 0.45 * whole < group.data.moved - moved < 4 * 2 * 0.55 * whole, "four exchanges of a half"
     assert serving.core.clock == 4
-    assert not any(map(torch.equal, serving.core.shards[0].master.weights(), start))
+    assert not any(map(torch.equal, serving.core.optimizers[0].master.weights(), start))
 
 
 @pytest.mark.parametrize("trained", [True, False])
@@ -352,7 +352,7 @@ def test_the_same_training_ends_in_the_same_bits_over_every_transport() -> None:
                     groups[number].step(seed)
                 weights = [parameter for group in groups for parameter in group.replica.ordered]
                 ends.append(
-                    [weight.detach().clone() for weight in (*weights, *serving.core.shards[0].master.weights())]
+                    [weight.detach().clone() for weight in (*weights, *serving.core.optimizers[0].master.weights())]
                 )
         for other in ends[1:]:
             assert all(map(torch.equal, ends[0], other)), method

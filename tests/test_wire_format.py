@@ -184,7 +184,7 @@ def test_whatever_comes_as_a_payload_is_a_push_or_a_counted_refusal(payloads: li
         answer, _ = link.data(2, msgspec.structs.replace(message, nbytes=len(payload)), payload)
         refused += isinstance(answer, m.RefusedMessage) and answer.code == "malformed"
         assert link.core.strangers == refused
-    assert link.core.clock + link.core.shards[0].counts.refused + refused == len(payloads)
+    assert link.core.clock + link.core.optimizers[0].counts.refused + refused == len(payloads)
     assert all(bool(weight.isfinite().all()) for weight in link.weights())
     assert link.data(0, *sparse_push())[0].applied
 

@@ -163,7 +163,7 @@ class WorldOptions:
         if self.server is not None:
             raise ConfigurationError(
                 f"servers={self.servers!r} and server={self.server!r}: the number of servers is set where they are"
-                " started, with lightning-omni serve --shards N; leave servers= out"
+                " started, with lightning-omni serve --servers N; leave servers= out"
             )
         if type(transport).follow is Transport.follow:
             raise ConfigurationError(

@@ -37,7 +37,7 @@ class Admission:
         data_port: Callable[[], int],
         standing: Callable[[], tuple[float, int, int]],
     ) -> None:
-        self._roster, self._servers, self._limits, self._now = run.roster, run.servers, run.limits, run.now
+        self._roster, self._replication, self._limits, self._now = run.roster, run.replication, run.limits, run.now
         self._key, self._random = key, random
         self._data_port, self._standing = data_port, standing
         self._attaching: dict[Peer, tuple[m.Attach, bytes]] = {}
@@ -71,7 +71,7 @@ class Admission:
 
     def leader_peer(self, group: int) -> Peer:
         """Return the data connection of a group's leader, or of its member that exchanges with this server."""
-        return self._data_peers[self._roster.formed.exchanges_with(group, self._servers.number)]
+        return self._data_peers[self._roster.formed.exchanges_with(group, self._replication.number)]
 
     def data_connection(self, rank: int) -> tuple[Peer, bytes] | None:
         """Return a live rank's data connection, and the secret that has opened it; None if there is none."""
@@ -93,12 +93,12 @@ class Admission:
             mac=server_mac(self._key, hello, challenge),
             data_port=self._data_port(),
             heartbeat_timeout=self._limits.heartbeat,
-            shards=self._servers.count,
+            servers=self._replication.count,
             patience=patience,
             clock=clock,
             began=began,
         )
-        self._servers.send_to_all(sm.Admit(hello=hello, challenge=challenge, joins=self._roster.joining))
+        self._replication.send_to_all(sm.Admit(hello=hello, challenge=challenge, joins=self._roster.joining))
         return [Out(sender.peer, m.CONTROL, welcome)]
 
     def challenge(self, sender: Sender, message: m.Attach, payload: Payload) -> list[Out]:

@@ -30,11 +30,11 @@ from lightning_omni.server.membership.service import Membership
 from lightning_omni.server.membership.timeouts import TimeLimits
 from lightning_omni.server.merged_head.service import MergedHeads
 from lightning_omni.server.observers import Happening, Observers, RunObservation
-from lightning_omni.server.parameter_store import HeldShards
-from lightning_omni.server.replication import Coordinator, Follower, OneServer, Servers
-from lightning_omni.server.router import SHARD_TABLE, TABLE, Router, Row
+from lightning_omni.server.parameter_store import ParameterStore
+from lightning_omni.server.replication import Coordinator, Follower, NoReplication, Replication
+from lightning_omni.server.router import FOLLOWER_TABLE, TABLE, Router, Row
 from lightning_omni.server.run_context import RunContext
-from lightning_omni.server.served_optimizer import Shard
+from lightning_omni.server.served_optimizer import ServedOptimizer
 from lightning_omni.server.service import Out, Payload, Peer, Service
 from lightning_omni.server.snapshots import Snapshots
 from lightning_omni.server.status import Monitoring
@@ -64,8 +64,8 @@ class ServerCore:
         record: function that takes every event of the weights, in order.
         rows: messages in addition to the table, for ``services``.
         services: your own services. Each is a class that is constructed once for every run, with this core.
-        shards: servers that hold a share of the weights each, this one among them.
-        shard: which of them this is; number 0 coordinates the others.
+        servers: number of servers, each of which holds a partition of the parameters, this one included.
+        number: number of this server; number 0 coordinates the others.
 
     Attributes:
         journal: journal of decisions since the state was saved; the code that saves the `state` sets its destination.
@@ -97,8 +97,8 @@ class ServerCore:
         clock: Callable[[], float] | None = None,
         rows: Sequence[Row] = (),
         services: Sequence[Callable[[ServerCore], Service]] = (),
-        shards: int = 1,
-        shard: int = 0,
+        servers: int = 1,
+        number: int = 0,
         progress_timeout: float = math.inf,
         joined_heartbeat_timeout: float | None = None,
     ) -> None:
@@ -107,7 +107,7 @@ class ServerCore:
         # The coordinating server reports silent ranks to the others.
         self.limits = (
             TimeLimits()
-            if shard > 0
+            if number > 0
             else TimeLimits(heartbeat_timeout, join_timeout, progress_timeout, joined_heartbeat_timeout)
         )
         self._resolve = resolve or resolver(())
@@ -116,17 +116,17 @@ class ServerCore:
         self._record = record
         self._more_services = tuple(services)
         self._now = 0.0
-        self.servers: Servers
+        self.replication: Replication
         table: Sequence[Row] = TABLE
-        if shard > 0:
-            self.servers = Follower(shard, shards)
-        elif shards > 1:
-            self.servers = Coordinator(
-                key, random, shards, heartbeat_timeout, join_timeout, self._last_now, lambda: self.patience > 0
+        if number > 0:
+            self.replication = Follower(number, servers)
+        elif servers > 1:
+            self.replication = Coordinator(
+                key, random, servers, heartbeat_timeout, join_timeout, self._last_now, lambda: self.patience > 0
             )
-            table = (*TABLE, *SHARD_TABLE)
+            table = (*TABLE, *FOLLOWER_TABLE)
         else:
-            self.servers = OneServer()
+            self.replication = NoReplication()
         self._table = (*table, *rows)
         self.strangers = 0
         self.data_port = 0
@@ -141,10 +141,10 @@ class ServerCore:
     def reset(self) -> None:
         """Forget the run, so that the next one may begin."""
         self._now, self.roster, self.goes_on = 0.0, Roster(self.key), False
-        self._shards, self._epochs, servers = HeldShards(), Epochs(self.journal), self.servers
-        self.notes = Notes(self._record, self._shards, self._epochs, self._last_now, servers.count)
+        self._store, self._epochs, replication = ParameterStore(), Epochs(self.journal), self.replication
+        self.notes = Notes(self._record, self._store, self._epochs, self._last_now, replication.count)
         run = RunContext(
-            self.roster, self._shards, self._epochs, self.notes, self.journal, servers, self.limits, self._last_now
+            self.roster, self._store, self._epochs, self.notes, self.journal, replication, self.limits, self._last_now
         )
         self._admission = Admission(
             run, self.key, self._random, lambda: self.data_port, lambda: (self.patience, self.clock, self.began)
@@ -158,7 +158,7 @@ class ServerCore:
         )
         # The services are notified in this order.
         services: list[Service] = [
-            servers,
+            replication,
             self._synchronization,
             DataLeasing(run, training),
             training,
@@ -174,8 +174,8 @@ class ServerCore:
         self._persistence = Persistence(
             run, self._membership, services, training, self._synchronization, self._evaluations
         )
-        self._router = Router(self._table, [self._admission, self._membership, *services], self.roster, servers)
-        servers.begin(self._membership.end, lambda: self.roster.live)
+        self._router = Router(self._table, [self._admission, self._membership, *services], self.roster, replication)
+        replication.begin(self._membership.end, lambda: self.roster.live)
 
     # --- Called by the driver ----------------------------------------------------------------------------------------
 
@@ -208,7 +208,7 @@ class ServerCore:
 
         ``now`` is in seconds on any monotonic clock.
         """
-        self._pass_time(self._now if self.servers.number else now)
+        self._pass_time(self._now if self.replication.number else now)
         self._monitoring.begin(message)
         try:
             return self._sent(self._router.route(channel, peer, message, payload, now))
@@ -222,31 +222,31 @@ class ServerCore:
 
     def follow(self, message: m.Message) -> list[Out]:
         """Handle a message of the coordinating server, on a server that holds a share."""
-        servers = self.servers
-        assert isinstance(servers, Follower)
+        replication = self.replication
+        assert isinstance(replication, Follower)
         if not isinstance(message, sm.Told):
             return []
         self._pass_time(message.now)
         self._monitoring.begin(message)
-        out = self._done_also(servers, message)
-        servers.done()
+        out = self._done_also(replication, message)
+        replication.done()
         if isinstance(message, (sm.Admit, sm.Relay)):  # a rank waits for this report
-            servers.report()
+            replication.report()
         return self._sent(out)
 
-    def shard_hello(self, address: str, nonce: bytes) -> sm.ShardHello:
+    def follower_hello(self, address: str, nonce: bytes) -> sm.FollowerHello:
         """Return this server's first message to the coordinating server, with its data socket's address for ranks."""
-        servers = self.servers
-        return sm.ShardHello(
-            version=m.VERSION, shard=servers.number, shards=servers.count, address=address, nonce=nonce
+        replication = self.replication
+        return sm.FollowerHello(
+            version=m.VERSION, number=replication.number, servers=replication.count, address=address, nonce=nonce
         )
 
-    def _done_also(self, servers: Follower, message: sm.Told) -> list[Out]:
+    def _done_also(self, replication: Follower, message: sm.Told) -> list[Out]:
         match message:
             case sm.Expire():
                 return self._training.expire(message.now)
             case sm.Decide():
-                return servers.decide(message)
+                return replication.decide(message)
             case sm.Idle():
                 return self._training.idle(message.rank)
             case sm.Resume():
@@ -275,9 +275,9 @@ class ServerCore:
     def _sent(self, out: list[Out]) -> list[Out]:
         """Return the messages to send; a server that holds a share has no control connections to ranks."""
         out = [each for each in out if each.peer]  # ranks that have not reconnected have no peer
-        if self.servers.number:
+        if self.replication.number:
             out = [each for each in out if each.channel == m.DATA]
-        return out + self.servers.drain()
+        return out + self.replication.drain()
 
     def handed_over(self) -> None:
         """Stop measuring the last message, whose answers have been passed to the socket."""
@@ -290,19 +290,19 @@ class ServerCore:
 
     def tick(self, now: float) -> list[Out]:
         """Pass the time: methods continue at requested times, and ranks that were silent for too long are lost."""
-        if self.servers.number:  # the coordinating server handles time limits
-            return self._sent(self.servers.tick(now))
+        if self.replication.number:  # the coordinating server handles time limits
+            return self._sent(self.replication.tick(now))
         self._pass_time(now)
         self._monitoring.tick(now)
         self._observation.tick(now)
         # A method's answers must be passed to the socket before the loss of a rank can change the weights again.
         out = self._training.expire(now) or self._membership.tick(now)
-        return self._sent(out + self.servers.tick(now))
+        return self._sent(out + self.replication.tick(now))
 
     @property
     def due(self) -> float:
         """Return the time at which a method needs a `tick`, on the clock of ``now``; infinite for never."""
-        return math.inf if self.servers.number else self._training.due
+        return math.inf if self.replication.number else self._training.due
 
     def lose(self, rank: int, reason: str) -> list[Out]:
         """Evict the group of a dead rank; no rank waits for it any more."""
@@ -312,12 +312,12 @@ class ServerCore:
         """Handle the end of a control connection without a goodbye."""
         self._observers.forget(peer)
         self.roster.numbers.withdraw(peer)
-        return self._sent(self._membership.hang_up(peer) + self.servers.hang_up(peer))
+        return self._sent(self._membership.hang_up(peer) + self.replication.hang_up(peer))
 
     def fail(self, reason: str) -> list[Out]:
         """End the run, because this server cannot continue; every rank is notified."""
-        if isinstance(self.servers, Follower):
-            self.servers.fail(reason)
+        if isinstance(self.replication, Follower):
+            self.replication.fail(reason)
             return self._sent([])
         return self._sent(self._membership.end(f"the parameter server failed: {reason}"))
 
@@ -326,7 +326,7 @@ class ServerCore:
     @property
     def has_state(self) -> bool:
         """Return whether a run is under way that `state` can represent completely."""
-        return bool(self._shards.all) and not self._shards.heads and not self.over and not self.is_over
+        return bool(self._store.all) and not self._store.heads and not self.over and not self.is_over
 
     @property
     def is_quiet(self) -> bool:
@@ -351,12 +351,12 @@ class ServerCore:
 
         ``number`` is the number of this save, different each time.
         """
-        self.servers.send_to_all(sm.Save(number=number))
+        self.replication.send_to_all(sm.Save(number=number))
 
     def share_ended(self, number: int, how: str) -> None:
         """Record the end of another server's process; see `Coordinator.ended`."""
-        assert isinstance(self.servers, Coordinator)
-        self.servers.ended(number, how)
+        assert isinstance(self.replication, Coordinator)
+        self.replication.ended(number, how)
 
     def load(self, state: Mapping[str, Any], journal: Iterable[Entry], now: float) -> None:
         """Continue a run with the weights of a state, and with all decisions that ranks have received since.
@@ -399,10 +399,10 @@ class ServerCore:
         They include groups that have requested rank numbers, even if further observers have displaced them, because the
         end of these connections must be noticed.
         """
-        if self.servers.number:
+        if self.replication.number:
             return []
         watching = self._observers.peers + self.roster.numbers.peers
-        return self._membership.peers + self.servers.peers + list(dict.fromkeys(watching))
+        return self._membership.peers + self.replication.peers + list(dict.fromkeys(watching))
 
     @property
     def attached(self) -> set[Peer]:
@@ -411,7 +411,7 @@ class ServerCore:
 
     def is_admitted(self, channel: m.Channel, peer: Peer) -> bool:
         """Return whether a connection is that of an admitted rank, server or observer."""
-        if channel == m.CONTROL and (peer in self.servers.peers or self._observers.has(peer)):
+        if channel == m.CONTROL and (peer in self.replication.peers or self._observers.has(peer)):
             return True
         return self._admission.find(channel, peer) is not None
 
@@ -424,14 +424,14 @@ class ServerCore:
         return self._admission.data_connection(rank)
 
     @property
-    def shards(self) -> list[Shard]:
-        """Return the shard of each optimizer."""
-        return self._shards.all
+    def optimizers(self) -> list[ServedOptimizer]:
+        """Return the optimizers that the server steps, in the order of their numbers."""
+        return self._store.all
 
     @property
     def clock(self) -> int:
         """Return the updates so far, over all optimizers. Those of a merged head belong to updates of the body."""
-        return self._shards.clock
+        return self._store.clock
 
     def status(self, sent: float) -> m.Status:
         """Return the status of the run; ``sent`` is as in `lightning_omni.wire.messages.Status`."""
@@ -465,17 +465,17 @@ class ServerCore:
     @property
     def missing_servers(self) -> int:
         """Return the number of servers with a share that have not joined yet; ranks wait for them before they join."""
-        return self.servers.missing if isinstance(self.servers, Coordinator) else 0
+        return self.replication.missing if isinstance(self.replication, Coordinator) else 0
 
     @property
     def knows_run(self) -> bool:
         """Return whether it has the status of the whole run, unlike servers that only hold a share."""
-        return self.servers.number == 0
+        return self.replication.number == 0
 
     @property
     def gone(self) -> str:
         """Return which server that holds a share is lost, so that no run can be served; or an empty string."""
-        return self.servers.gone if isinstance(self.servers, Coordinator) else ""
+        return self.replication.gone if isinstance(self.replication, Coordinator) else ""
 
     def _description(self) -> m.ServerDescription:
         return m.ServerDescription(
@@ -483,7 +483,7 @@ class ServerCore:
             data_port=self.data_port,
             heartbeat_timeout=self.limits.heartbeat_of(self.roster.joining),
             progress_timeout=self.limits.progress,
-            shards=self.servers.count,
+            servers=self.replication.count,
             patience=self.patience,
             joined_heartbeat_timeout=self.limits.heartbeat_of(joining=True),
         )

@@ -28,7 +28,7 @@ import msgspec
 from lightning_omni.errors import OmniError, ProtocolError, Refused
 from lightning_omni.server.service import Out, Payload, Peer, Sender, Service
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.handshake import NONCE_BYTES, is_equal, shard_mac, version_problem
+from lightning_omni.wire.handshake import NONCE_BYTES, follower_mac, is_equal, version_problem
 from lightning_omni.wire.messages import servers as sm
 
 COORDINATOR: Peer = b"\0coordinator"
@@ -58,7 +58,7 @@ Key = tuple[int, int]
 """The rank and the number of a request."""
 
 
-class Servers(Service, ABC):
+class Replication(Service, ABC):
     """The relation of a server to others that hold a share each.
 
     Attributes:
@@ -123,23 +123,23 @@ class Servers(Service, ABC):
 
     # --- Messages ----------------------------------------------------------------------------------------------------
 
-    def ask(self, sender: Sender, message: m.AskShards, payload: Payload) -> list[Out]:
+    def ask(self, sender: Sender, message: m.AskServerAddresses, payload: Payload) -> list[Out]:
         """Answer a rank with the addresses of the other servers."""
         return self.send_addresses(sender.peer)
 
     def send_addresses(self, peer: Peer) -> list[Out]:
         """Send the addresses of the other servers, once all of them have joined."""
-        return [Out(peer, m.CONTROL, m.Shards(addresses=()))]
+        return [Out(peer, m.CONTROL, m.ServerAddresses(addresses=()))]
 
 
-class OneServer(Servers):
+class NoReplication(Replication):
     """The only server, which holds everything."""
 
     def hold(self, sender: Sender, message: Request, finite: bool, handle: Handle) -> list[Out]:
         return handle(sender)
 
 
-class _InParts(Servers):
+class _PartitionedReplication(Replication):
     """The base of servers that hold a share each.
 
     Args:
@@ -184,7 +184,7 @@ class _InParts(Servers):
 
     @abstractmethod
     def _has(self, key: Key, finite: bool, present: tuple[bool, ...]) -> list[Out]:
-        """Handle the arrival of this server's part; see `lightning_omni.wire.messages.servers.ShardReady`."""
+        """Handle the arrival of this server's part; see `lightning_omni.wire.messages.servers.PartReady`."""
 
     def _decided(
         self,
@@ -246,9 +246,9 @@ class Newcomers:
 
     def __init__(self, key: bytes, random: Callable[[int], bytes], most: int) -> None:
         self._key, self._random, self._most = key, random, most
-        self._challenged: dict[Peer, tuple[sm.ShardHello, bytes]] = {}
+        self._challenged: dict[Peer, tuple[sm.FollowerHello, bytes]] = {}
 
-    def challenge(self, peer: Peer, hello: sm.ShardHello) -> list[Out]:
+    def challenge(self, peer: Peer, hello: sm.FollowerHello) -> list[Out]:
         """Challenge a server that has sent its hello.
 
         Raises:
@@ -262,19 +262,19 @@ class Newcomers:
             self._challenged.pop(next(iter(self._challenged)))
         return [Out(peer, m.CONTROL, m.Challenge(nonce=nonce))]
 
-    def proved(self, peer: Peer, proof: sm.ShardProof) -> tuple[sm.ShardHello, bytes]:
+    def proved(self, peer: Peer, proof: sm.FollowerProof) -> tuple[sm.FollowerHello, bytes]:
         """Return a server's hello and nonce, after checking its proof.
 
         Raises:
             Refused: the proof is wrong.
         """
         hello, nonce = self._challenged.pop(peer, (None, b""))
-        if hello is None or not is_equal(proof.mac, shard_mac(self._key, "shard", hello, nonce)):
+        if hello is None or not is_equal(proof.mac, follower_mac(self._key, "follower", hello, nonce)):
             raise Refused("key", "the key does not match the server's; both sides must be given the same key")
         return hello, nonce
 
 
-class Coordinator(_InParts):
+class Coordinator(_PartitionedReplication):
     """The server that decides the order of events.
 
     Args:
@@ -364,24 +364,24 @@ class Coordinator(_InParts):
 
     # --- Connections of servers --------------------------------------------------------------------------------------
 
-    def hello(self, sender: Sender, message: sm.ShardHello, payload: Payload) -> list[Out]:
+    def hello(self, sender: Sender, message: sm.FollowerHello, payload: Payload) -> list[Out]:
         """Challenge a server that has sent its hello."""
         return self._newcomers.challenge(sender.peer, message)
 
-    def admit(self, sender: Sender, message: sm.ShardProof, payload: Payload) -> list[Out]:
+    def admit(self, sender: Sender, message: sm.FollowerProof, payload: Payload) -> list[Out]:
         """Admit a server that proves that it holds the key."""
         hello, challenge = self._newcomers.proved(sender.peer, message)
-        if hello.shards != self.count or not 0 < hello.shard < self.count:
+        if hello.servers != self.count or not 0 < hello.number < self.count:
             raise Refused(
-                "shard",
-                f"server {hello.shard} of {hello.shards} cannot hold a share here: this one coordinates {self.count};"
-                " give all of them the same number of shards",
+                "server",
+                f"server {hello.number} of {hello.servers} cannot hold a share here: this one coordinates {self.count};"
+                " give all of them the same --servers",
             )
-        if hello.shard in self._links or hello.shard in self._gone:
-            raise Refused("shard", f"there was a server {hello.shard} already; give each another number")
-        link = self._links[hello.shard] = _FollowerLink(sender.peer, hello.address, self._now())
-        welcome = sm.ShardWelcome(
-            mac=shard_mac(self._key, "coordinator", hello, challenge), heartbeat_timeout=self._heartbeat_timeout
+        if hello.number in self._links or hello.number in self._gone:
+            raise Refused("server", f"there was a server {hello.number} already; give each another number")
+        link = self._links[hello.number] = _FollowerLink(sender.peer, hello.address, self._now())
+        welcome = sm.FollowerWelcome(
+            mac=follower_mac(self._key, "coordinator", hello, challenge), heartbeat_timeout=self._heartbeat_timeout
         )
         out = [Out(link.peer, m.CONTROL, each) for each in (welcome, *self._history)]
         link.done = self._sent - len(self._history)
@@ -393,8 +393,8 @@ class Coordinator(_InParts):
     def send_addresses(self, peer: Peer) -> list[Out]:
         return self._when_done(lambda: [Out(peer, m.CONTROL, self._addresses())] if self._is_complete else [])
 
-    def _addresses(self) -> m.Shards:
-        return m.Shards(addresses=tuple(self._links[number].address for number in range(1, self.count)))
+    def _addresses(self) -> m.ServerAddresses:
+        return m.ServerAddresses(addresses=tuple(self._links[number].address for number in range(1, self.count)))
 
     def tick(self, now: float) -> list[Out]:
         for number, link in list(self._links.items()):
@@ -441,11 +441,11 @@ class Coordinator(_InParts):
         self._gone[number] = f"{reason} is lost"
         return self._end(f"{reason} with it; the run cannot go on") + self._answers_due()
 
-    def fail(self, sender: Sender, message: sm.ShardFailed, payload: Payload) -> list[Out]:
+    def fail(self, sender: Sender, message: sm.FollowerFailed, payload: Payload) -> list[Out]:
         """Handle a server's report that it cannot continue."""
         return self._lose(self._number_of(sender), f"failed: {message.reason}")
 
-    def heard(self, sender: Sender, message: sm.ShardHeard, payload: Payload) -> list[Out]:
+    def heard(self, sender: Sender, message: sm.CommandsDone, payload: Payload) -> list[Out]:
         """Record a server's sign of life, with the number of commands that it has executed."""
         link = self._links[self._number_of(sender)]
         link.last_seen = self._now()
@@ -456,11 +456,11 @@ class Coordinator(_InParts):
         for number, link in self._links.items():
             if link.peer == sender.peer:
                 return number
-        raise Refused("stranger", "say ShardHello first: this connection is of no server that holds a share")
+        raise Refused("stranger", "say FollowerHello first: this connection is of no server that holds a share")
 
     # --- Requests ----------------------------------------------------------------------------------------------------
 
-    def ready(self, sender: Sender, message: sm.ShardReady, payload: Payload) -> list[Out]:
+    def ready(self, sender: Sender, message: sm.PartReady, payload: Payload) -> list[Out]:
         """Record that another server has its part of a request, or has refused it."""
         number = self._number_of(sender)
         key = message.rank, message.request
@@ -497,7 +497,7 @@ class Coordinator(_InParts):
         return self._decided(key, False, refusal)
 
 
-class Follower(_InParts):
+class Follower(_PartitionedReplication):
     """A server that holds a share and executes the coordinator's commands.
 
     Args:
@@ -531,7 +531,7 @@ class Follower(_InParts):
 
     def report(self) -> None:
         """Report the number of executed commands."""
-        self._send(sm.ShardHeard(count=self._count_heard))
+        self._send(sm.CommandsDone(count=self._count_heard))
 
     def tick(self, now: float) -> list[Out]:
         self.report()
@@ -541,14 +541,14 @@ class Follower(_InParts):
         return self._decided((message.rank, message.request), message.finite, message.refusal)
 
     def refuse(self, rank: int, request: int, refusal: m.RefusedMessage) -> None:
-        self._send(sm.ShardReady(rank=rank, request=request, refusal=refusal))
+        self._send(sm.PartReady(rank=rank, request=request, refusal=refusal))
 
     def fail(self, reason: str) -> None:
         """Report that this server cannot continue."""
-        self._send(sm.ShardFailed(reason=reason))
+        self._send(sm.FollowerFailed(reason=reason))
 
     def _has(self, key: Key, finite: bool, present: tuple[bool, ...]) -> list[Out]:
-        self._send(sm.ShardReady(rank=key[0], request=key[1], finite=finite, present=present))
+        self._send(sm.PartReady(rank=key[0], request=key[1], finite=finite, present=present))
         return []
 
     def _send(self, message: m.Message) -> None:

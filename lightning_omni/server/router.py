@@ -27,7 +27,7 @@ from lightning_omni.server.membership.roster import Roster
 from lightning_omni.server.membership.service import Membership
 from lightning_omni.server.merged_head.service import MergedHeads
 from lightning_omni.server.observers import RunObservation
-from lightning_omni.server.replication import Coordinator, OneServer, Servers, refusal_of
+from lightning_omni.server.replication import Coordinator, NoReplication, Replication, refusal_of
 from lightning_omni.server.service import Out, Payload, Peer, Sender
 from lightning_omni.server.snapshots import Snapshots
 from lightning_omni.server.status import Monitoring
@@ -53,7 +53,7 @@ class Role(Enum):
     """An admitted rank that leads its group."""
     RECORDER = auto()
     """The recorder: see `Roster.recorder`."""
-    SHARD = auto()
+    FOLLOWER = auto()
     """A server that holds a share of the weights, and is no rank."""
 
 
@@ -123,7 +123,7 @@ TABLE = (
     Row(m.Heartbeat, CONTROL, Role.RANK, Monitoring, Monitoring.heartbeat),
     Row(m.AskStatus, CONTROL, Role.RANK, Monitoring, Monitoring.ask, when_over=True),
     # several servers
-    Row(m.AskShards, CONTROL, Role.RANK, Servers, Servers.ask),
+    Row(m.AskServerAddresses, CONTROL, Role.RANK, Replication, Replication.ask),
     # observation
     Row(m.Observe, CONTROL, Role.STRANGER, RunObservation, RunObservation.hello),
     Row(m.ObserverProof, CONTROL, Role.STRANGER, RunObservation, RunObservation.admit),
@@ -180,12 +180,12 @@ TABLE = (
 )  # fmt: skip
 """Every message that a server may receive."""
 
-SHARD_TABLE = (
-    Row(sm.ShardHello, CONTROL, Role.STRANGER, Coordinator, Coordinator.hello),
-    Row(sm.ShardProof, CONTROL, Role.STRANGER, Coordinator, Coordinator.admit),
-    Row(sm.ShardReady, CONTROL, Role.SHARD, Coordinator, Coordinator.ready),
-    Row(sm.ShardHeard, CONTROL, Role.SHARD, Coordinator, Coordinator.heard),
-    Row(sm.ShardFailed, CONTROL, Role.SHARD, Coordinator, Coordinator.fail),
+FOLLOWER_TABLE = (
+    Row(sm.FollowerHello, CONTROL, Role.STRANGER, Coordinator, Coordinator.hello),
+    Row(sm.FollowerProof, CONTROL, Role.STRANGER, Coordinator, Coordinator.admit),
+    Row(sm.PartReady, CONTROL, Role.FOLLOWER, Coordinator, Coordinator.ready),
+    Row(sm.CommandsDone, CONTROL, Role.FOLLOWER, Coordinator, Coordinator.heard),
+    Row(sm.FollowerFailed, CONTROL, Role.FOLLOWER, Coordinator, Coordinator.fail),
 )
 """Further messages that a coordinating server may receive."""
 
@@ -209,13 +209,13 @@ class Router:
     """
 
     def __init__(
-        self, rows: Iterable[Row], services: Iterable[Any], roster: Roster, servers: Servers | None = None
+        self, rows: Iterable[Row], services: Iterable[Any], roster: Roster, servers: Replication | None = None
     ) -> None:
         rows = tuple(rows)
         self._rows = {row.message: row for row in rows}
         self._services = {type(service): service for service in services}
         self._roster = roster
-        self._servers = self._services[Servers] = servers or OneServer()
+        self._replication = self._services[Replication] = servers or NoReplication()
         self._admission: Admission = self._services[Admission]
         self._membership: Membership = self._services[Membership]
         self._observation: RunObservation = self._services[RunObservation]
@@ -261,7 +261,7 @@ class Router:
             ProtocolError: the message is not allowed.
         """
         row = self._row(channel, message)
-        if row.role is Role.STRANGER or row.role is Role.SHARD:
+        if row.role is Role.STRANGER or row.role is Role.FOLLOWER:
             return self._handle(row, Sender(peer), message, payload)
         if row.role is Role.OBSERVER:
             self._observation.check(peer)
@@ -274,13 +274,13 @@ class Router:
         if notice is not None:
             return [Out(peer, channel, notice)]
         sender = self._sender(channel, peer, member.rank)
-        if row.in_parts and self._servers.count > 1:
+        if row.in_parts and self._replication.count > 1:
             return self._hold(row, sender, message, payload)
         return self._handle(row, sender, message, payload)
 
     def _sender(self, channel: m.Channel, peer: Peer, rank: int) -> Sender:
         """Return an admitted rank as a sender; where members exchange a share each, it counts as its leader."""
-        counts_as = self._roster.formed.counts_as(rank, self._servers.number) if channel == DATA else rank
+        counts_as = self._roster.formed.counts_as(rank, self._replication.number) if channel == DATA else rank
         return Sender(peer, counts_as, self._roster.formed.group_of(rank))
 
     def _hold(self, row: Row, sender: Sender, message: Any, payload: Payload) -> list[Out]:
@@ -288,14 +288,16 @@ class Router:
         service = self._services[row.service]
         try:
             self._check(row, sender)
-            self._servers.check_number(sender.rank, message.request)
+            self._replication.check_number(sender.rank, message.request)
             if row.check is not None:
                 row.check(service, sender, message)
             finite = row.is_finite is None or row.is_finite(service, sender, message, payload)
         except OmniError as error:
-            self._servers.refuse(sender.rank, message.request, refusal_of(error))
+            self._replication.refuse(sender.rank, message.request, refusal_of(error))
             raise
-        return self._servers.hold(sender, message, finite, lambda decided: self._handle(row, decided, message, payload))
+        return self._replication.hold(
+            sender, message, finite, lambda decided: self._handle(row, decided, message, payload)
+        )
 
     def relay(self, peer: Peer, rank: int, data: bytes) -> list[Out]:
         """Handle a rank's encoded control message that the coordinating server has handled."""
@@ -324,7 +326,7 @@ class Router:
         row = self._row(DATA, message)
         if row.payload is None:
             return 0
-        if not row.in_parts or self._servers.count == 1:
+        if not row.in_parts or self._replication.count == 1:
             return self._check_payload(row, peer, message)
         try:
             return self._check_payload(row, peer, message)
@@ -332,7 +334,7 @@ class Router:
             member = self._admission.find(DATA, peer)
             if member is not None:
                 rank = self._sender(DATA, peer, member.rank).rank
-                self._servers.refuse(rank, message.request, refusal_of(error))  # type: ignore[attr-defined]
+                self._replication.refuse(rank, message.request, refusal_of(error))  # type: ignore[attr-defined]
             raise
 
     def _check_payload(self, row: Row, peer: Peer, message: Any) -> int:
@@ -343,20 +345,20 @@ class Router:
             raise _refusal(member.rank, notice)
         sender = self._sender(DATA, peer, member.rank)
         self._check(row, sender)
-        if row.in_parts and self._servers.count > 1:
-            self._servers.check_number(sender.rank, message.request)
+        if row.in_parts and self._replication.count > 1:
+            self._replication.check_number(sender.rank, message.request)
         return row.payload(self._services[row.service], sender, message)
 
     def keeps_payload(self, message: m.Message) -> bool:
         row = self._row(DATA, message)
-        return row.keeps or (row.in_parts and self._servers.count > 1)
+        return row.keeps or (row.in_parts and self._replication.count > 1)
 
     def _row(self, channel: m.Channel, message: m.Message, is_relayed: bool = False) -> Row:
         row = self._rows.get(type(message))
         if row is None or row.channel != channel:
             raise ProtocolError(f"{type(message).__name__} does not belong on the {channel} channel")
         if not is_relayed:
-            self._servers.check_belongs(row.message, row.in_parts)
+            self._replication.check_belongs(row.message, row.in_parts)
         return row
 
     def _check(self, row: Row, sender: Sender) -> None:
@@ -372,9 +374,9 @@ class Router:
         if row.handle is None:
             raise ProtocolError(f"{type(message).__name__} does not belong on the {row.channel} channel")
         out = row.handle(self._services[row.service], sender, message, payload)
-        if row.on_all_servers and self._servers.count > 1:
-            self._servers.send_to_all(sm.Relay(rank=sender.rank, message=m.encode(message)))
-            out = self._servers.when_done(out)
+        if row.on_all_servers and self._replication.count > 1:
+            self._replication.send_to_all(sm.Relay(rank=sender.rank, message=m.encode(message)))
+            out = self._replication.when_done(out)
         return out + self._membership.resolve_pending() if row.resolves else out
 
 

@@ -49,7 +49,7 @@ class GroupHistory(NamedTuple):
     gone: Sequence[int]
 
 
-class Shard:
+class ServedOptimizer:
     """The master weights of one optimizer in one flat buffer, with the server side of the method.
 
     Args:
@@ -63,7 +63,7 @@ class Shard:
         state: state of the method's server side to continue from.
         room: the most bytes of parameters added during the run.
         sizes: number of parameters of each version of the layout; empty if this is the first version.
-        servers: number of servers whose shares this represents together, as in a simulation.
+        servers: number of servers whose partitions this represents together, as in a simulation.
 
     Attributes:
         counts: counts of its pushes.
@@ -136,21 +136,23 @@ class Shard:
         }
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any], method: Method, groups: GroupHistory, resolve: Resolve) -> Shard:
-        """Rebuild a shard from a `state`, whose tensors are copied."""
+    def from_state(
+        cls, state: Mapping[str, Any], method: Method, groups: GroupHistory, resolve: Resolve
+    ) -> ServedOptimizer:
+        """Rebuild an optimizer from a `state`, whose tensors are copied."""
         where = state["weights"], int(state["clock"]), method, groups.formed, resolve
         more = {"sizes": state["sizes"], "servers": int(state.get("servers", 1))}
-        shard = cls(state["optimizer"], *where, room=int(state["room"]), **more)
+        served = cls(state["optimizer"], *where, room=int(state["room"]), **more)
         # The history is repeated, because a method may compute values from the number of groups when they are formed.
         for group in groups.joined:
-            shard.method_side.join(group)
+            served.method_side.join(group)
         for group in groups.gone:
-            shard.method_side.evict(group)
-        shard.method_side.load_state(state["method"])
-        shard.structures.load(state["structures"])
-        shard.counts.load(state)
-        shard._goes_on = True
-        return shard
+            served.method_side.evict(group)
+        served.method_side.load_state(state["method"])
+        served.structures.load(state["structures"])
+        served.counts.load(state)
+        served._goes_on = True
+        return served
 
     def change_method(self, method: Method, groups: Iterable[int]) -> None:
         """Start a new server side of the method on the same weights, for new groups or another method."""

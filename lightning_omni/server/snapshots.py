@@ -12,9 +12,9 @@ from lightning_omni.errors import MalformedMessage, OmniError, ProtocolError
 from lightning_omni.methods import Method
 from lightning_omni.methods.model.master import Resolve
 from lightning_omni.methods.model.modules import ResolveModule
-from lightning_omni.server.merged_head.head import HeadShard
+from lightning_omni.server.merged_head.head import ServedHead
 from lightning_omni.server.run_context import RunContext
-from lightning_omni.server.served_optimizer import ROOM, Shard
+from lightning_omni.server.served_optimizer import ROOM, ServedOptimizer
 from lightning_omni.server.service import Out, Payload, Sender, Service, as_tensor
 from lightning_omni.server.training import Training
 from lightning_omni.server.validation.schedule import MOST_OPEN
@@ -44,8 +44,8 @@ class Snapshots(Service):
     """
 
     def __init__(self, run: RunContext, training: Training, resolve: Resolve, resolve_module: ResolveModule) -> None:
-        self._roster, self._shards, self._epochs = run.roster, run.shards, run.epochs
-        self._notes, self._journal, self._servers = run.notes, run.journal, run.servers
+        self._roster, self._store, self._epochs = run.roster, run.store, run.epochs
+        self._notes, self._journal, self._replication = run.notes, run.journal, run.replication
         self._training = training
         self._resolve = resolve
         self._resolve_module = resolve_module
@@ -66,14 +66,14 @@ class Snapshots(Service):
 
     def state(self) -> dict[str, Any]:
         assert self._formed is not None
-        return {"formed": m.encode(self._formed), "parts": [shard.state() for shard in self._shards.all]}
+        return {"formed": m.encode(self._formed), "parts": [served.state() for served in self._store.all]}
 
     def load(self, state: dict[str, Any]) -> None:
         formed = msgspec.msgpack.decode(state["formed"], type=m.Form)
         self._formed, method = formed, m.method_from_wire(formed.method)
         self._method = method
         groups = self._roster.formed.history(len(formed.groups))
-        self._shards.hold([Shard.from_state(part, method, groups, self._resolve) for part in state["parts"]])
+        self._store.hold([ServedOptimizer.from_state(part, method, groups, self._resolve) for part in state["parts"]])
         self._training.go_by(formed)
 
     def check_packed(self, sender: Sender, message: m.Seed | m.GroupState) -> int:
@@ -88,14 +88,14 @@ class Snapshots(Service):
         tree = unpack(message.packed, as_tensor(payload))
         groups = self._roster.groups
         try:
-            self._shards.hold([self._shard_of(part, self._method, groups) for part in tree["parts"]])
+            self._store.hold([self._served_of(part, self._method, groups) for part in tree["parts"]])
         except OmniError:
             raise
         except Exception as error:  # torch raises various errors on invalid states
             raise MalformedMessage(f"not a seed: {type(error).__name__}: {error}") from error
-        self._shards.answer_as(self._formed)
+        self._store.answer_as(self._formed)
         formed = self._roster.formed.topology
-        for number in range(len(self._shards.all)):
+        for number in range(len(self._store.all)):
             self._notes.seed(number, formed.groups if formed else (), self._formed)
         self._journal.note(SeededEntry())
         self._journal.is_due = True
@@ -109,7 +109,7 @@ class Snapshots(Service):
 
     def check_version(self, sender: Sender, message: m.TakeSnapshot) -> None:
         """Raise `ProtocolError` for a validation that no group was given; only server 0 checks this."""
-        if self._servers.number == 0 and message.version > (last := self._epochs.validations.last):
+        if self._replication.number == 0 and message.version > (last := self._epochs.validations.last):
             raise ProtocolError(f"there is no validation {message.version} yet; {last} were given to groups")
 
     def take(self, sender: Sender, message: m.TakeSnapshot, payload: Payload) -> list[Out]:
@@ -140,13 +140,13 @@ class Snapshots(Service):
         return self._versions[number]
 
     def _moment(self, with_state: bool) -> Moment:
-        parts: list[dict[str, Any]] = [shard.master.snapshot() for shard in self._shards.all]
+        parts: list[dict[str, Any]] = [served.master.snapshot() for served in self._store.all]
         if not with_state:
             parts = [{**part, "state": {}} for part in parts]
         tree: dict[str, Any] = {"parts": parts}
         if with_state:
-            for part, shard in zip(parts, self._shards.all, strict=True):
-                part["method"] = shard.method_side.state()
+            for part, served in zip(parts, self._store.all, strict=True):
+                part["method"] = served.method_side.state()
             tree["groups"], self._group_states = self._group_states, {}  # used once, because later they are outdated
         return Moment(self._cut, *pack(tree))
 
@@ -154,20 +154,20 @@ class Snapshots(Service):
     def _cut(self) -> Cut:
         plan = self._epochs.plan
         return Cut(
-            clocks=tuple(shard.master.clock for shard in self._shards.all),
+            clocks=tuple(served.master.clock for served in self._store.all),
             pushes=dict(self._training.handled),
             epoch=plan.epoch if plan is not None else -1,
             total=plan.total if plan is not None else 0,
             trained=self._epochs.trained_spans,
         )
 
-    def _shard_of(self, part: Any, method: Method, groups: Iterable[int]) -> Shard:
+    def _served_of(self, part: Any, method: Method, groups: Iterable[int]) -> ServedOptimizer:
         optimizer, weights, clock = part["optimizer"], part["weights"], int(part["clock"])
         if part.get("head") is not None:
-            return HeadShard(optimizer, weights, clock, part["head"], groups, self._resolve, self._resolve_module)
+            return ServedHead(optimizer, weights, clock, part["head"], groups, self._resolve, self._resolve_module)
         room, servers = ROOM + int(part.get("room", 0)), int(part.get("servers", 1))
         state = part.get("method")
-        return Shard(optimizer, weights, clock, method, groups, self._resolve, state, room, servers=servers)
+        return ServedOptimizer(optimizer, weights, clock, method, groups, self._resolve, state, room, servers=servers)
 
 
 def _weights_of(moment: Moment) -> Moment:

@@ -249,7 +249,7 @@ class SimulatedGroup:
         around = self._around
         now = around.engine.now
         work = self.members.work(batch, now)
-        seconds = max(own for _, _, own in work) + self.members.reduce_seconds(around.server.shard.layout)
+        seconds = max(own for _, _, own in work) + self.members.reduce_seconds(around.server.served.layout)
         self.core.step_took(0, seconds)
         around.monitor.begin(self.number, work)
         apart = around.batches.members_apart
@@ -385,16 +385,16 @@ class SimulatedGroup:
         nbytes, outgoing = server.prepare(self.core, ask)
         # A separate process, because a push in flight is served even if this group dies.
         yield self._around.engine.start(network.costs.push(self.number, nbytes))
-        shard = server.shard
-        clock, refused = shard.master.clock, shard.counts.refused
+        served = server.served
+        clock, refused = served.master.clock, served.counts.refused
         read = min(need.read_at, clock)  # a restarted server treats newer weights as those of its save
-        staleness = shard.method_side.staleness_of(Push(self.number, read, ()))
+        staleness = served.method_side.staleness_of(Push(self.number, read, ()))
         out = server.ask(self.leader, self.core, ask, outgoing)
         self.leased.report(ask.epoch, ask.trained)
         network.deliver(out)
         if monitor.may_go_back and any(isinstance(item.message, m.Weights) and item.message.repeated for item in out):
             pass  # a repeated push has been counted
-        elif shard.counts.refused == refused:
+        elif served.counts.refused == refused:
             self._record(done, read, clock + 1, staleness, ask.epoch)
         else:
             self._check_divergence()
@@ -404,7 +404,7 @@ class SimulatedGroup:
     def _check_divergence(self) -> None:
         """End the run when the server refuses one push too many, before the group receives the refusal."""
         try:
-            self.core.check_nonfinite(self._around.server.shard.counts.refused_in_row[self.number])
+            self.core.check_nonfinite(self._around.server.served.counts.refused_in_row[self.number])
         except NonFiniteGradients:
             self._around.monitor.ended = (
                 f"diverged: {MOST_REFUSED} pushes of group {self.number} in a row were not finite"
@@ -432,7 +432,7 @@ class SimulatedGroup:
         """Return the bytes of an answer's broadcast: encoded, if that is smaller and of a size known beforehand."""
         if not ask.pulls:
             return 0
-        layout = self._around.server.shard.layout.fragment(ask.fragment, self.core.method.fragments)
+        layout = self._around.server.served.layout.fragment(ask.fragment, self.core.method.fragments)
         answers = self.core.wire_format.answers if isinstance(ask.need, Exchange) else RAW
         smallest, largest = answers.sizes(layout)
         return min(largest, layout.nbytes) if smallest == largest else layout.nbytes
@@ -454,12 +454,12 @@ class SimulatedGroup:
 
     @property
     def _peer_bytes(self) -> int:
-        return self.core.wire_format.pushes.sizes(self._around.server.shard.layout)[1]
+        return self.core.wire_format.pushes.sizes(self._around.server.served.layout)[1]
 
     def _told_of_peers(self, is_there: bool) -> float:
         """Return the seconds in which members learn whether a peer's weights are available, and then receive them."""
         seconds = self._passed_on(0)
-        return seconds + self._passed_on(self._around.server.shard.layout.nbytes) if is_there else seconds
+        return seconds + self._passed_on(self._around.server.served.layout.nbytes) if is_there else seconds
 
     def _send(self, need: SendPeer) -> Timeline:
         """Run a process that sends weights to a group's inbox."""

@@ -21,7 +21,7 @@ from lightning_omni.methods import Method
 from lightning_omni.methods.model.master import Resolve, class_path, describe, resolver
 from lightning_omni.server import Out, ServerCore
 from lightning_omni.server.log.record import Recorder
-from lightning_omni.server.served_optimizer import Shard
+from lightning_omni.server.served_optimizer import ServedOptimizer
 from lightning_omni.simulator.cluster import Link
 from lightning_omni.simulator.engine import Engine, Process, Timeline
 from lightning_omni.simulator.network.exchange import Exchanges
@@ -62,7 +62,7 @@ class SimulatedServer:
         snapshots: weights that it has sent, by clock.
         incarnation: incarnation of the groups that were formed.
         away_until: time at which a server that has died is available again, in seconds; None while it is available.
-        shard: the master weights; unset before the groups were formed.
+        served: the master weights; unset before the groups were formed.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class SimulatedServer:
         self._saved_state: SavedState | None = None
         self.incarnation = 0
         self.away_until: float | None = None
-        self.shard: Shard
+        self.served: ServedOptimizer
         for rank in topology.ranks:
             self._join(rank)
 
@@ -101,7 +101,7 @@ class SimulatedServer:
         self.incarnation = cast(m.Formed, formed.message).incarnation
         packed, buffer = pack({"parts": [dict(part) for part in parts]})
         self._data(0, m.Seed(packed=packed, nbytes=buffer.numel()), buffer)
-        self.shard = self.core.shards[0]
+        self.served = self.core.optimizers[0]
 
     def join(self, members: int, name: str) -> tuple[m.Joined, tuple[int, ...], list[Out]]:
         """Add a group.
@@ -133,11 +133,11 @@ class SimulatedServer:
         group does not wait for is encoded now, because the group moves its weights.
         """
         present = [tensor is not None for tensor in ask.tensors]
-        layout = self.shard.layout.fragment(ask.fragment, core.method.fragments)
+        layout = self.served.layout.fragment(ask.fragment, core.method.fragments)
         smallest, largest = core.wire_format.pushes.sizes(layout.subset(present))
         if smallest == largest and ask.waits:
             return largest, None
-        outgoing = core.send(ask, self.shard.layout, Memory())
+        outgoing = core.send(ask, self.served.layout, Memory())
         return cast(m.PushMessage, outgoing.message).nbytes, outgoing
 
     def ask(self, leader: int, core: GroupCore, ask: Ask, outgoing: Outgoing | None = None) -> list[Out]:
@@ -149,7 +149,7 @@ class SimulatedServer:
             ask: the request.
             outgoing: from `prepare`.
         """
-        outgoing = outgoing or core.send(ask, self.shard.layout, self._memory)
+        outgoing = outgoing or core.send(ask, self.served.layout, self._memory)
         return self._data(leader, outgoing.message, _NOTHING if outgoing.payload is None else outgoing.payload)
 
     def ask_head(
@@ -185,7 +185,7 @@ class SimulatedServer:
         assert self._saved_state is not None
         self.core, self.away_until = self._new_core(), until
         self._saved_state.restore(self.core, self._engine.now)
-        self._link, self.shard = InMemoryConnections(self.core), self.core.shards[0]
+        self._link, self.served = InMemoryConnections(self.core), self.core.optimizers[0]
         self.snapshots.forget()
 
     def come_back(self, ranks: Iterable[int]) -> None:
@@ -205,17 +205,17 @@ class SimulatedServer:
 
     def tensors_of(self, out: Out) -> list[Tensor]:
         """Return the weights in an answer, to keep: groups that receive the same weights share them."""
-        message, shard = out.message, self.shard
+        message, served = out.message, self.served
         assert isinstance(message, m.Weights)
         if not out.payload:
             return []
-        if out.payload[0] is shard.buffer:
-            return self.snapshots.at(message.clock, shard.buffer)
+        if out.payload[0] is served.buffer:
+            return self.snapshots.at(message.clock, served.buffer)
         assert isinstance(out.payload[0], Tensor)
         # Every other payload is in the format of answers.
         fragment = message.fragment if message.fragment >= 0 else None
-        layout = shard.layout.fragment(fragment, shard.method_side.method.fragments)
-        return layout.views(shard.arrived(out.payload[0], layout).clone())
+        layout = served.layout.fragment(fragment, served.method_side.method.fragments)
+        return layout.views(served.arrived(out.payload[0], layout).clone())
 
     # --- Connections -------------------------------------------------------------------------------------------------
 

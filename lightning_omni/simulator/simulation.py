@@ -148,13 +148,13 @@ class Simulation:
     def _add_group(
         self, number: int, identity: GroupId, ranks: tuple[int, ...], members: Members, epoch: int | None = None
     ) -> SimulatedGroup:
-        method, shard = self._formation.method, self.server.shard
+        method, served = self._formation.method, self.server.served
         replica: Replica
         if method.steps_at == "server":
-            start = self.server.snapshots.at(shard.master.clock, shard.buffer)
+            start = self.server.snapshots.at(served.master.clock, served.buffer)
             replica = SharingReplica(list(self._parameters.values()), self._optimizer, number, start)
         else:
-            replica = own_replica(self._make, self._model, self._parameters, shard.master.weights(), number)
+            replica = own_replica(self._make, self._model, self._parameters, served.master.weights(), number)
         replica.peers, replica.servers = self.server.core.roster.groups, self._servers
         core = GroupCore(method, self._wire_format, MOST_REFUSED, self._formation.overlap)
         core.form(identity)
@@ -289,7 +289,7 @@ class Simulation:
 
     def _weights(self) -> dict[str, Tensor]:
         """Return the weights that the method would evaluate."""
-        weights = self.server.shard.master.weights()
+        weights = self.server.served.master.weights()
         if self._formation.method.evaluated == "mean" and self.groups:
             total = Total()
             for group in self.groups.values():
@@ -298,7 +298,7 @@ class Simulation:
             weights = [weight if mean is None else mean for weight, mean in means]
         named = dict(zip(self._parameters, weights, strict=True))
         if self._head is not None:
-            named |= dict(zip(self._head.parameters, self.server.core.shards[HEAD].master.weights(), strict=True))
+            named |= dict(zip(self._head.parameters, self.server.core.optimizers[HEAD].master.weights(), strict=True))
         return named
 
     def _metrics(self) -> dict[str, float]:
@@ -333,7 +333,7 @@ class Simulation:
                 "batch_size": self._batches.size,
                 "samples_per_epoch": len(self._samples),
                 "merged": self._formation.merged,
-                "refused": self.server.shard.counts.refused,
+                "refused": self.server.served.counts.refused,
                 "most_snapshots": self.server.snapshots.most,
             },
             weights={name: weight.detach().clone().numpy() for name, weight in self._weights().items()},

@@ -72,7 +72,7 @@ class Control(ABC):
         lost: ranks lost so far.
         failures: reasons of the losses of ranks that have failed by themselves.
         signal: signal received by this rank, to report with the next heartbeat.
-        shards: number of servers that hold a share of the weights each; see `attach_all`.
+        servers: number of servers that hold a share of the weights each; see `attach_all`.
         has_finished: whether the run is at its end when this rank leaves.
         progress: count of this rank's progress, and of its checks while it waits for the server.
         patience: seconds for which the rank looks for a server that is gone; 0 if its loss ends the run.
@@ -81,7 +81,7 @@ class Control(ABC):
         is_away: whether the server is gone and the rank looks for it.
     """
 
-    shards = 1
+    servers = 1
     patience = 0.0
     returns = 0
     is_away = False
@@ -172,9 +172,9 @@ class Control(ABC):
             may be the same connection.
         """
         if self.patience:
-            numbers = range(self.shards) if share is None else sorted({0, share})
+            numbers = range(self.servers) if share is None else sorted({0, share})
             return [LastingData(self, partial(self._find, number), partial(self.attach, timeout)) for number in numbers]
-        others = self.request(m.AskShards(), m.Shards).addresses if self.shards > 1 else ()
+        others = self.request(m.AskServerAddresses(), m.ServerAddresses).addresses if self.servers > 1 else ()
         addresses = ("", *others)
         if share is not None:
             addresses = ("",) if share == 0 else ("", addresses[share])
@@ -182,7 +182,7 @@ class Control(ABC):
 
     def _find(self, server: int) -> str:
         """Return the current address of one of several servers, for `attach`."""
-        return self.request(m.AskShards(), m.Shards).addresses[server - 1] if server else ""
+        return self.request(m.AskServerAddresses(), m.ServerAddresses).addresses[server - 1] if server else ""
 
     @property
     def records(self) -> bool:

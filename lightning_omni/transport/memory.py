@@ -162,7 +162,7 @@ class InMemoryServer:
         self.link = InMemoryConnections(core)
         self.leaders: dict[str, InMemoryPeers] = {}
         self._servers = servers
-        self._coordinator: _ShardLink | None = None
+        self._coordinator: _CoordinatorLink | None = None
         self._to_come: deque[tuple[int, m.Message]] = deque()  # from servers that hold a share
         self._delivering = 0
         self._controls: list[_Told | None] = []
@@ -200,14 +200,14 @@ class InMemoryServer:
 
     def follow(self, coordinator: InMemoryServer) -> None:
         """Join the coordinating server, for which this one holds a share."""
-        self._coordinator = _ShardLink(coordinator, self)
+        self._coordinator = _CoordinatorLink(coordinator, self)
 
     def deliver_later(self, number: int, message: m.Message) -> None:
         """Queue a message from a server with a share until all current messages are delivered."""
         self._to_come.append((number, message))
-        self._deliver_from_shards()
+        self._deliver_from_followers()
 
-    def _deliver_from_shards(self) -> None:
+    def _deliver_from_followers(self) -> None:
         while self._to_come and not self._delivering:
             number, message = self._to_come.popleft()
             self.send(m.CONTROL, number, message, b"")
@@ -265,7 +265,7 @@ class InMemoryServer:
                 parts = [as_tensor(part) for part in item.payload]
                 self._answers[number].append((item.message, torch.cat(parts) if parts else _empty()))
         self._delivering -= 1
-        self._deliver_from_shards()
+        self._deliver_from_followers()
 
 
 class _Told(Protocol):
@@ -278,7 +278,7 @@ class _Told(Protocol):
         """End, because the server is gone."""
 
 
-class _ShardLink:
+class _CoordinatorLink:
     """The connection of a server with a share to the coordinating server."""
 
     def __init__(self, coordinator: InMemoryServer, server: InMemoryServer) -> None:
@@ -287,7 +287,9 @@ class _ShardLink:
         self._is_open = False
         self._number = coordinator.connect(self)
         core = server.link.core
-        handshake.join_as_shard(self._ask, core.key, core.shard_hello(server.address, _NONCE), coordinator.address)
+        handshake.join_as_follower(
+            self._ask, core.key, core.follower_hello(server.address, _NONCE), coordinator.address
+        )
         self._is_open = True
         self._receive_all()
 
@@ -344,7 +346,7 @@ class InMemoryControl(Control):
         except OmniError:
             server.hang_up(self.number)
             raise
-        self.heartbeat_timeout, self.shards = welcome.heartbeat_timeout, welcome.shards
+        self.heartbeat_timeout, self.servers = welcome.heartbeat_timeout, welcome.servers
         self.patience = welcome.patience
 
     def return_to(self, server: InMemoryServer) -> None:

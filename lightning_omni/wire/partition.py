@@ -38,7 +38,7 @@ ELEMENTWISE = frozenset(
     )
 )  # fmt: skip
 """Class paths of optimizers that treat each element independently. A subclass is another class, and may not."""
-_SENDERS = "shards"
+_SENDERS = "servers"
 """Key of a sender's states for each server, without residuals."""
 _SERVERS = "servers"
 """Key, beside the states of fragments, of the number of shares from which the fragments are cut."""

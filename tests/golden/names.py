@@ -21,7 +21,7 @@ def _numbered(names: str) -> dict[str, int]:
 
 TYPES = _numbered(
     """
-    About Acknowledged - - AskOverview AskServer AskShards AskStatus AskValidations Attach
+    About Acknowledged - - AskOverview AskServer AskServerAddresses AskStatus AskValidations Attach
     AttachChallenge AttachProof Attached AverageMessage Await Batch Bring Brought Challenge ClaimValidation
     Collect Collected Contribute Cut Draw Drawn Echo Echoed Enlist Enlisted EpochOpened EpochPlan Evaluation
     EvaluationPublished Event Evict FetchMessage Form Formed Gathered Goodbye GroupOverview GroupState
@@ -29,7 +29,7 @@ TYPES = _numbered(
     Heartbeat Hello Join Joined Leave Left LogEntry Long Lost Notice Observe ObserverProof Observing OpenEpoch
     Overview Packed PeerMessage Proof PublishEvaluation Published - PushMessage ReadBrought
     ReadEvaluation ReadPublished ReadRunState RefusedMessage ReleaseVersion Restructure Restructured
-    RunStateStored SaveNow Seed Seeded ServerDescription SetGroups Shards Snapshot Status StoreRunState
+    RunStateStored SaveNow Seed Seeded ServerDescription SetGroups ServerAddresses Snapshot Status StoreRunState
     StoredRunState TakeSnapshot Taken TensorSpec ValidationClaimed Validations Verdict VersionReleased Weights
     Welcome
     """

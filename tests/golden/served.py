@@ -778,7 +778,7 @@ def joins() -> Session:
     for group in (3, 2, 0):
         session.push(group)
     session.control(0, m.AskStatus())
-    session.control(0, m.AskShards())
+    session.control(0, m.AskServerAddresses())
     return session
 
 

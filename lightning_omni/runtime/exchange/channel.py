@@ -283,7 +283,7 @@ class Channel:
         if answers == RAW or not ask.pulls or len(self._place.members) == 1 or self._place.share is not None:
             return None
         assert self._place.control is not None
-        coded = CodedAnswer(answers, self._divided(ask, layout, self._place.control.shards))
+        coded = CodedAnswer(answers, self._divided(ask, layout, self._place.control.servers))
         return coded if coded.are_sizes_known and coded.nbytes < layout.nbytes else None
 
     def _divided(self, ask: Ask, layout: Layout, servers: int) -> Split:

@@ -24,7 +24,7 @@ Spans = tuple[tuple[int, int], ...]
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An event of one optimizer's shard. An access to a merged head is recorded as a push to it.
+    """An event of one optimizer at the server. An access to a merged head is recorded as a push to it.
 
     Attributes:
         kind: ``"seed"``: the server received weights, for existing groups; ``"form"``: other groups were formed on the

@@ -1,4 +1,4 @@
-"""Events of the shards for the recorder, in order. Without a recorder nothing is computed."""
+"""Events of the parameter store for the recorder, in order. Without a recorder nothing is computed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from lightning_omni.server.epochs.epoch import Epochs
 from lightning_omni.server.log.record import Event, Kind, Recorder, Spans
-from lightning_omni.server.parameter_store import HeldShards
+from lightning_omni.server.parameter_store import ParameterStore
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.formats.base import RAW, to_wire
 
@@ -29,7 +29,7 @@ class Notes:
 
     Args:
         record: function that takes each event; None to record nothing.
-        shards: the shards that the events concern.
+        store: the parameters that the events concern.
         epochs: the epochs, from which newly trained batches are read.
         now: returns the time of the current message.
         servers: number of servers, each of which holds a share of the weights.
@@ -39,10 +39,10 @@ class Notes:
     """
 
     def __init__(
-        self, record: Recorder | None, shards: HeldShards, epochs: Epochs, now: Callable[[], float], servers: int
+        self, record: Recorder | None, store: ParameterStore, epochs: Epochs, now: Callable[[], float], servers: int
     ) -> None:
         self.record = record
-        self._shards = shards
+        self._store = store
         self._epochs = epochs
         self._now = now
         self._servers = servers
@@ -50,7 +50,7 @@ class Notes:
 
     def form(self, groups: tuple[tuple[int, ...], ...], message: m.Form) -> None:
         """Record that groups were formed on the same weights."""
-        for number, _ in self._shards.pushed:
+        for number, _ in self._store.pushed:
             self.note("form", -1, number, groups=groups, **self._agreed(message))
         self._present.clear()
 
@@ -61,7 +61,7 @@ class Notes:
     def note(self, kind: Kind, group: int, optimizer: int, **more: Any) -> None:
         """Record an event; see `lightning_omni.server.log.record.Event`."""
         if self.record is not None:
-            clock = self._shards.all[optimizer].master.clock
+            clock = self._store.all[optimizer].master.clock
             self.record(Event(kind=kind, time=self._now(), group=group, optimizer=optimizer, clock=clock, **more))
 
     def new_spans(self, group: int, message: m.Draw | m.Await | m.Leave | m.FetchMessage | m.HeadBackward) -> Spans:
@@ -73,7 +73,7 @@ class Notes:
     def train(self, group: int, epoch: int, spans: Spans) -> None:
         """Record that a group has begun to train batches that no push has reported."""
         if spans:
-            for number, _ in self._shards.pushed:
+            for number, _ in self._store.pushed:
                 self.note("train", group, number, epoch=epoch, spans=spans)
 
     def push(
@@ -111,5 +111,5 @@ class Notes:
             "method": message.method,
             "wire_format": wire_format,
             "overlap": message.overlap,
-            "servers": max(self._servers, *(shard.layout.servers for _, shard in self._shards.pushed)),
+            "servers": max(self._servers, *(served.layout.servers for _, served in self._store.pushed)),
         }

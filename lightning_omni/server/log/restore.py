@@ -66,7 +66,12 @@ class Persistence:
         synchronization: Synchronization,
         evaluations: Evaluations,
     ) -> None:
-        self._roster, self._epochs, self._servers, self._journal = run.roster, run.epochs, run.servers, run.journal
+        self._roster, self._epochs, self._replication, self._journal = (
+            run.roster,
+            run.epochs,
+            run.replication,
+            run.journal,
+        )
         self._membership, self._services, self._training = membership, services, training
         self._synchronization, self._evaluations = synchronization, evaluations
 
@@ -127,8 +132,8 @@ class Persistence:
                 self._evaluations.redo(entry)
             case LostEntry() | LeftEntry() | JoinedEntry():
                 self._membership.redo(entry)
-                if isinstance(self._servers, Coordinator):
-                    self._servers.send_to_all(sm.Redo(entry=entry))
+                if isinstance(self._replication, Coordinator):
+                    self._replication.send_to_all(sm.Redo(entry=entry))
             case RestructuredEntry():
                 self._training.redo(entry)
             case NumberedEntry():

@@ -42,7 +42,7 @@ class Joining(Service):
         self, run: RunContext, synchronization: Synchronization, random: Callable[[int], bytes], admit: Admit
     ) -> None:
         self._roster, self._epochs, self._journal = run.roster, run.epochs, run.journal
-        self._servers, self._limits = run.servers, run.limits
+        self._replication, self._limits = run.replication, run.limits
         self._synchronization, self._random, self._admit = synchronization, random, admit
         self._waiting: dict[int, tuple[Sender, m.Join]] = {}
         self._stored: tuple[Packed, Tensor] | None = None
@@ -63,7 +63,7 @@ class Joining(Service):
 
     def ask(self, sender: Sender, message: m.Join, payload: Payload) -> list[Out]:
         """Admit a group of ranks that were not announced; it is answered once it has joined."""
-        if not self._roster.joining or self._servers.number:  # the coordinating server has admitted it
+        if not self._roster.joining or self._replication.number:  # the coordinating server has admitted it
             return self._admit(sender, message, payload)
         self._waiting[sender.rank] = sender, message
         return self.resolve_pending()

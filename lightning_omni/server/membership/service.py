@@ -46,7 +46,7 @@ class Membership:
         synchronization: Synchronization,
     ) -> None:
         self._roster, self._epochs, self._journal = run.roster, run.epochs, run.journal
-        self._servers, self._limits, self._now = run.servers, run.limits, run.now
+        self._replication, self._limits, self._now = run.replication, run.limits, run.now
         self._services = services
         self._waited_for = [each for each in services if type(each).resolve_pending is not Service.resolve_pending]
         self._monitoring, self._synchronization = monitoring, synchronization
@@ -109,9 +109,12 @@ class Membership:
             )
         method = m.method_from_wire(message.method)
         wire_format.from_wire(message.wire_format)  # refuses an unknown format before anything has changed
-        if message.by_member and any(len(topology.members(group)) % self._servers.count for group in topology.alive):
+        if message.by_member and any(
+            len(topology.members(group)) % self._replication.count for group in topology.alive
+        ):
             raise ProtocolError(
-                f"the members of the groups {message.groups} exchange a share each, and there are {self._servers.count}"
+                f"the members of the groups {message.groups} exchange a share each, and there are"
+                f" {self._replication.count}"
                 " servers: the size of each group must be a multiple of that"
             )
         formed = self._roster.formed
@@ -133,9 +136,9 @@ class Membership:
         if not message.ranks or message.ranks[0] != sender.rank:
             raise ProtocolError(f"rank {sender.rank} speaks for no group of {message.ranks}: the first of them does")
         formed = self._roster.formed
-        if formed.by_member and len(message.ranks) % self._servers.count:
+        if formed.by_member and len(message.ranks) % self._replication.count:
             raise ProtocolError(
-                f"the members of the groups exchange a share each, with {self._servers.count} servers, and"
+                f"the members of the groups exchange a share each, with {self._replication.count} servers, and"
                 f" {len(message.ranks)} ranks want to be one more: the size of each group must be a multiple of that"
             )
         group = formed.group_of(sender.rank)
@@ -155,9 +158,9 @@ class Membership:
             synchronizations=self._synchronization.completed,
         )
         out = [*self._send_to_everyone(self._monitoring.status(-1.0)), Out(sender.peer, m.CONTROL, joined)]
-        if self._servers.count > 1:  # only now, because the request may have waited
-            self._servers.send_to_all(sm.Relay(rank=sender.rank, message=m.encode(message)))
-            out = self._servers.when_done(out)
+        if self._replication.count > 1:  # only now, because the request may have waited
+            self._replication.send_to_all(sm.Relay(rank=sender.rank, message=m.encode(message)))
+            out = self._replication.when_done(out)
         return out
 
     def _join(self, rank: int, message: m.Join) -> int:
@@ -232,7 +235,7 @@ class Membership:
     def goodbye(self, sender: Sender, message: m.Goodbye, payload: Payload) -> list[Out]:
         """Remove a rank that leaves on its own."""
         out = [Out(sender.peer, m.CONTROL, m.Acknowledged())]
-        self._servers.send_to_all(sm.Relay(rank=sender.rank, message=m.encode(message)))
+        self._replication.send_to_all(sm.Relay(rank=sender.rank, message=m.encode(message)))
         if message.reason:
             out += self.lose(sender.rank, message.reason, barred=True)
             self._roster.finished |= message.finished
@@ -288,7 +291,7 @@ class Membership:
         """
         if rank not in self._roster.live or self.over:  # it is gone already, or is in no group yet
             return []
-        self._servers.send_to_all(sm.Lose(rank=rank, reason=reason))
+        self._replication.send_to_all(sm.Lose(rank=rank, reason=reason))
         group, over = self._roster.lose(rank, reason, barred)
         if over:
             return self.end(f"{reason}; the run cannot go on without it")
@@ -304,7 +307,7 @@ class Membership:
     def end(self, reason: str) -> list[Out]:
         """End the run and notify every rank."""
         self.over, self._roster.can_go_on = reason, False
-        self._servers.send_to_all(sm.RunOver(reason=reason))
+        self._replication.send_to_all(sm.RunOver(reason=reason))
         return self._send_to_everyone(m.Notice(lost=self._roster.lost_ranks, reason=reason, over=True))
 
     def _evict(self, group: int, lost: bool) -> list[Out]:

@@ -22,7 +22,7 @@ from lightning_omni.methods import AsyncSGD, Method
 from lightning_omni.methods.model.head import MergedHead, clip
 from lightning_omni.methods.model.master import Resolve
 from lightning_omni.methods.model.modules import ResolveModule, rebuild_module
-from lightning_omni.server.served_optimizer import Shard
+from lightning_omni.server.served_optimizer import ServedOptimizer
 from lightning_omni.wire.layout import DTYPES
 from lightning_omni.wire.messages import HeadBackward, HeadForward, PushMessage
 
@@ -62,13 +62,13 @@ class Stepped:
     applied: bool
 
 
-class HeadShard(Shard):
+class ServedHead(ServedOptimizer):
     """A merged head, with the user's optimizer over its weights.
 
     Args:
-        description: the optimizer, as for `Shard`; never None, because the head is stepped here.
-        weights: as for `Shard`.
-        clock: as for `Shard`.
+        description: the optimizer, as for `ServedOptimizer`; never None, because the head is stepped here.
+        weights: as for `ServedOptimizer`.
+        clock: as for `ServedOptimizer`.
         head: ``{"name": of the submodule, "module": from describe_module, "seed": of its random numbers}``.
         groups: numbers of the participating groups.
         resolve: returns the class for the optimizer's class path.

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from lightning_omni.errors import OmniError, ProtocolError, Refused
 from lightning_omni.methods import Method
-from lightning_omni.server.merged_head.head import Arrival, HeadShard
+from lightning_omni.server.merged_head.head import Arrival, ServedHead
 from lightning_omni.server.run_context import RunContext
 from lightning_omni.server.service import Out, Payload, Peer, Sender, Service, as_tensor
 from lightning_omni.topology import Topology
@@ -27,7 +27,7 @@ class MergedHeads(Service):
     """
 
     def __init__(self, run: RunContext, clock: Callable[[], float]) -> None:
-        self._roster, self._shards, self._notes = run.roster, run.shards, run.notes
+        self._roster, self._store, self._notes = run.roster, run.store, run.notes
         self._clock = clock
         self._wire = RAW_BOTH
 
@@ -37,7 +37,7 @@ class MergedHeads(Service):
     def evict(self, group: int, lost: bool) -> list[Out]:
         """End a group's access and remove it from the queues."""
         out: list[Out] = []
-        for number, head in self._shards.heads:
+        for number, head in self._store.heads:
             head.forget(group)
             out += self._serve(number)
         return out
@@ -54,7 +54,7 @@ class MergedHeads(Service):
 
     def forward(self, sender: Sender, message: m.HeadForward, payload: Payload) -> list[Out]:
         """Run a group's batch through the head, once it has exclusive access if it requests that."""
-        head = self._shards.head(message.optimizer)
+        head = self._store.head(message.optimizer)
         # The connection owns the memory, and sends nothing else before the answer.
         arrival = Arrival(
             sender.group, sender.peer, message, unpack_in(self._wire.up, message.packed, as_tensor(payload))
@@ -67,7 +67,7 @@ class MergedHeads(Service):
 
     def backward(self, sender: Sender, message: m.HeadBackward, payload: Payload) -> list[Out]:
         """Step the head along the gradients of its output, and end the access."""
-        head, group, number = self._shards.head(message.optimizer), sender.group, message.optimizer
+        head, group, number = self._store.head(message.optimizer), sender.group, message.optimizer
         spans = self._notes.new_spans(group, message)
         try:
             stepped = head.backward(
@@ -100,22 +100,22 @@ class MergedHeads(Service):
 
     def release(self, sender: Sender, message: m.HeadRelease, payload: Payload) -> list[Out]:
         """End an access without gradients."""
-        self._shards.head(message.optimizer).forget(sender.group)
+        self._store.head(message.optimizer).forget(sender.group)
         return [Out(sender.peer, m.DATA, m.HeadReleased()), *self._serve(message.optimizer)]
 
     def _serve(self, number: int) -> list[Out]:
         """Grant access to the next group in the queue; refuse groups whose batch the head cannot process."""
-        head, out = self._shards.head(number), []
+        head, out = self._store.head(number), []
         while (arrival := head.grant_access(self._clock())) is not None:
             out.append(self._output(head, arrival))
         return out
 
     def _check_packed(self, message: m.HeadForward | m.HeadBackward) -> int:
-        self._shards.head(message.optimizer)
+        self._store.head(message.optimizer)
         check(self._wire.up, message.packed, message.nbytes)
         return message.nbytes
 
-    def _output(self, head: HeadShard, arrival: Arrival) -> Out:
+    def _output(self, head: ServedHead, arrival: Arrival) -> Out:
         try:
             packed, buffer = pack_in(self._wire.down, head.forward(arrival))
         except OmniError as error:

@@ -39,6 +39,6 @@ def core_from(settings: ServerSettings) -> ServerCore:
         resolve_module=module_resolver(settings.allow_modules),
         clock=time.monotonic,
         record=RecordFile(settings.record) if settings.record else None,
-        shards=settings.shards,
-        shard=settings.shard,
+        servers=settings.servers,
+        number=settings.number,
     )

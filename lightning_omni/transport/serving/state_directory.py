@@ -125,7 +125,7 @@ class StateDirectory:
         if len(shares) + 1 != servers and any(_numbers(folder, _SAVED) for folder in (self._path, *shares)):
             os.close(self._lock)
             raise ConfigurationError(
-                f"--state {path}: a save of {counted(len(shares) + 1, 'server')} lies there; pass --shards"
+                f"--state {path}: a save of {counted(len(shares) + 1, 'server')} lies there; pass --servers"
                 f" {len(shares) + 1}, or another directory"
             )
         for folder in (self._path, *shares):

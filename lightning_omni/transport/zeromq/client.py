@@ -139,7 +139,7 @@ class ControlConnection(Control):
             self.close()
             raise
         self._wire, self._monitor = self._dialed.wire, self._dialed.monitor
-        self.heartbeat_timeout, self.shards = welcome.heartbeat_timeout, welcome.shards
+        self.heartbeat_timeout, self.servers = welcome.heartbeat_timeout, welcome.servers
         self.patience, self.returns = welcome.patience, welcome.began
         self.data_address = data_address(address, welcome.data_port)
         shares = shared_memory and is_private(address) and segments.is_offered()

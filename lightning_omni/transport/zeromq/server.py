@@ -36,11 +36,11 @@ from lightning_omni.transport.zeromq.guard import ConnectionGuard
 from lightning_omni.transport.zeromq.keys import RunKeys
 from lightning_omni.transport.zeromq.pacing import PacedAnswers
 from lightning_omni.transport.zeromq.rate_limits import RefusalLog
-from lightning_omni.transport.zeromq.server_link import ShardLink, reachable
+from lightning_omni.transport.zeromq.server_link import CoordinatorLink, reachable
 from lightning_omni.transport.zeromq.shared_memory import NOWHERE, Place, Places, SegmentSocket, SharedMemory
 from lightning_omni.transport.zeromq.suspend_aware_clock import AwakeClock
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.messages.servers import ShardProof
+from lightning_omni.wire.messages.servers import FollowerProof
 
 _log = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class Server:
         self._refusal_log = RefusalLog(_log)
         self._sockets: dict[m.Channel, zmq.Socket[bytes]] = {}
         self._segment_socket: SegmentSocket | None = None
-        self._coordinator: ShardLink | None = None
+        self._coordinator: CoordinatorLink | None = None
         try:
             for channel, number, name in ((m.CONTROL, port, CONTROL), (m.DATA, data_port, DATA)):
                 endpoint = tcp_endpoint(host, number) if directory is None else directory.address(name)
@@ -117,7 +117,9 @@ class Server:
         core.about, core.limits.hears_connections = about, True
         core.began = core.began or time.time_ns() // 1_000_000
         core.data_port = urlsplit(self._sockets[m.DATA].getsockopt_string(zmq.LAST_ENDPOINT)).port or 0
-        self.shared = SharedMemory(core.data_connection, lambda: sum(shard.buffer.numel() for shard in core.shards))
+        self.shared = SharedMemory(
+            core.data_connection, lambda: sum(served.buffer.numel() for served in core.optimizers)
+        )
         if directory is not None and shared_memory and segments.is_offered():
             self._segment_socket = SegmentSocket(memory_path(self.address), self.shared)
         self._answer_places: dict[tuple[bytes, int], Place] = {}
@@ -140,7 +142,7 @@ class Server:
             Refused: it rejects this server; the error holds the reason.
         """
         own = self._sockets[m.DATA].getsockopt_string(zmq.LAST_ENDPOINT)
-        self._coordinator = ShardLink(self.core, coordinator, reachable(own, coordinator), self._encryption)
+        self._coordinator = CoordinatorLink(self.core, coordinator, reachable(own, coordinator), self._encryption)
 
     def run(self, until: Callable[[], bool]) -> None:
         """Serve until ``until()`` returns true; it is called several times a second."""
@@ -177,7 +179,7 @@ class Server:
                 _log.exception("the parameter server failed")
                 self._send(self.core.fail(f"{type(error).__name__}: {error}"))
 
-    def _receive_from(self, coordinator: ShardLink) -> None:
+    def _receive_from(self, coordinator: CoordinatorLink) -> None:
         for message in coordinator.receive():
             self._send(self.core.follow(message))
             self.core.handed_over()
@@ -230,7 +232,7 @@ class Server:
             raise MalformedMessage(f"{len(frames)} frames on the control channel")
         message = self.core.decode(m.CONTROL, frames[0].buffer)
         payload = frames[1].bytes if len(frames) == 2 else b""
-        if isinstance(message, (m.Proof, m.ObserverProof, ShardProof)):
+        if isinstance(message, (m.Proof, m.ObserverProof, FollowerProof)):
             return self._decide(m.CONTROL, peer, message, frames[0])
         return self.core.receive(m.CONTROL, peer, message, payload, self._clock())
 

@@ -25,7 +25,7 @@ BURST = 64
 """Commands of the coordinating server that are read before messages of ranks are."""
 
 
-class ShardLink:
+class CoordinatorLink:
     """A control connection to the coordinating server: it receives commands and sends reports.
 
     Args:
@@ -44,9 +44,9 @@ class ShardLink:
         check_address(coordinator, coordinator)
         keys, self._context = RunKeys(core.key, encryption), zmq.Context()
 
-        def shake_hands(attempt: Dialed, deadline: float) -> sm.ShardWelcome:
-            hello = core.shard_hello(address, secrets.token_bytes(handshake.NONCE_BYTES))
-            return handshake.join_as_shard(
+        def shake_hands(attempt: Dialed, deadline: float) -> sm.FollowerWelcome:
+            hello = core.follower_hello(address, secrets.token_bytes(handshake.NONCE_BYTES))
+            return handshake.join_as_follower(
                 lambda message, expect: attempt.ask(message, expect, deadline, lambda: None),
                 core.key,
                 hello,

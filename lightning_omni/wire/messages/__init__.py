@@ -4,7 +4,7 @@ Messages between several servers are in `servers`.
 """
 
 from lightning_omni.wire.messages.admission import (
-    AskShards,
+    AskServerAddresses,
     Attach,
     AttachChallenge,
     Attached,
@@ -15,7 +15,7 @@ from lightning_omni.wire.messages.admission import (
     ObserverProof,
     Observing,
     Proof,
-    Shards,
+    ServerAddresses,
     Welcome,
 )
 from lightning_omni.wire.messages.base import (
@@ -140,7 +140,7 @@ __all__ = [
     "Acknowledged",
     "AskOverview",
     "AskServer",
-    "AskShards",
+    "AskServerAddresses",
     "AskStatus",
     "AskValidations",
     "Attach",
@@ -220,9 +220,9 @@ __all__ = [
     "Secret",
     "Seed",
     "Seeded",
+    "ServerAddresses",
     "ServerDescription",
     "SetGroups",
-    "Shards",
     "Snapshot",
     "Status",
     "StoreRunState",

@@ -42,7 +42,8 @@ class Welcome(Message, frozen=True, kw_only=True):
         mac: proof that the server holds the key, too.
         data_port: port of the data socket, on the same host; 0 if that is a file beside the control socket's.
         heartbeat_timeout: seconds of silence after which a rank counts as dead.
-        shards: number of servers, each of which holds a share of the weights, this one among them; see `AskShards`.
+        servers: number of servers, each of which holds a share of the weights, this one among them; see
+            `AskServerAddresses`.
         patience: seconds for which a rank must look for the server again when it is gone, because its state is saved
             and another one will continue. 0 if none will.
         clock: updates in the weights.
@@ -53,17 +54,17 @@ class Welcome(Message, frozen=True, kw_only=True):
     mac: bytes
     data_port: int
     heartbeat_timeout: float
-    shards: int = 1
+    servers: int = 1
     patience: float = 0.0
     clock: int = 0
     began: int = 0
 
 
-class AskShards(Message, frozen=True, kw_only=True):
+class AskServerAddresses(Message, frozen=True, kw_only=True):
     """A request for the addresses of the servers with a share, answered once all of them have admitted the rank."""
 
 
-class Shards(Message, tag="ShardAddresses", frozen=True, kw_only=True):
+class ServerAddresses(Message, frozen=True, kw_only=True):
     """The data addresses of the other servers that hold a share of the weights, in the order of their numbers."""
 
     addresses: tuple[str, ...]

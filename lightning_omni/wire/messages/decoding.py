@@ -13,7 +13,7 @@ from lightning_omni.wire.messages.admission import (
     AttachProof,
     Challenge,
     Observing,
-    Shards,
+    ServerAddresses,
     Welcome,
 )
 from lightning_omni.wire.messages.base import (
@@ -44,7 +44,7 @@ from lightning_omni.wire.messages.validation import (
 
 ToControl = (
     Challenge | Welcome | RefusedMessage | Status | Formed | Joined | EpochOpened | Drawn | Verdict | Left | Gathered
-    | Notice | Acknowledged | Shards | Observing | Overview | ValidationClaimed | Validations | VersionReleased
+    | Notice | Acknowledged | ServerAddresses | Observing | Overview | ValidationClaimed | Validations | VersionReleased
     | Enlisted | ServerDescription | Echoed
 )  # fmt: skip
 

@@ -9,8 +9,8 @@ import msgspec
 from lightning_omni.methods import REGISTRY
 from lightning_omni.registry import to_wire
 from lightning_omni.wire.codec import Packed
-from lightning_omni.wire.messages.data import EpochPlan
 from lightning_omni.wire.messages.base import Message, Name
+from lightning_omni.wire.messages.data import EpochPlan
 
 
 class Form(Message, frozen=True, kw_only=True):

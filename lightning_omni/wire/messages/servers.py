@@ -1,4 +1,4 @@
-"""Messages between servers that hold a share of the weights each; see `shard_servers`.
+"""Messages between servers that hold a share of the weights each; see `lightning_omni.server.replication`.
 
 Rule 1: one server coordinates, and the others communicate only with it.
 Rule 2: every server executes the coordinating server's commands in the order in which they were sent.
@@ -16,31 +16,31 @@ from lightning_omni.wire.journal import JoinedEntry, LeftEntry, LostEntry
 # --- From a server that holds a share to the coordinating server -----------------------------------------------------
 
 
-class ShardHello(m.Message, frozen=True, kw_only=True):
+class FollowerHello(m.Message, frozen=True, kw_only=True):
     """The first message of a server that holds a share.
 
     Attributes:
         version: as in `Hello`.
-        shard: number of the server, from 1; the coordinating server is number 0.
-        shards: number of servers.
+        number: number of the server, from 1; the coordinating server is number 0.
+        servers: number of servers.
         address: address of its data socket, for ranks.
         nonce: random bytes.
     """
 
     version: int
-    shard: int
-    shards: int
+    number: int
+    servers: int
     address: Annotated[str, msgspec.Meta(max_length=512)]
     nonce: m.Secret
 
 
-class ShardProof(m.Message, frozen=True, kw_only=True):
+class FollowerProof(m.Message, frozen=True, kw_only=True):
     """The answer to a `Challenge`: it proves that the server holds the run's key."""
 
     mac: m.Secret
 
 
-class ShardReady(m.Message, frozen=True, kw_only=True):
+class PartReady(m.Message, frozen=True, kw_only=True):
     """The report that the sender has its part of a request, or has refused it.
 
     Attributes:
@@ -58,13 +58,13 @@ class ShardReady(m.Message, frozen=True, kw_only=True):
     present: tuple[bool, ...] = ()
 
 
-class ShardHeard(m.Message, frozen=True, kw_only=True):
+class CommandsDone(m.Message, frozen=True, kw_only=True):
     """The report that the sender has executed the first ``count`` commands. It is also a sign of life."""
 
     count: int
 
 
-class ShardFailed(m.Message, frozen=True, kw_only=True):
+class FollowerFailed(m.Message, frozen=True, kw_only=True):
     """The report that the sender cannot continue."""
 
     reason: str
@@ -73,7 +73,7 @@ class ShardFailed(m.Message, frozen=True, kw_only=True):
 # --- From the coordinating server to a server that holds a share -----------------------------------------------------
 
 
-class ShardWelcome(m.Message, frozen=True, kw_only=True):
+class FollowerWelcome(m.Message, frozen=True, kw_only=True):
     """The admission of a server. ``mac`` proves that the other side holds the key; later commands are counted."""
 
     mac: bytes
@@ -168,19 +168,19 @@ class RunOver(Told, frozen=True, kw_only=True):
     reason: str = ""
 
 
-ToShard = (
-    ShardWelcome | Admit | Relay | Lose | Idle | Resume | Decide | Expire | RunOver | Save | Redo
+ToFollower = (
+    FollowerWelcome | Admit | Relay | Lose | Idle | Resume | Decide | Expire | RunOver | Save | Redo
     | m.Challenge | m.RefusedMessage | m.Acknowledged
 )  # fmt: skip
 """The messages of the coordinating server to the others."""
-_decoder = msgspec.msgpack.Decoder(ToShard)
+_decoder = msgspec.msgpack.Decoder(ToFollower)
 
 
-def decode(data: bytes | memoryview) -> ToShard:
+def decode(data: bytes | memoryview) -> ToFollower:
     """Decode a message to a server that holds a share.
 
     Raises:
         MalformedMessage: the bytes are no such message.
     """
-    message: ToShard = m.decode_with(_decoder, data, "shard")
+    message: ToFollower = m.decode_with(_decoder, data, "server")
     return message

@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from lightning_omni.wire.messages.data import EpochPlan
 from lightning_omni.wire.messages.base import Message
+from lightning_omni.wire.messages.data import EpochPlan
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
@@ -113,7 +113,7 @@ class ServerDescription(Message, frozen=True, kw_only=True):
         data_port: as in `Welcome`.
         heartbeat_timeout: as in `Welcome`.
         progress_timeout: seconds without progress after which a group counts as dead; may be infinite.
-        shards: as in `Welcome`.
+        servers: as in `Welcome`.
         patience: as in `Welcome`: above 0 if another server would continue.
         joined_heartbeat_timeout: the heartbeat timeout of runs that groups join on their own; 0 if unknown.
     """
@@ -122,7 +122,7 @@ class ServerDescription(Message, frozen=True, kw_only=True):
     data_port: int
     heartbeat_timeout: float
     progress_timeout: float
-    shards: int
+    servers: int
     patience: float
     joined_heartbeat_timeout: float = 0.0
 

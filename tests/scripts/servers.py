@@ -72,7 +72,7 @@ def train(
             refused += not world.core.last_answer.applied
             losses.append(loss.item())
         if world.control is not None:
-            shares, snapshot = world.control.shards, world.channel.store.snapshot() if world.is_recorder else None
+            shares, snapshot = world.control.servers, world.channel.store.snapshot() if world.is_recorder else None
     state = snapshot.parts[0]["state"] if snapshot is not None else {}
     flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     return {
@@ -80,7 +80,7 @@ def train(
         "last": losses[-1],
         "weights": hashlib.sha256(flat.cpu().numpy().tobytes()).hexdigest(),
         "finite": bool(flat.isfinite().all()),
-        "shards": shares,
+        "servers": shares,
         "refused": refused,
         "clock": snapshot.cut.clocks[0] if snapshot is not None else 0,
         "shapes": {place: {name: list(each.shape) for name, each in of.items()} for place, of in state.items()},
