@@ -90,8 +90,8 @@ def simulate(
         members_apart: compute each member's gradient separately and average them as DDP does; for bit-equality with a
             real run of groups of several ranks.
         record: receives every event at the server, as from `lightning_omni.server.ServerCore`.
-        wire: wire format of pushes, by name or as a value: see docs/wire-formats.md. Links take the time of the encoded
-            bytes.
+        wire: wire format of pushes, by name or as a value: see docs/reference/wire-formats.md. Links take the
+            time of the encoded bytes.
         overlap: exchanges travel while groups compute their next gradient, as with ``OmniStrategy(overlap=True)``; for
             methods whose optimizer steps at the server.
         all_reduce: how the members of a group average their gradients, as with ``OmniStrategy(all_reduce=...)``. Their
