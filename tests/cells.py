@@ -21,13 +21,13 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.group.core import Ask
-from lightning_omni.group.lease_client import Lessee
+from lightning_omni.group.core import ServerRequest
+from lightning_omni.group.lease_client import LeaseClient
 from lightning_omni.methods import METHODS, PRESETS, Exchange, Method, Push, Reply, ServerSide, method_named
 from lightning_omni.methods.model.fragments import read, write
 from lightning_omni.runtime.options import WorldOptions
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.formats import BothWays, Wire, wire_of
+from lightning_omni.wire.formats import PerDirection, Wire, wire_of
 from lightning_omni.wire.formats.base import FORMATS, RAW, RESIDUAL
 from lightning_omni.wire.layout import Layout
 from lightning_omni.wire.messages import EpochPlan
@@ -94,7 +94,7 @@ def _settings_of(kind: type[Method]) -> Iterator[dict[str, Any]]:
 def wires() -> tuple[str, ...]:
     """Every format of pushes; and of both ways, as ``"int8 both ways"``."""
     kinds = {name: kind for name, kind in FORMATS.items() if kind.__module__.startswith("lightning_omni.wire.formats.")}
-    lossy = [SETTINGS.get(name, name) for name, kind in kinds.items() if kind not in (type(RAW), BothWays)]
+    lossy = [SETTINGS.get(name, name) for name, kind in kinds.items() if kind not in (type(RAW), PerDirection)]
     return ("fp32", *lossy, *(f"{name} both ways" for name in lossy))
 
 
@@ -203,7 +203,7 @@ class Member(Group):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.data = self.core.data = Lessee(generation=1)
+        self.data = self.core.data = LeaseClient(generation=1)
         self.given_sum = Account(self.layout, self.core.method.fragments)
         self.owed_before: Any = None
         self.trained: list[range] = []
@@ -228,7 +228,7 @@ class Member(Group):
             epoch, trained = self._before
             done = trained if epoch == data.epoch else 0
         if data.drawn == data.trained:
-            data.drew(self.ensemble.control(self.rank, data.draw(data.drawn, done), m.Drawn).batches)
+            data.record_drawn(self.ensemble.control(self.rank, data.draw(data.drawn, done), m.BatchesDrawn).batches)
         if data.drawn == data.trained:
             self.state = "ending"
             return
@@ -251,7 +251,7 @@ class Member(Group):
             self.dies_in = 0
         return self.dies_in == 0
 
-    def say(self, ask: Ask, servers: Sequence[int] | None = None) -> None:
+    def say(self, ask: ServerRequest, servers: Sequence[int] | None = None) -> None:
         if isinstance(ask.need, Exchange):
             self._before, self._pushed = self._pushed, (ask.epoch, ask.trained)
             self.given_sum.add(ask.need.tensors, ask.fragment)
@@ -274,7 +274,7 @@ class Member(Group):
 
     def _lose_answer(self) -> bool:
         asked = self.under_way or self.action
-        if not isinstance(asked, Ask) or self.ensemble.answers(self.rank) is None:
+        if not isinstance(asked, ServerRequest) or self.ensemble.answers(self.rank) is None:
             return False
         self.fate = "lives"
         super().say(asked)  # the same push
@@ -288,14 +288,14 @@ class Member(Group):
                 return False
             self.core.apply_answer(0, self.pulled_of(self.under_way, answers))
             self.under_way = None
-        self.ensemble.queues["control", self.rank].append(self.data.question())
+        self.ensemble.queues["control", self.rank].append(self.data.ask_next())
         self.state = "asking"
         return True
 
     def _hear_verdict(self) -> bool:
         told = self.ensemble.queues["told", self.rank]
         while told:
-            if isinstance(verdict := told.popleft(), m.Verdict):
+            if isinstance(verdict := told.popleft(), m.Next):
                 self.state = "over" if verdict.next.startswith("over") else "training"
                 return True
         return False

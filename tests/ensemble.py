@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_omni.errors import ProtocolError
-from lightning_omni.group.core import Action, Ask, GroupCore, LastAnswer, Outgoing
+from lightning_omni.group.core import Action, GroupCore, LastAnswer, Outgoing, ServerRequest
 from lightning_omni.methods import (
     Answer,
     Exchange,
@@ -121,7 +121,7 @@ class Ensemble:
         for group in self.groups:
             group.join(groups)
         first = self.groups[0]
-        form = m.Form(
+        form = m.FormGroups(
             generation=1,
             groups=tuple(tuple(group.ranks) for group in self.groups),
             method=m.method_to_wire(method),
@@ -129,7 +129,7 @@ class Ensemble:
             overlap=overlap,
             by_member=by_member,
         )
-        self.control(0, form, m.Formed)
+        self.control(0, form, m.GroupsFormed)
         first.seed()
 
     def begin(
@@ -287,7 +287,7 @@ class Group:
         self.core.form(GroupId(str(rank), 1))
         self.gradients = torch.Generator().manual_seed(100 + rank)
         self.action: Action = NextGradient()
-        self.under_way: Ask | None = None
+        self.under_way: ServerRequest | None = None
         self.requests = 0
         self.given: list[Tensor] = []
         self.refused: list[str] = []
@@ -333,9 +333,9 @@ class Group:
                 "servers": self.stands_for,
             }
             packed, buffer = pack({"parts": [part]})
-            said.append(Outgoing(m.Seed(packed=packed, nbytes=buffer.numel()), buffer))
+            said.append(Outgoing(m.UploadWeights(packed=packed, nbytes=buffer.numel()), buffer))
         self.ask(said)
-        assert all(isinstance(answer, m.Seeded) for answer, _ in self.hear())
+        assert all(isinstance(answer, m.WeightsUploaded) for answer, _ in self.hear())
 
     def ask(self, said: Sequence[Outgoing], servers: Sequence[int] | None = None) -> None:
         """Says its part to each server, or to some."""
@@ -374,7 +374,7 @@ class Group:
             self.action = action
             answer: Answer = None
             match action:
-                case Ask():
+                case ServerRequest():
                     self.say(action, servers)
                     if action.waits:
                         return
@@ -391,7 +391,7 @@ class Group:
                     return
             action = self.core.answer(0, answer)
 
-    def say(self, ask: Ask, servers: Sequence[int] | None = None) -> None:
+    def say(self, ask: ServerRequest, servers: Sequence[int] | None = None) -> None:
         """Says it; again, if the answer was lost."""
         self.given = [tensor.clone() for tensor in ask.tensors if tensor is not None]
         if len(self.ensemble.cores) == 1:
@@ -411,11 +411,11 @@ class Group:
             assert len(refusals) == len(answers), "what one server refuses all do"
             self.refused += refusals
             return True
-        assert isinstance(asked, Ask)
+        assert isinstance(asked, ServerRequest)
         self._do(self.core.answer(0, self.pulled_of(asked, answers)))
         return True
 
-    def pulled_of(self, asked: Ask, answers: Sequence[tuple[m.Message, Tensor]]) -> Pulled:
+    def pulled_of(self, asked: ServerRequest, answers: Sequence[tuple[m.Message, Tensor]]) -> Pulled:
         """What the servers' answers are to the method."""
         weights = [answer for answer, _ in answers if isinstance(answer, m.Weights)]
         assert len({(each.clock, each.staleness, each.applied, each.repeated) for each in weights}) == 1

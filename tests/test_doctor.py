@@ -219,7 +219,7 @@ def test_a_data_port_that_cannot_be_reached_is_told_from_the_control_port(capsys
 def test_other_versions_and_a_clock_that_is_wrong_are_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
     with serving() as server:
         other = {**versions(), "torch": "1.0.0"}
-        server.core.about = lambda: m.About(other, time.time() + 100)
+        server.core.about = lambda: m.ProcessInfo(other, time.time() + 100)
         assert main(["doctor", server.address]) == 0
         said = capsys.readouterr().out
     assert re.search(r"!\s*│ versions .*torch .* \(server 1\.0\.0\)", said)

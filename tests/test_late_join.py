@@ -10,7 +10,7 @@ import torch
 from test_transport import KEY, Group, Serving, served
 
 from lightning_omni.errors import Refused
-from lightning_omni.group.lease_client import Lessee
+from lightning_omni.group.lease_client import LeaseClient
 from lightning_omni.methods import METHODS, Method, method_named
 from lightning_omni.topology import GroupId
 from lightning_omni.transport.memory import InMemory
@@ -30,7 +30,7 @@ class Member(Group):
         self.used: list[int] = []
 
     def lease(self, generation: int) -> None:
-        self.core.data = Lessee(generation=generation)
+        self.core.data = LeaseClient(generation=generation)
         self.core.data.restart(PLAN.epoch)
 
     def train(self, seed: int) -> bool:
@@ -38,7 +38,7 @@ class Member(Group):
         data = self.core.data
         assert data is not None
         if data.drawn == data.trained:
-            data.drew(self.control.request(data.draw(data.drawn), m.Drawn).batches)
+            data.record_drawn(self.control.request(data.draw(data.drawn), m.BatchesDrawn).batches)
         if data.drawn == data.trained:
             return False
         data.begin_batch()
@@ -48,11 +48,11 @@ class Member(Group):
 
     def ask_for_more(self) -> None:
         assert self.core.data is not None
-        self.control.ask(self.core.data.question())  # type: ignore[attr-defined]
+        self.control.ask(self.core.data.ask_next())  # type: ignore[attr-defined]
 
     @property
     def verdict(self) -> str:
-        answer = self.control.take(m.Verdict)  # type: ignore[attr-defined]
+        answer = self.control.take(m.Next)  # type: ignore[attr-defined]
         return answer[0].next if answer is not None else ""
 
 

@@ -23,7 +23,7 @@ from torch.optim import SGD
 
 from lightning_omni import OmniStrategy
 from lightning_omni.errors import ConfigurationError, MalformedMessage, Refused
-from lightning_omni.group.core import Ask, GroupCore
+from lightning_omni.group.core import GroupCore, ServerRequest
 from lightning_omni.methods import METHODS, Gradient, Inbox, NextGradient, Pulled, Replica, method_named
 from lightning_omni.methods.contract import Publish, ReadInbox, ReadPeer, SendPeer
 from lightning_omni.runtime.options import WorldOptions
@@ -386,7 +386,7 @@ def test_what_a_group_loses_to_the_centre_the_centre_gains(wire: Any) -> None:
     for step in range(40):
         core, _ = cores[step % 2]
         ask = core.gradient(0, Gradient([torch.zeros(300)], [{"lr": 0.0}]))
-        assert isinstance(ask, Ask)
+        assert isinstance(ask, ServerRequest)
         said = core.send(ask, layout, memory)
         assert isinstance(said.message, m.PushMessage)
         assert said.payload is not None

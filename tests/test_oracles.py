@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_omni.errors import ConfigurationError, MalformedMessage, ProtocolError
-from lightning_omni.group.core import Ask, GroupCore
+from lightning_omni.group.core import GroupCore, ServerRequest
 from lightning_omni.methods import (
     METHODS,
     PRESETS,
@@ -56,7 +56,7 @@ from lightning_omni.methods import (
 )
 from lightning_omni.methods.contract import GroupSide
 from lightning_omni.methods.model.master import describe, hyperparameters_of, resolver
-from lightning_omni.methods.model.replica import Pulled, Replica, is_sound
+from lightning_omni.methods.model.replica import Pulled, Replica, all_finite
 from lightning_omni.server.served_optimizer import ServedOptimizer
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.layout import Layout
@@ -629,7 +629,7 @@ def test_weights_that_are_not_finite_are_not_gossiped_on() -> None:
     cluster.published[1] = [weight * torch.inf for weight in start()]
     cluster.compute(0)
     assert same(cluster.weights(0), start())
-    assert is_sound([torch.ones(1 << 17, dtype=torch.float16)]), "the sum alone is too large"
+    assert all_finite([torch.ones(1 << 17, dtype=torch.float16)]), "the sum alone is too large"
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="newer releases of torch have it")
@@ -1213,16 +1213,16 @@ def test_after_a_fragment_that_was_refused_a_group_begins_again_from_all_of_the_
     replica = Replica([weight], sgd(0.1)([weight]))
     core.attach(replica)
     ask = core.gradient(0, Gradient([torch.full((4,), torch.inf)], ()))
-    assert isinstance(ask, Ask)
+    assert isinstance(ask, ServerRequest)
     assert isinstance(ask.need, Exchange)
     assert ask.need.fragment == 0
     again = core.answer(0, Pulled([torch.zeros(2)], 3, refused=True, fragment=0))
-    assert isinstance(again, Ask)
+    assert isinstance(again, ServerRequest)
     assert isinstance(again.need, Fetch)
     assert isinstance(core.answer(0, Pulled([torch.full((4,), 2.0)], 5)), NextGradient)
     assert weight.tolist() == [2.0] * 4
     ask = core.gradient(0, Gradient([torch.ones(4)], ()))
-    assert isinstance(ask, Ask)
+    assert isinstance(ask, ServerRequest)
     assert isinstance(ask.need, Exchange)
     assert (ask.need.fragment, ask.need.read_at) == (0, 5)
 

@@ -296,7 +296,7 @@ def test_a_connection_that_has_not_proved_itself_is_refused_and_counted_also_wit
     [
         [b"not a message"],
         [b"a", b"b", b"c"],
-        [m.encode(m.Taken())],
+        [m.encode(m.PeerMessageStored())],
         [b"", b"a chunk of nothing"],
     ],
     ids=["noise", "frames", "answer", "chunk"],

@@ -28,7 +28,7 @@ from torch.nn import Parameter
 
 from lightning_omni.cli.serve.command import serve
 from lightning_omni.errors import ConfigurationError, MalformedMessage, ProtocolError, RankLost, Refused
-from lightning_omni.group.core import Ask, Outgoing
+from lightning_omni.group.core import Outgoing, ServerRequest
 from lightning_omni.methods import AsyncSGD, Gradient, Master, Method, Push, Replica, method_named
 from lightning_omni.methods.model.fragments import UNIT, read, write
 from lightning_omni.methods.model.master import hyperparameters_of, resolver
@@ -327,7 +327,7 @@ def test_in_every_stride_a_server_gets_a_fragment_of_its_share_and_in_a_period_a
         if step % (period // of):
             continue
         ask = group.action
-        assert isinstance(ask, Ask)
+        assert isinstance(ask, ServerRequest)
         while (answers := ensemble.answers(0)) is None:
             assert ensemble.step()
         pieces = group.replica.pieces(ask.fragment, of)
@@ -559,7 +559,7 @@ def save(ensemble: Ensemble) -> dict[int, dict[str, Any]]:
         core.on_save = partial(keep, number, core)
     ensemble.cores[0].on_save(1)
     ensemble.cores[0].save_shares(1)
-    ensemble._send(0, ensemble.cores[0].servers.drain())
+    ensemble._send(0, ensemble.cores[0].replication.drain())
     return saved
 
 
@@ -629,7 +629,7 @@ def test_a_save_counts_when_all_servers_have_written_theirs(tmp_path: Path) -> N
 
     states.poll(cores[0])  # what was restored is saved again, by both
     states.wait()
-    (told,) = [out.message for out in linked(cores) if isinstance(out.message, sm.Save)]
+    (told,) = [out.message for out in linked(cores) if isinstance(out.message, sm.SaveState)]
     assert told.number == 4, "no number is given twice"
     states.poll(cores[0])
     assert (tmp_path / "state-00000002").exists(), "until the other has written its share"
@@ -640,7 +640,7 @@ def test_a_save_counts_when_all_servers_have_written_theirs(tmp_path: Path) -> N
     assert [path.name for path in sorted(tmp_path.glob("state-*"))] == [
         f"state-0000000{number}" for number in (2, 5, 6)
     ]
-    *_, told = [out.message for out in cores[0].tick(0.0) if isinstance(out.message, sm.Save)]
+    *_, told = [out.message for out in cores[0].tick(0.0) if isinstance(out.message, sm.SaveState)]
     cores[1].follow(told)
     assert share._writer is not None
     share._writer.join()
@@ -682,14 +682,14 @@ def linked(cores: list[ServerCore]) -> list[Out]:
 
 def test_where_servers_save_their_state_the_loss_of_one_ends_all_and_not_the_run() -> None:
     ensemble = run_of(3, 2)
-    ensemble.cores[0].patience = 60.0
+    ensemble.cores[0].reconnect_timeout = 60.0
     ensemble._send(0, ensemble.cores[0].hang_up(b"s2"))
     ensemble.arrive()
     assert not any(isinstance(message, m.Notice) for message in ensemble.said)
     assert ensemble.cores[0].over == ensemble.cores[1].over == ""
     assert "all servers go on from the last save" in ensemble.cores[0].gone
     alone = ServerCore(KEY, os.urandom, join_timeout=5.0, servers=2)
-    alone.patience = 60.0
+    alone.reconnect_timeout = 60.0
     hello = handshake.hello_of("run", 0, 1, Layout(()), NONCE)
     handshake.join(lambda message, _: alone.receive(m.CONTROL, b"c0", message, b"", 0.0)[0].message, KEY, hello)
     assert alone.receive(m.CONTROL, b"c0", m.AskServerAddresses(), b"", 0.0) == []
@@ -705,7 +705,7 @@ def test_however_often_a_rank_was_refused_no_part_of_a_request_waits_for_ever() 
     (group,) = ensemble.groups
     gradient = Gradient([torch.ones(shape) for shape in SHAPES], hyperparameters_of(group.replica.optimizer))
     action = group.core.gradient(0, gradient)
-    assert isinstance(action, Ask)
+    assert isinstance(action, ServerRequest)
     good = group.core.send_parts(action, group.split, [Memory(), Memory()])
     bad = [Outgoing(msgspec.structs.replace(each.message, layout=99), each.payload) for each in good]
     for number in range(2 * MOST_HELD):
@@ -727,7 +727,7 @@ def test_what_counts_batches_that_were_not_drawn_is_refused_by_all(pushes: bool)
     ensemble.control(0, m.OpenEpoch(plan=plan), m.EpochOpened)
     gradient = Gradient([torch.ones(shape) for shape in SHAPES], hyperparameters_of(group.replica.optimizer))
     action = group.core.gradient(0, gradient) if pushes else group.core.fetch(0)
-    assert isinstance(action, Ask)
+    assert isinstance(action, ServerRequest)
     said = group.core.send_parts(action, group.split, [Memory(), Memory()])
     group.ask([Outgoing(msgspec.structs.replace(each.message, epoch=0, trained=7), each.payload) for each in said])
     answers = [answer for answer, _ in group.hear()]
@@ -777,7 +777,7 @@ def test_of_a_push_of_a_group_that_dies_all_servers_apply_everything_or_nothing(
     ensemble.arrive()
     assert {core.clock for core in ensemble.cores} == {3}
     assert same(ensemble.groups[0].replica.weights(), ensemble.groups[2].replica.weights())
-    assert all(not core.servers._held for core in ensemble.cores)  # type: ignore[attr-defined]
+    assert all(not core.replication._held for core in ensemble.cores)  # type: ignore[attr-defined]
     assert len({len(core.roster.groups) for core in ensemble.cores}) == 1
 
 
@@ -820,7 +820,7 @@ def test_a_push_of_which_one_part_is_malformed_is_refused_by_all_and_the_next_on
         assert ensemble.step()
     assert "bytes" in group.refused[0]
     assert same(held(ensemble), before)
-    assert isinstance(group.action, Ask)
+    assert isinstance(group.action, ServerRequest)
     group.say(group.action)  # once more, whole
     while not group.go_on():
         assert ensemble.step()
@@ -857,7 +857,7 @@ def test_a_request_without_a_number_and_too_many_of_them_are_refused() -> None:
         ensemble.tell(0, 0, m.FetchMessage(optimizer=0, request=number))
     ensemble.arrive()
     assert sum("wait for the rest" in answer.reason for answer, _ in ensemble.queues["answer", 0, 0]) >= 1
-    assert len(ensemble.cores[0].servers._held) <= 16  # type: ignore[attr-defined]
+    assert len(ensemble.cores[0].replication._held) <= 16  # type: ignore[attr-defined]
 
 
 # --- Replication come and go
@@ -892,7 +892,7 @@ def test_a_silent_server_and_one_that_never_comes_end_the_run() -> None:
 def test_a_server_whose_process_has_ended_before_it_came_is_not_awaited() -> None:
     for patience in (0.0, 60.0):
         alone = ServerCore(KEY, os.urandom, servers=3)
-        alone.patience = patience
+        alone.reconnect_timeout = patience
         hello = handshake.hello_of("run", 0, 1, Layout(()), NONCE)
         handshake.join(partial(first_answer, alone), KEY, hello)
         assert alone.receive(m.CONTROL, b"c0", m.AskServerAddresses(), b"", 0.0) == []
@@ -958,7 +958,7 @@ def test_a_server_that_holds_a_share_lets_no_stranger_in_and_takes_no_other_mess
     (out,) = follower.receive(m.DATA, b"x", m.FetchMessage(optimizer=0), b"", 0.0)
     assert isinstance(out.message, m.RefusedMessage)
     with pytest.raises(ProtocolError, match="holds share 1 of 2"):
-        follower.check_payload(b"d0", m.Bring(nbytes=3))
+        follower.check_payload(b"d0", m.Upload(nbytes=3))
     (answer,) = follower.receive(m.DATA, b"d7", m.Attach(rank=7, nonce=NONCE), b"", 0.0)
     assert isinstance(answer.message, m.AttachChallenge)
     (refusal,) = follower.receive(m.DATA, b"d7", m.AttachProof(mac=bytes(32)), b"", 0.0)

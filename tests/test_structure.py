@@ -502,6 +502,8 @@ def test_total_momentum_is_sensed_on_through_growth() -> None:
             grown.add(1)
         for run in (grown, whole):
             run.compute(step % 2)
-    sensed = [run.served.sensing.averages for run in (grown, whole) if run.served.sensing is not None]
+    sensed = [
+        run.served.momentum_estimator.averages for run in (grown, whole) if run.served.momentum_estimator is not None
+    ]
     assert all(each is not None for each in sensed)
     assert 0.0 < float((sensed[0][0] / sensed[0][1]).median()) < 1.0  # type: ignore[index]

@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from torch.utils.data import TensorDataset
 
 from lightning_omni.errors import ConfigurationError, MalformedMessage
-from lightning_omni.group.core import Ask, GroupCore
+from lightning_omni.group.core import GroupCore, ServerRequest
 from lightning_omni.methods import AsyncSGD, Gradient, NextGradient, Pulled, Replica
 from lightning_omni.methods.model.master import hyperparameters_of
 from lightning_omni.server.log.record import Event
@@ -73,7 +73,7 @@ def test_what_is_decoded_and_what_is_owed_add_up_to_what_was_given(pushes: list[
             there[-1].fill_(torch.nan)
         before = core.sender_state(0)
         ask = core.gradient(0, Gradient(tensors, hyperparameters_of(sgd(0.1)(own))))
-        assert isinstance(ask, Ask)
+        assert isinstance(ask, ServerRequest)
         said = core.send(ask, LAYOUT, memory)
         assert isinstance(said.message, m.PushMessage)
         assert said.payload is not None
@@ -125,7 +125,7 @@ def sparse_link() -> Link:
     """Two groups whose pushes travel as `TopK`."""
     link = trained_link((0, 1), (2,))
     formed = link.form((0, 1), (2,), generation=2, wire_format=wire_format.to_wire(TOPK))
-    assert formed == m.Formed(generation=2, incarnation=2)
+    assert formed == m.GroupsFormed(generation=2, incarnation=2)
     link.inbox.clear()
     return link
 
@@ -144,7 +144,7 @@ def test_a_server_takes_pushes_in_the_format_that_the_groups_were_formed_with() 
     assert (answer.applied, answer.clock) == (True, 1)
     moved = torch.cat([(a - b).flatten() for a, b in zip(before, link.weights(), strict=True)])
     assert int(moved.count_nonzero()) == int(0.25 * 9)
-    assert link.form((0, 1), (2,), generation=3) == m.Formed(generation=3, incarnation=3)
+    assert link.form((0, 1), (2,), generation=3) == m.GroupsFormed(generation=3, incarnation=3)
     assert link.data(2, *push_of(gradient(1), read_at=1))[0].applied
 
 

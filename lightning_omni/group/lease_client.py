@@ -13,14 +13,14 @@ from lightning_omni.wire import messages as m
 from lightning_omni.wire.messages import Batch
 
 
-class Lessee:
+class LeaseClient:
     """One member's view of an epoch's batches: those of its group, and its own part of each.
 
     Args:
         member: index in the group.
         members: size of the group.
         generation: the server's number of this forming of groups.
-        shares: each member's samples of a whole batch, if they differ; see `share_out`.
+        shares: each member's samples of a whole batch, if they differ; see `set_batch_shares`.
 
     Attributes:
         epoch: number of the epoch.
@@ -31,11 +31,11 @@ class Lessee:
             `lightning_omni.group.member_samples.positions`.
 
     Example:
-        >>> lessee = Lessee(member=1, members=2, generation=1)
+        >>> lessee = LeaseClient(member=1, members=2, generation=1)
         >>> lessee.restart(epoch=0)
         >>> lessee.draw(0).number
         0
-        >>> lessee.drew([Batch(0, 8, interval=0)])
+        >>> lessee.record_drawn([Batch(0, 8, interval=0)])
         >>> lessee.begin_batch()
         >>> lessee.indices(0), lessee.place
         (range(1, 8, 2), (0, 1))
@@ -64,7 +64,7 @@ class Lessee:
 
     # --- Messages -----------------------------------------------------------------------------------------------------
 
-    def draw(self, number: int, trained: int | None = None) -> m.Draw:
+    def draw(self, number: int, trained: int | None = None) -> m.DrawBatches:
         """Return the request for the group's batches from a number on.
 
         Args:
@@ -72,18 +72,18 @@ class Lessee:
             trained: completely trained batches; by default all that were begun.
         """
         done = self.trained if trained is None else trained
-        return m.Draw(epoch=self.epoch, generation=self._formed, number=number, trained=done)
+        return m.DrawBatches(epoch=self.epoch, generation=self._formed, number=number, trained=done)
 
-    def drew(self, batches: Sequence[Batch]) -> None:
+    def record_drawn(self, batches: Sequence[Batch]) -> None:
         """Add the answer to `draw`, which is empty if the pool is empty now."""
         self._batches += batches
 
-    def question(self) -> m.Await:
-        """Return the question for the next step, once all batches that could be drawn are trained."""
-        return m.Await(epoch=self.epoch, generation=self._formed, trained=self.trained, interval=self.interval)
+    def ask_next(self) -> m.AskNext:
+        """Return the ask_next for the next step, once all batches that could be drawn are trained."""
+        return m.AskNext(epoch=self.epoch, generation=self._formed, trained=self.trained, interval=self.interval)
 
-    def follow(self, verdict: str, coming: Batch | None = None) -> None:
-        """Apply the answer to `question`, and the next batch, if any.
+    def apply_next(self, verdict: str, coming: Batch | None = None) -> None:
+        """Apply the answer to `ask_next`, and the next batch, if any.
 
         After ``"validate"`` the group is in the next interval; after ``"more"`` it is in that of its next batch.
         """
@@ -92,9 +92,9 @@ class Lessee:
         elif verdict == "more" and coming is not None:
             self.interval = max(self.interval, coming.interval)
 
-    def leaving(self, stop: str) -> m.Leave:
-        """Return the message that the group leaves the epoch early; see `lightning_omni.wire.messages.Leave`."""
-        return m.Leave(epoch=self.epoch, generation=self._formed, trained=self.trained, stop=stop)
+    def leave_epoch(self, stop: str) -> m.LeaveEpoch:
+        """Return the message that the group leaves the epoch early; see `lightning_omni.wire.messages.LeaveEpoch`."""
+        return m.LeaveEpoch(epoch=self.epoch, generation=self._formed, trained=self.trained, stop=stop)
 
     # --- Batches ------------------------------------------------------------------------------------------------------
 
@@ -139,7 +139,7 @@ class Lessee:
         """Return each member's samples of a whole batch, by the latest decision; empty if all get the same."""
         return self._shares[-1][1]
 
-    def share_out(self, shares: Sequence[int], from_number: int) -> None:
+    def set_batch_shares(self, shares: Sequence[int], from_number: int) -> None:
         """Give members unequal parts of each batch, from a batch number on. All members must call this alike.
 
         Args:

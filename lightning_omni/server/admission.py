@@ -88,17 +88,17 @@ class Admission:
     def admit(self, sender: Sender, message: m.Proof, payload: Payload) -> list[Out]:
         """Admit a rank that proves that it holds the key."""
         hello, challenge = self._roster.admit(sender.peer, message, self._now())
-        patience, clock, began = self._standing()
+        reconnect_timeout, clock, started_at_ms = self._standing()
         welcome = m.Welcome(
             mac=server_mac(self._key, hello, challenge),
             data_port=self._data_port(),
             heartbeat_timeout=self._limits.heartbeat,
             servers=self._replication.count,
-            patience=patience,
+            reconnect_timeout=reconnect_timeout,
             clock=clock,
-            began=began,
+            started_at_ms=started_at_ms,
         )
-        self._replication.send_to_all(sm.Admit(hello=hello, challenge=challenge, joins=self._roster.joining))
+        self._replication.send_to_all(sm.AdmitRank(hello=hello, challenge=challenge, joins=self._roster.joining))
         return [Out(sender.peer, m.CONTROL, welcome)]
 
     def challenge(self, sender: Sender, message: m.Attach, payload: Payload) -> list[Out]:

@@ -31,7 +31,7 @@ class ParameterStore:
             (number, optimizer) for number, optimizer in enumerate(optimizers) if isinstance(optimizer, ServedHead)
         ]
 
-    def answer_as(self, formed: m.Form) -> None:
+    def answer_as(self, formed: m.FormGroups) -> None:
         """Set the encoding of answers to pushes, as agreed when groups were formed."""
         answers = wire_format.from_wire(formed.wire_format).answers
         for _, optimizer in self.pushed:

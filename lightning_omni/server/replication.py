@@ -36,13 +36,13 @@ COORDINATOR: Peer = b"\0coordinator"
 MOST_HELD = 16
 """The most requests of one rank that may wait for further parts."""
 
-Request = m.PushMessage | m.FetchMessage | m.AverageMessage | m.Seed | m.TakeSnapshot
+Request = m.PushMessage | m.FetchMessage | m.AverageMessage | m.UploadWeights | m.TakeSnapshot
 """A request to all servers, each of which gets a part."""
 Handle = Callable[[Sender], list[Out]]
 """A function that handles this server's part of a request, as its row in the table specifies."""
 
 
-class Held(NamedTuple):
+class HeldPart(NamedTuple):
     """A part of a request that waits for the other parts.
 
     Attributes:
@@ -77,7 +77,7 @@ class Replication(Service, ABC):
             live: returns the participating ranks.
         """
 
-    def send_to_all(self, message: sm.Told) -> None:
+    def send_to_all(self, message: sm.ServerCommand) -> None:
         """Send a command to the other servers, which execute it after all earlier ones."""
 
     def when_done(self, out: list[Out]) -> list[Out]:
@@ -101,7 +101,7 @@ class Replication(Service, ABC):
         """Handle the end of a connection, perhaps of another server's."""
         return []
 
-    def check_belongs(self, message: type[m.Message], in_parts: bool) -> None:
+    def check_addressee(self, message: type[m.Message], in_parts: bool) -> None:
         """Raise `ProtocolError` if messages of this type are not for this server."""
 
     def check_number(self, rank: int, request: int) -> None:
@@ -123,7 +123,7 @@ class Replication(Service, ABC):
 
     # --- Messages ----------------------------------------------------------------------------------------------------
 
-    def ask(self, sender: Sender, message: m.AskServerAddresses, payload: Payload) -> list[Out]:
+    def ask_addresses(self, sender: Sender, message: m.AskServerAddresses, payload: Payload) -> list[Out]:
         """Answer a rank with the addresses of the other servers."""
         return self.send_addresses(sender.peer)
 
@@ -150,7 +150,7 @@ class _PartitionedReplication(Replication):
     def __init__(self, number: int, count: int) -> None:
         self.number, self.count = number, count
         self._out: list[Out] = []
-        self._held: dict[Key, Held] = {}
+        self._held: dict[Key, HeldPart] = {}
         self._refused: dict[Key, m.RefusedMessage] = {}  # parts to refuse when they arrive
 
     def begin(self, end: Callable[[str], list[Out]], live: Callable[[], Container[int]]) -> None:
@@ -178,15 +178,15 @@ class _PartitionedReplication(Replication):
         key = sender.rank, message.request
         if (refusal := self._refused.pop(key, None)) is not None:
             return [Out(sender.peer, m.DATA, refusal)]
-        self._held[key] = Held(sender, handle)
+        self._held[key] = HeldPart(sender, handle)
         present = message.present if isinstance(message, m.PushMessage) else ()
-        return self._has(key, finite, () if all(present) else present)
+        return self._part_arrived(key, finite, () if all(present) else present)
 
     @abstractmethod
-    def _has(self, key: Key, finite: bool, present: tuple[bool, ...]) -> list[Out]:
+    def _part_arrived(self, key: Key, finite: bool, present: tuple[bool, ...]) -> list[Out]:
         """Handle the arrival of this server's part; see `lightning_omni.wire.messages.servers.PartReady`."""
 
-    def _decided(
+    def _apply_decision(
         self,
         key: Key,
         finite: bool,
@@ -235,7 +235,7 @@ class _Parts:
     finite: bool = True
 
 
-class Newcomers:
+class _Candidates:
     """The servers that have sent a hello, and must still prove that they hold the key.
 
     Args:
@@ -284,7 +284,7 @@ class Coordinator(_PartitionedReplication):
         heartbeat_timeout: seconds of silence after which a server counts as gone.
         join_timeout: seconds for the other servers to join once a rank has requested their addresses.
         now: returns the time of the current message.
-        goes_on: returns whether new servers continue when one of these is gone.
+        continues: returns whether new servers continue when one of these is gone.
     """
 
     def __init__(
@@ -295,16 +295,16 @@ class Coordinator(_PartitionedReplication):
         heartbeat_timeout: float,
         join_timeout: float,
         now: Callable[[], float],
-        goes_on: Callable[[], bool] = lambda: False,
+        continues: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__(0, count)
-        self._key, self._now, self._goes_on = key, now, goes_on
+        self._key, self._now, self._continues = key, now, continues
         self._heartbeat_timeout, self._join_timeout = heartbeat_timeout, join_timeout
-        self._newcomers = Newcomers(key, random, most=4 * count)
+        self._candidates = _Candidates(key, random, most=4 * count)
         self._links: dict[int, _FollowerLink] = {}
         self._gone: dict[int, str] = {}
         self._ended: dict[int, str] = {}
-        self._history: list[sm.Told] = []  # commands for servers that have not joined yet
+        self._history: list[sm.ServerCommand] = []  # commands for servers that have not joined yet
         self._sent = 0
         self._waiting: list[tuple[int, Callable[[], list[Out]]]] = []
         self._asked_at: float | None = None
@@ -316,7 +316,7 @@ class Coordinator(_PartitionedReplication):
         self._waiting.clear()
         self._asked_at = None
         if self._sent:
-            self.send_to_all(sm.RunOver())
+            self.send_to_all(sm.EndRun())
 
     @property
     def gone(self) -> str:
@@ -334,7 +334,7 @@ class Coordinator(_PartitionedReplication):
 
     # --- Commands ----------------------------------------------------------------------------------------------------
 
-    def send_to_all(self, message: sm.Told) -> None:
+    def send_to_all(self, message: sm.ServerCommand) -> None:
         self._sent += 1
         message = msgspec.structs.replace(message, now=self._now())
         if not self._is_complete:
@@ -352,7 +352,7 @@ class Coordinator(_PartitionedReplication):
 
     def _answers_due(self) -> list[Out]:
         done = min((link.done for link in self._links.values()), default=0) if self._is_complete else -1
-        if self._gone and not self._goes_on():  # the run is over, so no rank must wait
+        if self._gone and not self._continues():  # the run is over, so no rank must wait
             done = self._sent
         due = [answer for sent, answer in self._waiting if sent <= done]
         self._waiting = [each for each in self._waiting if each[0] > done]
@@ -366,11 +366,11 @@ class Coordinator(_PartitionedReplication):
 
     def hello(self, sender: Sender, message: sm.FollowerHello, payload: Payload) -> list[Out]:
         """Challenge a server that has sent its hello."""
-        return self._newcomers.challenge(sender.peer, message)
+        return self._candidates.challenge(sender.peer, message)
 
     def admit(self, sender: Sender, message: sm.FollowerProof, payload: Payload) -> list[Out]:
         """Admit a server that proves that it holds the key."""
-        hello, challenge = self._newcomers.proved(sender.peer, message)
+        hello, challenge = self._candidates.proved(sender.peer, message)
         if hello.servers != self.count or not 0 < hello.number < self.count:
             raise Refused(
                 "server",
@@ -402,11 +402,11 @@ class Coordinator(_PartitionedReplication):
                 return self._lose(number, f"gave no sign of life for {self._heartbeat_timeout:.0f} s")
         missing = sorted(set(range(1, self.count)) - self._links.keys() - self._gone.keys())
         if ended := [number for number in missing if number in self._ended]:
-            return self._never_comes(ended[0], self._ended[ended[0]])
+            return self._fail_to_join(ended[0], self._ended[ended[0]])
         if missing and self._asked_at is not None and now - self._asked_at > self._join_timeout:
             self._asked_at = None
-            reason = f"{self._awaited(missing[0])}, did not come within {self._join_timeout:.0f} s"
-            if self._goes_on():
+            reason = f"{self._description_of(missing[0])}, did not come within {self._join_timeout:.0f} s"
+            if self._continues():
                 self._gone[missing[0]] = reason
                 return []
             return self._end(f"{reason}; the run cannot go on without it")
@@ -422,20 +422,20 @@ class Coordinator(_PartitionedReplication):
         """Record how a server's process has ended; if the server has not joined, it is not awaited any more."""
         self._ended[number] = how
 
-    def _awaited(self, number: int) -> str:
+    def _description_of(self, number: int) -> str:
         return f"parameter server {number} of {self.count}, which is to hold a share of the weights"
 
-    def _never_comes(self, number: int, how: str) -> list[Out]:
-        reason = f"{self._awaited(number)}, never came: {how}"
+    def _fail_to_join(self, number: int, how: str) -> list[Out]:
+        reason = f"{self._description_of(number)}, never came: {how}"
         self._gone[number] = reason
-        if self._goes_on():
+        if self._continues():
             return []
         return self._end(f"{reason}; the run cannot go on without it") + self._answers_due()
 
     def _lose(self, number: int, what: str) -> list[Out]:
         link = self._links.pop(number)
         reason = f"parameter server {number} of {self.count} at {link.address} {what}, and its share of the weights"
-        if self._goes_on():
+        if self._continues():
             self._gone[number] = f"{reason}; all servers go on from the last save"
             return []
         self._gone[number] = f"{reason} is lost"
@@ -445,7 +445,7 @@ class Coordinator(_PartitionedReplication):
         """Handle a server's report that it cannot continue."""
         return self._lose(self._number_of(sender), f"failed: {message.reason}")
 
-    def heard(self, sender: Sender, message: sm.CommandsDone, payload: Payload) -> list[Out]:
+    def commands_done(self, sender: Sender, message: sm.CommandsDone, payload: Payload) -> list[Out]:
         """Record a server's sign of life, with the number of commands that it has executed."""
         link = self._links[self._number_of(sender)]
         link.last_seen = self._now()
@@ -478,7 +478,7 @@ class Coordinator(_PartitionedReplication):
         self._parts = {key: parts for key, parts in self._parts.items() if key[0] in live}
         return super().evict(group, lost)
 
-    def _has(self, key: Key, finite: bool, present: tuple[bool, ...]) -> list[Out]:
+    def _part_arrived(self, key: Key, finite: bool, present: tuple[bool, ...]) -> list[Out]:
         return self._take(key, 0, finite, present)
 
     def _take(self, key: Key, number: int, finite: bool, present: tuple[bool, ...]) -> list[Out]:
@@ -488,13 +488,15 @@ class Coordinator(_PartitionedReplication):
         if len(parts.here) < self.count:
             return []
         del self._parts[key]
-        self.send_to_all(sm.Decide(rank=key[0], request=key[1], finite=parts.finite))
-        return self._decided(key, parts.finite, None, tuple(parts.here[number] for number in range(1, self.count)))
+        self.send_to_all(sm.DecideRequest(rank=key[0], request=key[1], finite=parts.finite))
+        return self._apply_decision(
+            key, parts.finite, None, tuple(parts.here[number] for number in range(1, self.count))
+        )
 
     def _refuse(self, key: Key, refusal: m.RefusedMessage) -> list[Out]:
         self._parts.pop(key, None)
-        self.send_to_all(sm.Decide(rank=key[0], request=key[1], refusal=refusal))
-        return self._decided(key, False, refusal)
+        self.send_to_all(sm.DecideRequest(rank=key[0], request=key[1], refusal=refusal))
+        return self._apply_decision(key, False, refusal)
 
 
 class Follower(_PartitionedReplication):
@@ -508,7 +510,7 @@ class Follower(_PartitionedReplication):
     IN_PARTS: ClassVar[tuple[type[m.Message], ...]] = (
         m.Attach,
         m.AttachProof,
-        m.Long,
+        m.LargeMessage,
         m.GroupState,
         m.StoreRunState,
         m.ReadRunState,
@@ -516,9 +518,9 @@ class Follower(_PartitionedReplication):
 
     def __init__(self, number: int, count: int) -> None:
         super().__init__(number, count)
-        self._count_heard = 0
+        self._commands_done = 0
 
-    def check_belongs(self, message: type[m.Message], in_parts: bool) -> None:
+    def check_addressee(self, message: type[m.Message], in_parts: bool) -> None:
         if not in_parts and message not in self.IN_PARTS:
             raise ProtocolError(
                 f"this server holds share {self.number} of {self.count}, and takes no {message.__name__}; speak to the"
@@ -527,18 +529,18 @@ class Follower(_PartitionedReplication):
 
     def done(self) -> None:
         """Count the last command as executed."""
-        self._count_heard += 1
+        self._commands_done += 1
 
     def report(self) -> None:
         """Report the number of executed commands."""
-        self._send(sm.CommandsDone(count=self._count_heard))
+        self._send(sm.CommandsDone(count=self._commands_done))
 
     def tick(self, now: float) -> list[Out]:
         self.report()
         return []
 
-    def decide(self, message: sm.Decide) -> list[Out]:
-        return self._decided((message.rank, message.request), message.finite, message.refusal)
+    def decide(self, message: sm.DecideRequest) -> list[Out]:
+        return self._apply_decision((message.rank, message.request), message.finite, message.refusal)
 
     def refuse(self, rank: int, request: int, refusal: m.RefusedMessage) -> None:
         self._send(sm.PartReady(rank=rank, request=request, refusal=refusal))
@@ -547,7 +549,7 @@ class Follower(_PartitionedReplication):
         """Report that this server cannot continue."""
         self._send(sm.FollowerFailed(reason=reason))
 
-    def _has(self, key: Key, finite: bool, present: tuple[bool, ...]) -> list[Out]:
+    def _part_arrived(self, key: Key, finite: bool, present: tuple[bool, ...]) -> list[Out]:
         self._send(sm.PartReady(rank=key[0], request=key[1], finite=finite, present=present))
         return []
 

@@ -20,19 +20,19 @@ import msgspec
 
 from lightning_omni.errors import MalformedMessage, OmniError, ProtocolError, Refused
 from lightning_omni.server.admission import Admission
-from lightning_omni.server.collectives.service import Synchronization
-from lightning_omni.server.epochs.service import DataLeasing
+from lightning_omni.server.collectives.service import CollectiveService
+from lightning_omni.server.epochs.service import LeaseService
 from lightning_omni.server.membership.joining import Joining
 from lightning_omni.server.membership.roster import Roster
 from lightning_omni.server.membership.service import Membership
-from lightning_omni.server.merged_head.service import MergedHeads
+from lightning_omni.server.merged_head.service import MergedHeadService
 from lightning_omni.server.observers import RunObservation
 from lightning_omni.server.replication import Coordinator, NoReplication, Replication, refusal_of
 from lightning_omni.server.service import Out, Payload, Peer, Sender
 from lightning_omni.server.snapshots import Snapshots
-from lightning_omni.server.status import Monitoring
+from lightning_omni.server.status import StatusService
 from lightning_omni.server.training import Training
-from lightning_omni.server.validation.service import Evaluations
+from lightning_omni.server.validation.service import ValidationService
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.messages import CONTROL, DATA
 from lightning_omni.wire.messages import servers as sm
@@ -108,22 +108,22 @@ TABLE = (
     Row(m.Attach, DATA, Role.STRANGER, Admission, Admission.challenge),
     Row(m.AttachProof, DATA, Role.STRANGER, Admission, Admission.attach),
     # membership
-    Row(m.Form, CONTROL, Role.RECORDER, Membership, Membership.form, does="forms groups", on_all_servers=True),
+    Row(m.FormGroups, CONTROL, Role.RECORDER, Membership, Membership.form, does="forms groups", on_all_servers=True),
     Row(m.Join, CONTROL, Role.RANK, Joining, Joining.ask),
-    Row(m.Lost, CONTROL, Role.RANK, Membership, Membership.report_lost),
+    Row(m.RankLost, CONTROL, Role.RANK, Membership, Membership.report_lost),
     Row(m.Goodbye, CONTROL, Role.RANK, Membership, Membership.goodbye, resolves=True, when_lost=True, when_over=True),
     # joining
-    Row(m.Enlist, CONTROL, Role.OBSERVER, Joining, Joining.enlist),
+    Row(m.RegisterGroup, CONTROL, Role.OBSERVER, Joining, Joining.register),
     Row(
         m.StoreRunState, DATA, Role.RECORDER, Joining, Joining.store, Joining.check_state,
         keeps=True, resolves=True, does="says what groups that join are given",
     ),
     Row(m.ReadRunState, DATA, Role.RANK, Joining, Joining.read),
     # monitoring
-    Row(m.Heartbeat, CONTROL, Role.RANK, Monitoring, Monitoring.heartbeat),
-    Row(m.AskStatus, CONTROL, Role.RANK, Monitoring, Monitoring.ask, when_over=True),
+    Row(m.Heartbeat, CONTROL, Role.RANK, StatusService, StatusService.heartbeat),
+    Row(m.AskStatus, CONTROL, Role.RANK, StatusService, StatusService.ask, when_over=True),
     # several servers
-    Row(m.AskServerAddresses, CONTROL, Role.RANK, Replication, Replication.ask),
+    Row(m.AskServerAddresses, CONTROL, Role.RANK, Replication, Replication.ask_addresses),
     # observation
     Row(m.Observe, CONTROL, Role.STRANGER, RunObservation, RunObservation.hello),
     Row(m.ObserverProof, CONTROL, Role.STRANGER, RunObservation, RunObservation.admit),
@@ -134,23 +134,27 @@ TABLE = (
     Row(m.SetGroups, CONTROL, Role.OBSERVER, Membership, Membership.set_groups),
     Row(m.SaveNow, CONTROL, Role.OBSERVER, Membership, Membership.save),
     # data
-    Row(m.OpenEpoch, CONTROL, Role.MEMBER, DataLeasing, DataLeasing.open),
-    Row(m.Draw, CONTROL, Role.MEMBER, DataLeasing, DataLeasing.draw),
-    Row(m.Await, CONTROL, Role.MEMBER, DataLeasing, DataLeasing.wait, resolves=True),
-    Row(m.Leave, CONTROL, Role.MEMBER, DataLeasing, DataLeasing.leave, resolves=True),
+    Row(m.OpenEpoch, CONTROL, Role.MEMBER, LeaseService, LeaseService.open),
+    Row(m.DrawBatches, CONTROL, Role.MEMBER, LeaseService, LeaseService.draw),
+    Row(m.AskNext, CONTROL, Role.MEMBER, LeaseService, LeaseService.wait, resolves=True),
+    Row(m.LeaveEpoch, CONTROL, Role.MEMBER, LeaseService, LeaseService.leave, resolves=True),
     # validations
-    Row(m.ClaimValidation, CONTROL, Role.MEMBER, Evaluations, Evaluations.claim),
-    Row(m.AskValidations, CONTROL, Role.RANK, Evaluations, Evaluations.ask),
+    Row(m.ClaimValidation, CONTROL, Role.MEMBER, ValidationService, ValidationService.claim),
+    Row(m.AskValidations, CONTROL, Role.RANK, ValidationService, ValidationService.ask),
     Row(
-        m.PublishEvaluation, DATA, Role.LEADER, Evaluations, Evaluations.publish, Evaluations.check_result, keeps=True
+        m.PublishEvaluation, DATA, Role.LEADER, ValidationService, ValidationService.publish,
+        ValidationService.check_result, keeps=True,
     ),
-    Row(m.ReadEvaluation, DATA, Role.RANK, Evaluations, Evaluations.read),
+    Row(m.ReadEvaluation, DATA, Role.RANK, ValidationService, ValidationService.read),
     # synchronization
-    Row(m.Contribute, CONTROL, Role.RANK, Synchronization, Synchronization.contribute, resolves=True),
-    Row(m.ReadBrought, CONTROL, Role.RANK, Synchronization, Synchronization.read_brought),
-    Row(m.Bring, DATA, Role.RANK, Synchronization, Synchronization.bring, Synchronization.check_brought, keeps=True),
-    Row(m.Long, DATA, Role.RANK, Synchronization, None, Synchronization.check_long, keeps=True),
-    Row(m.Collect, DATA, Role.RANK, Synchronization, Synchronization.collect),
+    Row(m.Contribute, CONTROL, Role.RANK, CollectiveService, CollectiveService.contribute, resolves=True),
+    Row(m.ReadUpload, CONTROL, Role.RANK, CollectiveService, CollectiveService.read_upload),
+    Row(
+        m.Upload, DATA, Role.RANK, CollectiveService, CollectiveService.upload,
+        CollectiveService.check_upload, keeps=True,
+    ),
+    Row(m.LargeMessage, DATA, Role.RANK, CollectiveService, None, CollectiveService.check_long, keeps=True),
+    Row(m.Download, DATA, Role.RANK, CollectiveService, CollectiveService.download),
     # training
     Row(
         m.PushMessage, DATA, Role.LEADER, Training, Training.push, Training.check_push,
@@ -164,7 +168,7 @@ TABLE = (
     Row(m.Restructure, DATA, Role.LEADER, Training, Training.restructure, Training.check_restructure),
     # snapshots
     Row(
-        m.Seed, DATA, Role.RECORDER, Snapshots, Snapshots.seed, Snapshots.check_packed,
+        m.UploadWeights, DATA, Role.RECORDER, Snapshots, Snapshots.seed, Snapshots.check_packed,
         does="hands weights over", in_parts=True,
     ),
     Row(m.GroupState, DATA, Role.LEADER, Snapshots, Snapshots.store_group_state, Snapshots.check_packed),
@@ -174,9 +178,15 @@ TABLE = (
         does="saves the weights of validations", on_all_servers=True,
     ),
     # merged head
-    Row(m.HeadForward, DATA, Role.MEMBER, MergedHeads, MergedHeads.forward, MergedHeads.check_forward),
-    Row(m.HeadBackward, DATA, Role.LEADER, MergedHeads, MergedHeads.backward, MergedHeads.check_backward),
-    Row(m.HeadRelease, DATA, Role.LEADER, MergedHeads, MergedHeads.release),
+    Row(
+        m.HeadForward, DATA, Role.MEMBER, MergedHeadService, MergedHeadService.forward,
+        MergedHeadService.check_forward,
+    ),
+    Row(
+        m.HeadBackward, DATA, Role.LEADER, MergedHeadService, MergedHeadService.backward,
+        MergedHeadService.check_backward,
+    ),
+    Row(m.HeadRelease, DATA, Role.LEADER, MergedHeadService, MergedHeadService.release),
 )  # fmt: skip
 """Every message that a server may receive."""
 
@@ -184,7 +194,7 @@ FOLLOWER_TABLE = (
     Row(sm.FollowerHello, CONTROL, Role.STRANGER, Coordinator, Coordinator.hello),
     Row(sm.FollowerProof, CONTROL, Role.STRANGER, Coordinator, Coordinator.admit),
     Row(sm.PartReady, CONTROL, Role.FOLLOWER, Coordinator, Coordinator.ready),
-    Row(sm.CommandsDone, CONTROL, Role.FOLLOWER, Coordinator, Coordinator.heard),
+    Row(sm.CommandsDone, CONTROL, Role.FOLLOWER, Coordinator, Coordinator.commands_done),
     Row(sm.FollowerFailed, CONTROL, Role.FOLLOWER, Coordinator, Coordinator.fail),
 )
 """Further messages that a coordinating server may receive."""
@@ -313,8 +323,8 @@ class Router:
         """
         message = self.decode(CONTROL, data)
         row = self._row(CONTROL, message)
-        if row.role in (Role.STRANGER, Role.OBSERVER) or row.message is m.ReadBrought:
-            raise ProtocolError(f"a {type(message).__name__} cannot be brought")
+        if row.role in (Role.STRANGER, Role.OBSERVER) or row.message is m.ReadUpload:
+            raise ProtocolError(f"a {type(message).__name__} cannot be uploaded")
         return self._handle(row, sender, message, payload)
 
     def check_payload(self, peer: Peer, message: m.Message) -> int:
@@ -358,7 +368,7 @@ class Router:
         if row is None or row.channel != channel:
             raise ProtocolError(f"{type(message).__name__} does not belong on the {channel} channel")
         if not is_relayed:
-            self._replication.check_belongs(row.message, row.in_parts)
+            self._replication.check_addressee(row.message, row.in_parts)
         return row
 
     def _check(self, row: Row, sender: Sender) -> None:
@@ -375,7 +385,7 @@ class Router:
             raise ProtocolError(f"{type(message).__name__} does not belong on the {row.channel} channel")
         out = row.handle(self._services[row.service], sender, message, payload)
         if row.on_all_servers and self._replication.count > 1:
-            self._replication.send_to_all(sm.Relay(rank=sender.rank, message=m.encode(message)))
+            self._replication.send_to_all(sm.HandleMessage(rank=sender.rank, message=m.encode(message)))
             out = self._replication.when_done(out)
         return out + self._membership.resolve_pending() if row.resolves else out
 

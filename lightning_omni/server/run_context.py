@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from lightning_omni.server.epochs.epoch import Epochs
-from lightning_omni.server.log.recorder import Notes
+from lightning_omni.server.log.recorder import EventRecorder
 from lightning_omni.server.membership.roster import Roster
 from lightning_omni.server.membership.timeouts import TimeLimits
 from lightning_omni.server.parameter_store import ParameterStore
@@ -21,7 +21,7 @@ class RunContext(NamedTuple):
         roster: its ranks and groups.
         store: master weights, and the methods' server sides.
         epochs: the current epoch.
-        notes: the event log of the weights.
+        events: the event log of the weights.
         journal: the journal of decisions that ranks receive; it also marks when the state should be saved.
         replication: the replication that hold a share of the weights, to which changes that concern all of them are
             sent.
@@ -32,7 +32,7 @@ class RunContext(NamedTuple):
     roster: Roster
     store: ParameterStore
     epochs: Epochs
-    notes: Notes
+    events: EventRecorder
     journal: Journal
     replication: Replication
     limits: TimeLimits

@@ -20,7 +20,7 @@ from lightning_omni.methods import Master, Method, Push, Reply
 from lightning_omni.methods.contract import Tensors
 from lightning_omni.methods.model.master import Resolve, check_state, describe, rebuild
 from lightning_omni.methods.model.totals import Total
-from lightning_omni.server.momentum_estimate import Sensing
+from lightning_omni.server.momentum_estimate import MomentumEstimator
 from lightning_omni.server.push_counts import PushCounts
 from lightning_omni.wire.formats.base import RAW, Memory, WireFormat, decode
 from lightning_omni.wire.layout import DTYPES, Layout, TensorSpec
@@ -68,7 +68,7 @@ class ServedOptimizer:
     Attributes:
         counts: counts of its pushes.
         is_head: whether its gradients are computed here, and no group pushes any.
-        sensing: estimator of the total momentum; None if it cannot be estimated.
+        momentum_estimator: estimator of the total momentum; None if it cannot be estimated.
     """
 
     is_head = False
@@ -114,8 +114,8 @@ class ServedOptimizer:
         self._out, self._back = Memory(), Memory()
         self._mean = Total()
         self._averaging: dict[int, bool] = {}
-        self._goes_on = False
-        self.sensing = self._new_sensing(method)
+        self._resumed = False
+        self.momentum_estimator = self._new_estimator(method)
 
     # --- Saved state -------------------------------------------------------------------------------------------------
 
@@ -151,7 +151,7 @@ class ServedOptimizer:
         served.method_side.load_state(state["method"])
         served.structures.load(state["structures"])
         served.counts.load(state)
-        served._goes_on = True
+        served._resumed = True
         return served
 
     def change_method(self, method: Method, groups: Iterable[int]) -> None:
@@ -162,12 +162,12 @@ class ServedOptimizer:
         self.counts.form()
         self._mean.clear()
         self._averaging = {}
-        self.sensing = self._new_sensing(method)  # staleness differs with other groups
+        self.momentum_estimator = self._new_estimator(method)  # staleness differs with other groups
 
-    def _new_sensing(self, method: Method) -> Sensing | None:
+    def _new_estimator(self, method: Method) -> MomentumEstimator | None:
         if self.is_head or method.steps_at != "server":
             return None
-        return Sensing.of(self.master, self.layout, self.buffer)
+        return MomentumEstimator.of(self.master, self.layout, self.buffer)
 
     # --- Parameters and their groups ---------------------------------------------------------------------------------
 
@@ -261,8 +261,8 @@ class ServedOptimizer:
         self._answer = None
         with torch.no_grad():
             self.method_side.grow(start)
-        if self.sensing is not None:
-            self.sensing.grow(self.layout, self.buffer)
+        if self.momentum_estimator is not None:
+            self.momentum_estimator.grow(self.layout, self.buffer)
 
     def _arrange(self, groups: Sequence[Mapping[str, Any]], state: Mapping[int, Any]) -> None:
         copies = {
@@ -271,8 +271,8 @@ class ServedOptimizer:
         }
         self.master.arrange(groups, copies)
         self._settings = [settings_of(group) for group in groups]
-        if self.sensing is not None:
-            self.sensing.rearrange()
+        if self.momentum_estimator is not None:
+            self.momentum_estimator.rearrange()
 
     def _in_newest(self, message: PushMessage, known: Structure) -> Sequence[Mapping[str, Any]]:
         """Return hyperparameters for the server's parameter groups: the push's, or the last ones where it has none."""
@@ -340,7 +340,7 @@ class ServedOptimizer:
         layout = layout or self.layout_of_push(group, message)
         views = iter(layout.views(payload))
         tensors = [next(views) if there else None for there in message.present]
-        if finite is None and _sums_up(layout, payload):
+        if finite is None and _has_finite_sum(layout, payload):
             finite = True
         return self.take(group, message, tensors, finite, payload)
 
@@ -374,11 +374,11 @@ class ServedOptimizer:
         push = Push(group, message.read_at, tensors, settings, message.note, message.part)
         self.counts.merge(group, self.method_side.staleness_of(push))
         with torch.no_grad():
-            if self.sensing is None or payload is None:
+            if self.momentum_estimator is None or payload is None:
                 return self.method_side.receive(push)
-            self.sensing.before(push.read_at, present, payload)
+            self.momentum_estimator.before(push.read_at, present, payload)
             replies = self.method_side.receive(push)
-            self.sensing.after()
+            self.momentum_estimator.after()
             return replies
 
     # --- Answers -----------------------------------------------------------------------------------------------------
@@ -422,7 +422,7 @@ class ServedOptimizer:
 
     def _in_its_time(self, message: PushMessage) -> PushMessage:
         """Return a push of newer weights, which an earlier server had sent, as a push of the current ones."""
-        if not self._goes_on or message.read_at <= self.master.clock:
+        if not self._resumed or message.read_at <= self.master.clock:
             return message
         return msgspec.structs.replace(message, read_at=self.master.clock)
 
@@ -487,8 +487,8 @@ class ServedOptimizer:
             for weight, value in zip(self.master.weights(), self._mean.means(), strict=True):
                 if value is not None:  # else no live group has it, or all share the master's
                     weight.copy_(value)
-            if self.sensing is not None:
-                self.sensing.forget()
+            if self.momentum_estimator is not None:
+                self.momentum_estimator.forget()
         self._mean.clear()
         answered, self._averaging = self._averaging, {}
         return [(group, good) for group, good in answered.items() if group in live]
@@ -529,10 +529,10 @@ def _fits(value: Any, present: Any) -> bool:
 
 def is_finite(layout: Layout, payload: Tensor) -> bool:
     """Return whether all elements of a payload with this layout are finite."""
-    return _sums_up(layout, payload) or _is_finite(layout.views(payload))
+    return _has_finite_sum(layout, payload) or _is_finite(layout.views(payload))
 
 
-def _sums_up(layout: Layout, payload: Tensor) -> bool:
+def _has_finite_sum(layout: Layout, payload: Tensor) -> bool:
     """Return whether a payload is certainly finite, by one sum over all tensors and the bytes between them."""
     if len(layout.dtypes) != 1:
         return False

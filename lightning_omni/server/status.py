@@ -1,4 +1,4 @@
-"""Monitoring: the status of the run, for ranks that request it."""
+"""StatusService: the status of the run, for ranks that request it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ LATELY = 64
 """Pushes over which their time is averaged: if groups synchronize, the last one takes far longer than the others."""
 RATE_WINDOW = 10.0
 """Seconds over which the rate of updates is measured."""
-_ENDS = (sm.PartReady, sm.Decide)
+_ENDS = (sm.PartReady, sm.DecideRequest)
 """Messages after which an earlier part is handled, because another server has its own part or the push was decided."""
 
 
-class Monitoring(Service):
+class StatusService(Service):
     """The service that measures the server and collects the ranks' step times.
 
     Args:
@@ -53,7 +53,7 @@ class Monitoring(Service):
         self.pushes = 0
         self.total_serve_time = 0.0
 
-    def form(self, topology: Topology, method: Method, message: m.Form) -> None:
+    def form(self, topology: Topology, method: Method, message: m.FormGroups) -> None:
         self._serve_times.clear()
         self._serves = False
         self._unfinished = 0.0
@@ -118,7 +118,7 @@ class Monitoring(Service):
             lost=self._roster.lost_ranks,
             head_time=sum(head.access_time for _, head in self._store.heads),
             serve_time=fmean(self._serve_times) if self._serve_times else 0.0,
-            total_momentum=total_momentum(served.sensing for _, served in self._store.pushed),
+            total_momentum=total_momentum(served.momentum_estimator for _, served in self._store.pushed),
             recorder=self._roster.recorder,
             wanted_groups=self._roster.wanted_groups,
             signal=max((members[rank].timings.signal for rank in self._roster.live if rank in members), default=0),

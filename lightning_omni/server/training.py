@@ -59,7 +59,7 @@ class Training(Service):
 
     def __init__(self, run: RunContext, admission: Admission) -> None:
         self._roster, self._store, self._epochs = run.roster, run.store, run.epochs
-        self._notes, self._journal, self._replication = run.notes, run.journal, run.replication
+        self._events, self._journal, self._replication = run.events, run.journal, run.replication
         self._admission = admission
         self._deliveries = Deliveries()
         self._pending: dict[int, m.PushMessage] = {}  # group: the push that waits
@@ -72,18 +72,18 @@ class Training(Service):
 
     # --- Groups come and go ------------------------------------------------------------------------------------------
 
-    def form(self, topology: Topology, method: Method, message: m.Form) -> None:
+    def form(self, topology: Topology, method: Method, message: m.FormGroups) -> None:
         for served in self._store.all:
             served.change_method(method, topology.alive)
-        self.go_by(message)
-        self._notes.form(topology.groups, message)
+        self.apply_settings(message)
+        self._events.form(topology.groups, message)
         self._pending.clear()
         self.handled.clear()
         self._deliveries.clear()
         self._idle_elsewhere.clear()
         self._idle.clear()
 
-    def go_by(self, formed: m.Form) -> None:
+    def apply_settings(self, formed: m.FormGroups) -> None:
         """Use the wire formats on which the groups agreed when they were formed."""
         self._wire_format = wire_format.from_wire(formed.wire_format).pushes
         self._store.answer_as(formed)
@@ -92,7 +92,7 @@ class Training(Service):
         for number, served in enumerate(self._store.all):
             served.method_side.join(group)
             if not served.is_head:
-                self._notes.note("join", group, number, groups=(ranks,))
+                self._events.note("join", group, number, groups=(ranks,))
 
     def evict(self, group: int, lost: bool) -> list[Out]:
         self._deliveries.forget(group)
@@ -117,13 +117,13 @@ class Training(Service):
     def expire(self, now: float) -> list[Out]:
         """Continue the methods that have waited for a time until ``now``."""
         if self.due <= now:
-            self._replication.send_to_all(sm.Expire())
+            self._replication.send_to_all(sm.ExpireTimers())
         out: list[Out] = []
         for number, served in self._store.pushed:
             if served.method_side.due <= now:
                 with torch.no_grad():
                     replies = served.method_side.expire()
-                self._notes.note("expire", -1, number)
+                self._events.note("expire", -1, number)
                 out += self._answers(number, replies)
         return out
 
@@ -186,7 +186,7 @@ class Training(Service):
         self.handled[group] += 1
         self.pushes += 1
         self._deliveries.count(group, message, applied=replies is not None)
-        self._notes.push(group, message, refused=replies is None, elsewhere=sender.elsewhere)
+        self._events.push(group, message, refused=replies is None, elsewhere=sender.elsewhere)
         if message.epoch >= 0:
             self._epochs.train(group, message.epoch, message.trained)
         if replies is None:
@@ -226,11 +226,11 @@ class Training(Service):
         """Answer a rank that reads the master weights of one optimizer outside an exchange."""
         served, group = self._store.optimizer(message.optimizer), sender.group
         if group >= 0:
-            spans = self._notes.new_spans(group, message)
+            spans = self._events.new_spans(group, message)
             if self._epochs.holds(group, message.epoch):  # a group that has left reports nothing
                 self._epochs.train(group, message.epoch, message.trained)
             served.method_side.fetched(group)
-            self._notes.note("fetch", group, message.optimizer, epoch=message.epoch, spans=spans)
+            self._events.note("fetch", group, message.optimizer, epoch=message.epoch, spans=spans)
         out = self._weights(sender.peer, message.optimizer, group, _master_weights(served, group), PushOutcome())
         return [msgspec.structs.replace(out, may_take_long=self._has_just_joined(group))]
 
@@ -284,7 +284,7 @@ class Training(Service):
             self._journal.note(RestructuredEntry(group, message.optimizer, message.packed, bytes_of(payload)))
         self._journal.is_due = True
         known = served.layout_of(group)
-        self._notes.note(
+        self._events.note(
             "restructure",
             group,
             message.optimizer,
@@ -306,14 +306,14 @@ class Training(Service):
         """Mark a leader's group as waiting for others, so that no rank waits for its pushes; ignore other ranks."""
         if not self._roster.formed.is_leader(rank):
             return []
-        self._replication.send_to_all(sm.Idle(rank=rank))
+        self._replication.send_to_all(sm.IdleLeader(rank=rank))
         self._idle.add(group := self._roster.formed.group_of(rank))
         return [*self._notify_sides("idle", group, "rest"), *self.resolve_pending()]
 
     def resume(self, rank: int) -> None:
         """Mark a leader's group as continuing; ignore other ranks."""
         if self._roster.formed.is_leader(rank):
-            self._replication.send_to_all(sm.Resume(rank=rank))
+            self._replication.send_to_all(sm.ResumeLeader(rank=rank))
             self._idle.discard(group := self._roster.formed.group_of(rank))
             self._resume_group(group)
 
@@ -321,7 +321,7 @@ class Training(Service):
         for number, served in self._store.pushed:
             if number != but:
                 served.method_side.resume(group)
-                self._notes.note("resume", group, number)
+                self._events.note("resume", group, number)
 
     def _idle_at_others(self, group: int, number: int) -> list[Out]:
         """Mark a group that waits with one optimizer's push as idle at the other optimizers.
@@ -341,7 +341,7 @@ class Training(Service):
                 continue
             with torch.no_grad():
                 replies: list[Reply] = getattr(served.method_side, what)(group)
-            self._notes.note(note, group, number)
+            self._events.note(note, group, number)
             out += self._answers(number, replies)
         return out
 

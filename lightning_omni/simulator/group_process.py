@@ -16,8 +16,8 @@ import msgspec
 from torch import Tensor
 
 from lightning_omni.errors import NonFiniteGradients
-from lightning_omni.group.core import Action, Ask, GroupCore, LastAnswer
-from lightning_omni.group.lease_client import Lessee
+from lightning_omni.group.core import Action, GroupCore, LastAnswer, ServerRequest
+from lightning_omni.group.lease_client import LeaseClient
 from lightning_omni.methods.contract import (
     Answer,
     Exchange,
@@ -160,14 +160,14 @@ class SimulatedGroup:
         self.members, self._around = members, around
         core.attach(replica)
         self._parameters = set(replica.ordered)
-        self._data = core.data = Lessee(members=len(ranks), generation=GENERATION)
+        self._data = core.data = LeaseClient(members=len(ranks), generation=GENERATION)
         if epoch is not None:
             self._data.restart(epoch)
         self._account, self._pushing = Account(), Account()
         self.leased = Leased()
-        self.asked: m.Await | None = None
+        self.asked: m.AskNext | None = None
         self._exchange: Process | None = None
-        self._under_way: Ask | None = None
+        self._under_way: ServerRequest | None = None
         self._before = self._pushed = (0, 0)  # epoch and trained batches at the last two pushes
         self._published: list[Tensor] | None = None
         self._inbox = Total()
@@ -214,21 +214,21 @@ class SimulatedGroup:
                     yield from around.server.wait_while_away()
                 (out,) = around.server.control(self.leader, data.draw(data.drawn, self._finished))
                 self.leased.report(data.epoch, self._finished)
-                data.drew(cast(m.Drawn, out.message).batches)
+                data.record_drawn(cast(m.BatchesDrawn, out.message).batches)
             if data.drawn > data.trained:
                 data.begin_batch()
                 return data.current
             if self._under_way is not None:  # there is no batch left to overlap it with
                 self.core.apply_answer(0, (yield from self._receive()))
             yield from around.server.wait_while_away()
-            self.asked = data.question()
+            self.asked = data.ask_next()
             self.ask(self.asked)
             verdict = yield None
             self.asked = None
             if verdict != "more":
                 return None
 
-    def ask(self, question: m.Await) -> None:
+    def ask(self, question: m.AskNext) -> None:
         """Send the request for the next step; repeated after a restart of the server."""
         out = self._around.server.control(self.leader, question)
         self.leased.report(question.epoch, question.trained)
@@ -307,13 +307,13 @@ class SimulatedGroup:
     def _wait_for(self, action: Action) -> Timeline:
         """Perform an action that takes time, and return its answer."""
         match action:
-            case Ask(waits=False):
+            case ServerRequest(waits=False):
                 return self._begin(action)
             case Receive():
                 return (yield from self._receive())
-            case Ask(need=Exchange()):
+            case ServerRequest(need=Exchange()):
                 return (yield from self._receive_answer(action, (yield from self._push(action))))
-            case Ask():
+            case ServerRequest():
                 return (yield from self._fetch(action))
             case ReadPeer():
                 return (yield from self._read_peer(action.group))
@@ -326,7 +326,7 @@ class SimulatedGroup:
 
     # --- To the server and back --------------------------------------------------------------------------------------
 
-    def _begin(self, ask: Ask) -> None:
+    def _begin(self, ask: ServerRequest) -> None:
         """Start a push in a process of its own, without waiting for its answer."""
         process = Process(self._push(ask))
         self._before, self._pushed = self._pushed, (ask.epoch, ask.trained)
@@ -360,7 +360,7 @@ class SimulatedGroup:
         self._account.go_back()
         self._pushing.go_back()
 
-    def _push(self, ask: Ask) -> Timeline:
+    def _push(self, ask: ServerRequest) -> Timeline:
         done = self._pushing = self._account
         self._account = Account()
         return (yield from self._until_answered(lambda: self._try_to_push(ask, done)))
@@ -378,7 +378,7 @@ class SimulatedGroup:
                 del around.network.exchanges[self.number]
                 return answer
 
-    def _try_to_push(self, ask: Ask, done: Account) -> Timeline:
+    def _try_to_push(self, ask: ServerRequest, done: Account) -> Timeline:
         """Push once, and return the server's answer."""
         server, network, monitor, need = self._around.server, self._around.network, self._around.monitor, ask.need
         assert isinstance(need, Exchange)
@@ -410,25 +410,25 @@ class SimulatedGroup:
                 f"diverged: {MOST_REFUSED} pushes of group {self.number} in a row were not finite"
             )
 
-    def _fetch(self, ask: Ask) -> Timeline:
+    def _fetch(self, ask: ServerRequest) -> Timeline:
         answer = yield from self._until_answered(lambda: self._try_to_fetch(ask))
         return (yield from self._receive_answer(ask, answer))
 
-    def _try_to_fetch(self, ask: Ask) -> Timeline:
+    def _try_to_fetch(self, ask: ServerRequest) -> Timeline:
         yield self._around.network.costs.ask(self.number)
         out = self._around.server.ask(self.leader, self.core, ask)
         self.leased.report(ask.epoch, ask.trained)
         self._around.network.deliver(out)
         return (yield None)
 
-    def _receive_answer(self, ask: Ask, answer: tuple[m.Weights, list[Tensor]]) -> Timeline:
+    def _receive_answer(self, ask: ServerRequest, answer: tuple[m.Weights, list[Tensor]]) -> Timeline:
         """Broadcast the server's answer to all members, and return the method's answer."""
         message, tensors = answer
         if len(self.ranks) > 1 and (seconds := self._passed_on(self._bytes_of_answer(ask))):
             yield self._around.engine.now + seconds
         return self.core.receive(LastAnswer.of(message), tensors, message.clock, message.note, ask.fragment)
 
-    def _bytes_of_answer(self, ask: Ask) -> int:
+    def _bytes_of_answer(self, ask: ServerRequest) -> int:
         """Return the bytes of an answer's broadcast: encoded, if that is smaller and of a size known beforehand."""
         if not ask.pulls:
             return 0

@@ -14,11 +14,11 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 
 from lightning_omni.errors import ConfigurationError, ProtocolError
-from lightning_omni.group.core import Action, Ask, GroupCore
+from lightning_omni.group.core import Action, GroupCore, ServerRequest
 from lightning_omni.group.member_samples import positions
 from lightning_omni.methods import AsyncSGD, Method
 from lightning_omni.methods.contract import Exchange, Fetch, Gradient, NextGradient, Receive, Reply, Tensors
-from lightning_omni.methods.model.master import describe, holds, hyperparameters_of, park
+from lightning_omni.methods.model.master import describe, detach_state, holds, hyperparameters_of
 from lightning_omni.methods.model.replica import Hyperparameters, Pulled, Replica, copies
 from lightning_omni.server.log.record import Event, Spans
 from lightning_omni.server.served_optimizer import ServedOptimizer
@@ -32,7 +32,7 @@ from lightning_omni.simulator.workload import Loss, MakeOptimizer
 from lightning_omni.topology import Topology
 from lightning_omni.trace import Trace
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.activations import RAW_BOTH, Both
+from lightning_omni.wire.activations import RAW_ACTIVATIONS, ActivationFormats
 from lightning_omni.wire.formats.base import RAW, Encoded, Memory, WireFormat, decode, from_wire, name_of
 from lightning_omni.wire.layout import Layout
 from lightning_omni.wire.messages import Batch
@@ -335,7 +335,7 @@ class _Replay:
             at_server = self._optimizer if method.steps_at == "server" else None
             self._served = self._served_of(self._body, at_server, event.clock, method, topology, event.servers)
             if self._head:
-                if (both := Both.of(self._wire_format)) != RAW_BOTH:
+                if (both := ActivationFormats.of(self._wire_format)) != RAW_ACTIVATIONS:
                     self._tail.forward = RoundedHead(self._tail, both)
                 self._served_head = self._served_of(self._head, self._optimizer, 0, AsyncSGD(), topology)
         else:
@@ -421,7 +421,7 @@ class _Replay:
                 group.replica.optimizer.add_param_group({**described, "params": parameters})
         for each in held[len(self._param_groups) :] if self._param_groups else ():
             groups.remove(each)
-        park(group.replica.optimizer, {})
+        detach_state(group.replica.optimizer, {})
 
     def _mask(self, group: _Group, event: Event) -> None:
         present = event.present
@@ -499,14 +499,14 @@ class _Replay:
         """Perform the group's sends, and the receives whose answers have arrived."""
         while True:
             match action:
-                case Ask(need=Exchange() as need, waits=False):
+                case ServerRequest(need=Exchange() as need, waits=False):
                     group.sent = need, group.core.encode(0, need, self._served.layout_of(group.replica.group), Memory())
                     action = group.core.answer(0, None)
                 case Receive() if group.answer is not None:
                     group.core.steps_take(0, self._step_time)
                     pulled, group.answer = group.answer, None
                     action = group.core.answer(0, pulled)
-                case NextGradient() | Ask() | Receive():
+                case NextGradient() | ServerRequest() | Receive():
                     return
                 case _:
                     raise ConfigurationError(f"{type(self._method).__name__} goes from group to group, past any record")

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_omni.errors import ProtocolError
-from lightning_omni.group.core import Ask, GroupCore, Outgoing
+from lightning_omni.group.core import GroupCore, Outgoing, ServerRequest
 from lightning_omni.methods import Method
 from lightning_omni.methods.model.master import Resolve, class_path, describe, resolver
 from lightning_omni.server import Out, ServerCore
@@ -90,7 +90,7 @@ class SimulatedServer:
 
     def form(self, method: Method, wire_format: WireFormat, overlap: bool, parts: Sequence[Mapping[str, Any]]) -> None:
         """Form the groups and send weights and optimizers, as the recorder does: see `part_of`."""
-        form = m.Form(
+        form = m.FormGroups(
             generation=GENERATION,
             groups=self._topology.groups,
             method=m.method_to_wire(method),
@@ -98,9 +98,9 @@ class SimulatedServer:
             overlap=overlap,
         )
         (*_, formed) = self.control(0, form)
-        self.incarnation = cast(m.Formed, formed.message).incarnation
+        self.incarnation = cast(m.GroupsFormed, formed.message).incarnation
         packed, buffer = pack({"parts": [dict(part) for part in parts]})
-        self._data(0, m.Seed(packed=packed, nbytes=buffer.numel()), buffer)
+        self._data(0, m.UploadWeights(packed=packed, nbytes=buffer.numel()), buffer)
         self.served = self.core.optimizers[0]
 
     def join(self, members: int, name: str) -> tuple[m.Joined, tuple[int, ...], list[Out]]:
@@ -126,7 +126,7 @@ class SimulatedServer:
         self._poll()
         return _accepted(self._link.control(rank, message))
 
-    def prepare(self, core: GroupCore, ask: Ask) -> tuple[int, Outgoing | None]:
+    def prepare(self, core: GroupCore, ask: ServerRequest) -> tuple[int, Outgoing | None]:
         """Return the bytes of a push that is sent now; and the encoded push, if its size is only known after encoding.
 
         Otherwise the push is encoded when it arrives, so that all pushes in flight share one memory. A push that its
@@ -140,7 +140,7 @@ class SimulatedServer:
         outgoing = core.send(ask, self.served.layout, Memory())
         return cast(m.PushMessage, outgoing.message).nbytes, outgoing
 
-    def ask(self, leader: int, core: GroupCore, ask: Ask, outgoing: Outgoing | None = None) -> list[Out]:
+    def ask(self, leader: int, core: GroupCore, ask: ServerRequest, outgoing: Outgoing | None = None) -> list[Out]:
         """Deliver a push or a fetch.
 
         Args:
@@ -273,7 +273,7 @@ class SimulatedNetwork:
                 # The tensors are copied now, because the answer is only valid until the server's next message.
                 answer = item.message, self._server.tensors_of(item)
                 self._engine.start(self._send(group, process, answer))
-            elif isinstance(item.message, m.Verdict):
+            elif isinstance(item.message, m.Next):
                 self._engine.resume_at(self._engine.now, process, item.message.next)
         if (due := self._server.core.due) < self._due:
             self._due = due

@@ -264,7 +264,7 @@ class GroupedStrategy(_Base):
             dist.all_reduce(scale, op=dist.ReduceOp.MIN, group=self.world.compute_group)
         scaler.load_state_dict({**scaler.state_dict(), "scale": float(scale), "_growth_tracker": 0})
 
-    def share_out(self, speeds: Sequence[float]) -> None:
+    def set_batch_shares(self, speeds: Sequence[float]) -> None:
         """Split the batches of this rank's group in proportion to its members' speeds, from here on.
 
         All members call it. Batches that a loader has already taken keep their split.
@@ -272,7 +272,7 @@ class GroupedStrategy(_Base):
         world, leases = self.world, self.epochs.leases
         assert leases is not None
         handed = max(int(number) for [number] in gather(world, [leases.handed]))
-        leases.share_out(apportion(leases.batch_size * len(world.members), speeds), from_number=handed)
+        leases.set_batch_shares(apportion(leases.batch_size * len(world.members), speeds), from_number=handed)
 
     # --- Messages and reports -----------------------------------------------------------------------------------------
 

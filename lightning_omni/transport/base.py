@@ -34,7 +34,7 @@ from lightning_omni.errors import (
     Refused,
     tells_of_failure,
 )
-from lightning_omni.group.sharded_inbox import Arrivals
+from lightning_omni.group.sharded_inbox import ShardedInbox
 from lightning_omni.methods import Inbox
 from lightning_omni.registry import Registry, to_wire
 from lightning_omni.server.core import ServerCore
@@ -225,7 +225,7 @@ class Control(ABC):
 
     def came_back(self, welcome: m.Welcome) -> None:
         """Continue with a server that replaces the one that was gone."""
-        self.returns, self.is_away = max(self.returns + 1, welcome.began), False
+        self.returns, self.is_away = max(self.returns + 1, welcome.started_at_ms), False
         if self.records:
             lost = max(0, (self.status.clock if self.status is not None else 0) - welcome.clock)
             _log.warning(
@@ -530,7 +530,7 @@ class PeersOfShares(Peers, Protocol):
     def send_part(self, group: int, optimizer: int, tensors: Sequence[Tensor], sender: int, number: int) -> None:
         """Put a part of a message into a group's inbox; see `lightning_omni.group.sharded_inbox`."""
 
-    def arrivals(self, optimizer: int) -> AbstractContextManager[Arrivals]:
+    def arrivals(self, optimizer: int) -> AbstractContextManager[ShardedInbox]:
         """Return a context with all arrivals, during which no further one is added."""
 
 
@@ -597,8 +597,8 @@ def allowed(core: ServerCore, channel: m.Channel, peer: Peer, data: bytes | memo
 def refusal(core: ServerCore, channel: m.Channel, peer: Peer, error: ProtocolError) -> list[Out]:
     """Return the answers to a message that was not allowed."""
     if isinstance(error, Refused):  # the server has counted it
-        return [Out(peer, channel, m.RefusedMessage(code=error.code, reason=str(error))), *core.servers.drain()]
-    return [*core.refuse(channel, peer, str(error)), *core.servers.drain()]
+        return [Out(peer, channel, m.RefusedMessage(code=error.code, reason=str(error))), *core.replication.drain()]
+    return [*core.refuse(channel, peer, str(error)), *core.replication.drain()]
 
 
 # --- Transports ------------------------------------------------------------------------------------------------------

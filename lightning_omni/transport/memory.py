@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_omni.errors import ConfigurationError, ConnectionLost, OmniError, ProtocolError, Refused
-from lightning_omni.group.sharded_inbox import Arrivals
+from lightning_omni.group.sharded_inbox import ShardedInbox
 from lightning_omni.methods import Inbox
 from lightning_omni.methods.model.totals import Total
 from lightning_omni.server.core import ServerCore
@@ -347,7 +347,7 @@ class InMemoryControl(Control):
             server.hang_up(self.number)
             raise
         self.heartbeat_timeout, self.servers = welcome.heartbeat_timeout, welcome.servers
-        self.patience = welcome.patience
+        self.patience = welcome.reconnect_timeout
 
     def return_to(self, server: InMemoryServer) -> None:
         """Connect to the server's successor, and repeat unanswered messages there on both connections."""
@@ -511,7 +511,7 @@ class InMemoryPeers:
         self._publications: Counter[int] = Counter()
         self._held: dict[tuple[int, int], list[Tensor]] = {}
         self._inboxes = [Total() for _ in layouts]
-        self._arrivals = [Arrivals() for _ in layouts]
+        self._arrivals = [ShardedInbox() for _ in layouts]
         self._leaders[address] = self
 
     def connect(self, addresses: Mapping[int, Address]) -> None:
@@ -544,7 +544,7 @@ class InMemoryPeers:
             leader._arrivals[optimizer].add(sender, number, tensors)
 
     @contextmanager
-    def arrivals(self, optimizer: int) -> Iterator[Arrivals]:
+    def arrivals(self, optimizer: int) -> Iterator[ShardedInbox]:
         yield self._arrivals[optimizer]
 
     def send(self, group: int, optimizer: int, tensors: Sequence[Tensor]) -> None:

@@ -30,7 +30,7 @@ from lightning_omni.wire.messages import (
     Message,
     Observe,
     ObserverProof,
-    Observing,
+    ObserverWelcome,
     Proof,
     Welcome,
 )
@@ -120,7 +120,7 @@ def observe(request: Request, key: bytes, nonce: bytes, where: str = "") -> None
     """
     hello = Observe(version=VERSION, nonce=nonce)
     challenge = request(hello, Challenge).nonce
-    observing = request(ObserverProof(mac=observer_mac(key, "observer", hello, challenge)), Observing)
+    observing = request(ObserverProof(mac=observer_mac(key, "observer", hello, challenge)), ObserverWelcome)
     if not is_equal(observing.mac, observer_mac(key, "server", hello, challenge)):
         raise Refused("key", f"the server at {where} does not hold the run's key; it is not ours")
 

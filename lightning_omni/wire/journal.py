@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from lightning_omni.wire.codec import Packed
-from lightning_omni.wire.messages import Await, EpochPlan, Join, Leave
+from lightning_omni.wire.messages import AskNext, EpochPlan, Join, LeaveEpoch
 
 
 class Entry(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -36,7 +36,7 @@ class TrainedEntry(Entry, frozen=True):
     batches: int
 
 
-class DrewEntry(Entry, frozen=True):
+class DrawnEntry(Entry, frozen=True):
     """A group's draw of its batches from a number on."""
 
     group: int
@@ -48,7 +48,7 @@ class AskedEntry(Entry, frozen=True):
 
     group: int
     rank: int
-    question: Await
+    question: AskNext
 
 
 class ResolvedEntry(Entry, frozen=True):
@@ -61,7 +61,7 @@ class LeftEpochEntry(Entry, frozen=True):
     """A group's early departure from the epoch."""
 
     group: int
-    message: Leave
+    message: LeaveEpoch
 
 
 class GatheredEntry(Entry, frozen=True):
@@ -147,14 +147,14 @@ class SeededEntry(Entry, frozen=True):
     """The upload of weights, which makes earlier saves useless."""
 
 
-class WentOnEntry(Entry, frozen=True):
+class RestartedEntry(Entry, frozen=True):
     """A server's restart from the save; the training after the save does not count any more."""
 
 
 AnyEntry = (
     OpenedEntry
     | TrainedEntry
-    | DrewEntry
+    | DrawnEntry
     | AskedEntry
     | ResolvedEntry
     | LeftEpochEntry
@@ -170,7 +170,7 @@ AnyEntry = (
     | RestructuredEntry
     | FormedEntry
     | SeededEntry
-    | WentOnEntry
+    | RestartedEntry
 )
 
 

@@ -61,7 +61,7 @@ class Master:
         self._first = len(self._ordered) if first is None else first
         self._servers = servers
         self._fragments = [self._ordered]
-        self._parked: dict[Tensor, Any] = {}
+        self._detached: dict[Tensor, Any] = {}
         self._has_checked_state = False
         self._kept_settings: set[str] = set()
 
@@ -108,7 +108,7 @@ class Master:
             self.optimizer.param_groups = before
             raise
         _choose_fastest_kernel(self.optimizer)
-        park(self.optimizer, self._parked)
+        detach_state(self.optimizer, self._detached)
         for place, values in (state or {}).items():
             self.optimizer.state.setdefault(self._ordered[place], dict(values))
 
@@ -256,20 +256,20 @@ def check_state(optimizer: Optimizer, weights: Mapping[int, Tensor], state: Mapp
         ) from error
 
 
-def park(optimizer: Optimizer, parked: dict[Tensor, Any]) -> None:
+def detach_state(optimizer: Optimizer, detached: dict[Tensor, Any]) -> None:
     """Stash the state of parameters that no group holds any more, and restore that of parameters that returned.
 
     Otherwise ``state_dict()``, which numbers the parameters in groups, would fail on such state.
 
     Args:
         optimizer: the optimizer.
-        parked: state by parameter; changed in place.
+        detached: state by parameter; changed in place.
     """
     held = set(held_by(optimizer))
     for parameter in [each for each in optimizer.state if isinstance(each, Tensor) and each not in held]:
-        parked[parameter] = optimizer.state.pop(parameter)
-    for parameter in held & parked.keys():
-        optimizer.state[parameter] = parked.pop(parameter)
+        detached[parameter] = optimizer.state.pop(parameter)
+    for parameter in held & detached.keys():
+        optimizer.state[parameter] = detached.pop(parameter)
 
 
 def hyperparameters_of(

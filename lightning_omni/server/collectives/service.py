@@ -1,4 +1,4 @@
-"""Synchronization points of all live ranks on the control channel, and transfers that are too large for it."""
+"""CollectiveService points of all live ranks on the control channel, and transfers that are too large for it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from lightning_omni.server.training import Training
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.journal import GatheredEntry
 
-BROUGHT_ELSEWHERE = "brought"
+UPLOADED_ELSEWHERE = "uploaded"
 """Code of a refusal: this server has not received the rank's bytes; an earlier server may have."""
 
 Forward = Callable[[Sender, bytes, Payload], list[Out]]
 """A function that handles a control message which did not arrive on the control channel."""
 
 
-class Synchronization(Service):
+class CollectiveService(Service):
     """The service that gathers contributions of all live ranks.
 
     Args:
@@ -40,7 +40,7 @@ class Synchronization(Service):
         self._forward = forward
         self.completed = 0
         self._collectives = Collectives()
-        self._brought: dict[int, Payload] = {}
+        self._uploads: dict[int, Payload] = {}
         self._gathered = GatheredEntry(-1, (), ())  # the last completed collective
 
     @property
@@ -50,8 +50,8 @@ class Synchronization(Service):
 
     def evict(self, group: int, lost: bool) -> list[Out]:
         self._collectives.forget(self._roster.lost)
-        for rank in self._brought.keys() & (self._roster.lost.keys() | self._roster.gone):
-            del self._brought[rank]
+        for rank in self._uploads.keys() & (self._roster.lost.keys() | self._roster.gone):
+            del self._uploads[rank]
         return []
 
     def resolve_pending(self) -> list[Out]:
@@ -71,9 +71,9 @@ class Synchronization(Service):
         """Return the last completed collective as an answer; large payloads must be collected separately."""
         gathered = self._gathered
         sizes = tuple(map(len, gathered.payloads))
-        collect = max(sizes, default=0) > m.LARGEST_INLINE
-        answer = m.Gathered(number=gathered.number, ranks=gathered.ranks, sizes=sizes, collect=collect)
-        return Out(peer, m.CONTROL, answer, () if collect else gathered.payloads)
+        must_download = max(sizes, default=0) > m.LARGEST_INLINE
+        answer = m.Gathered(number=gathered.number, ranks=gathered.ranks, sizes=sizes, must_download=must_download)
+        return Out(peer, m.CONTROL, answer, () if must_download else gathered.payloads)
 
     def state(self) -> bytes:
         return msgspec.msgpack.encode((self.completed, self._gathered))
@@ -88,42 +88,42 @@ class Synchronization(Service):
         """Record a rank's contribution to a synchronization point."""
         if message.number == self._gathered.number and sender.rank in self._gathered.ranks:  # the answer was lost
             return [self._answer(sender.peer)]
-        if message.brought:
-            payload = self._take_brought(sender.rank)
+        if message.uploaded:
+            payload = self._take_upload(sender.rank)
         where, is_stopping = message.where or "", bool(self._epochs.stop)
         self._collectives.contribute(message.number, sender.rank, message.what, payload, where, is_stopping)
         return self._training.idle(sender.rank)
 
-    def check_brought(self, sender: Sender, message: m.Bring) -> int:
+    def check_upload(self, sender: Sender, message: m.Upload) -> int:
         """Check the size of bytes for one synchronization point, and return it."""
-        return _checked_size(message.nbytes, m.LARGEST_BROUGHT)
+        return _checked_size(message.nbytes, m.LARGEST_UPLOAD)
 
-    def bring(self, sender: Sender, message: m.Bring, payload: Payload) -> list[Out]:
+    def upload(self, sender: Sender, message: m.Upload, payload: Payload) -> list[Out]:
         """Store bytes that the rank's next message on the control channel refers to."""
-        self._brought[sender.rank] = payload
-        return [Out(sender.peer, m.DATA, m.Brought())]
+        self._uploads[sender.rank] = payload
+        return [Out(sender.peer, m.DATA, m.Uploaded())]
 
-    def read_brought(self, sender: Sender, message: m.ReadBrought, payload: Payload) -> list[Out]:
+    def read_upload(self, sender: Sender, message: m.ReadUpload, payload: Payload) -> list[Out]:
         """Handle a rank's stored bytes as a control message."""
-        brought = self._take_brought(sender.rank)
-        data = brought.numpy().tobytes() if isinstance(brought, Tensor) else brought
+        uploaded = self._take_upload(sender.rank)
+        data = uploaded.numpy().tobytes() if isinstance(uploaded, Tensor) else uploaded
         return self._forward(sender, data, payload)
 
-    def collect(self, sender: Sender, message: m.Collect, payload: Payload) -> list[Out]:
+    def download(self, sender: Sender, message: m.Download, payload: Payload) -> list[Out]:
         """Answer with the payloads of the last synchronization point."""
         if message.number != self._gathered.number:
             raise ProtocolError(f"there is nothing to collect of collective {message.number}")
         parts = tuple(as_tensor(payload) for payload in self._gathered.payloads)
-        return [Out(sender.peer, m.DATA, m.Collected(nbytes=sum(map(nbytes_of, parts))), parts)]
+        return [Out(sender.peer, m.DATA, m.Downloaded(nbytes=sum(map(nbytes_of, parts))), parts)]
 
-    def check_long(self, sender: Sender, message: m.Long) -> int:
+    def check_long(self, sender: Sender, message: m.LargeMessage) -> int:
         """Check the size of a message that is too large for one frame, and return it. The transport assembles it."""
         return _checked_size(message.nbytes, m.LONGEST)
 
-    def _take_brought(self, rank: int) -> Payload:
-        if rank not in self._brought:
-            raise Refused(BROUGHT_ELSEWHERE, f"rank {rank} has brought nothing over its data connection")
-        return self._brought.pop(rank)
+    def _take_upload(self, rank: int) -> Payload:
+        if rank not in self._uploads:
+            raise Refused(UPLOADED_ELSEWHERE, f"rank {rank} has uploaded nothing over its data connection")
+        return self._uploads.pop(rank)
 
 
 def _checked_size(nbytes: int, largest: int) -> int:

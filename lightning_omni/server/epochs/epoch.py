@@ -19,17 +19,17 @@ from lightning_omni.server.epochs.lease_book import LeaseBook
 from lightning_omni.server.validation.schedule import ValidationBook
 from lightning_omni.wire.journal import (
     AskedEntry,
-    DrewEntry,
+    DrawnEntry,
     Journal,
     LeftEpochEntry,
     OpenedEntry,
     ResolvedEntry,
     TrainedEntry,
 )
-from lightning_omni.wire.messages import Await, Batch, EpochPlan, Leave
+from lightning_omni.wire.messages import AskNext, Batch, EpochPlan, LeaveEpoch
 
 STOPS = ("", "validate", "end", "skip")
-"""Ways in which a group that leaves an epoch may end it for all: see `lightning_omni.wire.messages.Leave`."""
+"""Ways in which a group that leaves an epoch may end it for all: see `lightning_omni.wire.messages.LeaveEpoch`."""
 
 
 class Epochs:
@@ -47,12 +47,12 @@ class Epochs:
         self.generation = 0
         self.samples: Counter[int] = Counter()  # of each group, trained since groups were formed
         self._sizes: dict[int, int] = {}
-        self._waiting: dict[int, tuple[int, Await]] = {}
+        self._waiting: dict[int, tuple[int, AskNext]] = {}
         self._asked: set[int] = set()  # ranks with questions that were not checked yet
         self._dirty = True  # whether the checked questions must be checked again
         self._validations = 0
         self._validated: Counter[int] = Counter()
-        self._told: dict[int, tuple[Await, str]] = {}  # each rank's last answered question
+        self._told: dict[int, tuple[AskNext, str]] = {}  # each rank's last answered question
         self._saved: _Saved | None = None
 
     @property
@@ -158,18 +158,18 @@ class Epochs:
         self.train(group, self.book.plan.epoch, trained)
         self._dirty = self._dirty or not self.book.has_begun(group)  # batches kept for it may go to others now
         batches = self.book.draw(group, number)
-        self._journal.note(DrewEntry(group, number))
+        self._journal.note(DrawnEntry(group, number))
         return batches
 
-    def verdict_again(self, rank: int, question: Await) -> str:
+    def verdict_again(self, rank: int, question: AskNext) -> str:
         """Return the verdict that a rank received on this question before; empty if there is none."""
         asked, verdict = self._told.get(rank, (None, ""))
         return verdict if asked == question else ""
 
-    def wait(self, group: int, rank: int, question: Await) -> None:
+    def wait(self, group: int, rank: int, question: AskNext) -> None:
         """Record the question of a rank that has trained its group's batches of the validation interval."""
         book = self.book_of(question.epoch, question.generation)
-        if book.has(group) or group not in self._sizes:  # else a peer's `Leave` arrived first
+        if book.has(group) or group not in self._sizes:  # else a peer's `LeaveEpoch` arrived first
             book.train(group, question.trained)
         self._journal.note(AskedEntry(group, rank, question))  # after the checks, so that replay cannot fail
         self._waiting[rank] = (group, question)
@@ -181,7 +181,7 @@ class Epochs:
             return ()
         return self.book.untrained_spans(group, batches)
 
-    def leave(self, group: int, message: Leave) -> None:
+    def leave(self, group: int, message: LeaveEpoch) -> None:
         """Remove a group from the epoch early; it may also end the run for all.
 
         Raises:
@@ -326,7 +326,7 @@ class Epochs:
             for asked, verdict in self._told.values()
         )
 
-    def _has_more(self, group: int, question: Await) -> bool:
+    def _has_more(self, group: int, question: AskNext) -> bool:
         """Return whether the group has a batch to train before the next validation."""
         assert self.book is not None
         if not self.book.has(group):
@@ -362,10 +362,10 @@ class _EpochsState(msgspec.Struct, frozen=True):
     generation: int
     stop: str
     samples: dict[int, int]
-    waiting: dict[int, tuple[int, Await]]
+    waiting: dict[int, tuple[int, AskNext]]
     validations: int
     validated: dict[int, int]
-    told: dict[int, tuple[Await, str]]
+    told: dict[int, tuple[AskNext, str]]
 
 
 class _QuiescenceCheck:

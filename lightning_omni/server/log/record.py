@@ -30,10 +30,10 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         kind: ``"seed"``: the server received weights, for existing groups; ``"form"``: other groups were formed on the
             same weights; ``"restructure"``: a group's optimizer changed to other parameter groups, or more parameters;
             ``"push"``; ``"expire"``: the method continued at a time that it had requested; ``"train"``: a group
-            reported, when it drew or waited or left, that it has begun to train batches that no push has reported;
-            ``"fetch"``: a group read the master weights outside an exchange; ``"rest"``, ``"resume"``, ``"retire"``
-            (evicted): see `lightning_omni.methods.ServerSide`; ``"leave"``: a group left at the end of its run;
-            ``"join"``: a group joined.
+            reported, when it record_drawn or waited or left, that it has begun to train batches that no push has
+            reported; ``"fetch"``: a group read the master weights outside an exchange; ``"rest"``, ``"resume"``,
+            ``"retire"`` (evicted): see `lightning_omni.methods.ServerSide`; ``"leave"``: a group left at the end of its
+            run; ``"join"``: a group joined.
         time: seconds on the server's clock.
         group: number of the group.
         optimizer: number of the optimizer.

@@ -24,7 +24,7 @@ class Presence(NamedTuple):
         return all(self.present) and not any(self.elsewhere)
 
 
-class Notes:
+class EventRecorder:
     """The event log of one run.
 
     Args:
@@ -48,13 +48,13 @@ class Notes:
         self._servers = servers
         self._present: dict[tuple[int, int], Presence] = {}
 
-    def form(self, groups: tuple[tuple[int, ...], ...], message: m.Form) -> None:
+    def form(self, groups: tuple[tuple[int, ...], ...], message: m.FormGroups) -> None:
         """Record that groups were formed on the same weights."""
         for number, _ in self._store.pushed:
             self.note("form", -1, number, groups=groups, **self._agreed(message))
         self._present.clear()
 
-    def seed(self, number: int, groups: tuple[tuple[int, ...], ...], message: m.Form) -> None:
+    def seed(self, number: int, groups: tuple[tuple[int, ...], ...], message: m.FormGroups) -> None:
         """Record the upload of an optimizer's weights, for the existing groups."""
         self.note("seed", -1, number, groups=groups, **self._agreed(message))
 
@@ -64,7 +64,9 @@ class Notes:
             clock = self._store.all[optimizer].master.clock
             self.record(Event(kind=kind, time=self._now(), group=group, optimizer=optimizer, clock=clock, **more))
 
-    def new_spans(self, group: int, message: m.Draw | m.Await | m.Leave | m.FetchMessage | m.HeadBackward) -> Spans:
+    def new_spans(
+        self, group: int, message: m.DrawBatches | m.AskNext | m.LeaveEpoch | m.FetchMessage | m.HeadBackward
+    ) -> Spans:
         """Return the batches that a message newly reports as trained; none if nothing is recorded."""
         if self.record is None or not self._epochs.holds(group, message.epoch):
             return ()
@@ -104,7 +106,7 @@ class Notes:
         same = now == before if before is not None else now.is_whole
         return {} if same else now._asdict()
 
-    def _agreed(self, message: m.Form) -> dict[str, Any]:
+    def _agreed(self, message: m.FormGroups) -> dict[str, Any]:
         """Return how the groups exchange, as fields of an event."""
         wire_format = {} if message.wire_format == to_wire(RAW) else message.wire_format
         return {

@@ -75,7 +75,7 @@ class FormedGroups:
         self._identities[number] = GroupId(name, self.incarnation)
         return number
 
-    def take_out(self, group: int) -> None:
+    def remove(self, group: int) -> None:
         """Remove a group; perhaps none is left."""
         assert self.topology is not None
         self._places = len(self.topology.groups)

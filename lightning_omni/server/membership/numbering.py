@@ -34,7 +34,7 @@ class RankNumbers:
         self._claim: tuple[bytes, str] | None = None  # the connection that begins the run, and its name
         self._enlisted: dict[bytes, tuple[int, int]] = {}
 
-    def enlist(self, peer: bytes, ranks: int, run: str, announced: int) -> tuple[int, int]:
+    def register(self, peer: bytes, ranks: int, run: str, announced: int) -> tuple[int, int]:
         """Assign numbers to the ranks of a group.
 
         Args:

@@ -68,7 +68,7 @@ class Roster:
         numbers: the rank numbers of groups that join on their own.
         joining: whether groups join on their own.
         finished: whether the run was trained to its end.
-        can_go_on: whether a group that joins can continue the run, even if no rank is left.
+        can_continue: whether a group that joins can continue the run, even if no rank is left.
         wanted_groups: number of groups that an observer has requested; 0 if no request is pending.
         barred: lost ranks whose group must not rejoin by itself.
         barred_hosts: addresses from which no group may join.
@@ -86,7 +86,7 @@ class Roster:
         self.gone: set[int] = set()
         self.formed, self.numbers = FormedGroups(), RankNumbers()
         self.late: list[int] = []
-        self.joining = self.finished = self.can_go_on = False
+        self.joining = self.finished = self.can_continue = False
         self.wanted_groups = 0
         self._ranks: dict[bytes, int] = {}
 
@@ -96,7 +96,7 @@ class Roster:
         return self._first.run if self._first else ""
 
     @property
-    def began(self) -> float:
+    def started_at(self) -> float:
         """Return the time at which the first rank was admitted."""
         return self._began
 
@@ -126,8 +126,8 @@ class Roster:
     @property
     def is_over(self) -> bool:
         """Return whether ranks have joined and none is left, and no other group can continue the run."""
-        goes_on = self.can_go_on and not self.finished
-        return self._first is not None and not goes_on and not any(rank in self.members for rank in self.live)
+        continues = self.can_continue and not self.finished
+        return self._first is not None and not continues and not any(rank in self.members for rank in self.live)
 
     @property
     def lost_ranks(self) -> tuple[int, ...]:
@@ -148,7 +148,7 @@ class Roster:
         self.formed.form(topology, names, by_member)
         self.wanted_groups = 0
 
-    def enlist(self, peer: bytes, ranks: int, run: str) -> tuple[int, int]:
+    def register(self, peer: bytes, ranks: int, run: str) -> tuple[int, int]:
         """Assign numbers to the ranks of a group that joins on its own; see `RankNumbers.enlist`.
 
         Raises:
@@ -162,7 +162,7 @@ class Roster:
                 "this server is busy with a run whose ranks were all announced when it began; start a server for each"
                 " run",
             )
-        return self.numbers.enlist(peer, ranks, run, self.world_size)
+        return self.numbers.register(peer, ranks, run, self.world_size)
 
     def join(self, ranks: Sequence[int], name: str) -> int:
         """Make late ranks a group; return its number.
@@ -191,7 +191,7 @@ class Roster:
         if group < 0 or not self.gone.issuperset(self.formed.members(group)):
             return
         if len(self.groups) > 1 or self.joining:
-            self.formed.take_out(group)
+            self.formed.remove(group)
 
     def record_hello(self, peer: bytes, hello: Hello, challenge: bytes) -> None:
         """Store a rank's hello and its challenge.
@@ -242,7 +242,7 @@ class Roster:
             raise Refused("rank", f"rank {hello.rank} has joined already; is the script running twice?")
         if problem := fingerprint_problem(hello, first):
             raise Refused("fingerprint", problem)
-        self.take_in(peer, hello, challenge, now)
+        self.add_member(peer, hello, challenge, now)
         return hello, challenge
 
     def _gone_with_its_server(self, hello: Hello) -> str:
@@ -259,7 +259,7 @@ class Roster:
             )
         return ""
 
-    def take_in(self, peer: bytes, hello: Hello, challenge: bytes, now: float) -> None:
+    def add_member(self, peer: bytes, hello: Hello, challenge: bytes, now: float) -> None:
         """Add a rank that has proved that it holds the key."""
         if self._first is None:
             self._first, self._began = hello, now
@@ -353,5 +353,5 @@ class Roster:
         members = self.formed.members(group)
         self.lost.update(dict.fromkeys(members, reason))
         self.barred.update(members if barred else ())
-        self.formed.take_out(group)
+        self.formed.remove(group)
         return group, False

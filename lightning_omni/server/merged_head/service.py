@@ -9,16 +9,22 @@ from collections.abc import Callable
 
 from lightning_omni.errors import OmniError, ProtocolError, Refused
 from lightning_omni.methods import Method
-from lightning_omni.server.merged_head.head import Arrival, ServedHead
+from lightning_omni.server.merged_head.head import HeadRequest, ServedHead
 from lightning_omni.server.run_context import RunContext
 from lightning_omni.server.service import Out, Payload, Peer, Sender, Service, as_tensor
 from lightning_omni.topology import Topology
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.activations import RAW_BOTH, Both, check, pack_in, unpack_in
+from lightning_omni.wire.activations import (
+    RAW_ACTIVATIONS,
+    ActivationFormats,
+    check,
+    pack_activations,
+    unpack_activations,
+)
 from lightning_omni.wire.formats.base import from_wire
 
 
-class MergedHeads(Service):
+class MergedHeadService(Service):
     """The service that grants exclusive access to the merged heads.
 
     Args:
@@ -27,12 +33,12 @@ class MergedHeads(Service):
     """
 
     def __init__(self, run: RunContext, clock: Callable[[], float]) -> None:
-        self._roster, self._store, self._notes = run.roster, run.store, run.notes
+        self._roster, self._store, self._events = run.roster, run.store, run.events
         self._clock = clock
-        self._wire = RAW_BOTH
+        self._wire = RAW_ACTIVATIONS
 
-    def form(self, topology: Topology, method: Method, message: m.Form) -> None:
-        self._wire = Both.of(from_wire(message.wire_format))
+    def form(self, topology: Topology, method: Method, message: m.FormGroups) -> None:
+        self._wire = ActivationFormats.of(from_wire(message.wire_format))
 
     def evict(self, group: int, lost: bool) -> list[Out]:
         """End a group's access and remove it from the queues."""
@@ -56,27 +62,27 @@ class MergedHeads(Service):
         """Run a group's batch through the head, once it has exclusive access if it requests that."""
         head = self._store.head(message.optimizer)
         # The connection owns the memory, and sends nothing else before the answer.
-        arrival = Arrival(
-            sender.group, sender.peer, message, unpack_in(self._wire.up, message.packed, as_tensor(payload))
+        request = HeadRequest(
+            sender.group, sender.peer, message, unpack_activations(self._wire.up, message.packed, as_tensor(payload))
         )
         if not message.exclusive:
-            return [self._output(head, arrival)]
+            return [self._output(head, request)]
         self._roster.formed.check_leads(sender.rank, sender.group)
-        head.arrive(arrival)
+        head.add_request(request)
         return self._serve(message.optimizer)
 
     def backward(self, sender: Sender, message: m.HeadBackward, payload: Payload) -> list[Out]:
         """Step the head along the gradients of its output, and end the access."""
         head, group, number = self._store.head(message.optimizer), sender.group, message.optimizer
-        spans = self._notes.new_spans(group, message)
+        spans = self._events.new_spans(group, message)
         try:
             stepped = head.backward(
-                group, message, unpack_in(self._wire.up, message.packed, as_tensor(payload)), number
+                group, message, unpack_activations(self._wire.up, message.packed, as_tensor(payload)), number
             )
         except ProtocolError as error:
             head.forget(group)
             return [_refusal(sender.peer, error), *self._serve(number)]
-        self._notes.note(
+        self._events.note(
             "push",
             group,
             number,
@@ -88,7 +94,7 @@ class MergedHeads(Service):
             note=message.clip,
         )
         head.release(self._clock())
-        packed, buffer = pack_in(self._wire.down, stepped.inputs)
+        packed, buffer = pack_activations(self._wire.down, stepped.inputs)
         answer = m.HeadGradients(
             packed=packed,
             nbytes=buffer.numel(),
@@ -106,8 +112,8 @@ class MergedHeads(Service):
     def _serve(self, number: int) -> list[Out]:
         """Grant access to the next group in the queue; refuse groups whose batch the head cannot process."""
         head, out = self._store.head(number), []
-        while (arrival := head.grant_access(self._clock())) is not None:
-            out.append(self._output(head, arrival))
+        while (request := head.grant_access(self._clock())) is not None:
+            out.append(self._output(head, request))
         return out
 
     def _check_packed(self, message: m.HeadForward | m.HeadBackward) -> int:
@@ -115,14 +121,14 @@ class MergedHeads(Service):
         check(self._wire.up, message.packed, message.nbytes)
         return message.nbytes
 
-    def _output(self, head: ServedHead, arrival: Arrival) -> Out:
+    def _output(self, head: ServedHead, request: HeadRequest) -> Out:
         try:
-            packed, buffer = pack_in(self._wire.down, head.forward(arrival))
+            packed, buffer = pack_activations(self._wire.down, head.forward(request))
         except OmniError as error:
-            if arrival.message.exclusive:
-                head.forget(arrival.group)
-            return _refusal(arrival.peer, error)
-        return Out(arrival.peer, m.DATA, m.HeadOutput(packed=packed, nbytes=buffer.numel()), (buffer,))
+            if request.message.exclusive:
+                head.forget(request.group)
+            return _refusal(request.peer, error)
+        return Out(request.peer, m.DATA, m.HeadOutput(packed=packed, nbytes=buffer.numel()), (buffer,))
 
 
 def _refusal(peer: Peer, error: OmniError) -> Out:

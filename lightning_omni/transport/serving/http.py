@@ -90,7 +90,7 @@ class StatusServer:
         now = time.monotonic()
         if now >= self._due:
             self._due = now + EVERY
-            self.publish(core.overview(), core.missing_servers, core.knows_run)
+            self.publish(core.overview(), core.missing_servers, core.is_coordinator)
 
     def publish(self, overview: m.Overview, missing: int = 0, is_of_run: bool = True) -> None:
         """Answer later requests from this overview; see `TimedOverview`."""

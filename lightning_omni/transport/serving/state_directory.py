@@ -37,7 +37,7 @@ from lightning_omni.server.core import ServerCore
 from lightning_omni.server.membership.numbering import AGAIN
 from lightning_omni.server.service import as_tensor
 from lightning_omni.wire.codec import Packed, pack, unpack
-from lightning_omni.wire.journal import AnyEntry, Entry, WentOnEntry
+from lightning_omni.wire.journal import AnyEntry, Entry, RestartedEntry
 
 _log = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ class StateDirectory:
         Raises:
             ConfigurationError: this server cannot continue the saved run.
         """
-        core.patience, core.began = self._patience, self._start()
+        core.reconnect_timeout, core.started_at_ms = self._patience, self._start()
         saves = self._whole()
         self._remove_parts(set(saves[-1:]))
         if not saves:
@@ -213,7 +213,7 @@ class StateDirectory:
             core.journal.saves += 1
             self._remove_before(self._number)
             if self._gap < self._number:
-                self._gap, core.patience = 0, self._patience
+                self._gap, core.reconnect_timeout = 0, self._patience
                 self._troubles.end()
         if now < self._due and not core.journal.is_due:
             return
@@ -237,7 +237,7 @@ class StateDirectory:
         # Another server may still be writing the last save, so its number is not used again.
         self._number = self._number if self._others else 0
         self._due, self._latest, self._went_on, self._is_whole = 0.0, 0.0, False, True
-        self._gap, core.patience = 0, self._patience
+        self._gap, core.reconnect_timeout = 0, self._patience
 
     def close(self, core: ServerCore | None = None) -> None:
         """Stop saving, after a last save of a run that has not ended.
@@ -271,7 +271,7 @@ class StateDirectory:
             self._forget_begun()
             return
         if self._others:
-            core.save_shares(self._number)
+            core.save_partitions(self._number)
         self._is_whole = False
         took = time.monotonic() - began
         self._due = began + max(self._every, took / SHARE)
@@ -306,12 +306,12 @@ class StateDirectory:
 
         core.journal.write = write
         if self._went_on:
-            write(WentOnEntry())
+            write(RestartedEntry())
             self._went_on = False
 
     def _lose(self, core: ServerCore, error: Exception) -> None:
         """Mark the journal as incomplete: no server can continue from it until the state is saved again."""
-        core.journal.write, core.patience, self._gap = None, 0.0, self._number
+        core.journal.write, core.reconnect_timeout, self._gap = None, 0.0, self._number
         with contextlib.suppress(OSError):
             if journals := _numbers(self._path, _JOURNAL):
                 _file(self._path, _JOURNAL, journals[-1]).rename(_file(self._path, _GAP, self._gap))

@@ -115,7 +115,7 @@ class Server:
         # Makes sending to a lost peer fail.
         self._sockets[m.CONTROL].setsockopt(zmq.ROUTER_MANDATORY, 1)
         core.about, core.limits.hears_connections = about, True
-        core.began = core.began or time.time_ns() // 1_000_000
+        core.started_at_ms = core.started_at_ms or time.time_ns() // 1_000_000
         core.data_port = urlsplit(self._sockets[m.DATA].getsockopt_string(zmq.LAST_ENDPOINT)).port or 0
         self.shared = SharedMemory(
             core.data_connection, lambda: sum(served.buffer.numel() for served in core.optimizers)
@@ -245,7 +245,7 @@ class Server:
                 self._guard.let_in(frame.get(zmq.SRCFD))
                 if isinstance(message, m.Proof):
                     host = "localhost" if self._directory is not None else str(frame.get("Peer-Address"))
-                    self.core.locate(peer, host)
+                    self.core.set_host(peer, host)
         return out
 
     def _on_data(self, peer: bytes, frames: list[Any]) -> list[Out]:
@@ -264,9 +264,9 @@ class Server:
             assembly = self._begin(peer, message, places)
         else:
             raise MalformedMessage(f"{len(frames)} frames on the data channel")
-        if assembly.is_complete and isinstance(assembly.message, m.Long):
+        if assembly.is_complete and isinstance(assembly.message, m.LargeMessage):
             message = self.core.decode(m.DATA, assembly.buffer.numpy().data)
-            if isinstance(message, (m.Long, m.Attach, m.AttachProof)):
+            if isinstance(message, (m.LargeMessage, m.Attach, m.AttachProof)):
                 raise MalformedMessage(f"a long {type(message).__name__}")
             assembly = self._begin(peer, message, assembly.places)
         if not assembly.is_complete:
@@ -280,7 +280,9 @@ class Server:
         is_kept = self.core.keeps_payload(message)
         buffer = torch.empty(nbytes, dtype=torch.uint8) if is_kept else self._buffer(peer, nbytes)
         assembly = Assembly(message, buffer, places)
-        if not isinstance(message, m.Long):  # a `Long` carries the ranges of the message that it announces
+        if not isinstance(
+            message, m.LargeMessage
+        ):  # a `LargeMessage` carries the ranges of the message that it announces
             if places.payload is not None:
                 assembly.fill(self.shared.at(peer, places.payload))
             self._offer(peer, message, places.answer)
@@ -386,7 +388,7 @@ class Server:
         assert isinstance(item.message, m.RefusedMessage)
         self._refusals[item.peer] += 1
         # After a server's restart, ZeroMQ may deliver earlier messages before the rank itself has reconnected.
-        is_usual = item.message.code == "stranger" and self.core.goes_on
+        is_usual = item.message.code == "stranger" and self.core.resumed
         if self._refusals[item.peer] == 1 and not is_usual:
             self._refusal_log.write(f"refused a {item.channel} message", item.message.reason)
         if len(self._refusals) > 4096:

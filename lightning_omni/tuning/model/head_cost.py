@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from lightning_omni.tuning.model.cost_model import CostModel
 from lightning_omni.tuning.model.exchanging import ExchangePattern
 from lightning_omni.tuning.model.measured import HeadMeasured
-from lightning_omni.wire.activations import Both
+from lightning_omni.wire.activations import ActivationFormats
 from lightning_omni.wire.formats.base import RAW, WireFormat
 from lightning_omni.wire.layout import Layout, TensorSpec
 
@@ -68,8 +68,8 @@ class HeadCost:
         return replace(model.averaging(self.body / self.nbytes), head_per_sample=seconds)
 
     @property
-    def _formats(self) -> Both:
-        return Both.of(self.wire_format)
+    def _formats(self) -> ActivationFormats:
+        return ActivationFormats.of(self.wire_format)
 
 
 def _nbytes(wire_format: WireFormat, nbytes: float) -> int:

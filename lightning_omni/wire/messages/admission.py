@@ -44,20 +44,20 @@ class Welcome(Message, frozen=True, kw_only=True):
         heartbeat_timeout: seconds of silence after which a rank counts as dead.
         servers: number of servers, each of which holds a share of the weights, this one among them; see
             `AskServerAddresses`.
-        patience: seconds for which a rank must look for the server again when it is gone, because its state is saved
-            and another one will continue. 0 if none will.
+        reconnect_timeout: seconds for which a rank must look for the server again when it is gone, because its state is
+            saved and another one will continue. 0 if none will.
         clock: updates in the weights.
-        began: start of the server, in milliseconds. Later servers at the same address have larger values, so ranks can
-            tell servers apart. 0 if no server continues after this one.
+        started_at_ms: start of the server, in milliseconds. Later servers at the same address have larger values, so
+            ranks can tell servers apart. 0 if no server continues after this one.
     """
 
     mac: bytes
     data_port: int
     heartbeat_timeout: float
     servers: int = 1
-    patience: float = 0.0
+    reconnect_timeout: float = 0.0
     clock: int = 0
-    began: int = 0
+    started_at_ms: int = 0
 
 
 class AskServerAddresses(Message, frozen=True, kw_only=True):
@@ -108,7 +108,7 @@ class ObserverProof(Message, frozen=True, kw_only=True):
     mac: Secret
 
 
-class Observing(Message, frozen=True, kw_only=True):
+class ObserverWelcome(Message, frozen=True, kw_only=True):
     """The admission of an observer; ``mac`` proves that the server holds the key, too."""
 
     mac: bytes

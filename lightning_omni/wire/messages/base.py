@@ -21,7 +21,7 @@ LARGEST_INLINE = 32 << 10
 LARGEST_ECHO = 1 << 20
 """The most bytes of an answer to `Echo`."""
 
-LARGEST_BROUGHT = 8 << 20
+LARGEST_UPLOAD = 8 << 20
 """The most bytes that a rank may contribute to one collective."""
 
 LONGEST = 256 << 20
@@ -48,7 +48,7 @@ class Acknowledged(Message, frozen=True, kw_only=True):
     """An acknowledgement."""
 
 
-class Long(Message, frozen=True, kw_only=True):
+class LargeMessage(Message, frozen=True, kw_only=True):
     """The announcement of a message larger than a frame: ``nbytes`` in chunks, then its payload. Both sides send it."""
 
     nbytes: int

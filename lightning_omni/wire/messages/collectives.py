@@ -13,13 +13,13 @@ class Contribute(Message, frozen=True, kw_only=True):
     Attributes:
         number: number of the collective in this run.
         what: the collective and its signature; all ranks must call the same one.
-        brought: whether the rank has sent the payload before by `Bring`.
+        uploaded: whether the rank has sent the payload before by `Upload`.
         where: position of this rank in the program, for a message if another one calls something else.
     """
 
     number: int
     what: str
-    brought: bool = False
+    uploaded: bool = False
     where: str | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -29,36 +29,36 @@ class Gathered(Message, frozen=True, kw_only=True):
     Attributes:
         ranks: contributing ranks, ascending.
         sizes: bytes of payload of each; the payload follows in this order.
-        collect: whether the payload is too large for this channel, and `Collect` must request it.
+        must_download: whether the payload is too large for this channel, and `Download` must request it.
     """
 
     number: int
     ranks: tuple[int, ...]
     sizes: tuple[int, ...]
-    collect: bool = False
+    must_download: bool = False
 
 
-class Bring(Message, frozen=True, kw_only=True):
+class Upload(Message, frozen=True, kw_only=True):
     """An upload of bytes that a control message needs next and cannot hold. They follow as payload."""
 
     nbytes: int
 
 
-class Brought(Message, frozen=True, kw_only=True):
-    """The answer to `Bring`."""
+class Uploaded(Message, frozen=True, kw_only=True):
+    """The answer to `Upload`."""
 
 
-class ReadBrought(Message, frozen=True, kw_only=True):
-    """A request to process the bytes sent before by `Bring` as a message, which is too large for this channel."""
+class ReadUpload(Message, frozen=True, kw_only=True):
+    """A request to process the bytes sent before by `Upload` as a message, which is too large for this channel."""
 
 
-class Collect(Message, frozen=True, kw_only=True):
+class Download(Message, frozen=True, kw_only=True):
     """A request for the payloads of the last collective."""
 
     number: int
 
 
-class Collected(Message, frozen=True, kw_only=True):
+class Downloaded(Message, frozen=True, kw_only=True):
     """All payloads of a collective, in the order of ranks; they follow."""
 
     nbytes: int

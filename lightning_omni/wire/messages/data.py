@@ -51,7 +51,7 @@ class EpochOpened(Message, frozen=True, kw_only=True):
     epoch: int
 
 
-class Draw(Message, frozen=True, kw_only=True):
+class DrawBatches(Message, frozen=True, kw_only=True):
     """A request for a group's batches from ``number`` on. Of those before, ``trained`` are trained."""
 
     epoch: int
@@ -60,14 +60,14 @@ class Draw(Message, frozen=True, kw_only=True):
     trained: int = 0
 
 
-class Drawn(Message, frozen=True, kw_only=True):
+class BatchesDrawn(Message, frozen=True, kw_only=True):
     """The batches from ``number`` on; none if the pool is empty now."""
 
     number: int
     batches: tuple[Batch, ...]
 
 
-class Await(Message, frozen=True, kw_only=True):
+class AskNext(Message, frozen=True, kw_only=True):
     """A rank's question for the next step: its group has trained all its batches of this validation interval."""
 
     epoch: int
@@ -76,19 +76,19 @@ class Await(Message, frozen=True, kw_only=True):
     interval: int
 
 
-class Verdict(Message, frozen=True, kw_only=True):
-    """The answer to `Await`.
+class Next(Message, frozen=True, kw_only=True):
+    """The answer to `AskNext`.
 
     Attributes:
         next: ``"more"`` (samples were returned, draw again), ``"validate"`` (all groups wait: validate, then continue),
             ``"over"`` (the epoch is complete), ``"over:validate"`` (the same, and a validation was due in its last
-            batches), or ``"stop:..."`` (another group ended epoch or run, see `Leave`).
+            batches), or ``"stop:..."`` (another group ended epoch or run, see `LeaveEpoch`).
     """
 
     next: str
 
 
-class Leave(Message, frozen=True, kw_only=True):
+class LeaveEpoch(Message, frozen=True, kw_only=True):
     """A group's early departure from the epoch; its untrained batches return to the pool.
 
     Attributes:
@@ -103,5 +103,5 @@ class Leave(Message, frozen=True, kw_only=True):
     stop: str = ""
 
 
-class Left(Message, frozen=True, kw_only=True):
-    """The answer to `Leave`."""
+class EpochLeft(Message, frozen=True, kw_only=True):
+    """The answer to `LeaveEpoch`."""

@@ -12,7 +12,7 @@ from lightning_omni.wire.messages.admission import (
     Attached,
     AttachProof,
     Challenge,
-    Observing,
+    ObserverWelcome,
     ServerAddresses,
     Welcome,
 )
@@ -22,18 +22,25 @@ from lightning_omni.wire.messages.base import (
     PEER,
     Acknowledged,
     Channel,
-    Long,
+    LargeMessage,
     RefusedMessage,
     decode_with,
 )
-from lightning_omni.wire.messages.collectives import Brought, Collected, Gathered
-from lightning_omni.wire.messages.data import Drawn, EpochOpened, Left, Verdict
-from lightning_omni.wire.messages.membership import Enlisted, Formed, Joined, Notice, RunStateStored, StoredRunState
+from lightning_omni.wire.messages.collectives import Downloaded, Gathered, Uploaded
+from lightning_omni.wire.messages.data import BatchesDrawn, EpochLeft, EpochOpened, Next
+from lightning_omni.wire.messages.membership import (
+    GroupRegistered,
+    GroupsFormed,
+    Joined,
+    Notice,
+    RunStateStored,
+    StoredRunState,
+)
 from lightning_omni.wire.messages.merged_head import HeadGradients, HeadOutput, HeadReleased
-from lightning_omni.wire.messages.peers import PeerMessage, Published, ReadPublished, Taken
+from lightning_omni.wire.messages.peers import PeerMessage, PeerMessageStored, Published, ReadPublished
 from lightning_omni.wire.messages.snapshots import GroupStateStored, Snapshot
 from lightning_omni.wire.messages.status import Echoed, Overview, ServerDescription, Status
-from lightning_omni.wire.messages.training import Restructured, Seeded, Weights
+from lightning_omni.wire.messages.training import Restructured, Weights, WeightsUploaded
 from lightning_omni.wire.messages.validation import (
     Evaluation,
     EvaluationPublished,
@@ -43,22 +50,58 @@ from lightning_omni.wire.messages.validation import (
 )
 
 ToControl = (
-    Challenge | Welcome | RefusedMessage | Status | Formed | Joined | EpochOpened | Drawn | Verdict | Left | Gathered
-    | Notice | Acknowledged | ServerAddresses | Observing | Overview | ValidationClaimed | Validations | VersionReleased
-    | Enlisted | ServerDescription | Echoed
-)  # fmt: skip
+    Challenge
+    | Welcome
+    | RefusedMessage
+    | Status
+    | GroupsFormed
+    | Joined
+    | EpochOpened
+    | BatchesDrawn
+    | Next
+    | EpochLeft
+    | Gathered
+    | Notice
+    | Acknowledged
+    | ServerAddresses
+    | ObserverWelcome
+    | Overview
+    | ValidationClaimed
+    | Validations
+    | VersionReleased
+    | GroupRegistered
+    | ServerDescription
+    | Echoed
+)
 
 ToData = (
-    AttachChallenge | Attached | Long | Seeded | Restructured | GroupStateStored | Weights | Snapshot | HeadOutput
-    | HeadGradients | HeadReleased | RefusedMessage | Brought | Collected | EvaluationPublished | Evaluation
-    | RunStateStored | StoredRunState
-)  # fmt: skip
+    AttachChallenge
+    | Attached
+    | LargeMessage
+    | WeightsUploaded
+    | Restructured
+    | GroupStateStored
+    | Weights
+    | Snapshot
+    | HeadOutput
+    | HeadGradients
+    | HeadReleased
+    | RefusedMessage
+    | Uploaded
+    | Downloaded
+    | EvaluationPublished
+    | Evaluation
+    | RunStateStored
+    | StoredRunState
+)
 
 _decoders = {
     ("rank", CONTROL): msgspec.msgpack.Decoder(ToControl),
     ("rank", DATA): msgspec.msgpack.Decoder(ToData),
     ("server", PEER): msgspec.msgpack.Decoder(Attach | AttachProof | ReadPublished | PeerMessage),
-    ("rank", PEER): msgspec.msgpack.Decoder(AttachChallenge | Attached | Published | Taken | RefusedMessage),
+    ("rank", PEER): msgspec.msgpack.Decoder(
+        AttachChallenge | Attached | Published | PeerMessageStored | RefusedMessage
+    ),
 }
 
 

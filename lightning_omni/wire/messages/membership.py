@@ -13,7 +13,7 @@ from lightning_omni.wire.messages.base import Message, Name
 from lightning_omni.wire.messages.data import EpochPlan
 
 
-class Form(Message, frozen=True, kw_only=True):
+class FormGroups(Message, frozen=True, kw_only=True):
     """The recorder's request to form the compute groups; training begins, or continues in other groups.
 
     Attributes:
@@ -35,8 +35,8 @@ class Form(Message, frozen=True, kw_only=True):
     by_member: bool = False
 
 
-class Formed(Message, frozen=True, kw_only=True):
-    """The answer to `Form`: the groups are formed, each in this incarnation."""
+class GroupsFormed(Message, frozen=True, kw_only=True):
+    """The answer to `FormGroups`: the groups are formed, each in this incarnation."""
 
     generation: int
     incarnation: int = 0
@@ -62,10 +62,10 @@ class Joined(Message, frozen=True, kw_only=True):
         incarnation: its incarnation, which identifies it together with its name.
         generation: generation of the groups, for requests about leases.
         groups: all participating groups.
-        method: as in `Form`.
-        wire_format: as in `Form`.
+        method: as in `FormGroups`.
+        wire_format: as in `FormGroups`.
         plan: the current epoch, if any.
-        overlap: as in `Form`.
+        overlap: as in `FormGroups`.
         live: all participating ranks in ascending order.
         synchronizations: number of completed synchronization points of all ranks.
     """
@@ -82,7 +82,7 @@ class Joined(Message, frozen=True, kw_only=True):
     synchronizations: int = 0
 
 
-class Enlist(Message, frozen=True, kw_only=True):
+class RegisterGroup(Message, frozen=True, kw_only=True):
     """A request of a group with its own torch.distributed world to join the run.
 
     An observer sends it, before it has a model; it may repeat it.
@@ -91,8 +91,8 @@ class Enlist(Message, frozen=True, kw_only=True):
     ranks: int
 
 
-class Enlisted(Message, frozen=True, kw_only=True):
-    """The answer to `Enlist`: the group's rank numbers.
+class GroupRegistered(Message, frozen=True, kw_only=True):
+    """The answer to `RegisterGroup`: the group's rank numbers.
 
     Attributes:
         run: the run's name.
@@ -154,7 +154,7 @@ class SetGroups(Message, frozen=True, kw_only=True):
     groups: int
 
 
-class Lost(Message, frozen=True, kw_only=True):
+class RankLost(Message, frozen=True, kw_only=True):
     """A launcher's report that a rank's process has ended. The server does not answer it."""
 
     rank: int

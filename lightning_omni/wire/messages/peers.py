@@ -36,5 +36,5 @@ class PeerMessage(Message, frozen=True, kw_only=True):
     number: int = 0
 
 
-class Taken(Message, frozen=True, kw_only=True):
+class PeerMessageStored(Message, frozen=True, kw_only=True):
     """A confirmation that the message is in the inbox."""

@@ -80,13 +80,13 @@ class FollowerWelcome(m.Message, frozen=True, kw_only=True):
     heartbeat_timeout: float
 
 
-class Told(m.Message, frozen=True, kw_only=True):
+class ServerCommand(m.Message, frozen=True, kw_only=True):
     """The base of commands, which servers execute in order. ``now`` is the time, on one clock for all servers."""
 
     now: float = 0.0
 
 
-class Admit(Told, frozen=True, kw_only=True):
+class AdmitRank(ServerCommand, frozen=True, kw_only=True):
     """The admission of a rank, with the messages from which its secret is derived.
 
     Attributes:
@@ -100,33 +100,33 @@ class Admit(Told, frozen=True, kw_only=True):
     joins: bool = False
 
 
-class Relay(Told, frozen=True, kw_only=True):
+class HandleMessage(ServerCommand, frozen=True, kw_only=True):
     """A rank's message on its control connection, which the coordinating server has handled."""
 
     rank: int
     message: bytes
 
 
-class Lose(Told, frozen=True, kw_only=True):
+class LoseRank(ServerCommand, frozen=True, kw_only=True):
     """The loss of a rank."""
 
     rank: int
     reason: str
 
 
-class Idle(Told, frozen=True, kw_only=True):
+class IdleLeader(ServerCommand, frozen=True, kw_only=True):
     """The start of a leader's wait for other groups."""
 
     rank: int
 
 
-class Resume(Told, frozen=True, kw_only=True):
+class ResumeLeader(ServerCommand, frozen=True, kw_only=True):
     """The end of a leader's wait for other groups."""
 
     rank: int
 
 
-class Decide(Told, frozen=True, kw_only=True):
+class DecideRequest(ServerCommand, frozen=True, kw_only=True):
     """The decision on a request: each server handles its part, or refuses it.
 
     Attributes:
@@ -142,17 +142,17 @@ class Decide(Told, frozen=True, kw_only=True):
     refusal: m.RefusedMessage | None = None
 
 
-class Expire(Told, frozen=True, kw_only=True):
+class ExpireTimers(ServerCommand, frozen=True, kw_only=True):
     """The expiry of a time that methods have requested."""
 
 
-class Save(Told, frozen=True, kw_only=True):
+class SaveState(ServerCommand, frozen=True, kw_only=True):
     """The command to save the share's state of this moment under a number; all servers do so at the same moment."""
 
     number: int
 
 
-class Redo(Told, frozen=True, kw_only=True):
+class ReplayEntry(ServerCommand, frozen=True, kw_only=True):
     """The replay of a decision that earlier servers had sent to ranks after the loaded state was saved.
 
     Attributes:
@@ -162,16 +162,28 @@ class Redo(Told, frozen=True, kw_only=True):
     entry: LostEntry | LeftEntry | JoinedEntry
 
 
-class RunOver(Told, frozen=True, kw_only=True):
+class EndRun(ServerCommand, frozen=True, kw_only=True):
     """The end of the run, with the reason; without a reason, all its ranks are gone, and the next run may begin."""
 
     reason: str = ""
 
 
 ToFollower = (
-    FollowerWelcome | Admit | Relay | Lose | Idle | Resume | Decide | Expire | RunOver | Save | Redo
-    | m.Challenge | m.RefusedMessage | m.Acknowledged
-)  # fmt: skip
+    FollowerWelcome
+    | AdmitRank
+    | HandleMessage
+    | LoseRank
+    | IdleLeader
+    | ResumeLeader
+    | DecideRequest
+    | ExpireTimers
+    | EndRun
+    | SaveState
+    | ReplayEntry
+    | m.Challenge
+    | m.RefusedMessage
+    | m.Acknowledged
+)
 """The messages of the coordinating server to the others."""
 _decoder = msgspec.msgpack.Decoder(ToFollower)
 

@@ -11,7 +11,7 @@ from lightning_omni.wire.messages.base import Message
 from lightning_omni.wire.progress import Progress
 
 
-class Cut(msgspec.Struct, frozen=True, kw_only=True):
+class SnapshotId(msgspec.Struct, frozen=True, kw_only=True):
     """A consistent state of the server, described by the counts of everything handled before it.
 
     A server handles one message at a time, so its state between two of them is consistent over all optimizers. Several
@@ -37,7 +37,7 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True):
 
         Example:
             >>> from lightning_omni.wire.progress import ReferenceBatch
-            >>> cut = Cut(epoch=2, total=320, trained=((0, 64), (96, 128)))
+            >>> cut = SnapshotId(epoch=2, total=320, trained=((0, 64), (96, 128)))
             >>> cut.progress(Progress(ReferenceBatch(4, 8), batches=10, epochs=2, samples=64)).samples
             96
         """
@@ -72,6 +72,6 @@ class TakeSnapshot(Message, frozen=True, kw_only=True):
 class Snapshot(Message, frozen=True, kw_only=True):
     """A consistent snapshot, described by its ``cut``; the tensors follow as payload."""
 
-    cut: Cut
+    cut: SnapshotId
     packed: Packed
     nbytes: int

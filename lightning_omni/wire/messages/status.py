@@ -93,7 +93,7 @@ class AskServer(Message, frozen=True, kw_only=True):
     """A request for the server's description."""
 
 
-class About(msgspec.Struct, frozen=True):
+class ProcessInfo(msgspec.Struct, frozen=True):
     """A description of a server's process, independent of its run.
 
     Attributes:
@@ -114,16 +114,16 @@ class ServerDescription(Message, frozen=True, kw_only=True):
         heartbeat_timeout: as in `Welcome`.
         progress_timeout: seconds without progress after which a group counts as dead; may be infinite.
         servers: as in `Welcome`.
-        patience: as in `Welcome`: above 0 if another server would continue.
+        reconnect_timeout: as in `Welcome`: above 0 if another server would continue.
         joined_heartbeat_timeout: the heartbeat timeout of runs that groups join on their own; 0 if unknown.
     """
 
-    about: About
+    about: ProcessInfo
     data_port: int
     heartbeat_timeout: float
     progress_timeout: float
     servers: int
-    patience: float
+    reconnect_timeout: float
     joined_heartbeat_timeout: float = 0.0
 
 
@@ -183,8 +183,8 @@ class Overview(Message, frozen=True, kw_only=True):
         recorder: the rank that logs and saves; the run ends with its group.
         status: status of the run, as every rank gets it.
         groups: participating groups.
-        method: as in `Form`; None before groups are formed.
-        wire_format: as in `Form`; None before groups are formed.
+        method: as in `FormGroups`; None before groups are formed.
+        wire_format: as in `FormGroups`; None before groups are formed.
         plan: the current or last epoch; None if its data is not leased.
         trained: trained positions of this epoch.
         pushes: number of pushes that the server has handled.

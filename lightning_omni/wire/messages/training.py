@@ -9,7 +9,7 @@ from lightning_omni.wire.codec import Packed
 from lightning_omni.wire.messages.base import Message
 
 
-class Seed(Message, frozen=True, kw_only=True):
+class UploadWeights(Message, frozen=True, kw_only=True):
     """The recorder's upload of the master weights and optimizers. The tensors follow as payload.
 
     ``request`` is as in `PushMessage`.
@@ -20,8 +20,8 @@ class Seed(Message, frozen=True, kw_only=True):
     request: int = 0
 
 
-class Seeded(Message, frozen=True, kw_only=True):
-    """The answer to `Seed`."""
+class WeightsUploaded(Message, frozen=True, kw_only=True):
+    """The answer to `UploadWeights`."""
 
 
 class Restructure(Message, frozen=True, kw_only=True):
@@ -154,7 +154,7 @@ class Weights(Message, frozen=True, kw_only=True):
         refused_in_row: consecutive refused pushes of this group.
         repeated: whether the push had arrived before and was not applied again; then these are the master weights.
         progress: positions of the epoch trained by all groups.
-        stop: as in `Leave`.
+        stop: as in `LeaveEpoch`.
         fragment: fragment of the answered push.
         validations: number of complete validations, as counted by `ClaimValidation`.
         groups: number of participating groups, if groups join the run on their own; otherwise 0.

@@ -23,7 +23,7 @@ from torch.utils.data import TensorDataset
 from lightning_omni.methods import AsyncSGD, HardSync, LocalSGD, Method, SoftSync
 from lightning_omni.methods.model.master import describe, hyperparameters_of, resolver
 from lightning_omni.metrics import Staleness
-from lightning_omni.server import momentum_estimate as sensing
+from lightning_omni.server import momentum_estimate
 from lightning_omni.server.momentum_estimate import FEWEST, total_momentum
 from lightning_omni.server.served_optimizer import ServedOptimizer
 from lightning_omni.simulator import Cluster, Jitter
@@ -63,7 +63,7 @@ class Quadratic:
 
     @property
     def reading(self) -> float | None:
-        return total_momentum([self.served.sensing])
+        return total_momentum([self.served.momentum_estimator])
 
     def gradient(self, read_at: int) -> list[Tensor]:
         exact = [h * w for h, w in zip(CURVATURE, self.past[read_at], strict=True)]
@@ -167,18 +167,20 @@ def read_off(past: list[list[Tensor]], pushes: list[tuple[int, list[Tensor]]], l
     for read_at, pushed in pushes:
         acting = lr / (1 - m) * torch.cat([each.flatten() for each in pushed]).double()
         steps = torch.stack([flat[read_at + 1] - flat[read_at], flat[read_at] - flat[read_at - 1]])
-        averages = (1 - 1 / sensing.MEMORY) * averages + steps + acting
+        averages = (1 - 1 / momentum_estimate.MEMORY) * averages + steps + acting
     return float((averages[0] / averages[1]).median())
 
 
 def test_weights_that_stand_still_or_break_do_not_spoil_the_reading() -> None:
     terms = torch.tensor([[0.4, math.nan, 0.0], [1.0, 1.0, 0.0]])
-    assert float(sensing.median_ratio(sensing.averaged(torch.zeros(2, 3), terms, 0.9))) == pytest.approx(0.4)
-    assert math.isnan(float(sensing.median_ratio(torch.zeros(2, 3))))
+    assert float(
+        momentum_estimate.median_ratio(momentum_estimate.averaged(torch.zeros(2, 3), terms, 0.9))
+    ) == pytest.approx(0.4)
+    assert math.isnan(float(momentum_estimate.median_ratio(torch.zeros(2, 3))))
 
 
 def test_the_server_reads_what_is_read_off_all_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sensing, "RUNS", 75)  # all of the weights
+    monkeypatch.setattr(momentum_estimate, "RUNS", 75)  # all of the weights
     run = Quadratic(sgd(momentum=0.5), AsyncSGD(), 4, noise=0.1)
     pushes: list[tuple[int, list[Tensor]]] = []
     for read_at, _ in itertools.islice(arrivals(4, np.random.default_rng(0)), 300):
@@ -244,7 +246,7 @@ def test_new_groups_are_sensed_afresh() -> None:
 
 def test_weights_and_the_optimizer_are_as_without_sensing() -> None:
     seen, unseen = (Quadratic(sgd(momentum=0.6, weight_decay=0.1), AsyncSGD(), 3, noise=0.5) for _ in range(2))
-    unseen.served.sensing = None
+    unseen.served.momentum_estimator = None
     for _ in zip(seen.run(150, 3), unseen.run(150, 3), strict=True):
         pass
     assert seen.reading is not None
