@@ -1,4 +1,4 @@
-"""Several servers that hold a share each and their groups, in memory: what is said arrives in any order.
+"""Several servers that hold a partition each and their groups, in memory: what is said arrives in any order.
 
 Each connection keeps its order; which one is served next, a random number says.
 """
@@ -39,7 +39,7 @@ from lightning_omni.methods.model.replica import copies
 from lightning_omni.methods.model.totals import Total
 from lightning_omni.registry import to_wire
 from lightning_omni.server import ServerCore
-from lightning_omni.server.log.record import Event
+from lightning_omni.server.event_log import Event
 from lightning_omni.server.replication import COORDINATOR
 from lightning_omni.server.service import Out, as_tensor
 from lightning_omni.topology import GroupId
@@ -70,7 +70,7 @@ class Ensemble:
     """The run.
 
     Args:
-        servers: servers that hold a share each.
+        servers: servers that hold a partition each.
         groups: of one rank each.
         method: what they follow.
         make: makes the user's optimizer.

@@ -33,8 +33,8 @@ from lightning_omni.methods import (
     Replica,
     Reply,
 )
-from lightning_omni.server.log.record import Event
-from lightning_omni.server.served_optimizer import ServedOptimizer
+from lightning_omni.server.event_log import Event
+from lightning_omni.server.parameters.served_optimizer import ServedOptimizer
 from lightning_omni.simulator import Cluster as Devices
 from lightning_omni.simulator import Failure, Jitter, Link, Slowdown
 from lightning_omni.topology import Topology

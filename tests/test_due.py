@@ -19,7 +19,7 @@ from lightning_omni.group.core import ServerRequest
 from lightning_omni.methods import METHODS, Barrier, Gradient, Method, Push, Reply, register
 from lightning_omni.methods.model.master import hyperparameters_of
 from lightning_omni.methods.model.totals import Total
-from lightning_omni.server.log.record import Event
+from lightning_omni.server.event_log import Event
 from lightning_omni.simulator import Cluster, Failure, Jitter, Link, replay, simulate
 from lightning_omni.simulator.workbench import Samples
 from lightning_omni.transport.memory import InMemoryData, InMemoryServer

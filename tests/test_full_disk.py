@@ -28,7 +28,7 @@ from lightning_omni.cli.serve.run_log import RunLog
 from lightning_omni.cli.serve.standing_server import Options, StandingServer, StopSignals
 from lightning_omni.methods import method_named
 from lightning_omni.server.core import ServerCore
-from lightning_omni.server.log.record import Event, RecordFile, read_record
+from lightning_omni.server.event_log import Event, RecordFile, read_record
 from lightning_omni.transport.serving.process import ServerSettings
 from lightning_omni.transport.serving.state_directory import PATIENCE, StateDirectory, saved_weights
 

@@ -14,7 +14,7 @@ from golden import names, record, served, simulated
 from golden.digests import Outcome, apart, digest, here
 
 from lightning_omni.methods import METHODS
-from lightning_omni.server.log.record import Kind
+from lightning_omni.server.event_log import Kind
 from lightning_omni.wire import messages as m
 
 OTHER_TYPES = {"Event", "TensorSpec"}

@@ -43,7 +43,7 @@ from lightning_omni.runtime.model.meshes import ModelParallel, sizes_in
 from lightning_omni.runtime.server_process import RunServer
 from lightning_omni.runtime.state.distributed_checkpoint import Folder
 from lightning_omni.server.membership import timeouts as time_limits
-from lightning_omni.server.membership.numbering import origin
+from lightning_omni.server.membership.roster import origin
 from lightning_omni.server.observers import MOST_OBSERVERS
 from lightning_omni.strategy.joining.rejoin import Rejoining
 from lightning_omni.strategy.pytorch_lightning import OmniStrategy

@@ -27,8 +27,8 @@ from lightning_omni.group.core import GroupCore, ServerRequest
 from lightning_omni.methods import METHODS, Gradient, Inbox, NextGradient, Pulled, Replica, method_named
 from lightning_omni.methods.contract import Publish, ReadInbox, ReadPeer, SendPeer
 from lightning_omni.runtime.options import WorldOptions
-from lightning_omni.server.log.record import Event, read_record
-from lightning_omni.server.served_optimizer import ServedOptimizer
+from lightning_omni.server.event_log import Event, read_record
+from lightning_omni.server.parameters.served_optimizer import ServedOptimizer
 from lightning_omni.simulator import replay
 from lightning_omni.simulator.workbench import Samples
 from lightning_omni.trace import Trace

@@ -1,4 +1,4 @@
-"""What the server senses of a run while it serves it: its own time for a push, and the total momentum."""
+"""What the server measures of a run while it serves it: its own time for a push, and the total momentum."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from torch.utils.data import TensorDataset
 from lightning_omni.methods import AsyncSGD, HardSync, LocalSGD, Method, SoftSync
 from lightning_omni.methods.model.master import describe, hyperparameters_of, resolver
 from lightning_omni.metrics import Staleness
-from lightning_omni.server import momentum_estimate
-from lightning_omni.server.momentum_estimate import FEWEST, total_momentum
-from lightning_omni.server.served_optimizer import ServedOptimizer
+from lightning_omni.server.parameters import momentum_estimate
+from lightning_omni.server.parameters.momentum_estimate import FEWEST, total_momentum
+from lightning_omni.server.parameters.served_optimizer import ServedOptimizer
 from lightning_omni.simulator import Cluster, Jitter
 from lightning_omni.simulator.run import simulate
 from lightning_omni.simulator.server import SimulatedServer

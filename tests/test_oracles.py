@@ -57,7 +57,7 @@ from lightning_omni.methods import (
 from lightning_omni.methods.contract import GroupSide
 from lightning_omni.methods.model.master import describe, hyperparameters_of, resolver
 from lightning_omni.methods.model.replica import Pulled, Replica, all_finite
-from lightning_omni.server.served_optimizer import ServedOptimizer
+from lightning_omni.server.parameters.served_optimizer import ServedOptimizer
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.layout import Layout
 

@@ -39,7 +39,7 @@ from lightning_omni.methods import (
 )
 from lightning_omni.methods.model.fragments import cut, read, sizes_of, write
 from lightning_omni.methods.model.master import hyperparameters_of
-from lightning_omni.server.log.record import Event, read_record
+from lightning_omni.server.event_log import Event, read_record
 from lightning_omni.simulator import Cluster, Link, replay, simulate
 from lightning_omni.simulator.workbench import Samples
 from lightning_omni.trace import Trace

@@ -31,7 +31,7 @@ from lightning_omni.methods import Method, method_named
 from lightning_omni.methods.contract import Gradient, NextGradient
 from lightning_omni.methods.model.master import hyperparameters_of
 from lightning_omni.server import ServerCore
-from lightning_omni.server.collectives.service import UPLOADED_ELSEWHERE
+from lightning_omni.server.collectives import UPLOADED_ELSEWHERE
 from lightning_omni.server.service import as_tensor
 from lightning_omni.transport.memory import InMemory, InMemoryServer
 from lightning_omni.transport.serving import state_directory as saving

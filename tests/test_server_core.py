@@ -22,8 +22,8 @@ from lightning_omni.errors import MalformedMessage, ProtocolError, Refused
 from lightning_omni.methods import AsyncSGD
 from lightning_omni.methods.model.master import describe, hyperparameters_of
 from lightning_omni.server import Out, ServerCore
-from lightning_omni.server.collectives.collective import MOST_OPEN
-from lightning_omni.server.membership.numbering import MOST_RANKS
+from lightning_omni.server.collectives import MOST_OPEN
+from lightning_omni.server.membership.roster import MOST_RANKS
 from lightning_omni.server.router import types_on
 from lightning_omni.server.service import as_tensor
 from lightning_omni.wire import messages as m

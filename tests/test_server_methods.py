@@ -34,7 +34,7 @@ from lightning_omni.methods import (
     LocalSGD,
     Method,
 )
-from lightning_omni.server.log.record import Event
+from lightning_omni.server.event_log import Event
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import pack, unpack
 from lightning_omni.wire.messages import EpochPlan

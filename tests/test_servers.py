@@ -1,4 +1,4 @@
-"""Several servers that hold a share of the weights each: they act as one, whatever arrives first and whoever dies."""
+"""Several servers that hold a partition each: they act as one, whatever arrives first and whoever dies."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from lightning_omni.methods.model.master import hyperparameters_of, resolver
 from lightning_omni.methods.model.totals import Total
 from lightning_omni.runtime.options import WorldOptions
 from lightning_omni.server import ServerCore
+from lightning_omni.server.parameters.served_optimizer import ServedOptimizer
 from lightning_omni.server.replication import MOST_HELD
-from lightning_omni.server.served_optimizer import ServedOptimizer
 from lightning_omni.server.service import Out
 from lightning_omni.simulator import replay
 from lightning_omni.transport.base import Control, answer_of
@@ -544,7 +544,7 @@ def test_the_time_of_a_push_is_that_of_its_part_and_of_what_follows_when_all_par
     assert sum(group.status.updates for group in first.groups) == first.status.clock == 2
 
 
-# --- Replication that go on
+# --- Servers that go on
 # ----------------------------------------------------------------------------------------------
 
 
@@ -860,7 +860,7 @@ def test_a_request_without_a_number_and_too_many_of_them_are_refused() -> None:
     assert len(ensemble.cores[0].replication._held) <= 16  # type: ignore[attr-defined]
 
 
-# --- Replication come and go
+# --- Servers come and go
 # ---------------------------------------------------------------------------------------------
 
 
@@ -957,7 +957,7 @@ def test_a_server_that_holds_a_share_lets_no_stranger_in_and_takes_no_other_mess
     assert follower.receive(m.CONTROL, b"stranger", hello, b"", 0.0) == []
     (out,) = follower.receive(m.DATA, b"x", m.FetchMessage(optimizer=0), b"", 0.0)
     assert isinstance(out.message, m.RefusedMessage)
-    with pytest.raises(ProtocolError, match="holds share 1 of 2"):
+    with pytest.raises(ProtocolError, match="holds partition 1 of 2"):
         follower.check_payload(b"d0", m.Upload(nbytes=3))
     (answer,) = follower.receive(m.DATA, b"d7", m.Attach(rank=7, nonce=NONCE), b"", 0.0)
     assert isinstance(answer.message, m.AttachChallenge)

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from lightning_omni.errors import ConfigurationError, ProtocolError, UnsupportedError
 from lightning_omni.methods import METHODS, AsyncDiLoCo, AsyncSGD, DiLoCo, Downpour, Gossip, LocalSGD, Method, SoftSync
-from lightning_omni.server.log.record import Event, RecordFile, read_record
+from lightning_omni.server.event_log import Event, RecordFile, read_record
 from lightning_omni.simulator import (
     Cluster,
     Device,

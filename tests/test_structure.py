@@ -38,7 +38,7 @@ from lightning_omni.methods import (
 from lightning_omni.methods.model.master import describe, holds, hyperparameters_of, resolver
 from lightning_omni.methods.model.replica import Replica
 from lightning_omni.methods.model.totals import Total
-from lightning_omni.server.served_optimizer import ServedOptimizer
+from lightning_omni.server.parameters.served_optimizer import ServedOptimizer
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.parameter_groups import MOST_STRUCTURES, Structure, Structures
 

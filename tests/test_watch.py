@@ -498,7 +498,7 @@ def test_several_servers_show_the_run_as_one_would_and_the_others_what_they_do_t
     server = start(*COMMAND, "serve", *shares, "--servers-here", "2")
     address = server.expect(r"parameter server on (tcp://\S+), key from", START)[1]
     url = server.expect(r"status on (http://127\.0\.0\.1:\d+)", 10)[1]
-    missing = "1 of the servers that are to hold a share of the weights have not come yet\n"
+    missing = "1 of the servers that are to hold a partition of the parameters have not come yet\n"
     wait_for(lambda: get(url, "/readyz") == (503, missing), START)
     assert get(url, "/healthz") == (200, "ok\n")
     other = start(*COMMAND, "serve", *shares, "--number", "2", "--coordinator", address)

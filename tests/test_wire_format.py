@@ -22,7 +22,7 @@ from lightning_omni.errors import ConfigurationError, MalformedMessage
 from lightning_omni.group.core import GroupCore, ServerRequest
 from lightning_omni.methods import AsyncSGD, Gradient, NextGradient, Pulled, Replica
 from lightning_omni.methods.model.master import hyperparameters_of
-from lightning_omni.server.log.record import Event
+from lightning_omni.server.event_log import Event
 from lightning_omni.simulator import Cluster, Jitter, simulate
 from lightning_omni.simulator.cluster import Link as NetworkLink
 from lightning_omni.simulator.replay import replay

@@ -392,7 +392,7 @@ class GroupCore:
         return outgoing
 
     def send_parts(self, ask: ServerRequest, split: Split, memories: Sequence[Memory]) -> list[Outgoing]:
-        """Return the messages to each of several servers that hold a share, as in `send`; the first one coordinates.
+        """Return the messages to each of several servers, as in `send`; the first server coordinates.
 
         Args:
             ask: a request of this core.

@@ -1,6 +1,6 @@
 """A group's side of a merged head: its messages to the server, and the state of its access. No I/O.
 
-It is the counterpart of `lightning_omni.server.merged_head.service`. The driver (a rank, the simulator) transfers the
+It is the counterpart of `lightning_omni.server.merged_head`. The driver (a rank, the simulator) transfers the
 messages.
 
 Rule: exclusive access is one forward pass and one backward pass, with which the head is stepped; or it is given up.

@@ -16,7 +16,7 @@ import msgspec
 
 from lightning_omni.errors import ConfigurationError, OmniError
 from lightning_omni.methods import Method
-from lightning_omni.methods.model.master import class_path
+from lightning_omni.methods.model.class_paths import class_path
 from lightning_omni.methods.model.modules import class_paths, describe_module
 from lightning_omni.registry import to_wire
 from lightning_omni.runtime.model.meshes import shown
@@ -77,7 +77,7 @@ class Keeper:
 
 
 class RunServer:
-    """The server of a run, or its several servers, each with a share of the weights: it starts, finds and ends them.
+    """The server of a run, or its servers with a partition of the parameters each: it starts, finds and ends them.
 
     Args:
         rank: this rank. Rank 0 starts the server; with one server per node, the first rank of each node starts that.
@@ -107,7 +107,7 @@ class RunServer:
 
     @property
     def count(self) -> int:
-        """Return the number of servers, each of which holds a share of the weights, if the run starts them."""
+        """Return the number of servers, each of which holds a partition of the parameters, if the run starts them."""
         if self._needed is not None:
             return self._needed
         return self.nodes if self._options.servers == "per-node" else self._options.servers

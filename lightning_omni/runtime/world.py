@@ -173,9 +173,10 @@ class World(Place):
         return number
 
     def attach_head(self, name: str, model: Module, optimizers: Sequence[Optimizer]) -> RemoteHead:
-        """Attach a submodule as a merged head, before training begins: see `lightning_omni.server.merged_head.head`.
+        """Attach a submodule as a merged head, before training begins.
 
-        `attach` attaches the optimizer that holds its parameters, too, for the other parameters.
+        `attach` attaches the optimizer that holds its parameters, too, for the other parameters: see
+        `lightning_omni.server.parameters.served_head`.
 
         Args:
             name: the submodule's name in the model.

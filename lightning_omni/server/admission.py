@@ -47,7 +47,7 @@ class Admission:
     @property
     def attached(self) -> set[Peer]:
         """Return the data connections of live ranks."""
-        out = self._roster.gone, self._roster.lost  # a server with a share receives the dead in the latter only
+        out = self._roster.gone, self._roster.lost  # a server with a partition receives the dead in the latter only
         return {peer for peer, rank in self._attached.items() if not any(rank in ranks for ranks in out)}
 
     def find(self, channel: m.Channel, peer: Peer) -> Member | None:

@@ -18,28 +18,27 @@ from lightning_omni.errors import CollectiveMismatch, MalformedMessage, OmniErro
 from lightning_omni.methods.model.master import Resolve, resolver
 from lightning_omni.methods.model.modules import ResolveModule, module_resolver
 from lightning_omni.server.admission import Admission
-from lightning_omni.server.collectives.service import CollectiveService
+from lightning_omni.server.collectives import CollectiveService
 from lightning_omni.server.epochs.epoch import Epochs
-from lightning_omni.server.epochs.service import LeaseService
-from lightning_omni.server.log.record import Recorder
-from lightning_omni.server.log.recorder import EventRecorder
-from lightning_omni.server.log.restore import Restore, check_state
+from lightning_omni.server.epochs.lease_service import LeaseService
+from lightning_omni.server.event_log import EventRecorder, Recorder
 from lightning_omni.server.membership.joining import Joining
 from lightning_omni.server.membership.roster import Roster
 from lightning_omni.server.membership.service import Membership
 from lightning_omni.server.membership.timeouts import TimeLimits
-from lightning_omni.server.merged_head.service import MergedHeadService
+from lightning_omni.server.merged_head import MergedHeadService
 from lightning_omni.server.observers import Observers, RunEvent, RunObservation
-from lightning_omni.server.parameter_store import ParameterStore
+from lightning_omni.server.parameters.served_optimizer import ServedOptimizer
+from lightning_omni.server.parameters.store import ParameterStore
 from lightning_omni.server.replication import Coordinator, Follower, NoReplication, Replication
+from lightning_omni.server.restore import Restore, check_state
 from lightning_omni.server.router import FOLLOWER_TABLE, TABLE, Router, Row
 from lightning_omni.server.run_context import RunContext
-from lightning_omni.server.served_optimizer import ServedOptimizer
 from lightning_omni.server.service import Out, Payload, Peer, Service
 from lightning_omni.server.snapshots import Snapshots
 from lightning_omni.server.status import StatusService
 from lightning_omni.server.training import Training
-from lightning_omni.server.validation.service import ValidationService
+from lightning_omni.server.validation import ValidationService
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.journal import Entry, Journal
 from lightning_omni.wire.messages import servers as sm
@@ -72,7 +71,7 @@ class ServerCore:
         reconnect_timeout: seconds for which ranks look for this server again when it is gone, because another one will
             continue; the code that saves its state sets it. 0 if no server will.
         resumed: whether it has continued the run of an earlier server.
-        on_save: called on a server that holds a share, with the number of the save, when the coordinating server
+        on_save: called on a server that holds a partition, with the number of the save, when the coordinating server
             requests that all save their state.
         on_run_over: called when the coordinating server reports the end of the run, before this server forgets the run.
         key: the run's shared secret.
@@ -231,7 +230,7 @@ class ServerCore:
             return self._sent([Out(peer, channel, m.RefusedMessage(code="protocol", reason=str(error)))])
 
     def follow(self, message: m.Message) -> list[Out]:
-        """Handle a message of the coordinating server, on a server that holds a share."""
+        """Handle a message of the coordinating server, on a server that holds a partition."""
         replication = self.replication
         assert isinstance(replication, Follower)
         if not isinstance(message, sm.ServerCommand):
@@ -283,7 +282,7 @@ class ServerCore:
         return []
 
     def _sent(self, out: list[Out]) -> list[Out]:
-        """Return the messages to send; a server that holds a share has no control connections to ranks."""
+        """Return the messages to send; a server that holds a partition has no control connections to ranks."""
         out = [each for each in out if each.peer]  # ranks that have not reconnected have no peer
         if self.replication.number:
             out = [each for each in out if each.channel == m.DATA]
@@ -357,7 +356,7 @@ class ServerCore:
         return self._restore.state()
 
     def save_partitions(self, number: int) -> None:
-        """Request that the other servers, which hold a share each, save their states of this moment.
+        """Request that the other servers, which hold a partition each, save their states of this moment.
 
         ``number`` is the number of this save, different each time.
         """
@@ -474,17 +473,17 @@ class ServerCore:
 
     @property
     def missing_servers(self) -> int:
-        """Return the number of servers with a share that have not joined yet; ranks wait for them before they join."""
+        """Return the number of other servers that have not joined yet; ranks wait for them before they join."""
         return self.replication.missing if isinstance(self.replication, Coordinator) else 0
 
     @property
     def is_coordinator(self) -> bool:
-        """Return whether it has the status of the whole run, unlike servers that only hold a share."""
+        """Return whether it coordinates, and so has the status of the whole run."""
         return self.replication.number == 0
 
     @property
     def lost_server(self) -> str:
-        """Return which server that holds a share is lost, so that no run can be served; or an empty string."""
+        """Return which server that holds a partition is lost, so that no run can be served; or an empty string."""
         return self.replication.gone if isinstance(self.replication, Coordinator) else ""
 
     def _description(self) -> m.ServerDescription:

@@ -1,8 +1,8 @@
-"""Several servers that hold a share of the weights each, and act as one; or one server, which needs no agreement.
+"""Several servers that hold a partition of the parameters each and act as one; or one server, on its own.
 
-Every server runs the whole state machine of training on its share. One of them, number 0, coordinates: ranks join it,
-and it decides the order of events. It sends the others each event (a rank was admitted, groups were formed, a group is
-dead or waits) and the next request, and each server handles these in the same order. So clocks, staleness and the
+Every server runs the whole state machine of training on its partition. One of them, number 0, coordinates: ranks join
+it, and it decides the order of events. It sends the others each event (a rank was admitted, groups were formed, a group
+is dead or waits) and the next request, and each server handles these in the same order. So clocks, staleness and the
 decisions of a method are the same at all servers, and every moment between two requests is a consistent cut.
 
 Rule 1: a request of a rank has one part for each server. Either all servers handle it, once all parts have arrived, or
@@ -10,9 +10,9 @@ none does: a push that is not finite in one part, that a server refuses, or whos
 Rule 2: the coordinator alone decides this. A leader may die at any moment, and no server waits for it.
 Rule 3: if other ranks may act at the other servers upon an answer of the coordinator, it is sent once these servers
 have executed the commands.
-Rule 4: where each member of a group has its own share, the parts arrive from different ranks, and count as those of
+Rule 4: where each member of a group has its own partition, the parts arrive from different ranks, and count as those of
 their leader.
-Rule 5: the loss of a server is the loss of its share of the weights, and ends the run. If all servers save their
+Rule 5: the loss of a server is the loss of its partition of the parameters, and ends the run. If all servers save their
 states, the others end, too, and new servers continue from the last save, which is of one moment.
 """
 
@@ -59,10 +59,10 @@ Key = tuple[int, int]
 
 
 class Replication(Service, ABC):
-    """The relation of a server to others that hold a share each.
+    """The relation of a server to others that hold a partition each.
 
     Attributes:
-        count: number of servers that hold a share each.
+        count: number of servers that hold a partition each.
         number: number of this server; 0 coordinates.
     """
 
@@ -140,7 +140,7 @@ class NoReplication(Replication):
 
 
 class _PartitionedReplication(Replication):
-    """The base of servers that hold a share each.
+    """The base of servers that hold a partition each.
 
     Args:
         number: number of this server.
@@ -280,7 +280,7 @@ class Coordinator(_PartitionedReplication):
     Args:
         key: the run's shared secret.
         random: returns a number of random bytes (nonces).
-        count: number of servers that hold a share each, including this one.
+        count: number of servers that hold a partition each, including this one.
         heartbeat_timeout: seconds of silence after which a server counts as gone.
         join_timeout: seconds for the other servers to join once a rank has requested their addresses.
         now: returns the time of the current message.
@@ -374,7 +374,7 @@ class Coordinator(_PartitionedReplication):
         if hello.servers != self.count or not 0 < hello.number < self.count:
             raise Refused(
                 "server",
-                f"server {hello.number} of {hello.servers} cannot hold a share here: this one coordinates {self.count};"
+                f"server {hello.number} of {hello.servers} cannot join here: this one coordinates {self.count};"
                 " give all of them the same --servers",
             )
         if hello.number in self._links or hello.number in self._gone:
@@ -423,7 +423,7 @@ class Coordinator(_PartitionedReplication):
         self._ended[number] = how
 
     def _description_of(self, number: int) -> str:
-        return f"parameter server {number} of {self.count}, which is to hold a share of the weights"
+        return f"parameter server {number} of {self.count}, which is to hold a partition of the parameters"
 
     def _fail_to_join(self, number: int, how: str) -> list[Out]:
         reason = f"{self._description_of(number)}, never came: {how}"
@@ -434,7 +434,9 @@ class Coordinator(_PartitionedReplication):
 
     def _lose(self, number: int, what: str) -> list[Out]:
         link = self._links.pop(number)
-        reason = f"parameter server {number} of {self.count} at {link.address} {what}, and its share of the weights"
+        reason = (
+            f"parameter server {number} of {self.count} at {link.address} {what}, and its partition of the parameters"
+        )
         if self._continues():
             self._gone[number] = f"{reason}; all servers go on from the last save"
             return []
@@ -456,7 +458,7 @@ class Coordinator(_PartitionedReplication):
         for number, link in self._links.items():
             if link.peer == sender.peer:
                 return number
-        raise Refused("stranger", "say FollowerHello first: this connection is of no server that holds a share")
+        raise Refused("stranger", "say FollowerHello first: this connection is of no server that holds a partition")
 
     # --- Requests ----------------------------------------------------------------------------------------------------
 
@@ -500,7 +502,7 @@ class Coordinator(_PartitionedReplication):
 
 
 class Follower(_PartitionedReplication):
-    """A server that holds a share and executes the coordinator's commands.
+    """A server that holds a partition and executes the coordinator's commands.
 
     Args:
         number: number of this server, from 1.
@@ -523,7 +525,7 @@ class Follower(_PartitionedReplication):
     def check_addressee(self, message: type[m.Message], in_parts: bool) -> None:
         if not in_parts and message not in self.IN_PARTS:
             raise ProtocolError(
-                f"this server holds share {self.number} of {self.count}, and takes no {message.__name__}; speak to the"
+                f"this server holds partition {self.number} of {self.count}, and takes no {message.__name__}; use the"
                 " server that coordinates, server 0"
             )
 

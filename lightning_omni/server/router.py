@@ -20,19 +20,19 @@ import msgspec
 
 from lightning_omni.errors import MalformedMessage, OmniError, ProtocolError, Refused
 from lightning_omni.server.admission import Admission
-from lightning_omni.server.collectives.service import CollectiveService
-from lightning_omni.server.epochs.service import LeaseService
+from lightning_omni.server.collectives import CollectiveService
+from lightning_omni.server.epochs.lease_service import LeaseService
 from lightning_omni.server.membership.joining import Joining
 from lightning_omni.server.membership.roster import Roster
 from lightning_omni.server.membership.service import Membership
-from lightning_omni.server.merged_head.service import MergedHeadService
+from lightning_omni.server.merged_head import MergedHeadService
 from lightning_omni.server.observers import RunObservation
 from lightning_omni.server.replication import Coordinator, NoReplication, Replication, refusal_of
 from lightning_omni.server.service import Out, Payload, Peer, Sender
 from lightning_omni.server.snapshots import Snapshots
 from lightning_omni.server.status import StatusService
 from lightning_omni.server.training import Training
-from lightning_omni.server.validation.service import ValidationService
+from lightning_omni.server.validation import ValidationService
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.messages import CONTROL, DATA
 from lightning_omni.wire.messages import servers as sm
@@ -54,7 +54,7 @@ class Role(Enum):
     RECORDER = auto()
     """The recorder: see `Roster.recorder`."""
     FOLLOWER = auto()
-    """A server that holds a share of the weights, and is no rank."""
+    """A server that holds a partition of the parameters, and is no rank."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Row:
         when_lost: whether a rank is answered although its group is gone.
         when_over: whether a rank is answered although the run is over.
         does: for a message of the recorder, its effect, as text for an error.
-        in_parts: whether each of several servers that hold a share gets a part of it.
+        in_parts: whether each of several servers that hold a partition gets a part of it.
         is_finite: method that returns whether such a part is finite, called like ``handle``; None if it need not be.
         check: method that raises an error if all servers must refuse such a part, called with the service, a `Sender`
             and the message; None for no check.
@@ -212,7 +212,7 @@ class Router:
         rows: the table.
         services: one service of each type in the table.
         roster: the ranks of the run.
-        servers: the other servers that hold a share each; None for one server.
+        servers: the other servers that hold a partition each; None for one server.
 
     Raises:
         ValueError: a message has two rows, or a row has no service.

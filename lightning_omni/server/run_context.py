@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from lightning_omni.server.epochs.epoch import Epochs
-from lightning_omni.server.log.recorder import EventRecorder
+from lightning_omni.server.event_log import EventRecorder
 from lightning_omni.server.membership.roster import Roster
 from lightning_omni.server.membership.timeouts import TimeLimits
-from lightning_omni.server.parameter_store import ParameterStore
+from lightning_omni.server.parameters.store import ParameterStore
 from lightning_omni.server.replication import Replication
 from lightning_omni.wire.journal import Journal
 
@@ -23,8 +23,7 @@ class RunContext(NamedTuple):
         epochs: the current epoch.
         events: the event log of the weights.
         journal: the journal of decisions that ranks receive; it also marks when the state should be saved.
-        replication: the replication that hold a share of the weights, to which changes that concern all of them are
-            sent.
+        replication: the relation to the other servers, to which changes that concern all of them are sent.
         limits: time limits for waiting for ranks.
         now: returns the time of the current message.
     """

@@ -1,4 +1,4 @@
-"""StatusService: the status of the run, for ranks that request it."""
+"""The service for the status of the run, for ranks that request it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from statistics import fmean
 
 from lightning_omni.methods import Method
-from lightning_omni.server.momentum_estimate import total_momentum
+from lightning_omni.server.parameters.momentum_estimate import total_momentum
 from lightning_omni.server.run_context import RunContext
 from lightning_omni.server.service import Out, Payload, Sender, Service
 from lightning_omni.topology import Topology

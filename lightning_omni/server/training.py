@@ -16,10 +16,10 @@ from torch import Tensor
 from lightning_omni.errors import MalformedMessage, OmniError, ProtocolError, Refused
 from lightning_omni.methods import Method, Reply
 from lightning_omni.server.admission import Admission
-from lightning_omni.server.log.record import Kind
-from lightning_omni.server.push_dedup import Deliveries, Delivery
+from lightning_omni.server.event_log import Kind
+from lightning_omni.server.parameters.push_dedup import Deliveries, Delivery
+from lightning_omni.server.parameters.served_optimizer import ServedOptimizer, is_finite
 from lightning_omni.server.run_context import RunContext
-from lightning_omni.server.served_optimizer import ServedOptimizer, is_finite
 from lightning_omni.server.service import Out, Payload, Peer, Sender, Service, as_tensor, bytes_of, nbytes_of
 from lightning_omni.topology import Topology
 from lightning_omni.wire import messages as m
@@ -263,8 +263,8 @@ class Training(Service):
         if self._replication.count > 1:
             raise Refused(
                 "structure",
-                "parameters and parameter groups cannot change in mid-run where several servers hold a share each; use"
-                " one server (servers=1)",
+                "parameters and parameter groups cannot change in mid-run where several servers hold a partition each;"
+                " use one server (servers=1)",
             )
         check_specs(message.packed.specs, message.nbytes)
         self._store.optimizer(message.optimizer).check_room(message.nbytes)

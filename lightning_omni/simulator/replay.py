@@ -20,8 +20,8 @@ from lightning_omni.methods import AsyncSGD, Method
 from lightning_omni.methods.contract import Exchange, Fetch, Gradient, NextGradient, Receive, Reply, Tensors
 from lightning_omni.methods.model.master import describe, detach_state, holds, hyperparameters_of
 from lightning_omni.methods.model.replica import Hyperparameters, Pulled, Replica, copies
-from lightning_omni.server.log.record import Event, Spans
-from lightning_omni.server.served_optimizer import ServedOptimizer
+from lightning_omni.server.event_log import Event, Spans
+from lightning_omni.server.parameters.served_optimizer import ServedOptimizer
 from lightning_omni.simulator.gradients import RoundedHead
 from lightning_omni.simulator.monitor import Row, arrays
 from lightning_omni.simulator.replicas import named_parameters, own_replica
@@ -73,7 +73,7 @@ def replay(
     changes between two pushes.
 
     Args:
-        events: from `lightning_omni.server.log.record.read_record`, or as a recorder received them.
+        events: from `lightning_omni.server.event_log.read_record`, or as a recorder received them.
         model: the model when groups were first formed, with all parameters that were added later; it is not changed.
         loss: the mean loss of a batch, from the model and the batch.
         batches: returns the batch of an epoch's positions.
@@ -112,7 +112,7 @@ def trace_of(events: Iterable[Event], optimizer: int | None = None) -> Trace:
     """Return the trace of a recorded run. A record contains no losses: they are NaN.
 
     Args:
-        events: from `lightning_omni.server.log.record.read_record`.
+        events: from `lightning_omni.server.event_log.read_record`.
         optimizer: number of the optimizer to trace, if the run has several; a merged head has the last number.
 
     Raises:

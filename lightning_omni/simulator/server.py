@@ -1,7 +1,7 @@
 """The real server, as simulated groups use it, with all ranks joined, and the network to and from it.
 
-It refuses no message of theirs. Several servers that hold a share of the weights each do the same as one, in the same
-order, so the simulation has one; `lightning_omni.simulator.network.exchange` computes the time that several take.
+It refuses no message of theirs. Several servers that hold a partition of the parameters each do the same as one, in the
+same order, so the simulation has one; `lightning_omni.simulator.network.exchange` computes the time that several take.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from torch.optim import Optimizer
 from lightning_omni.errors import ProtocolError
 from lightning_omni.group.core import GroupCore, Outgoing, ServerRequest
 from lightning_omni.methods import Method
-from lightning_omni.methods.model.master import Resolve, class_path, describe, resolver
+from lightning_omni.methods.model.class_paths import class_path
+from lightning_omni.methods.model.master import Resolve, describe, resolver
 from lightning_omni.server import Out, ServerCore
-from lightning_omni.server.log.record import Recorder
-from lightning_omni.server.served_optimizer import ServedOptimizer
+from lightning_omni.server.event_log import Recorder
+from lightning_omni.server.parameters.served_optimizer import ServedOptimizer
 from lightning_omni.simulator.cluster import Link
 from lightning_omni.simulator.engine import Engine, Process, Timeline
 from lightning_omni.simulator.network.exchange import Exchanges

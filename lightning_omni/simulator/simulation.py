@@ -13,7 +13,7 @@ from lightning_omni.errors import ConfigurationError, OmniError
 from lightning_omni.group.core import GroupCore
 from lightning_omni.methods.model.replica import Replica
 from lightning_omni.methods.model.totals import Total
-from lightning_omni.server.log.record import Recorder
+from lightning_omni.server.event_log import Recorder
 from lightning_omni.simulator.cluster import Cluster, Failure, ServerRestart
 from lightning_omni.simulator.engine import Engine, Priority, Timeline
 from lightning_omni.simulator.gradients import Gradients, Members, SimulatedHead, ThroughHead

@@ -72,7 +72,7 @@ class Control(ABC):
         lost: ranks lost so far.
         failures: reasons of the losses of ranks that have failed by themselves.
         signal: signal received by this rank, to report with the next heartbeat.
-        servers: number of servers that hold a share of the weights each; see `attach_all`.
+        servers: number of servers that hold a partition of the parameters each; see `attach_all`.
         has_finished: whether the run is at its end when this rank leaves.
         progress: count of this rank's progress, and of its checks while it waits for the server.
         patience: seconds for which the rank looks for a server that is gone; 0 if its loss ends the run.
@@ -161,7 +161,7 @@ class Control(ABC):
     # --- Common to all transports ------------------------------------------------------------------------------------
 
     def attach_all(self, timeout: float = 300.0, share: int | None = None) -> list[Data]:
-        """Open this rank's data connections to the servers that hold a share each.
+        """Open this rank's data connections to the servers that hold a partition each.
 
         Args:
             timeout: seconds to wait for each answer.
@@ -629,7 +629,7 @@ class Transport(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
         raise NotImplementedError(f"{type(self).__name__} cannot serve")
 
     def follow(self, core: ServerCore, coordinator: str, host: str = "", port: int = 0, data_port: int = 0) -> Served:
-        """Listen as a server that holds a share, and join the coordinating server.
+        """Listen as a server that holds a partition, and join the coordinating server.
 
         Args:
             core: state machine of the server, with the number of its share.

@@ -163,7 +163,7 @@ class InMemoryServer:
         self.leaders: dict[str, InMemoryPeers] = {}
         self._servers = servers
         self._coordinator: _CoordinatorLink | None = None
-        self._to_come: deque[tuple[int, m.Message]] = deque()  # from servers that hold a share
+        self._to_come: deque[tuple[int, m.Message]] = deque()  # from servers that hold a partition
         self._delivering = 0
         self._controls: list[_Told | None] = []
         self._answers: list[deque[tuple[m.Message, Tensor]]] = []
@@ -199,11 +199,11 @@ class InMemoryServer:
                 control.end(ConnectionLost(f"the parameter server at {self.address} is gone; the run cannot go on"))
 
     def follow(self, coordinator: InMemoryServer) -> None:
-        """Join the coordinating server, for which this one holds a share."""
+        """Join the coordinating server, for which this one holds a partition."""
         self._coordinator = _CoordinatorLink(coordinator, self)
 
     def deliver_later(self, number: int, message: m.Message) -> None:
-        """Queue a message from a server with a share until all current messages are delivered."""
+        """Queue a message from a server with a partition until all current messages are delivered."""
         self._to_come.append((number, message))
         self._deliver_from_followers()
 
@@ -279,7 +279,7 @@ class _Told(Protocol):
 
 
 class _CoordinatorLink:
-    """The connection of a server with a share to the coordinating server."""
+    """The connection of a server with a partition to the coordinating server."""
 
     def __init__(self, coordinator: InMemoryServer, server: InMemoryServer) -> None:
         self._coordinator, self._server = coordinator, server

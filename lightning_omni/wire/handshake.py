@@ -156,12 +156,12 @@ def observer_mac(key: bytes, side: Literal["observer", "server"], hello: Observe
 
 
 def follower_mac(key: bytes, side: Literal["follower", "coordinator"], hello: FollowerHello, challenge: bytes) -> bytes:
-    """Return the MAC that proves that a server with a share, or the coordinating server, holds the key."""
+    """Return the MAC that proves that a server with a partition, or the coordinating server, holds the key."""
     return hmac.digest(key, msgspec.msgpack.encode(("between servers", side, hello, challenge)), hashlib.sha256)
 
 
 def join_as_follower(request: Request, key: bytes, hello: FollowerHello, where: str = "") -> FollowerWelcome:
-    """Perform the handshake of a server that holds a share with the coordinating server.
+    """Perform the handshake of a server that holds a partition with the coordinating server.
 
     Args:
         request: sends to the coordinating server.

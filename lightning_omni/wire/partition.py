@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 from lightning_omni.errors import ConfigurationError, MalformedMessage, UnsupportedError
 from lightning_omni.methods import Method
 from lightning_omni.methods.contract import Tensors
+from lightning_omni.methods.model.class_paths import class_path
 from lightning_omni.methods.model.fragments import FRAGMENTS, divide
-from lightning_omni.methods.model.master import class_path
 from lightning_omni.methods.model.totals import Total
 from lightning_omni.wire.formats.base import RESIDUAL, State
 from lightning_omni.wire.layout import DTYPES, Layout, TensorSpec

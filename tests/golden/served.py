@@ -26,7 +26,7 @@ from lightning_omni.methods import Method, method_named
 from lightning_omni.methods.model.master import describe, hyperparameters_of
 from lightning_omni.methods.model.modules import describe_module
 from lightning_omni.server import Out, ServerCore
-from lightning_omni.server.log.record import Event
+from lightning_omni.server.event_log import Event
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import Packed, pack, unpack
 from lightning_omni.wire.handshake import attach_mac, rank_mac, session_key
@@ -575,7 +575,7 @@ def publishes() -> Session:
 
 
 def gathers() -> Session:
-    """CollectiveService points: small and large, one after another and at once, with a loss, and a mismatch."""
+    """Synchronization points: small and large, one after another and at once, with a loss, and a mismatch."""
     session = Session(4)
     session.begin("hardsync", (0,), (1, 2), (3,))
     session.push(0)

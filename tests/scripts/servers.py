@@ -1,4 +1,4 @@
-"""Trains two groups with one server and with several that hold a share of the weights each, without Lightning."""
+"""Trains two groups with one server and with several that hold a partition each, without Lightning."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def train(
 
 
 def kill(which: str, world: World) -> None:
-    """A server that holds a share ends, or a rank."""
+    """A server that holds a partition ends, or a rank."""
     for process in world.server._shares.values() if which == "server" else ():
         os.kill(process.pid, signal.SIGKILL)
     if which == "rank" and world.rank == 1:

@@ -65,7 +65,7 @@ def serve(
         encryption: "curve", or "off" on a network whose every user you trust; the runs must use the same.
         wire_format: Wire formats of your own that runs may use, as module:Class, separated by commas.
         transport: A transport of your own instead of ZeroMQ, as module:Class; the runs must use the same.
-        servers: Number of servers, each with a share of the weights. Runs need only the address of this one.
+        servers: Number of servers, each with a partition of the parameters. Runs need only the address of this one.
         servers_here: Number of these servers on this machine, including this one; 0 means all. Start the others on
             their machines, each with its own number: lightning-omni serve --servers 4 --number 1 --coordinator
             tcp://...

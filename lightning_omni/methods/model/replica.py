@@ -83,7 +83,8 @@ class Replica:
 
     Attributes:
         first: number of the parameters that existed before training began.
-        servers: number of servers, each of which holds a share of the parameters; fragments are cut from the shares.
+        servers: number of servers, each of which holds a partition of the parameters; fragments are cut from the
+            shares.
         clock: the server's clock when the weights were read.
         peers: numbers of the groups that are alive, this one included.
         drift: the weights that differ from the server's.

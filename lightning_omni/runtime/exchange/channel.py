@@ -24,7 +24,7 @@ from lightning_omni.runtime.model.replica import Part
 from lightning_omni.runtime.parallel_state import Place
 from lightning_omni.runtime.state.server_store import ServerStore
 from lightning_omni.runtime.timing import wait_for
-from lightning_omni.server.collectives.service import UPLOADED_ELSEWHERE
+from lightning_omni.server.collectives import UPLOADED_ELSEWHERE
 from lightning_omni.server.epochs.epoch import STOPS
 from lightning_omni.transport.base import Control
 from lightning_omni.transport.requests import Requests, check_alike

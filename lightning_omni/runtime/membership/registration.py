@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from lightning_omni.errors import ConnectionLost, OmniError, RankLost, Refused
 from lightning_omni.runtime.options import WorldOptions
-from lightning_omni.server.membership.numbering import origin
+from lightning_omni.server.membership.roster import origin
 from lightning_omni.transport.zeromq.keys import load as load_key
 from lightning_omni.transport.zeromq.observer import Observer
 from lightning_omni.wire.messages import GroupRegistered

@@ -52,7 +52,7 @@ class ServerStore:
         cut, parts = answers[0][0].cut, first["parts"]
         if others:
             if any(answer.cut.pushes != cut.pushes for answer, _ in answers):
-                raise ProtocolError("servers that hold a share each have given snapshots of different moments")
+                raise ProtocolError("servers that hold a partition each have given snapshots of different moments")
             parts = [
                 self._whole(part, [tree["parts"][index] for tree in (first, *others)])
                 for index, part in enumerate(self._place.parts)

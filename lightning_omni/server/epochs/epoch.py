@@ -16,7 +16,7 @@ import msgspec
 
 from lightning_omni.errors import ProtocolError
 from lightning_omni.server.epochs.lease_book import LeaseBook
-from lightning_omni.server.validation.schedule import ValidationBook
+from lightning_omni.server.epochs.validation_book import ValidationBook
 from lightning_omni.wire.journal import (
     AskedEntry,
     DrawnEntry,

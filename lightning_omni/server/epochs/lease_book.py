@@ -1,7 +1,7 @@
 """Leases of an epoch's samples to groups.
 
 Rule 1: an epoch is one permutation of positions ``0 .. total-1``; a group batch is one range of them.
-Rule 2: batches that a group record_drawn and did not train return to the pool when the group is evicted or regrouped,
+Rule 2: batches that a group has drawn and did not train return to the pool when the group is evicted or regrouped,
 so every position is trained at least once.
 Rule 3: the answer to (group, batch number) never changes, so the members of a group agree without communication.
 """
@@ -106,7 +106,7 @@ class LeaseBook:
         return self.is_drained and not any(self.out(group) for group in self._sizes)
 
     def out(self, group: int) -> int:
-        """Return the number of batches that a group record_drawn and has not trained."""
+        """Return the number of batches that a group has drawn and has not trained."""
         return len(self._drawn[group]) - self._trained[group]
 
     def drawn(self, group: int, number: int) -> Batch | None:

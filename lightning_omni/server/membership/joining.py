@@ -16,7 +16,7 @@ import msgspec
 from torch import Tensor
 
 from lightning_omni.errors import ProtocolError, Refused
-from lightning_omni.server.collectives.service import CollectiveService
+from lightning_omni.server.collectives import CollectiveService
 from lightning_omni.server.membership.roster import TRAINED_TO_ITS_END
 from lightning_omni.server.run_context import RunContext
 from lightning_omni.server.service import Out, Payload, Sender, Service, as_tensor

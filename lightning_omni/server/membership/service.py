@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from lightning_omni.errors import ProtocolError
-from lightning_omni.server.collectives.service import CollectiveService
+from lightning_omni.server.collectives import CollectiveService
 from lightning_omni.server.membership.roster import TRAINED_TO_ITS_END, Member
 from lightning_omni.server.run_context import RunContext
 from lightning_omni.server.service import Out, Payload, Peer, Sender, Service

@@ -19,7 +19,7 @@ from lightning_omni.runtime import World
 from lightning_omni.runtime.data.loader import RankLeases
 from lightning_omni.runtime.executor import Executor
 from lightning_omni.runtime.state.checkpoint import Saved
-from lightning_omni.server.log.record import Spans
+from lightning_omni.server.event_log import Spans
 from lightning_omni.strategy import _private
 from lightning_omni.strategy.loops.epoch_ends import OwnEnd, differ
 from lightning_omni.strategy.loops.leased_data import LeasedData, is_given, size_of

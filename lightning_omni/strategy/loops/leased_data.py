@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 from lightning_omni.errors import UnsupportedError
 from lightning_omni.runtime import World
 from lightning_omni.runtime.data.loader import RankLeases, can_lease, lease
-from lightning_omni.server.log.record import Spans
+from lightning_omni.server.event_log import Spans
 from lightning_omni.strategy import _private
 from lightning_omni.wire.messages import EpochPlan
 from lightning_omni.wire.progress import Progress, ReferenceBatch

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from lightning_omni.runtime import World
 from lightning_omni.runtime.state.checkpoint import Saved
-from lightning_omni.server.log.record import Spans
+from lightning_omni.server.event_log import Spans
 from lightning_omni.strategy import _private
 from lightning_omni.strategy.declared import reloads
 from lightning_omni.strategy.loops.leased_data import FitLimits, LeasedData, StepsByHand, size_of

@@ -10,7 +10,7 @@ from lightning_omni import methods
 from lightning_omni.methods.model.master import resolver
 from lightning_omni.methods.model.modules import module_resolver
 from lightning_omni.server.core import ServerCore
-from lightning_omni.server.log.record import RecordFile
+from lightning_omni.server.event_log import RecordFile
 from lightning_omni.transport import base as transport
 from lightning_omni.transport.base import Transport
 from lightning_omni.transport.serving.process import ServerSettings

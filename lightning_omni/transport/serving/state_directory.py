@@ -9,8 +9,8 @@ Rule: the state is copied between two messages, while the server waits; a separa
 Rule: a failed save is repeated when the next one is due, and the last save stays until another one is written. If the
 journal lacks an entry, no server continues from an earlier save, because it would contradict answers that ranks have.
 
-Several servers, each of which holds a share of the weights, save a consistent state by a command of the coordinating
-server. A save counts once all servers have written theirs. Only the coordinating server has a journal.
+Several servers, each of which holds a partition of the parameters, save a consistent state by a command of the
+coordinating server. A save counts once all servers have written theirs. Only the coordinating server has a journal.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torch import Tensor
 from lightning_omni.checks import counted
 from lightning_omni.errors import ConfigurationError, MalformedMessage, OmniError
 from lightning_omni.server.core import ServerCore
-from lightning_omni.server.membership.numbering import AGAIN
+from lightning_omni.server.membership.roster import AGAIN
 from lightning_omni.server.service import as_tensor
 from lightning_omni.wire.codec import Packed, pack, unpack
 from lightning_omni.wire.journal import AnyEntry, Entry, RestartedEntry
@@ -57,7 +57,7 @@ _BEGUN = "begun-"
 _GAP = "gap-"
 """Prefix that a journal gets when an entry could not be written: renaming needs no space on the disk."""
 _SHARE = "share-"
-"""Prefix of the directories of the other servers, each of which holds a share of the weights."""
+"""Prefix of the directories of the other servers, each of which holds a partition of the parameters."""
 _ATTEMPTS = 5
 """Attempts to read a save while a server may write the next one."""
 _PAUSE = 0.25
@@ -88,7 +88,7 @@ class StateDirectory:
         path: the directory; it is created if missing, and only its user may enter it.
         every: seconds between two saves.
         patience: seconds for which ranks look for the server when it is gone.
-        servers: number of servers, each of which holds a share of the weights; this one coordinates.
+        servers: number of servers, each of which holds a partition of the parameters; this one coordinates.
 
     Attributes:
         restored: number of the save that the server continues from; 0 if there is none.

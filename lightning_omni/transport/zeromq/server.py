@@ -132,7 +132,7 @@ class Server:
         self._guard.start()
 
     def follow(self, coordinator: str) -> None:
-        """Join a coordinating server, for which this one holds a share; `run` returns when it is gone.
+        """Join a coordinating server, for which this one holds a partition; `run` returns when it is gone.
 
         Args:
             coordinator: its address.

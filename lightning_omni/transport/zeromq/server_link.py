@@ -1,4 +1,4 @@
-"""The ZeroMQ connection of a server that holds a share to the coordinating server."""
+"""The ZeroMQ connection of a server that holds a partition to the coordinating server."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class CoordinatorLink:
     """A control connection to the coordinating server: it receives commands and sends reports.
 
     Args:
-        core: state machine of the server that holds a share.
+        core: state machine of the server that holds a partition.
         coordinator: address of the coordinating server.
         address: address of this server's data socket, as ranks can reach it.
         encryption: ``"curve"`` or ``"off"``, as the coordinating server's.

@@ -27,7 +27,7 @@ class Costs(Serializable):
         head_per_sample: exclusive access to a merged head, per sample of a group's batch.
         nbytes: bytes of one exchange, one way; 0 if unknown.
         period: local steps between two exchanges, H.
-        servers: number of servers, each with a share of the weights, of ``serve`` and of ``link``.
+        servers: number of servers, each with a partition of the parameters, of ``serve`` and of ``link``.
         per_node: whether each node runs one server, so that a share of each exchange crosses no link.
 
     Raises:

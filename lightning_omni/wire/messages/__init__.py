@@ -3,6 +3,12 @@
 Messages between several servers are in `servers`.
 """
 
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
 from lightning_omni.wire.messages.admission import (
     AskServerAddresses,
     Attach,
@@ -58,7 +64,6 @@ from lightning_omni.wire.messages.data import (
     Next,
     OpenEpoch,
 )
-from lightning_omni.wire.messages.decoding import ToControl, ToData, decode
 from lightning_omni.wire.messages.membership import (
     Evict,
     FormGroups,
@@ -243,3 +248,72 @@ __all__ = [
     "method_from_wire",
     "method_to_wire",
 ]
+
+ToControl = (
+    Challenge
+    | Welcome
+    | RefusedMessage
+    | Status
+    | GroupsFormed
+    | Joined
+    | EpochOpened
+    | BatchesDrawn
+    | Next
+    | EpochLeft
+    | Gathered
+    | Notice
+    | Acknowledged
+    | ServerAddresses
+    | ObserverWelcome
+    | Overview
+    | ValidationClaimed
+    | Validations
+    | VersionReleased
+    | GroupRegistered
+    | ServerDescription
+    | Echoed
+)
+
+ToData = (
+    AttachChallenge
+    | Attached
+    | LargeMessage
+    | WeightsUploaded
+    | Restructured
+    | GroupStateStored
+    | Weights
+    | Snapshot
+    | HeadOutput
+    | HeadGradients
+    | HeadReleased
+    | RefusedMessage
+    | Uploaded
+    | Downloaded
+    | EvaluationPublished
+    | Evaluation
+    | RunStateStored
+    | StoredRunState
+)
+
+_decoders = {
+    ("rank", CONTROL): msgspec.msgpack.Decoder(ToControl),
+    ("rank", DATA): msgspec.msgpack.Decoder(ToData),
+    ("server", PEER): msgspec.msgpack.Decoder(Attach | AttachProof | ReadPublished | PeerMessage),
+    ("rank", PEER): msgspec.msgpack.Decoder(
+        AttachChallenge | Attached | Published | PeerMessageStored | RefusedMessage
+    ),
+}
+
+
+def decode(data: bytes | memoryview, *, at: str, channel: Channel) -> Any:
+    """Decode a message to a rank, or between leaders. The table in `router` has the messages that a server receives.
+
+    Args:
+        data: one encoded message.
+        at: the receiving side: ``"rank"``; or ``"server"``, the leader that another one has connected to.
+        channel: ``"control"``, ``"data"`` or ``"peer"``.
+
+    Raises:
+        MalformedMessage: the bytes are no message that may arrive there.
+    """
+    return decode_with(_decoders[at, channel], data, channel)

@@ -42,7 +42,7 @@ class Welcome(Message, frozen=True, kw_only=True):
         mac: proof that the server holds the key, too.
         data_port: port of the data socket, on the same host; 0 if that is a file beside the control socket's.
         heartbeat_timeout: seconds of silence after which a rank counts as dead.
-        servers: number of servers, each of which holds a share of the weights, this one among them; see
+        servers: number of servers, each of which holds a partition of the parameters, this one among them; see
             `AskServerAddresses`.
         reconnect_timeout: seconds for which a rank must look for the server again when it is gone, because its state is
             saved and another one will continue. 0 if none will.
@@ -61,11 +61,11 @@ class Welcome(Message, frozen=True, kw_only=True):
 
 
 class AskServerAddresses(Message, frozen=True, kw_only=True):
-    """A request for the addresses of the servers with a share, answered once all of them have admitted the rank."""
+    """A request for the addresses of the servers with a partition, answered once all of them have admitted the rank."""
 
 
 class ServerAddresses(Message, frozen=True, kw_only=True):
-    """The data addresses of the other servers that hold a share of the weights, in the order of their numbers."""
+    """The data addresses of the other servers, which hold a partition each, in the order of their numbers."""
 
     addresses: tuple[str, ...]
 

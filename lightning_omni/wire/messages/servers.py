@@ -1,4 +1,4 @@
-"""Messages between servers that hold a share of the weights each; see `lightning_omni.server.replication`.
+"""Messages between servers that hold a partition of the parameters each; see `lightning_omni.server.replication`.
 
 Rule 1: one server coordinates, and the others communicate only with it.
 Rule 2: every server executes the coordinating server's commands in the order in which they were sent.
@@ -13,11 +13,12 @@ import msgspec
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.journal import JoinedEntry, LeftEntry, LostEntry
 
-# --- From a server that holds a share to the coordinating server -----------------------------------------------------
+# --- From a server that holds a partition to the coordinating server
+# -----------------------------------------------------
 
 
 class FollowerHello(m.Message, frozen=True, kw_only=True):
-    """The first message of a server that holds a share.
+    """The first message of a server that holds a partition.
 
     Attributes:
         version: as in `Hello`.
@@ -70,7 +71,8 @@ class FollowerFailed(m.Message, frozen=True, kw_only=True):
     reason: str
 
 
-# --- From the coordinating server to a server that holds a share -----------------------------------------------------
+# --- From the coordinating server to a server that holds a partition
+# -----------------------------------------------------
 
 
 class FollowerWelcome(m.Message, frozen=True, kw_only=True):
@@ -189,7 +191,7 @@ _decoder = msgspec.msgpack.Decoder(ToFollower)
 
 
 def decode(data: bytes | memoryview) -> ToFollower:
-    """Decode a message to a server that holds a share.
+    """Decode a message to a server that holds a partition.
 
     Raises:
         MalformedMessage: the bytes are no such message.

@@ -15,7 +15,7 @@ class SnapshotId(msgspec.Struct, frozen=True, kw_only=True):
     """A consistent state of the server, described by the counts of everything handled before it.
 
     A server handles one message at a time, so its state between two of them is consistent over all optimizers. Several
-    servers, each of which holds a share of the weights, must agree on a cut.
+    servers, each of which holds a partition of the parameters, must agree on a cut.
 
     Attributes:
         clocks: updates in the weights of each optimizer.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_omni.errors import ProtocolError
-from lightning_omni.server.merged_head.head import ServedHead
-from lightning_omni.server.served_optimizer import ServedOptimizer
+from lightning_omni.server.parameters.served_head import ServedHead
+from lightning_omni.server.parameters.served_optimizer import ServedOptimizer
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.formats import base as wire_format
 

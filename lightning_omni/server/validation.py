@@ -1,4 +1,4 @@
-"""ValidationService: a group takes over a validation and publishes the result, which all ranks read."""
+"""The service for validations: a group takes over a validation and publishes the result, which all ranks read."""
 
 from __future__ import annotations
 

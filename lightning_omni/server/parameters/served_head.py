@@ -22,7 +22,7 @@ from lightning_omni.methods import AsyncSGD, Method
 from lightning_omni.methods.model.head import MergedHead, clip
 from lightning_omni.methods.model.master import Resolve
 from lightning_omni.methods.model.modules import ResolveModule, rebuild_module
-from lightning_omni.server.served_optimizer import ServedOptimizer
+from lightning_omni.server.parameters.served_optimizer import ServedOptimizer
 from lightning_omni.wire.layout import DTYPES
 from lightning_omni.wire.messages import HeadBackward, HeadForward, PushMessage
 

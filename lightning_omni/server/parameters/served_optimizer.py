@@ -20,8 +20,8 @@ from lightning_omni.methods import Master, Method, Push, Reply
 from lightning_omni.methods.contract import Tensors
 from lightning_omni.methods.model.master import Resolve, check_state, describe, rebuild
 from lightning_omni.methods.model.totals import Total
-from lightning_omni.server.momentum_estimate import MomentumEstimator
-from lightning_omni.server.push_counts import PushCounts
+from lightning_omni.server.parameters.momentum_estimate import MomentumEstimator
+from lightning_omni.server.parameters.push_counts import PushCounts
 from lightning_omni.wire.formats.base import RAW, Memory, WireFormat, decode
 from lightning_omni.wire.layout import DTYPES, Layout, TensorSpec
 from lightning_omni.wire.messages import PushMessage
