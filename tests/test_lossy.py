@@ -34,8 +34,7 @@ from lightning_omni.simulator.workbench import Samples
 from lightning_omni.trace import Trace
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.formats import BF16, FP16, Int8, TopK, wire_named, wire_of
-from lightning_omni.wire.formats import base as wire_format
-from lightning_omni.wire.formats.base import RAW, Memory, WireFormat
+from lightning_omni.wire.formats.base import RAW, Memory, WireFormat, check_size, decode, from_wire, to_wire
 from lightning_omni.wire.layout import Layout
 
 NAMES = ("bf16", "fp16", "int8", "topk:0.1")
@@ -54,8 +53,8 @@ def sent(wire: WireFormat, tensors: Sequence[Tensor | None], state: Any) -> tupl
     layout = Layout.of({str(place): each for place, each in enumerate(whole[: len(tensors)])})
     encoded = wire.encode(tensors, layout, state, Memory())
     there = layout.subset(encoded.present)
-    wire_format.check_size(wire, encoded.payload.numel(), there)
-    arrived = iter(there.views(wire_format.decode(wire, encoded.payload, there, Memory())))
+    check_size(wire, encoded.payload.numel(), there)
+    arrived = iter(there.views(decode(wire, encoded.payload, there, Memory())))
     return [next(arrived) if flag else None for flag in encoded.present], encoded.state
 
 
@@ -192,8 +191,8 @@ def test_whatever_comes_as_a_payload_is_decoded_or_refused(name: str, data: byte
     layout = Layout.of({"w": torch.zeros(30), "b": torch.zeros(())})
     payload = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)
     try:
-        wire_format.check_size(wire, payload.numel(), layout)
-        flat = wire_format.decode(wire, payload, layout, Memory())
+        check_size(wire, payload.numel(), layout)
+        flat = decode(wire, payload, layout, Memory())
     except (MalformedMessage, Refused):
         return
     assert flat.numel() == layout.nbytes
@@ -204,7 +203,7 @@ def test_places_that_are_none_are_refused() -> None:
     for place in (-1, 30, 1 << 30):
         payload = torch.cat([torch.tensor([0, 1, place], dtype=torch.int32), torch.ones(3).view(torch.int32)])
         with pytest.raises(Refused, match="are no push in the wire format topk: a place is not among 30 numbers"):
-            wire_format.decode(wire, payload.view(torch.uint8), layout, Memory())
+            decode(wire, payload.view(torch.uint8), layout, Memory())
 
 
 def test_a_payload_that_begins_at_an_odd_byte_is_decoded() -> None:
@@ -221,7 +220,7 @@ def test_a_payload_that_begins_at_an_odd_byte_is_decoded() -> None:
 @every_format
 def test_a_server_steps_with_what_it_decodes(name: str) -> None:
     wire, link = wire_named(name), trained_link((0,), (1,))
-    link.form((0,), (1,), generation=2, wire_format=wire_format.to_wire(wire))
+    link.form((0,), (1,), generation=2, wire_format=to_wire(wire))
     link.inbox.clear()
     tensors = gradient(0)
     layout = Layout.of({str(place): tensor for place, tensor in enumerate(tensors)})
@@ -244,10 +243,10 @@ def test_formats_have_names_and_settings() -> None:
     assert wire_named("fp32") == RAW
     for name in NAMES:
         wire = wire_named(name)
-        assert wire_format.from_wire(wire_format.to_wire(wire)) == wire
+        assert from_wire(to_wire(wire)) == wire
 
 
-class Fixed(wire_format.WireFormat, frozen=True, kw_only=True, tag="fixed"):
+class Fixed(WireFormat, frozen=True, kw_only=True, tag="fixed"):
     """A format of a user's own, which does not look at its setting itself."""
 
     digits: int = 2
@@ -391,10 +390,10 @@ def test_what_a_group_loses_to_the_centre_the_centre_gains(wire: Any) -> None:
         assert isinstance(said.message, m.PushMessage)
         assert said.payload is not None
         message = msgspec.structs.replace(said.message, hyperparameters=())
-        replies = served.push(step % 2, message, wire_format.decode(chosen.pushes, said.payload, layout, back))
+        replies = served.push(step % 2, message, decode(chosen.pushes, said.payload, layout, back))
         assert replies is not None
         payload = served.as_bytes(served.payload_of(replies[0]), layout)
-        arrived = layout.views(wire_format.decode(chosen.answers, payload, layout, Memory()))
+        arrived = layout.views(decode(chosen.answers, payload, layout, Memory()))
         assert core.answer(0, Pulled(arrived, served.master.clock)) == NextGradient()
     moved = served.master.weights()[0].double() + sum(weight.detach().double() for _, weight in cores)
     torch.testing.assert_close(moved, total, rtol=0, atol=1e-5)  # of float32's own rounding

@@ -44,9 +44,8 @@ from lightning_omni.simulator import Cluster, Link, replay, simulate
 from lightning_omni.simulator.workbench import Samples
 from lightning_omni.trace import Trace
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.formats import base as wire_format
 from lightning_omni.wire.formats import wire_named
-from lightning_omni.wire.formats.base import Memory
+from lightning_omni.wire.formats.base import Memory, check_size, decode
 from lightning_omni.wire.layout import Layout, TensorSpec
 
 SHAPES = ((7, 5), (), (0,), (130,), (3,))
@@ -118,8 +117,8 @@ def test_what_arrives_of_fragments_and_what_is_owed_add_up_to_what_was_given(nam
         encoded = core.encode(0, need, layout, Memory())
         core._arrived(core._halves[0], Pulled((), number))
         there = layout.fragment(number % of, of).subset(encoded.present)
-        wire_format.check_size(wire, encoded.payload.numel(), there)
-        came = there.views(wire_format.decode(wire, encoded.payload, there, Memory()))
+        check_size(wire, encoded.payload.numel(), there)
+        came = there.views(decode(wire, encoded.payload, there, Memory()))
         present = [piece for piece, flag in zip(pieces, encoded.present, strict=True) if flag]
         for totals, values in ((given_, [each for each in need.tensors if each is not None]), (arrived, came)):
             write(totals, present, [a + b for a, b in zip(read(totals, present), values, strict=True)])
@@ -149,7 +148,7 @@ def test_what_arrives_of_steps_under_way_and_what_is_owed_add_up_to_all_gradient
         payload = core.send(action, layout, memory).payload
         assert core.answer(0, None) == NextGradient()
         assert payload is not None
-        came = layout.views(wire_format.decode(wire, payload, layout, Memory()))
+        came = layout.views(decode(wire, payload, layout, Memory()))
         for totals, values in ((given_, gradient), (arrived, came)):
             for total, value in zip(totals, values, strict=True):
                 total += value

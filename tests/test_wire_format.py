@@ -30,8 +30,18 @@ from lightning_omni.simulator.workbench import Samples
 from lightning_omni.trace import Trace
 from lightning_omni.transport.zeromq import memory_segments as segments
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.formats import base as wire_format
-from lightning_omni.wire.formats.base import RAW, Memory, Raw, WireFormat
+from lightning_omni.wire.formats.base import (
+    RAW,
+    Memory,
+    Raw,
+    WireFormat,
+    check_size,
+    decode,
+    from_wire,
+    load_format,
+    register,
+    to_wire,
+)
 from lightning_omni.wire.layout import Layout
 
 SHAPES = ((4, 3), (), (7,))
@@ -42,8 +52,8 @@ TOPK = TopK(fraction=0.25)
 def views(wire: WireFormat, payload: Tensor, present: tuple[bool, ...]) -> list[Tensor | None]:
     """What a server makes of a payload."""
     layout = LAYOUT.subset(present)
-    wire_format.check_size(wire, payload.numel(), layout)
-    there = iter(layout.views(wire_format.decode(wire, payload, layout, Memory())))
+    check_size(wire, payload.numel(), layout)
+    there = iter(layout.views(decode(wire, payload, layout, Memory())))
     return [next(there) if flag else None for flag in present]
 
 
@@ -124,7 +134,7 @@ def test_memory_is_used_again_for_any_layout() -> None:
 def sparse_link() -> Link:
     """Two groups whose pushes travel as `TopK`."""
     link = trained_link((0, 1), (2,))
-    formed = link.form((0, 1), (2,), generation=2, wire_format=wire_format.to_wire(TOPK))
+    formed = link.form((0, 1), (2,), generation=2, wire_format=to_wire(TOPK))
     assert formed == m.GroupsFormed(generation=2, incarnation=2)
     link.inbox.clear()
     return link
@@ -218,18 +228,18 @@ def test_a_format_that_the_server_does_not_know_is_refused_and_the_old_groups_st
 
 
 def test_formats_are_registered_by_name_and_imported_by_path() -> None:
-    assert wire_format.load("topk:TopK") is TopK
-    assert wire_format.from_wire(wire_format.to_wire(TOPK)) == TOPK
+    assert load_format("topk:TopK") is TopK
+    assert from_wire(to_wire(TOPK)) == TOPK
 
     class Other(Raw, frozen=True, kw_only=True, tag="raw"):
         pass
 
     with pytest.raises(ConfigurationError, match="the name 'raw' belongs to Raw"):
-        wire_format.register(Other)
+        register(Other)
     with pytest.raises(ConfigurationError, match=r"is not a lightning_omni\.wire\.formats\.WireFormat"):
-        wire_format.load("topk:Tensor")
+        load_format("topk:Tensor")
     with pytest.raises(ConfigurationError, match="the wire format topk:Nothing cannot be imported"):
-        wire_format.load("topk:Nothing")
+        load_format("topk:Nothing")
 
 
 # --- In the simulator ------------------------------------------------------------------------------------------------

@@ -24,8 +24,7 @@ from lightning_omni.server.service import Out, Payload, Peer, Sender, Service, a
 from lightning_omni.topology import Topology
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import check_specs, unpack
-from lightning_omni.wire.formats import base as wire_format
-from lightning_omni.wire.formats.base import RAW, Memory, WireFormat
+from lightning_omni.wire.formats.base import RAW, Memory, WireFormat, check_size, decode, from_wire
 from lightning_omni.wire.journal import RestructuredEntry
 from lightning_omni.wire.layout import Layout
 from lightning_omni.wire.messages import servers as sm
@@ -85,7 +84,7 @@ class Training(Service):
 
     def apply_settings(self, formed: m.FormGroups) -> None:
         """Use the wire formats on which the groups agreed when they were formed."""
-        self._wire_format = wire_format.from_wire(formed.wire_format).pushes
+        self._wire_format = from_wire(formed.wire_format).pushes
         self._store.answer_as(formed)
 
     def join(self, group: int, ranks: tuple[int, ...]) -> None:
@@ -161,7 +160,7 @@ class Training(Service):
     def check_push(self, sender: Sender, message: m.PushMessage) -> int:
         """Check the size of a push, and return it."""
         layout = self._store.optimizer(message.optimizer).layout_of_push(sender.group, message)
-        wire_format.check_size(self._wire_format, message.nbytes, layout)
+        check_size(self._wire_format, message.nbytes, layout)
         return message.nbytes
 
     def check_counts(self, sender: Sender, message: m.PushMessage | m.FetchMessage) -> None:
@@ -219,8 +218,8 @@ class Training(Service):
         return [self._weights(sender.peer, message.optimizer, group, parts, outcome)]
 
     def _decode(self, payload: Tensor, layout: Layout) -> Tensor:
-        wire_format.check_size(self._wire_format, payload.numel(), layout)
-        return wire_format.decode(self._wire_format, payload, layout, self._memory)
+        check_size(self._wire_format, payload.numel(), layout)
+        return decode(self._wire_format, payload, layout, self._memory)
 
     def fetch(self, sender: Sender, message: m.FetchMessage, payload: Payload) -> list[Out]:
         """Answer a rank that reads the master weights of one optimizer outside an exchange."""

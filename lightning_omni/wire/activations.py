@@ -14,8 +14,7 @@ from torch import Tensor
 
 from lightning_omni.errors import MalformedMessage
 from lightning_omni.wire.codec import Packed, check_specs, pack, unpack
-from lightning_omni.wire.formats import base as wire_format
-from lightning_omni.wire.formats.base import RAW, Memory, WireFormat
+from lightning_omni.wire.formats.base import RAW, Memory, WireFormat, decode
 from lightning_omni.wire.layout import DTYPES, Layout
 
 
@@ -79,7 +78,7 @@ def flat_of(wire: WireFormat, packed: Packed, payload: Tensor) -> Tensor:
     for each, flags, part in ((wire, floats, payload[:first]), (RAW, others, payload[first:])):
         known, mine = layout.subset(flags), [view for view, flag in zip(views, flags, strict=True) if flag]
         if mine:
-            values = known.views(wire_format.decode(each, part.clone(), known, Memory()))
+            values = known.views(decode(each, part.clone(), known, Memory()))
             torch._foreach_copy_(mine, values)
     return flat
 

@@ -19,7 +19,7 @@ from lightning_omni.server.service import Out, Payload, Peer, Sender, Service
 from lightning_omni.server.status import StatusService
 from lightning_omni.topology import Topology
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.formats import base as wire_format
+from lightning_omni.wire.formats.base import from_wire
 from lightning_omni.wire.journal import FormedEntry, JoinedEntry, LeftEntry, LostEntry
 from lightning_omni.wire.messages import servers as sm
 
@@ -108,7 +108,7 @@ class Membership:
                 f"the groups {message.groups} are not a partition of the live ranks {self._roster.live}"
             )
         method = m.method_from_wire(message.method)
-        wire_format.from_wire(message.wire_format)  # refuses an unknown format before anything has changed
+        from_wire(message.wire_format)  # refuses an unknown format before anything has changed
         if message.by_member and any(
             len(topology.members(group)) % self._replication.count for group in topology.alive
         ):

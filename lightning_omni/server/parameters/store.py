@@ -8,7 +8,7 @@ from lightning_omni.errors import ProtocolError
 from lightning_omni.server.parameters.served_head import ServedHead
 from lightning_omni.server.parameters.served_optimizer import ServedOptimizer
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.formats import base as wire_format
+from lightning_omni.wire.formats.base import from_wire
 
 
 class ParameterStore:
@@ -33,7 +33,7 @@ class ParameterStore:
 
     def answer_as(self, formed: m.FormGroups) -> None:
         """Set the encoding of answers to pushes, as agreed when groups were formed."""
-        answers = wire_format.from_wire(formed.wire_format).answers
+        answers = from_wire(formed.wire_format).answers
         for _, optimizer in self.pushed:
             optimizer.answer_in(answers, formed.overlap)
 

@@ -14,7 +14,7 @@ from lightning_omni.server.event_log import RecordFile
 from lightning_omni.transport import base as transport
 from lightning_omni.transport.base import Transport
 from lightning_omni.transport.serving.process import ServerSettings
-from lightning_omni.wire.formats import base as wire_format
+from lightning_omni.wire.formats.base import load_format
 
 
 def load_plugins(settings: ServerSettings) -> list[type[Transport]]:
@@ -22,7 +22,7 @@ def load_plugins(settings: ServerSettings) -> list[type[Transport]]:
     for path in settings.methods:
         methods.load(path)
     for path in settings.wire_formats:
-        wire_format.load(path)
+        load_format(path)
     return [transport.load(path) for path in settings.transports]
 
 
