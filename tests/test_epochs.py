@@ -175,22 +175,22 @@ def test_a_group_with_nothing_left_validates_once() -> None:
     assert ask(epochs, 0, 2, interval=1) == [(0, "over"), (1, "over")]
 
 
-@pytest.mark.parametrize("verdict", ["validate", "stop:end", "over"])
-def test_a_late_member_gets_the_verdict_of_its_group(verdict: str) -> None:
+@pytest.mark.parametrize("decision", ["validate", "stop:end", "over"])
+def test_a_late_member_gets_the_verdict_of_its_group(decision: str) -> None:
     epochs = Epochs()
     epochs.form({0: 2, 1: 1}, generation=4, keep_epoch=False)
-    total = 6 if verdict == "over" else 12
+    total = 6 if decision == "over" else 12
     epochs.open(EpochPlan(epoch=1, total=total, batch_size=2, budget=total, validate_every=6))
     draw(epochs, 0, 0), draw(epochs, 1, 0)
     assert ask(epochs, 0, 1, rank=0) == []
-    if verdict == "stop:end":
-        assert leave(epochs, 1, 1, stop="end") == [(0, verdict)]
+    if decision == "stop:end":
+        assert leave(epochs, 1, 1, stop="end") == [(0, decision)]
     else:
-        assert ask(epochs, 1, 1, rank=2) == [(0, verdict), (2, verdict)]
-    if verdict == "validate":
+        assert ask(epochs, 1, 1, rank=2) == [(0, decision), (2, decision)]
+    if decision == "validate":
         draw(epochs, 1, 1)
         epochs.evict(1)
-    assert ask(epochs, 0, 1, rank=1) == [(1, verdict)]
+    assert ask(epochs, 0, 1, rank=1) == [(1, decision)]
 
 
 @pytest.mark.parametrize("stop", ["validate", "end"])
@@ -342,13 +342,13 @@ class Run:
         self.deliver()
 
     def deliver(self) -> None:
-        for number, verdict in self.epochs.resolve_pending():
+        for number, decision in self.epochs.resolve_pending():
             rank = self.ranks[number]
             assert rank.does == "wait"
-            rank.does = {"more": "poll", "validate": "validate", "over": "over", "over:validate": "over"}[verdict]
-            rank.validations += verdict in ("validate", "over:validate")
-            rank.interval += verdict == "validate"
-            if verdict == "more":
+            rank.does = {"more": "poll", "validate": "validate", "over": "over", "over:validate": "over"}[decision]
+            rank.validations += decision in ("validate", "over:validate")
+            rank.interval += decision == "validate"
+            if decision == "more":
                 rank.held += self.epochs.book_of(self.plan.epoch, 0).draw(rank.group, rank.trained)[
                     len(rank.held) - rank.trained :
                 ]

@@ -31,13 +31,13 @@ class LeaseClient:
             `lightning_omni.group.member_samples.positions`.
 
     Example:
-        >>> lessee = LeaseClient(member=1, members=2, generation=1)
-        >>> lessee.restart(epoch=0)
-        >>> lessee.draw(0).number
+        >>> client = LeaseClient(member=1, members=2, generation=1)
+        >>> client.restart(epoch=0)
+        >>> client.draw(0).number
         0
-        >>> lessee.record_drawn([Batch(0, 8, interval=0)])
-        >>> lessee.begin_batch()
-        >>> lessee.indices(0), lessee.place
+        >>> client.record_drawn([Batch(0, 8, interval=0)])
+        >>> client.begin_batch()
+        >>> client.indices(0), client.place
         (range(1, 8, 2), (0, 1))
     """
 
@@ -79,17 +79,17 @@ class LeaseClient:
         self._batches += batches
 
     def ask_next(self) -> m.AskNext:
-        """Return the ask_next for the next step, once all batches that could be drawn are trained."""
+        """Return the question for the next step, once all batches that could be drawn are trained."""
         return m.AskNext(epoch=self.epoch, generation=self._formed, trained=self.trained, interval=self.interval)
 
-    def apply_next(self, verdict: str, coming: Batch | None = None) -> None:
+    def apply_next(self, decision: str, coming: Batch | None = None) -> None:
         """Apply the answer to `ask_next`, and the next batch, if any.
 
         After ``"validate"`` the group is in the next interval; after ``"more"`` it is in that of its next batch.
         """
-        if verdict == "validate":
+        if decision == "validate":
             self.interval += 1
-        elif verdict == "more" and coming is not None:
+        elif decision == "more" and coming is not None:
             self.interval = max(self.interval, coming.interval)
 
     def leave_epoch(self, stop: str) -> m.LeaveEpoch:

@@ -52,7 +52,7 @@ class AskedEntry(Entry, frozen=True):
 
 
 class ResolvedEntry(Entry, frozen=True):
-    """The point in the order of entries at which waiting ranks received verdicts on their next step."""
+    """The point in the order of entries at which waiting ranks received decisions on their next step."""
 
     all_answered: bool
 

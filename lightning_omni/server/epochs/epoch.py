@@ -1,7 +1,7 @@
 """The current epoch: its lease book, the ranks that wait at its end, and requests to stop.
 
-Rule: every member of a group gets the same verdict on the same question, however late it asks. A verdict therefore
-depends on the verdicts that the member has received and on the batches that its group has drawn, and ``more`` is a
+Rule: every member of a group gets the same decision on the same question, however late it asks. A decision therefore
+depends on the decisions that the member has received and on the batches that its group has drawn, and ``more`` is a
 promise: the batch is drawn already. A rank that repeats a question, because the answer was lost, gets the same answer.
 """
 
@@ -161,10 +161,10 @@ class Epochs:
         self._journal.note(DrawnEntry(group, number))
         return batches
 
-    def verdict_again(self, rank: int, question: AskNext) -> str:
-        """Return the verdict that a rank received on this question before; empty if there is none."""
-        asked, verdict = self._told.get(rank, (None, ""))
-        return verdict if asked == question else ""
+    def repeated_decision(self, rank: int, question: AskNext) -> str:
+        """Return the decision that a rank received on this question before; empty if there is none."""
+        asked, decision = self._told.get(rank, (None, ""))
+        return decision if asked == question else ""
 
     def wait(self, group: int, rank: int, question: AskNext) -> None:
         """Record the question of a rank that has trained its group's batches of the validation interval."""
@@ -212,7 +212,7 @@ class Epochs:
             self.book.evict(group)
 
     def resolve_pending(self, all_answered: bool = True) -> list[tuple[int, str]]:
-        """Return the verdicts that are possible now: rank and verdict.
+        """Return the decisions that are possible now: rank and decision.
 
         Args:
             all_answered: whether no group waits for the answer to a push. If one does, the epoch is not over, because
@@ -221,8 +221,8 @@ class Epochs:
         if not self._waiting:
             return []
         given: list[tuple[int, str]] = []
-        # A verdict can enable another one (an interval closes), so repeat until none is left.
-        while ready := self._next_verdict(all_answered):
+        # A decision can enable another one (an interval closes), so repeat until none is left.
+        while ready := self._next_decision(all_answered):
             _, question = self._waiting.pop(ready[0])
             self._told[ready[0]] = question, ready[1]
             given.append(ready)
@@ -285,16 +285,16 @@ class Epochs:
         self._validations = 0
         self._validated.clear()
 
-    def _next_verdict(self, all_answered: bool) -> tuple[int, str] | None:
-        """Return the first possible verdict."""
+    def _next_decision(self, all_answered: bool) -> tuple[int, str] | None:
+        """Return the first possible decision."""
         state = _QuiescenceCheck(self, all_answered)
         # With a thousand groups, most questions at an epoch's end change nothing for the waiting ranks.
         all_again = self._dirty or self.stop or state.is_trained or state.all_wait
         ranks = sorted(self._waiting if all_again else self._asked & self._waiting.keys())
-        verdicts = ((rank, self._verdict(rank, state)) for rank in ranks)
-        return next((given for given in verdicts if given[1]), None)
+        decisions = ((rank, self._decide(rank, state)) for rank in ranks)
+        return next((given for given in decisions if given[1]), None)
 
-    def _verdict(self, rank: int, state: _QuiescenceCheck) -> str:
+    def _decide(self, rank: int, state: _QuiescenceCheck) -> str:
         assert self.book is not None
         group, question = self._waiting[rank]
         if self._validated[rank] == self._validations:
@@ -319,11 +319,11 @@ class Epochs:
 
     @property
     def _is_called_over(self) -> bool:
-        """Return whether a rank's verdict was that this epoch is over: a later stop then affects no other rank."""
+        """Return whether a rank's decision was that this epoch is over: a later stop then affects no other rank."""
         plan = self.plan
         return plan is not None and any(
-            verdict.startswith("over") and (asked.epoch, asked.generation) == (plan.epoch, self.generation)
-            for asked, verdict in self._told.values()
+            decision.startswith("over") and (asked.epoch, asked.generation) == (plan.epoch, self.generation)
+            for asked, decision in self._told.values()
         )
 
     def _has_more(self, group: int, question: AskNext) -> bool:
@@ -369,7 +369,7 @@ class _EpochsState(msgspec.Struct, frozen=True):
 
 
 class _QuiescenceCheck:
-    """The values shared by all waiting ranks until the next verdict, each computed once."""
+    """The values shared by all waiting ranks until the next decision, each computed once."""
 
     def __init__(self, epochs: Epochs, all_answered: bool) -> None:
         self._epochs, self.all_answered = epochs, all_answered

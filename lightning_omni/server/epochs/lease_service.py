@@ -39,8 +39,8 @@ class LeaseService(Service):
 
     def resolve_pending(self) -> list[Out]:
         out = []
-        for rank, verdict in self._epochs.resolve_pending(self._training.all_answered):
-            out.append(Out(self._roster.members[rank].peer, m.CONTROL, m.Next(next=verdict)))
+        for rank, decision in self._epochs.resolve_pending(self._training.all_answered):
+            out.append(Out(self._roster.members[rank].peer, m.CONTROL, m.Next(next=decision)))
             self._training.resume(rank)
         return out
 
@@ -67,8 +67,8 @@ class LeaseService(Service):
 
     def wait(self, sender: Sender, message: m.AskNext, payload: Payload) -> list[Out]:
         """Record that a group has trained its batches; it is answered once the next step is decided."""
-        if verdict := self._epochs.verdict_again(sender.rank, message):
-            return [Out(sender.peer, m.CONTROL, m.Next(next=verdict))]
+        if decision := self._epochs.repeated_decision(sender.rank, message):
+            return [Out(sender.peer, m.CONTROL, m.Next(next=decision))]
         spans = self._events.new_spans(sender.group, message)
         self._epochs.wait(sender.group, sender.rank, message)
         self._events.train(sender.group, message.epoch, spans)
