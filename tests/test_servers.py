@@ -558,7 +558,7 @@ def save(ensemble: Ensemble) -> dict[int, dict[str, Any]]:
     for number, core in enumerate(ensemble.cores):
         core.on_save = partial(keep, number, core)
     ensemble.cores[0].on_save(1)
-    ensemble.cores[0].save_shares(1)
+    ensemble.cores[0].save_partitions(1)
     ensemble._send(0, ensemble.cores[0].replication.drain())
     return saved
 
@@ -687,14 +687,14 @@ def test_where_servers_save_their_state_the_loss_of_one_ends_all_and_not_the_run
     ensemble.arrive()
     assert not any(isinstance(message, m.Notice) for message in ensemble.said)
     assert ensemble.cores[0].over == ensemble.cores[1].over == ""
-    assert "all servers go on from the last save" in ensemble.cores[0].gone
+    assert "all servers go on from the last save" in ensemble.cores[0].lost_server
     alone = ServerCore(KEY, os.urandom, join_timeout=5.0, servers=2)
     alone.reconnect_timeout = 60.0
     hello = handshake.hello_of("run", 0, 1, Layout(()), NONCE)
     handshake.join(lambda message, _: alone.receive(m.CONTROL, b"c0", message, b"", 0.0)[0].message, KEY, hello)
     assert alone.receive(m.CONTROL, b"c0", m.AskServerAddresses(), b"", 0.0) == []
     assert alone.tick(6.0) == []
-    assert "did not come within 5 s" in alone.gone
+    assert "did not come within 5 s" in alone.lost_server
 
 
 # --- All of it or nothing --------------------------------------------------------------------------------------------
@@ -871,7 +871,7 @@ def test_the_run_ends_and_says_which_server_is_gone() -> None:
     assert notices
     assert all(notice.over for notice in notices)
     assert "parameter server 2 of 3 at memory://2 is gone" in notices[0].reason
-    assert "parameter server 2 of 3" in ensemble.cores[0].gone
+    assert "parameter server 2 of 3" in ensemble.cores[0].lost_server
     ensemble.arrive()
     assert ensemble.cores[1].over == ensemble.cores[0].over
 
@@ -896,21 +896,21 @@ def test_a_server_whose_process_has_ended_before_it_came_is_not_awaited() -> Non
         hello = handshake.hello_of("run", 0, 1, Layout(()), NONCE)
         handshake.join(partial(first_answer, alone), KEY, hello)
         assert alone.receive(m.CONTROL, b"c0", m.AskServerAddresses(), b"", 0.0) == []
-        alone.share_ended(2, "its process has ended with status -9")
+        alone.server_ended(2, "its process has ended with status -9")
         notices = [out.message for out in alone.tick(1.0) if isinstance(out.message, m.Notice)]
         assert [notice.over for notice in notices] == [] if patience else [True]
-        assert "parameter server 2 of 3" in alone.gone
-        assert "never came: its process has ended with status -9" in alone.gone
+        assert "parameter server 2 of 3" in alone.lost_server
+        assert "never came: its process has ended with status -9" in alone.lost_server
         assert bool(alone.over) == (not patience)
 
 
 def test_the_end_of_the_process_of_a_server_that_has_come_is_told_by_its_connection() -> None:
     ensemble = run_of(2, 1)
-    ensemble.cores[0].share_ended(1, "its process has ended with status -9")
+    ensemble.cores[0].server_ended(1, "its process has ended with status -9")
     ensemble._send(0, ensemble.cores[0].tick(0.0))
-    assert ensemble.cores[0].gone == ensemble.cores[0].over == ""
+    assert ensemble.cores[0].lost_server == ensemble.cores[0].over == ""
     ensemble._send(0, ensemble.cores[0].hang_up(b"s1"))
-    assert "parameter server 1 of 2 at memory://1 is gone" in ensemble.cores[0].gone
+    assert "parameter server 1 of 2 at memory://1 is gone" in ensemble.cores[0].lost_server
 
 
 def first_answer(core: ServerCore, message: m.Message, _: object) -> Any:

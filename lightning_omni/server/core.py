@@ -484,7 +484,7 @@ class ServerCore:
     @property
     def lost_server(self) -> str:
         """Return which server that holds a partition is lost, so that no run can be served; or an empty string."""
-        return self.replication.gone if isinstance(self.replication, Coordinator) else ""
+        return self.replication.lost_server if isinstance(self.replication, Coordinator) else ""
 
     def _description(self) -> m.ServerDescription:
         return m.ServerDescription(

@@ -319,7 +319,7 @@ class Coordinator(_PartitionedReplication):
             self.send_to_all(sm.EndRun())
 
     @property
-    def gone(self) -> str:
+    def lost_server(self) -> str:
         """Return why no run can be served any more, or an empty string."""
         return next(iter(self._gone.values()), "")
 

@@ -182,8 +182,8 @@ class StandingServer:
             self._server.run(until=self._is_over)
         finally:
             self._close()
-        if self._core.gone:
-            log(self._console, self._core.gone, style="red")
+        if self._core.lost_server:
+            log(self._console, self._core.lost_server, style="red")
             return 1
         log(self._console, "parameter server stopped")
         return 0
@@ -210,8 +210,8 @@ class StandingServer:
             self._web.poll(self._core)
         for number, process in enumerate(self._others, 1):
             if how := process.how_ended():
-                self._core.share_ended(number, how)
-        if self._core.gone or (self._lifeline is not None and self._lifeline.is_over):
+                self._core.server_ended(number, how)
+        if self._core.lost_server or (self._lifeline is not None and self._lifeline.is_over):
             self._stopped.set()
         if self._core.is_over:
             self._run_over()
@@ -234,7 +234,7 @@ class StandingServer:
 
     def _close(self) -> None:
         if self._states is not None:
-            self._states.close(self._core if not self._core.gone else None)
+            self._states.close(self._core if not self._core.lost_server else None)
         self._server.close()
         self._close_web()
         for process in self._others:  # they end with this one
