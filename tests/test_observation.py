@@ -86,7 +86,7 @@ def test_another_version_is_told_both_numbers() -> None:
 def test_what_watches_is_no_rank_and_a_rank_watches_nothing() -> None:
     link = trained_link((0, 1), (2,))
     watch(link)
-    for message in (m.AskStatus(), m.Heartbeat(sent=1.0), m.RankLost(rank=2, reason="a lie"), m.Goodbye()):
+    for message in (m.AskStatus(), m.Heartbeat(sent=1.0), m.RankEnded(rank=2, reason="a lie"), m.Goodbye()):
         expect_refusal(say(link, message), "stranger")
     for other in (m.AskOverview(), m.Evict(group=1, incarnation=1)):
         expect_refusal(say(link, other, control_peer(2)), "stranger")

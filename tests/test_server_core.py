@@ -1081,15 +1081,15 @@ def test_an_evicted_rank_is_told_so_on_both_channels(link: Link) -> None:
 
 
 def test_a_launcher_may_report_a_loss(link: Link) -> None:
-    assert link.say(control_peer(0), m.RankLost(rank=2, reason="rank 2 was killed by signal 9")) == [
+    assert link.say(control_peer(0), m.RankEnded(rank=2, reason="rank 2 was killed by signal 9")) == [
         (m.Notice(lost=(2,), reason="rank 2 was killed by signal 9"), b"")
     ]
-    assert link.say(control_peer(0), m.RankLost(rank=2, reason="again")) == []
+    assert link.say(control_peer(0), m.RankEnded(rank=2, reason="again")) == []
 
 
 @pytest.mark.parametrize("rank", [3, -1, 2**40])
 def test_a_reported_loss_of_a_rank_that_never_was_costs_nothing(link: Link, rank: int) -> None:
-    link.say(control_peer(0), m.RankLost(rank=rank, reason="gone"))
+    link.say(control_peer(0), m.RankEnded(rank=rank, reason="gone"))
     assert not link.core.over
     assert not link.core.roster.lost
 
@@ -1179,7 +1179,7 @@ SAMPLES: dict[type[m.Message], m.Message] = {
         m.ReleaseVersion(number=1),
         m.Contribute(number=3, what="barrier"),
         m.Join(ranks=(1,)),
-        m.RankLost(rank=2, reason="killed"),
+        m.RankEnded(rank=2, reason="killed"),
         m.Goodbye(reason="done"),
         m.AskStatus(),
         m.ReadUpload(),

@@ -408,7 +408,7 @@ def test_a_lost_rank_is_told_and_stops_waiting(serving: Serving) -> None:
         second = Rank(serving.address, 1, 2, on_end=told.append)
         stack.callback(second.close)
         first.begin((0,), (1,))
-        first.control.post(m.RankLost(rank=1, reason="rank 1 was killed"))
+        first.control.post(m.RankEnded(rank=1, reason="rank 1 was killed"))
         with pytest.raises(RankLost, match="rank 1's group is out of the run: rank 1 was killed"):
             second.control.request(m.Contribute(number=0, what="barrier"), m.Gathered, timeout=DEADLINE)
         assert [type(error) for error in told] == [Evicted]

@@ -110,7 +110,7 @@ TABLE = (
     # membership
     Row(m.FormGroups, CONTROL, Role.RECORDER, Membership, Membership.form, does="forms groups", on_all_servers=True),
     Row(m.Join, CONTROL, Role.RANK, Joining, Joining.ask),
-    Row(m.RankLost, CONTROL, Role.RANK, Membership, Membership.report_lost),
+    Row(m.RankEnded, CONTROL, Role.RANK, Membership, Membership.report_lost),
     Row(m.Goodbye, CONTROL, Role.RANK, Membership, Membership.goodbye, resolves=True, when_lost=True, when_over=True),
     # joining
     Row(m.RegisterGroup, CONTROL, Role.OBSERVER, Joining, Joining.register),

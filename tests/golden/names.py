@@ -26,7 +26,7 @@ TYPES = _numbered(
     Download Downloaded Contribute SnapshotId DrawBatches BatchesDrawn Echo Echoed RegisterGroup GroupRegistered
     EpochOpened EpochPlan Evaluation EvaluationPublished Event Evict FetchMessage FormGroups GroupsFormed Gathered
     Goodbye GroupOverview GroupState GroupStateStored GroupStatus HeadBackward HeadForward HeadGradients HeadOutput
-    HeadRelease HeadReleased Heartbeat Hello Join Joined LeaveEpoch EpochLeft LogEntry LargeMessage RankLost Notice
+    HeadRelease HeadReleased Heartbeat Hello Join Joined LeaveEpoch EpochLeft LogEntry LargeMessage RankEnded Notice
     Observe ObserverProof ObserverWelcome OpenEpoch Overview Packed PeerMessage Proof PublishEvaluation Published -
     PushMessage ReadUpload ReadEvaluation ReadPublished ReadRunState RefusedMessage ReleaseVersion Restructure
     Restructured RunStateStored SaveNow UploadWeights WeightsUploaded ServerDescription SetGroups ServerAddresses

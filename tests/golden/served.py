@@ -475,7 +475,7 @@ def loses(method: str) -> Session:
     leases = RankLeases(session, plan_of(120))
     for group in (0, 1, 2, 3, 4, 0, 1, 2):
         leases.push(group)
-    session.control(0, m.RankLost(rank=3, reason="rank 3 was killed by signal 9"))
+    session.control(0, m.RankEnded(rank=3, reason="rank 3 was killed by signal 9"))
     for group in (0, 1, 2, 4):
         leases.push(group)
     session.hear(session.core.hang_up(b"c5"))
@@ -564,7 +564,7 @@ def publishes() -> Session:
         session.data(rank, m.ReadEvaluation(number=1))
     session.control(0, m.ReleaseVersion(number=1))
     session.control(2, m.ClaimValidation(epoch=0, generation=session.generation, passed=2))
-    session.control(0, m.RankLost(rank=2, reason="gone"))
+    session.control(0, m.RankEnded(rank=2, reason="gone"))
     session.control(0, m.AskValidations())
     for rank in range(2):
         session.data(rank, m.ReadEvaluation(number=2))
@@ -595,7 +595,7 @@ def gathers() -> Session:
     session.data(2, m.LargeMessage(nbytes=64), bytes(64))
     for number, rank in ((3, 0), (2, 0), (3, 1), (2, 1), (3, 2)):
         session.control(rank, m.Contribute(number=number, what="barrier"), b"")
-    session.control(0, m.RankLost(rank=3, reason="gone"))
+    session.control(0, m.RankEnded(rank=3, reason="gone"))
     session.push(1)
     session.control(2, m.Contribute(number=2, what="all_reduce"), b"")
     return session
@@ -670,7 +670,7 @@ def merges(method: str) -> Session:
     head.forward(0, 44)
     head.backward(3, 53, spoil=True)
     head.forward(1, 45)
-    session.control(0, m.RankLost(rank=1, reason="gone"))
+    session.control(0, m.RankEnded(rank=1, reason="gone"))
     head.backward(0, 54, clip=0.1, clip_algorithm="value")
     session.push(3)
     session.push(0)

@@ -172,7 +172,7 @@ class Membership:
         self._journal.is_due = True
         return group
 
-    def report_lost(self, sender: Sender, message: m.RankLost, payload: Payload) -> list[Out]:
+    def report_lost(self, sender: Sender, message: m.RankEnded, payload: Payload) -> list[Out]:
         """Handle a launcher's report that a rank's process has ended."""
         return self.lose(message.rank, message.reason)
 

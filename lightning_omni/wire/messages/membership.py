@@ -154,7 +154,7 @@ class SetGroups(Message, frozen=True, kw_only=True):
     groups: int
 
 
-class RankLost(Message, frozen=True, kw_only=True):
+class RankEnded(Message, frozen=True, kw_only=True):
     """A launcher's report that a rank's process has ended. The server does not answer it."""
 
     rank: int
