@@ -305,7 +305,7 @@ class Member(Group):
         if when == "before":
             owed = self.owed_before
         else:
-            state = self.core._halves[0].sending if when == "not told" else self.core.sender_state(0)
+            state = self.core._method_states[0].sending if when == "not told" else self.core.sender_state(0)
             owed = (state or {}).get(RESIDUAL)
         return list(owed or [None] * len(self.layout.specs))
 

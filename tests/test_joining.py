@@ -74,15 +74,15 @@ class Joined(Link):
 
     def begin(self, ranks: int = 1, plan: EpochPlan = PLAN) -> m.GroupRegistered:
         """The first group: joins, forms, hands weights over and opens the epoch."""
-        enlisted: m.GroupRegistered = self.enlist(ranks, b"first")
+        registered: m.GroupRegistered = self.register(ranks, b"first")
         self.world_size = ranks
         for rank in range(ranks):
-            self.come(rank, enlisted.run, ranks)
+            self.come(rank, registered.run, ranks)
         self.form(tuple(range(ranks)))
         message, payload = seed_of({"parts": [part_of(new_parameters())]})
         assert self.data(0, message, payload)[0] == m.WeightsUploaded()
         self.control(0, m.OpenEpoch(plan=plan))
-        return enlisted
+        return registered
 
     def come(self, rank: int, run: str, announced: int = 0) -> None:
         """A rank is let in."""

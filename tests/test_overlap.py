@@ -115,7 +115,7 @@ def test_what_arrives_of_fragments_and_what_is_owed_add_up_to_what_was_given(nam
             fragment=number % of,
         )
         encoded = core.encode(0, need, layout, Memory())
-        core._arrived(core._halves[0], Pulled((), number))
+        core._accept_answer(core._method_states[0], Pulled((), number))
         there = layout.fragment(number % of, of).subset(encoded.present)
         check_size(wire, encoded.payload.numel(), there)
         came = there.views(decode(wire, encoded.payload, there, Memory()))
