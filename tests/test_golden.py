@@ -17,7 +17,7 @@ from lightning_omni.methods import METHODS
 from lightning_omni.server.event_log import Kind
 from lightning_omni.wire import messages as m
 
-OTHER_TYPES = {"Event", "TensorSpec"}
+OTHER_TYPES = {"Event", "Packed", "TensorSpec"}
 """Names in the table that the module of messages does not have."""
 
 
