@@ -19,7 +19,7 @@ from lightning_omni.cli.console import table_of
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import method_named, text_of
 from lightning_omni.palette import CHOSEN, EXPECTED, new_figure, plot_interval, save_figure
-from lightning_omni.tuning.model.convergence.statistical import Estimate
+from lightning_omni.tuning.model.convergence import Estimate
 from lightning_omni.tuning.model.forecast import Scaling, Setting, Theory
 from lightning_omni.tuning.model.profile import Prediction, Profile
 from lightning_omni.tuning.report import TuningReport
@@ -27,8 +27,8 @@ from lightning_omni.tuning.report.digest import duration
 from lightning_omni.tuning.search import Search, SearchSpec, Space
 from lightning_omni.tuning.search.choice import best_by_forecast
 from lightning_omni.tuning.search.evidence import Evidence, scatter
-from lightning_omni.tuning.search.rules import careful, is_faster, least
-from lightning_omni.tuning.search.space import ALL_REDUCES, METHODS, WIRES, group_counts, wire_given
+from lightning_omni.tuning.search.rules import cheapest, is_faster, risk_adjusted
+from lightning_omni.tuning.search.space import ALL_REDUCES, METHODS, WIRES, group_counts, wire_argument
 from lightning_omni.wire.all_reduce import EXACT, all_reduce_of
 from lightning_omni.wire.formats import wire_of
 
@@ -149,7 +149,7 @@ def ways_of(
 
 def _check_wire(wire: str, methods: Sequence[str]) -> None:
     """Raise a `ConfigurationError` if the wire format does not exist, or not for one of these methods."""
-    wire_format = _as_option(lambda: wire_of(wire_given(wire)))
+    wire_format = _as_option(lambda: wire_of(wire_argument(wire)))
     for method in methods:
         _as_option(partial(wire_format.check, method_named(method)))
 
@@ -262,9 +262,9 @@ class PlanRow:
         return self.efficiency[0] - math.log(self.prediction.samples_per_second.value)
 
     @property
-    def careful(self) -> float:
+    def risk_adjusted(self) -> float:
         """Return `log_seconds` with a small penalty for an untried setting."""
-        return careful(self.log_seconds, self.efficiency[1])
+        return risk_adjusted(self.log_seconds, self.efficiency[1])
 
 
 @dataclass(frozen=True)
@@ -320,7 +320,7 @@ class Plan:
     @cached_property
     def best(self) -> PlanRow:
         """Return the row that reaches the target first; among equals the one with the fewest groups."""
-        return least(self.rows, lambda row: row.careful, lambda row: row.setting.groups)
+        return cheapest(self.rows, lambda row: row.risk_adjusted, lambda row: row.setting.groups)
 
     def relative(self, row: PlanRow) -> float:
         """Return the time to the target, relative to the best row's."""
