@@ -1,11 +1,11 @@
 """What a rank holds, and what its group exchanges, where members hold the model together and where each has it whole.
 
     OMP_NUM_THREADS=1 .venv/bin/python tests/benchmarks/inside.py               # two groups of two ranks, AdamW
-    OMP_NUM_THREADS=1 .venv/bin/python tests/benchmarks/inside.py --groups 1 --servers 4
-    OMP_NUM_THREADS=1 .venv/bin/python tests/benchmarks/inside.py --servers 4            # two groups of four ranks
+    OMP_NUM_THREADS=1 .venv/bin/python tests/benchmarks/inside.py --groups 1 --shards 4
+    OMP_NUM_THREADS=1 .venv/bin/python tests/benchmarks/inside.py --shards 4            # two groups of four ranks
     OMP_NUM_THREADS=1 .venv/bin/python tests/benchmarks/inside.py --sockets             # bytes on the wire (Linux)
     OMP_NUM_THREADS=1 .venv/bin/python tests/benchmarks/inside.py --equal 50            # and what either has learned
-    OMP_NUM_THREADS=1 .venv/bin/python tests/benchmarks/inside.py --equal 50 --servers 3
+    OMP_NUM_THREADS=1 .venv/bin/python tests/benchmarks/inside.py --equal 50 --shards 3
     OMP_NUM_THREADS=1 .venv/bin/python tests/benchmarks/inside.py --equal 50 --tensor   # groups of 1 x 2 ranks
 
 Peak bytes are those of all tensors that are allocated on the CPU from before the model is made until training ends, as
@@ -256,7 +256,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--method", default="", help="local_sgd:period=1, or with --equal all")
     parser.add_argument("--equal", type=int, default=0, metavar="STEPS")
-    parser.add_argument("--servers", type=int, default=2, help="members of each group")
+    parser.add_argument("--shards", type=int, default=2, help="members of each group")
     parser.add_argument("--tensor", action="store_true", help="tensor parallelism in groups of two, with --equal")
     parser.add_argument("--sockets", action="store_true", help="standalone servers, and the bytes of connections")
     parser.add_argument("--inside", default="", help="for the ranks that this script starts")
