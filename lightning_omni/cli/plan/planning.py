@@ -25,9 +25,8 @@ from lightning_omni.tuning.model.profile import Prediction, Profile
 from lightning_omni.tuning.report import TuningReport
 from lightning_omni.tuning.report.digest import duration
 from lightning_omni.tuning.search import Search, SearchSpec, Space
-from lightning_omni.tuning.search.choice import best_by_forecast
-from lightning_omni.tuning.search.evidence import Evidence, scatter
-from lightning_omni.tuning.search.rules import cheapest, is_faster, risk_adjusted
+from lightning_omni.tuning.search.choice import best_by_forecast, cheapest, risk_adjusted
+from lightning_omni.tuning.search.evidence import Evidence, is_faster, scatter
 from lightning_omni.tuning.search.space import (
     DEFAULT_ALL_REDUCES,
     DEFAULT_METHODS,
