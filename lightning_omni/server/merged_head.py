@@ -1,6 +1,6 @@
 """The service for merged heads: groups get exclusive access, and gradients are applied where they are computed.
 
-`lightning_omni.server.merged_head.head` defines an access and its effect on the weights.
+`lightning_omni.server.parameters.served_head` defines an access and its effect on the weights.
 """
 
 from __future__ import annotations
@@ -9,16 +9,22 @@ from collections.abc import Callable
 
 from lightning_omni.errors import OmniError, ProtocolError, Refused
 from lightning_omni.methods import Method
-from lightning_omni.server.merged_head.head import Arrival, HeadShard
+from lightning_omni.server.parameters.served_head import HeadRequest, ServedHead
 from lightning_omni.server.run_context import RunContext
 from lightning_omni.server.service import Out, Payload, Peer, Sender, Service, as_tensor
 from lightning_omni.topology import Topology
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.activations import RAW_BOTH, Both, check, pack_in, unpack_in
+from lightning_omni.wire.activations import (
+    RAW_ACTIVATIONS,
+    ActivationFormats,
+    check,
+    pack_activations,
+    unpack_activations,
+)
 from lightning_omni.wire.formats.base import from_wire
 
 
-class MergedHeads(Service):
+class MergedHeadService(Service):
     """The service that grants exclusive access to the merged heads.
 
     Args:
@@ -27,17 +33,17 @@ class MergedHeads(Service):
     """
 
     def __init__(self, run: RunContext, clock: Callable[[], float]) -> None:
-        self._roster, self._shards, self._notes = run.roster, run.shards, run.notes
+        self._roster, self._store, self._events = run.roster, run.store, run.events
         self._clock = clock
-        self._wire = RAW_BOTH
+        self._wire = RAW_ACTIVATIONS
 
-    def form(self, topology: Topology, method: Method, message: m.Form) -> None:
-        self._wire = Both.of(from_wire(message.wire_format))
+    def form(self, topology: Topology, method: Method, message: m.FormGroups) -> None:
+        self._wire = ActivationFormats.of(from_wire(message.wire_format))
 
     def evict(self, group: int, lost: bool) -> list[Out]:
         """End a group's access and remove it from the queues."""
         out: list[Out] = []
-        for number, head in self._shards.heads:
+        for number, head in self._store.heads:
             head.forget(group)
             out += self._serve(number)
         return out
@@ -54,29 +60,29 @@ class MergedHeads(Service):
 
     def forward(self, sender: Sender, message: m.HeadForward, payload: Payload) -> list[Out]:
         """Run a group's batch through the head, once it has exclusive access if it requests that."""
-        head = self._shards.head(message.optimizer)
+        head = self._store.head(message.optimizer)
         # The connection owns the memory, and sends nothing else before the answer.
-        arrival = Arrival(
-            sender.group, sender.peer, message, unpack_in(self._wire.up, message.packed, as_tensor(payload))
+        request = HeadRequest(
+            sender.group, sender.peer, message, unpack_activations(self._wire.up, message.packed, as_tensor(payload))
         )
         if not message.exclusive:
-            return [self._output(head, arrival)]
+            return [self._output(head, request)]
         self._roster.formed.check_leads(sender.rank, sender.group)
-        head.arrive(arrival)
+        head.add_request(request)
         return self._serve(message.optimizer)
 
     def backward(self, sender: Sender, message: m.HeadBackward, payload: Payload) -> list[Out]:
         """Step the head along the gradients of its output, and end the access."""
-        head, group, number = self._shards.head(message.optimizer), sender.group, message.optimizer
-        spans = self._notes.new_spans(group, message)
+        head, group, number = self._store.head(message.optimizer), sender.group, message.optimizer
+        spans = self._events.new_spans(group, message)
         try:
             stepped = head.backward(
-                group, message, unpack_in(self._wire.up, message.packed, as_tensor(payload)), number
+                group, message, unpack_activations(self._wire.up, message.packed, as_tensor(payload)), number
             )
         except ProtocolError as error:
             head.forget(group)
             return [_refusal(sender.peer, error), *self._serve(number)]
-        self._notes.note(
+        self._events.note(
             "push",
             group,
             number,
@@ -88,7 +94,7 @@ class MergedHeads(Service):
             note=message.clip,
         )
         head.release(self._clock())
-        packed, buffer = pack_in(self._wire.down, stepped.inputs)
+        packed, buffer = pack_activations(self._wire.down, stepped.inputs)
         answer = m.HeadGradients(
             packed=packed,
             nbytes=buffer.numel(),
@@ -100,29 +106,29 @@ class MergedHeads(Service):
 
     def release(self, sender: Sender, message: m.HeadRelease, payload: Payload) -> list[Out]:
         """End an access without gradients."""
-        self._shards.head(message.optimizer).forget(sender.group)
+        self._store.head(message.optimizer).forget(sender.group)
         return [Out(sender.peer, m.DATA, m.HeadReleased()), *self._serve(message.optimizer)]
 
     def _serve(self, number: int) -> list[Out]:
         """Grant access to the next group in the queue; refuse groups whose batch the head cannot process."""
-        head, out = self._shards.head(number), []
-        while (arrival := head.grant_access(self._clock())) is not None:
-            out.append(self._output(head, arrival))
+        head, out = self._store.head(number), []
+        while (request := head.grant_access(self._clock())) is not None:
+            out.append(self._output(head, request))
         return out
 
     def _check_packed(self, message: m.HeadForward | m.HeadBackward) -> int:
-        self._shards.head(message.optimizer)
+        self._store.head(message.optimizer)
         check(self._wire.up, message.packed, message.nbytes)
         return message.nbytes
 
-    def _output(self, head: HeadShard, arrival: Arrival) -> Out:
+    def _output(self, head: ServedHead, request: HeadRequest) -> Out:
         try:
-            packed, buffer = pack_in(self._wire.down, head.forward(arrival))
+            packed, buffer = pack_activations(self._wire.down, head.forward(request))
         except OmniError as error:
-            if arrival.message.exclusive:
-                head.forget(arrival.group)
-            return _refusal(arrival.peer, error)
-        return Out(arrival.peer, m.DATA, m.HeadOutput(packed=packed, nbytes=buffer.numel()), (buffer,))
+            if request.message.exclusive:
+                head.forget(request.group)
+            return _refusal(request.peer, error)
+        return Out(request.peer, m.DATA, m.HeadOutput(packed=packed, nbytes=buffer.numel()), (buffer,))
 
 
 def _refusal(peer: Peer, error: OmniError) -> Out:

@@ -1,4 +1,4 @@
-"""What the server senses of a run while it serves it: its own time for a push, and the total momentum."""
+"""What the server measures of a run while it serves it: its own time for a push, and the total momentum."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from torch.utils.data import TensorDataset
 from lightning_omni.methods import AsyncSGD, HardSync, LocalSGD, Method, SoftSync
 from lightning_omni.methods.model.master import describe, hyperparameters_of, resolver
 from lightning_omni.metrics import Staleness
-from lightning_omni.server import momentum_estimate as sensing
-from lightning_omni.server.momentum_estimate import FEWEST, total_momentum
-from lightning_omni.server.served_optimizer import Shard
+from lightning_omni.server.parameters import momentum_estimate
+from lightning_omni.server.parameters.momentum_estimate import FEWEST, total_momentum
+from lightning_omni.server.parameters.served_optimizer import ServedOptimizer
 from lightning_omni.simulator import Cluster, Jitter
 from lightning_omni.simulator.run import simulate
 from lightning_omni.simulator.server import SimulatedServer
@@ -45,7 +45,7 @@ def sgd(lr: float = 0.1, **settings: Any) -> Make:
 
 
 class Quadratic:
-    """Groups that descend a quadratic through one shard."""
+    """Groups that descend a quadratic through one optimizer at the server."""
 
     def __init__(self, make: Make, method: Method, groups: int, noise: float = 0.0) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -53,17 +53,17 @@ class Quadratic:
         self.optimizer = make(parameters.values()) if method.steps_at == "server" else None
         description = describe(self.optimizer, {p: name for name, p in parameters.items()}) if self.optimizer else None
         weights = {name: p.detach() for name, p in parameters.items()}
-        self.shard = Shard(description, weights, 0, method, range(groups), resolver(()))
+        self.served = ServedOptimizer(description, weights, 0, method, range(groups), resolver(()))
         self.noise, self.generator = noise, generator
         self.past = [self.weights]
 
     @property
     def weights(self) -> list[Tensor]:
-        return [weight.clone() for weight in self.shard.master.weights()]
+        return [weight.clone() for weight in self.served.master.weights()]
 
     @property
     def reading(self) -> float | None:
-        return total_momentum([self.shard.sensing])
+        return total_momentum([self.served.momentum_estimator])
 
     def gradient(self, read_at: int) -> list[Tensor]:
         exact = [h * w for h, w in zip(CURVATURE, self.past[read_at], strict=True)]
@@ -85,9 +85,9 @@ class Quadratic:
             trained=0,
             nbytes=layout.nbytes,
         )
-        assert self.shard.push(group, message, payload) is not None
+        assert self.served.push(group, message, payload) is not None
         payload.fill_(255)  # it is the connection's, and the next message overwrites it
-        if self.shard.master.clock == len(self.past):
+        if self.served.master.clock == len(self.past):
             self.past.append(self.weights)
 
     def run(self, updates: int, groups: int = 1) -> Iterator[float | None]:
@@ -118,25 +118,25 @@ def test_one_group_at_a_time_reads_the_explicit_momentum(settings: dict[str, flo
 def test_groups_with_a_barrier_read_the_explicit_momentum(method: Method) -> None:
     run = Quadratic(sgd(momentum=0.6), method, 4, noise=0.5)
     for _ in range(100):
-        clock = run.shard.master.clock
+        clock = run.served.master.clock
         for group in range(4):
             run.push(group, clock)
-    assert run.shard.master.clock == 100
+    assert run.served.master.clock == 100
     assert run.reading == pytest.approx(0.6, abs=0.02)
 
 
 def test_a_group_that_leaves_a_synchronization_does_not_spoil_the_reading() -> None:
     run = Quadratic(sgd(momentum=0.6), HardSync(), 2)
     for number in range(100):
-        clock = run.shard.master.clock
+        clock = run.served.master.clock
         run.push(0, clock)
         if number % 10:
             run.push(1, clock)
         else:  # the update comes without a push
             with torch.no_grad():
-                run.shard.method_side.idle(1)
+                run.served.method_side.idle(1)
             run.past.append(run.weights)
-            run.shard.method_side.resume(1)
+            run.served.method_side.resume(1)
     assert run.reading == pytest.approx(0.6, abs=0.02)
 
 
@@ -167,18 +167,20 @@ def read_off(past: list[list[Tensor]], pushes: list[tuple[int, list[Tensor]]], l
     for read_at, pushed in pushes:
         acting = lr / (1 - m) * torch.cat([each.flatten() for each in pushed]).double()
         steps = torch.stack([flat[read_at + 1] - flat[read_at], flat[read_at] - flat[read_at - 1]])
-        averages = (1 - 1 / sensing.MEMORY) * averages + steps + acting
+        averages = (1 - 1 / momentum_estimate.MEMORY) * averages + steps + acting
     return float((averages[0] / averages[1]).median())
 
 
 def test_weights_that_stand_still_or_break_do_not_spoil_the_reading() -> None:
     terms = torch.tensor([[0.4, math.nan, 0.0], [1.0, 1.0, 0.0]])
-    assert float(sensing.median_ratio(sensing.averaged(torch.zeros(2, 3), terms, 0.9))) == pytest.approx(0.4)
-    assert math.isnan(float(sensing.median_ratio(torch.zeros(2, 3))))
+    assert float(
+        momentum_estimate.median_ratio(momentum_estimate.averaged(torch.zeros(2, 3), terms, 0.9))
+    ) == pytest.approx(0.4)
+    assert math.isnan(float(momentum_estimate.median_ratio(torch.zeros(2, 3))))
 
 
 def test_the_server_reads_what_is_read_off_all_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sensing, "RUNS", 75)  # all of the weights
+    monkeypatch.setattr(momentum_estimate, "RUNS", 75)  # all of the weights
     run = Quadratic(sgd(momentum=0.5), AsyncSGD(), 4, noise=0.1)
     pushes: list[tuple[int, list[Tensor]]] = []
     for read_at, _ in itertools.islice(arrivals(4, np.random.default_rng(0)), 300):
@@ -234,7 +236,7 @@ def test_steps_that_stop_being_plain_are_not_sensed_any_more() -> None:
 def test_new_groups_are_sensed_afresh() -> None:
     run = Quadratic(sgd(momentum=0.6), AsyncSGD(), 1)
     assert list(run.run(150))[-1] is not None
-    run.shard.change_method(HardSync(), range(2))
+    run.served.change_method(HardSync(), range(2))
     assert run.reading is None
     for clock in range(150, 250):
         run.push(0, clock)
@@ -244,13 +246,13 @@ def test_new_groups_are_sensed_afresh() -> None:
 
 def test_weights_and_the_optimizer_are_as_without_sensing() -> None:
     seen, unseen = (Quadratic(sgd(momentum=0.6, weight_decay=0.1), AsyncSGD(), 3, noise=0.5) for _ in range(2))
-    unseen.shard.sensing = None
+    unseen.served.momentum_estimator = None
     for _ in zip(seen.run(150, 3), unseen.run(150, 3), strict=True):
         pass
     assert seen.reading is not None
     assert unseen.reading is None
-    assert torch.equal(seen.shard.buffer, unseen.shard.buffer)
-    states = (run.shard.master.snapshot()["state"] for run in (seen, unseen))
+    assert torch.equal(seen.served.buffer, unseen.served.buffer)
+    states = (run.served.master.snapshot()["state"] for run in (seen, unseen))
     for mine, theirs in zip(*(state.values() for state in states), strict=True):
         assert torch.equal(mine["momentum_buffer"], theirs["momentum_buffer"])
 

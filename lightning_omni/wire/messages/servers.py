@@ -1,4 +1,4 @@
-"""Messages between servers that hold a share of the weights each; see `shard_servers`.
+"""Messages between servers that hold a partition of the parameters each; see `lightning_omni.server.replication`.
 
 Rule 1: one server coordinates, and the others communicate only with it.
 Rule 2: every server executes the coordinating server's commands in the order in which they were sent.
@@ -13,34 +13,35 @@ import msgspec
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.journal import JoinedEntry, LeftEntry, LostEntry
 
-# --- From a server that holds a share to the coordinating server -----------------------------------------------------
+# --- From a server that holds a partition to the coordinating server
+# -----------------------------------------------------
 
 
-class ShardHello(m.Message, frozen=True, kw_only=True):
-    """The first message of a server that holds a share.
+class FollowerHello(m.Message, frozen=True, kw_only=True):
+    """The first message of a server that holds a partition.
 
     Attributes:
         version: as in `Hello`.
-        shard: number of the server, from 1; the coordinating server is number 0.
-        shards: number of servers.
+        number: number of the server, from 1; the coordinating server is number 0.
+        servers: number of servers.
         address: address of its data socket, for ranks.
         nonce: random bytes.
     """
 
     version: int
-    shard: int
-    shards: int
+    number: int
+    servers: int
     address: Annotated[str, msgspec.Meta(max_length=512)]
     nonce: m.Secret
 
 
-class ShardProof(m.Message, frozen=True, kw_only=True):
+class FollowerProof(m.Message, frozen=True, kw_only=True):
     """The answer to a `Challenge`: it proves that the server holds the run's key."""
 
     mac: m.Secret
 
 
-class ShardReady(m.Message, frozen=True, kw_only=True):
+class PartReady(m.Message, frozen=True, kw_only=True):
     """The report that the sender has its part of a request, or has refused it.
 
     Attributes:
@@ -58,35 +59,36 @@ class ShardReady(m.Message, frozen=True, kw_only=True):
     present: tuple[bool, ...] = ()
 
 
-class ShardHeard(m.Message, frozen=True, kw_only=True):
+class CommandsDone(m.Message, frozen=True, kw_only=True):
     """The report that the sender has executed the first ``count`` commands. It is also a sign of life."""
 
     count: int
 
 
-class ShardFailed(m.Message, frozen=True, kw_only=True):
+class FollowerFailed(m.Message, frozen=True, kw_only=True):
     """The report that the sender cannot continue."""
 
     reason: str
 
 
-# --- From the coordinating server to a server that holds a share -----------------------------------------------------
+# --- From the coordinating server to a server that holds a partition
+# -----------------------------------------------------
 
 
-class ShardWelcome(m.Message, frozen=True, kw_only=True):
+class FollowerWelcome(m.Message, frozen=True, kw_only=True):
     """The admission of a server. ``mac`` proves that the other side holds the key; later commands are counted."""
 
     mac: bytes
     heartbeat_timeout: float
 
 
-class Told(m.Message, frozen=True, kw_only=True):
+class ServerCommand(m.Message, frozen=True, kw_only=True):
     """The base of commands, which servers execute in order. ``now`` is the time, on one clock for all servers."""
 
     now: float = 0.0
 
 
-class Admit(Told, frozen=True, kw_only=True):
+class AdmitRank(ServerCommand, frozen=True, kw_only=True):
     """The admission of a rank, with the messages from which its secret is derived.
 
     Attributes:
@@ -100,33 +102,33 @@ class Admit(Told, frozen=True, kw_only=True):
     joins: bool = False
 
 
-class Relay(Told, frozen=True, kw_only=True):
+class HandleMessage(ServerCommand, frozen=True, kw_only=True):
     """A rank's message on its control connection, which the coordinating server has handled."""
 
     rank: int
     message: bytes
 
 
-class Lose(Told, frozen=True, kw_only=True):
+class LoseRank(ServerCommand, frozen=True, kw_only=True):
     """The loss of a rank."""
 
     rank: int
     reason: str
 
 
-class Idle(Told, frozen=True, kw_only=True):
+class IdleLeader(ServerCommand, frozen=True, kw_only=True):
     """The start of a leader's wait for other groups."""
 
     rank: int
 
 
-class Resume(Told, frozen=True, kw_only=True):
+class ResumeLeader(ServerCommand, frozen=True, kw_only=True):
     """The end of a leader's wait for other groups."""
 
     rank: int
 
 
-class Decide(Told, frozen=True, kw_only=True):
+class DecideRequest(ServerCommand, frozen=True, kw_only=True):
     """The decision on a request: each server handles its part, or refuses it.
 
     Attributes:
@@ -142,17 +144,17 @@ class Decide(Told, frozen=True, kw_only=True):
     refusal: m.RefusedMessage | None = None
 
 
-class Expire(Told, frozen=True, kw_only=True):
+class ExpireTimers(ServerCommand, frozen=True, kw_only=True):
     """The expiry of a time that methods have requested."""
 
 
-class Save(Told, frozen=True, kw_only=True):
+class SaveState(ServerCommand, frozen=True, kw_only=True):
     """The command to save the share's state of this moment under a number; all servers do so at the same moment."""
 
     number: int
 
 
-class Redo(Told, frozen=True, kw_only=True):
+class ReplayEntry(ServerCommand, frozen=True, kw_only=True):
     """The replay of a decision that earlier servers had sent to ranks after the loaded state was saved.
 
     Attributes:
@@ -162,25 +164,37 @@ class Redo(Told, frozen=True, kw_only=True):
     entry: LostEntry | LeftEntry | JoinedEntry
 
 
-class RunOver(Told, frozen=True, kw_only=True):
+class EndRun(ServerCommand, frozen=True, kw_only=True):
     """The end of the run, with the reason; without a reason, all its ranks are gone, and the next run may begin."""
 
     reason: str = ""
 
 
-ToShard = (
-    ShardWelcome | Admit | Relay | Lose | Idle | Resume | Decide | Expire | RunOver | Save | Redo
-    | m.Challenge | m.RefusedMessage | m.Acknowledged
-)  # fmt: skip
+ToFollower = (
+    FollowerWelcome
+    | AdmitRank
+    | HandleMessage
+    | LoseRank
+    | IdleLeader
+    | ResumeLeader
+    | DecideRequest
+    | ExpireTimers
+    | EndRun
+    | SaveState
+    | ReplayEntry
+    | m.Challenge
+    | m.RefusedMessage
+    | m.Acknowledged
+)
 """The messages of the coordinating server to the others."""
-_decoder = msgspec.msgpack.Decoder(ToShard)
+_decoder = msgspec.msgpack.Decoder(ToFollower)
 
 
-def decode(data: bytes | memoryview) -> ToShard:
-    """Decode a message to a server that holds a share.
+def decode(data: bytes | memoryview) -> ToFollower:
+    """Decode a message to a server that holds a partition.
 
     Raises:
         MalformedMessage: the bytes are no such message.
     """
-    message: ToShard = m.decode_with(_decoder, data, "shard")
+    message: ToFollower = m.decode_with(_decoder, data, "server")
     return message

@@ -1,4 +1,4 @@
-"""The consistent state of a run at the server that a snapshot or checkpoint represents."""
+"""Messages of consistent snapshots of the run."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ from dataclasses import replace
 
 import msgspec
 
+from lightning_omni.wire.codec import Packed
+from lightning_omni.wire.messages.base import Message
 from lightning_omni.wire.progress import Progress
 
 
-class Cut(msgspec.Struct, frozen=True, kw_only=True):
+class SnapshotId(msgspec.Struct, frozen=True, kw_only=True):
     """A consistent state of the server, described by the counts of everything handled before it.
 
     A server handles one message at a time, so its state between two of them is consistent over all optimizers. Several
-    servers, each of which holds a share of the weights, must agree on a cut.
+    servers, each of which holds a partition of the parameters, must agree on a cut.
 
     Attributes:
         clocks: updates in the weights of each optimizer.
@@ -35,10 +37,41 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True):
 
         Example:
             >>> from lightning_omni.wire.progress import ReferenceBatch
-            >>> cut = Cut(epoch=2, total=320, trained=((0, 64), (96, 128)))
+            >>> cut = SnapshotId(epoch=2, total=320, trained=((0, 64), (96, 128)))
             >>> cut.progress(Progress(ReferenceBatch(4, 8), batches=10, epochs=2, samples=64)).samples
             96
         """
         if self.epoch != known.epochs:
             return known
         return replace(known, samples=sum(stop - start for start, stop in self.trained))
+
+
+class GroupState(Message, frozen=True, kw_only=True):
+    """The state that only this group holds, for the next snapshot. The tensors follow as payload."""
+
+    packed: Packed
+    nbytes: int
+
+
+class GroupStateStored(Message, frozen=True, kw_only=True):
+    """The answer to `GroupState`."""
+
+
+class TakeSnapshot(Message, frozen=True, kw_only=True):
+    """A request for a snapshot: weights, optimizer states, clocks, all consistent. ``request`` is as in `PushMessage`.
+
+    Attributes:
+        version: number of a validation, for the state at the first request with this number; 0 for the current one.
+    """
+
+    with_state: bool = True
+    request: int = 0
+    version: int = 0
+
+
+class Snapshot(Message, frozen=True, kw_only=True):
+    """A consistent snapshot, described by its ``cut``; the tensors follow as payload."""
+
+    cut: SnapshotId
+    packed: Packed
+    nbytes: int

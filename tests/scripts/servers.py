@@ -1,4 +1,4 @@
-"""Trains two groups with one server and with several that hold a share of the weights each, without Lightning."""
+"""Trains two groups with one server and with several that hold a partition each, without Lightning."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def train(
             refused += not world.core.last_answer.applied
             losses.append(loss.item())
         if world.control is not None:
-            shares, snapshot = world.control.shards, world.channel.store.snapshot() if world.is_recorder else None
+            shares, snapshot = world.control.servers, world.channel.store.snapshot() if world.is_recorder else None
     state = snapshot.parts[0]["state"] if snapshot is not None else {}
     flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     return {
@@ -80,7 +80,7 @@ def train(
         "last": losses[-1],
         "weights": hashlib.sha256(flat.cpu().numpy().tobytes()).hexdigest(),
         "finite": bool(flat.isfinite().all()),
-        "shards": shares,
+        "servers": shares,
         "refused": refused,
         "clock": snapshot.cut.clocks[0] if snapshot is not None else 0,
         "shapes": {place: {name: list(each.shape) for name, each in of.items()} for place, of in state.items()},
@@ -88,7 +88,7 @@ def train(
 
 
 def kill(which: str, world: World) -> None:
-    """A server that holds a share ends, or a rank."""
+    """A server that holds a partition ends, or a rank."""
     for process in world.server._shares.values() if which == "server" else ():
         os.kill(process.pid, signal.SIGKILL)
     if which == "rank" and world.rank == 1:

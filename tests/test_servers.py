@@ -1,4 +1,4 @@
-"""Several servers that hold a share of the weights each: they act as one, whatever arrives first and whoever dies."""
+"""Several servers that hold a partition each: they act as one, whatever arrives first and whoever dies."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from torch.nn import Parameter
 
 from lightning_omni.cli.serve.command import serve
 from lightning_omni.errors import ConfigurationError, MalformedMessage, ProtocolError, RankLost, Refused
-from lightning_omni.group.core import Ask, Outgoing
+from lightning_omni.group.core import Outgoing, ServerRequest
 from lightning_omni.methods import AsyncSGD, Gradient, Master, Method, Push, Replica, method_named
 from lightning_omni.methods.model.fragments import UNIT, read, write
 from lightning_omni.methods.model.master import hyperparameters_of, resolver
 from lightning_omni.methods.model.totals import Total
 from lightning_omni.runtime.options import WorldOptions
 from lightning_omni.server import ServerCore
+from lightning_omni.server.parameters.served_optimizer import ServedOptimizer
 from lightning_omni.server.replication import MOST_HELD
-from lightning_omni.server.served_optimizer import Shard
 from lightning_omni.server.service import Out
 from lightning_omni.simulator import replay
 from lightning_omni.transport.base import Control, answer_of
@@ -48,18 +48,17 @@ from lightning_omni.transport.serving.state_directory import (
     saved_weights,
     share_directory,
 )
-from lightning_omni.transport.zeromq import Server, ZeroMQ
-from lightning_omni.transport.zeromq import server_link as shard_link
+from lightning_omni.transport.zeromq import Server, ZeroMQ, server_link
 from lightning_omni.transport.zeromq.suspend_aware_clock import AwakeClock
 from lightning_omni.wire import handshake
 from lightning_omni.wire import messages as m
-from lightning_omni.wire import server_messages as sm
 from lightning_omni.wire.codec import pack, unpack
 from lightning_omni.wire.formats import wire_of
 from lightning_omni.wire.formats.base import RAW, RESIDUAL, Memory, WireFormat
 from lightning_omni.wire.journal import LostEntry
 from lightning_omni.wire.layout import DTYPES, Layout
-from lightning_omni.wire.leases import EpochPlan
+from lightning_omni.wire.messages import EpochPlan
+from lightning_omni.wire.messages import servers as sm
 from lightning_omni.wire.partition import Split
 
 OPTIMIZERS: dict[str, Make] = {
@@ -87,7 +86,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def run_of(
-    shards: int,
+    servers: int,
     groups: int = 2,
     method: Method | str = "async_sgd",
     optimizer: str = "sgd",
@@ -98,11 +97,11 @@ def run_of(
 ) -> Ensemble:
     chosen = method_named(method) if isinstance(method, str) else method
     make, more = OPTIMIZERS[optimizer], {"by_member": by_member, "stands_for": stands_for}
-    return Ensemble(shards, groups, chosen, make, wire, seed, **more)  # type: ignore[arg-type]
+    return Ensemble(servers, groups, chosen, make, wire, seed, **more)  # type: ignore[arg-type]
 
 
 def held(ensemble: Ensemble) -> list[Tensor]:
-    return [shard.buffer.clone() for core in ensemble.cores for shard in core.shards]
+    return [served.buffer.clone() for core in ensemble.cores for served in core.optimizers]
 
 
 # --- How parameters are divided --------------------------------------------------------------------------------------
@@ -328,7 +327,7 @@ def test_in_every_stride_a_server_gets_a_fragment_of_its_share_and_in_a_period_a
         if step % (period // of):
             continue
         ask = group.action
-        assert isinstance(ask, Ask)
+        assert isinstance(ask, ServerRequest)
         while (answers := ensemble.answers(0)) is None:
             assert ensemble.step()
         pieces = group.replica.pieces(ask.fragment, of)
@@ -368,7 +367,7 @@ def test_a_share_may_have_fewer_numbers_than_there_are_fragments_or_none(method:
         ensemble.arrive()
         assert not group.refused
         assert ensemble.cores[0].clock >= 2 * fragments - 1
-        weights = group.split.merged([core.shards[0].master.weights() for core in ensemble.cores])[0]
+        weights = group.split.merged([core.optimizers[0].master.weights() for core in ensemble.cores])[0]
         assert weights is not None
         assert bool((weights < 1).all())
 
@@ -379,34 +378,34 @@ def test_servers_that_are_handed_what_others_remembered_of_fragments_go_on_bitwi
     tensors = {name: each.detach() for name, each in several_layers().items()}
     split = Split.of(Layout.of(tensors), 3, elementwise=True)
 
-    def new(weights: Any, states: Any, clock: int) -> list[Shard]:
+    def new(weights: Any, states: Any, clock: int) -> list[ServedOptimizer]:
         shares = zip(split.parts(weights), split.shares, states, strict=True)
         parts = [
             ({spec.name: each for spec, each in zip(of.specs, part, strict=True)}, state) for part, of, state in shares
         ]
-        return [Shard(None, part, clock, chosen, (0, 1), resolver(()), state) for part, state in parts]  # type: ignore[arg-type]
+        return [ServedOptimizer(None, part, clock, chosen, (0, 1), resolver(()), state) for part, state in parts]  # type: ignore[arg-type]
 
-    def push(shards: Sequence[Shard], group: int, number: int, tensors: Sequence[Tensor]) -> None:
-        for shard, part in zip(shards, split.fragment(number, 2).parts(tensors), strict=True):
-            shard.method_side.receive(Push(group, shard.master.clock, part, note=8.0, fragment=number))
+    def push(optimizers: Sequence[ServedOptimizer], group: int, number: int, tensors: Sequence[Tensor]) -> None:
+        for served, part in zip(optimizers, split.fragment(number, 2).parts(tensors), strict=True):
+            served.method_side.receive(Push(group, served.master.clock, part, note=8.0, fragment=number))
 
-    shards = new(list(tensors.values()), [None] * 3, 0)
-    copies: list[Shard] = []
+    optimizers = new(list(tensors.values()), [None] * 3, 0)
+    copies: list[ServedOptimizer] = []
     for turn in range(9):
         if turn == 4:
             if not chosen.has_barrier:  # one group has come, and the merge needs two
-                push(shards, 0, 1, [torch.ones(spec.local_shape) for spec in split.layout.fragment(1, 2).specs])
-            told = split.merged_tree([unpack(*pack(shard.method_side.state())) for shard in shards])
-            weights = split.merged([shard.master.weights() for shard in shards])
-            copies = new(weights, split.tree_parts(unpack(*pack(told))), shards[0].master.clock)
+                push(optimizers, 0, 1, [torch.ones(spec.local_shape) for spec in split.layout.fragment(1, 2).specs])
+            told = split.merged_tree([unpack(*pack(served.method_side.state())) for served in optimizers])
+            weights = split.merged([served.master.weights() for served in optimizers])
+            copies = new(weights, split.tree_parts(unpack(*pack(told))), optimizers[0].master.clock)
         for group in (0, 1):
             given = [
                 torch.randn(spec.local_shape, generator=random) for spec in split.layout.fragment(turn % 2, 2).specs
             ]
-            for each in (shards, copies) if copies else (shards,):
+            for each in (optimizers, copies) if copies else (optimizers,):
                 push(each, group, turn % 2, given)
-    assert shards[0].master.clock > 4
-    for mine, theirs in zip(shards, copies, strict=True):
+    assert optimizers[0].master.clock > 4
+    for mine, theirs in zip(optimizers, copies, strict=True):
         assert same(mine.buffer, theirs.buffer)
         assert same(mine.method_side.state(), theirs.method_side.state())
 
@@ -420,19 +419,19 @@ def test_the_pace_of_groups_is_saved_and_divided_whole_however_many_parameters_t
     weights = [torch.ones(64, 4) for _ in range(parameters)]
     split = Split.of(Layout.of({f"p{place}": each for place, each in enumerate(weights)}), 2, elementwise=True)
 
-    def new(states: Sequence[Any]) -> list[Shard]:
+    def new(states: Sequence[Any]) -> list[ServedOptimizer]:
         shares = zip(split.parts(weights), split.shares, states, strict=True)
         parts = [
             ({spec.name: each for spec, each in zip(of.specs, part, strict=True)}, state) for part, of, state in shares
         ]
-        return [Shard(None, part, 0, method, (0, 1), resolver(()), state) for part, state in parts]  # type: ignore[arg-type]
+        return [ServedOptimizer(None, part, 0, method, (0, 1), resolver(()), state) for part, state in parts]  # type: ignore[arg-type]
 
-    shards, pushed = new([None, None]), split.fragment(0, fragments)
+    optimizers, pushed = new([None, None]), split.fragment(0, fragments)
     given = pushed.parts([torch.ones(spec.local_shape) for spec in pushed.layout.specs])
     for group, seconds in enumerate((0.5, 1.0)):
-        for shard, part in zip(shards, given, strict=True):
-            shard.method_side.receive(Push(group, 0, part, note=seconds, fragment=0))
-    states = [shard.method_side.state() for shard in shards]
+        for served, part in zip(optimizers, given, strict=True):
+            served.method_side.receive(Push(group, 0, part, note=seconds, fragment=0))
+    states = [served.method_side.state() for served in optimizers]
     again = new(split.tree_parts(split.merged_tree(states)))
     for mine, theirs in zip(states, again, strict=True):
         assert same(mine, theirs.method_side.state())
@@ -441,7 +440,7 @@ def test_the_pace_of_groups_is_saved_and_divided_whole_however_many_parameters_t
 def test_a_server_stands_for_a_number_of_servers_that_there_may_be() -> None:
     for servers in (0, -1, 1 << 40):
         with pytest.raises(MalformedMessage, match="stands for 1 to"):
-            Shard(None, {"w": torch.ones(4)}, 0, method_named("diloco"), (0,), resolver(()), servers=servers)
+            ServedOptimizer(None, {"w": torch.ones(4)}, 0, method_named("diloco"), (0,), resolver(()), servers=servers)
 
 
 class Linear(torch.nn.Module):
@@ -495,9 +494,9 @@ def test_a_record_of_several_servers_knows_what_was_frozen_at_any_of_them(method
 @given(st.integers(0, 10**6), st.integers(2, 4), st.sampled_from(METHODS), st.booleans())
 @settings(max_examples=25, deadline=None)
 def test_a_snapshot_is_of_one_moment_at_all_servers_whatever_arrives_first(
-    seed: int, shards: int, method: str, by_member: bool
+    seed: int, servers: int, method: str, by_member: bool
 ) -> None:
-    ensemble = run_of(shards, 3, method, seed=seed, by_member=by_member)
+    ensemble = run_of(servers, 3, method, seed=seed, by_member=by_member)
     reader = ensemble.groups[2]
     for _ in range(3):
         for group in ensemble.groups[:2]:
@@ -545,7 +544,8 @@ def test_the_time_of_a_push_is_that_of_its_part_and_of_what_follows_when_all_par
     assert sum(group.status.updates for group in first.groups) == first.status.clock == 2
 
 
-# --- Servers that go on ----------------------------------------------------------------------------------------------
+# --- Servers that go on
+# ----------------------------------------------------------------------------------------------
 
 
 def save(ensemble: Ensemble) -> dict[int, dict[str, Any]]:
@@ -558,17 +558,17 @@ def save(ensemble: Ensemble) -> dict[int, dict[str, Any]]:
     for number, core in enumerate(ensemble.cores):
         core.on_save = partial(keep, number, core)
     ensemble.cores[0].on_save(1)
-    ensemble.cores[0].save_shares(1)
-    ensemble._send(0, ensemble.cores[0].servers.drain())
+    ensemble.cores[0].save_partitions(1)
+    ensemble._send(0, ensemble.cores[0].replication.drain())
     return saved
 
 
 @given(st.integers(0, 10**6), st.integers(2, 4), st.sampled_from(METHODS), st.booleans())
 @settings(max_examples=25, deadline=None)
 def test_a_save_is_of_one_moment_at_all_servers_and_they_go_on_from_it_with_the_groups_that_there_are(
-    seed: int, shards: int, method: str, by_member: bool
+    seed: int, servers: int, method: str, by_member: bool
 ) -> None:
-    ensemble = run_of(shards, 3, method, seed=seed, by_member=by_member)
+    ensemble = run_of(servers, 3, method, seed=seed, by_member=by_member)
     saved: dict[int, dict[str, Any]] = {}
     for number in range(4):
         if number == 2:
@@ -580,17 +580,17 @@ def test_a_save_is_of_one_moment_at_all_servers_and_they_go_on_from_it_with_the_
         for _ in range(ensemble.random.randrange(12)):
             ensemble.step()
     ensemble.arrive()
-    assert saved.keys() == set(range(shards))
-    services = [saved[number]["services"] for number in range(shards)]
+    assert saved.keys() == set(range(servers))
+    services = [saved[number]["services"] for number in range(servers)]
     assert all(same(each["Training"], services[0]["Training"]) for each in services)
     assert len({each["Snapshots"]["parts"][0]["clock"] for each in services}) == 1
 
     dead = ensemble.groups[1].ranks[-1]
-    ensemble.cores = [ServerCore(KEY, Random(9).randbytes, shards=shards, shard=shard) for shard in range(shards)]
+    ensemble.cores = [ServerCore(KEY, Random(9).randbytes, servers=servers, number=number) for number in range(servers)]
     ensemble.queues.clear()
     for number, core in enumerate(ensemble.cores):
         core.load(saved[number], [LostEntry(dead, "gone")] if number == 0 else (), 0.0)
-    for number in range(1, shards):
+    for number in range(1, servers):
         ensemble._link(number)
     ensemble.arrive()
     for core, service in zip(ensemble.cores, services, strict=True):
@@ -599,7 +599,7 @@ def test_a_save_is_of_one_moment_at_all_servers_and_they_go_on_from_it_with_the_
         assert core.roster.formed.by_member == by_member
         part = service["Snapshots"]["parts"][0]
         if core.clock == part["clock"]:  # else a barrier has opened with that loss
-            assert same(core.shards[0].state()["weights"], part["weights"])
+            assert same(core.optimizers[0].state()["weights"], part["weights"])
     assert len({core.clock for core in ensemble.cores}) == 1
 
 
@@ -613,14 +613,14 @@ def test_a_save_counts_when_all_servers_have_written_theirs(tmp_path: Path) -> N
         saving._write_save(tmp_path, number, *pack(saved[0]))
     saving._write_save(folders[1], 2, *pack(saved[1]))
     for servers in (1, 3):
-        with pytest.raises(ConfigurationError, match="a save of 2 servers lies there; pass --shards 2, or another"):
+        with pytest.raises(ConfigurationError, match="a save of 2 servers lies there; pass --servers 2, or another"):
             StateDirectory(tmp_path, servers=servers)
     with pytest.raises(ConfigurationError, match="several servers have saved a share of the weights each"):
         saved_weights(tmp_path)
     (folders[1] / "new-1").write_bytes(b"half of a save, by a server that was killed")
     states = StateDirectory(tmp_path, servers=2)
     assert not (folders[1] / "new-1").exists()
-    cores = [ServerCore(KEY, os.urandom, shards=2, shard=shard) for shard in range(2)]
+    cores = [ServerCore(KEY, os.urandom, servers=2, number=number) for number in range(2)]
     assert "goes on with a run of 2 ranks" in states.restore(cores[0])
     assert states.restored == 2
     share.restore(cores[1], states.restored)
@@ -629,7 +629,7 @@ def test_a_save_counts_when_all_servers_have_written_theirs(tmp_path: Path) -> N
 
     states.poll(cores[0])  # what was restored is saved again, by both
     states.wait()
-    (told,) = [out.message for out in linked(cores) if isinstance(out.message, sm.Save)]
+    (told,) = [out.message for out in linked(cores) if isinstance(out.message, sm.SaveState)]
     assert told.number == 4, "no number is given twice"
     states.poll(cores[0])
     assert (tmp_path / "state-00000002").exists(), "until the other has written its share"
@@ -640,7 +640,7 @@ def test_a_save_counts_when_all_servers_have_written_theirs(tmp_path: Path) -> N
     assert [path.name for path in sorted(tmp_path.glob("state-*"))] == [
         f"state-0000000{number}" for number in (2, 5, 6)
     ]
-    *_, told = [out.message for out in cores[0].tick(0.0) if isinstance(out.message, sm.Save)]
+    *_, told = [out.message for out in cores[0].tick(0.0) if isinstance(out.message, sm.SaveState)]
     cores[1].follow(told)
     assert share._writer is not None
     share._writer.join()
@@ -653,7 +653,7 @@ def test_a_save_counts_when_all_servers_have_written_theirs(tmp_path: Path) -> N
 def test_a_save_of_one_server_is_not_removed_by_several_and_what_is_over_is_in_the_way_of_none(tmp_path: Path) -> None:
     saved = tmp_path / "state-00000001"
     saved.touch()
-    with pytest.raises(ConfigurationError, match="a save of 1 server lies there; pass --shards 1, or another"):
+    with pytest.raises(ConfigurationError, match="a save of 1 server lies there; pass --servers 1, or another"):
         StateDirectory(tmp_path, servers=2)
     orphan = share_directory(tmp_path, 1) / "state-00000007"  # of a run whose first server's saves are gone
     orphan.parent.mkdir()
@@ -676,25 +676,25 @@ def linked(cores: list[ServerCore]) -> list[Out]:
         told.extend(rest)
         return answer.message
 
-    handshake.join_as_shard(say, KEY, cores[1].shard_hello("memory://1", NONCE))
+    handshake.join_as_follower(say, KEY, cores[1].follower_hello("memory://1", NONCE))
     return told
 
 
 def test_where_servers_save_their_state_the_loss_of_one_ends_all_and_not_the_run() -> None:
     ensemble = run_of(3, 2)
-    ensemble.cores[0].patience = 60.0
+    ensemble.cores[0].reconnect_timeout = 60.0
     ensemble._send(0, ensemble.cores[0].hang_up(b"s2"))
     ensemble.arrive()
     assert not any(isinstance(message, m.Notice) for message in ensemble.said)
     assert ensemble.cores[0].over == ensemble.cores[1].over == ""
-    assert "all servers go on from the last save" in ensemble.cores[0].gone
-    alone = ServerCore(KEY, os.urandom, join_timeout=5.0, shards=2)
-    alone.patience = 60.0
+    assert "all servers go on from the last save" in ensemble.cores[0].lost_server
+    alone = ServerCore(KEY, os.urandom, join_timeout=5.0, servers=2)
+    alone.reconnect_timeout = 60.0
     hello = handshake.hello_of("run", 0, 1, Layout(()), NONCE)
     handshake.join(lambda message, _: alone.receive(m.CONTROL, b"c0", message, b"", 0.0)[0].message, KEY, hello)
-    assert alone.receive(m.CONTROL, b"c0", m.AskShards(), b"", 0.0) == []
+    assert alone.receive(m.CONTROL, b"c0", m.AskServerAddresses(), b"", 0.0) == []
     assert alone.tick(6.0) == []
-    assert "did not come within 5 s" in alone.gone
+    assert "did not come within 5 s" in alone.lost_server
 
 
 # --- All of it or nothing --------------------------------------------------------------------------------------------
@@ -705,7 +705,7 @@ def test_however_often_a_rank_was_refused_no_part_of_a_request_waits_for_ever() 
     (group,) = ensemble.groups
     gradient = Gradient([torch.ones(shape) for shape in SHAPES], hyperparameters_of(group.replica.optimizer))
     action = group.core.gradient(0, gradient)
-    assert isinstance(action, Ask)
+    assert isinstance(action, ServerRequest)
     good = group.core.send_parts(action, group.split, [Memory(), Memory()])
     bad = [Outgoing(msgspec.structs.replace(each.message, layout=99), each.payload) for each in good]
     for number in range(2 * MOST_HELD):
@@ -727,7 +727,7 @@ def test_what_counts_batches_that_were_not_drawn_is_refused_by_all(pushes: bool)
     ensemble.control(0, m.OpenEpoch(plan=plan), m.EpochOpened)
     gradient = Gradient([torch.ones(shape) for shape in SHAPES], hyperparameters_of(group.replica.optimizer))
     action = group.core.gradient(0, gradient) if pushes else group.core.fetch(0)
-    assert isinstance(action, Ask)
+    assert isinstance(action, ServerRequest)
     said = group.core.send_parts(action, group.split, [Memory(), Memory()])
     group.ask([Outgoing(msgspec.structs.replace(each.message, epoch=0, trained=7), each.payload) for each in said])
     answers = [answer for answer, _ in group.hear()]
@@ -777,7 +777,7 @@ def test_of_a_push_of_a_group_that_dies_all_servers_apply_everything_or_nothing(
     ensemble.arrive()
     assert {core.clock for core in ensemble.cores} == {3}
     assert same(ensemble.groups[0].replica.weights(), ensemble.groups[2].replica.weights())
-    assert all(not core.servers._held for core in ensemble.cores)  # type: ignore[attr-defined]
+    assert all(not core.replication._held for core in ensemble.cores)  # type: ignore[attr-defined]
     assert len({len(core.roster.groups) for core in ensemble.cores}) == 1
 
 
@@ -820,7 +820,7 @@ def test_a_push_of_which_one_part_is_malformed_is_refused_by_all_and_the_next_on
         assert ensemble.step()
     assert "bytes" in group.refused[0]
     assert same(held(ensemble), before)
-    assert isinstance(group.action, Ask)
+    assert isinstance(group.action, ServerRequest)
     group.say(group.action)  # once more, whole
     while not group.go_on():
         assert ensemble.step()
@@ -857,10 +857,11 @@ def test_a_request_without_a_number_and_too_many_of_them_are_refused() -> None:
         ensemble.tell(0, 0, m.FetchMessage(optimizer=0, request=number))
     ensemble.arrive()
     assert sum("wait for the rest" in answer.reason for answer, _ in ensemble.queues["answer", 0, 0]) >= 1
-    assert len(ensemble.cores[0].servers._held) <= 16  # type: ignore[attr-defined]
+    assert len(ensemble.cores[0].replication._held) <= 16  # type: ignore[attr-defined]
 
 
-# --- Servers come and go ---------------------------------------------------------------------------------------------
+# --- Servers come and go
+# ---------------------------------------------------------------------------------------------
 
 
 def test_the_run_ends_and_says_which_server_is_gone() -> None:
@@ -870,7 +871,7 @@ def test_the_run_ends_and_says_which_server_is_gone() -> None:
     assert notices
     assert all(notice.over for notice in notices)
     assert "parameter server 2 of 3 at memory://2 is gone" in notices[0].reason
-    assert "parameter server 2 of 3" in ensemble.cores[0].gone
+    assert "parameter server 2 of 3" in ensemble.cores[0].lost_server
     ensemble.arrive()
     assert ensemble.cores[1].over == ensemble.cores[0].over
 
@@ -879,10 +880,10 @@ def test_a_silent_server_and_one_that_never_comes_end_the_run() -> None:
     ensemble = run_of(2, 1)
     ensemble._send(0, ensemble.cores[0].tick(1e6))
     assert "parameter server 1 of 2" in ensemble.cores[0].over
-    alone = ServerCore(KEY, os.urandom, join_timeout=5.0, shards=2)
+    alone = ServerCore(KEY, os.urandom, join_timeout=5.0, servers=2)
     hello = handshake.hello_of("run", 0, 1, Layout(()), NONCE)
     handshake.join(lambda message, _: alone.receive(m.CONTROL, b"c0", message, b"", 0.0)[0].message, KEY, hello)
-    assert alone.receive(m.CONTROL, b"c0", m.AskShards(), b"", 0.0) == []
+    assert alone.receive(m.CONTROL, b"c0", m.AskServerAddresses(), b"", 0.0) == []
     (notice,) = [out.message for out in alone.tick(6.0) if isinstance(out.message, m.Notice)]
     assert "parameter server 1 of 2" in notice.reason
     assert "did not come within 5 s" in notice.reason
@@ -890,26 +891,26 @@ def test_a_silent_server_and_one_that_never_comes_end_the_run() -> None:
 
 def test_a_server_whose_process_has_ended_before_it_came_is_not_awaited() -> None:
     for patience in (0.0, 60.0):
-        alone = ServerCore(KEY, os.urandom, shards=3)
-        alone.patience = patience
+        alone = ServerCore(KEY, os.urandom, servers=3)
+        alone.reconnect_timeout = patience
         hello = handshake.hello_of("run", 0, 1, Layout(()), NONCE)
         handshake.join(partial(first_answer, alone), KEY, hello)
-        assert alone.receive(m.CONTROL, b"c0", m.AskShards(), b"", 0.0) == []
-        alone.share_ended(2, "its process has ended with status -9")
+        assert alone.receive(m.CONTROL, b"c0", m.AskServerAddresses(), b"", 0.0) == []
+        alone.server_ended(2, "its process has ended with status -9")
         notices = [out.message for out in alone.tick(1.0) if isinstance(out.message, m.Notice)]
         assert [notice.over for notice in notices] == [] if patience else [True]
-        assert "parameter server 2 of 3" in alone.gone
-        assert "never came: its process has ended with status -9" in alone.gone
+        assert "parameter server 2 of 3" in alone.lost_server
+        assert "never came: its process has ended with status -9" in alone.lost_server
         assert bool(alone.over) == (not patience)
 
 
 def test_the_end_of_the_process_of_a_server_that_has_come_is_told_by_its_connection() -> None:
     ensemble = run_of(2, 1)
-    ensemble.cores[0].share_ended(1, "its process has ended with status -9")
+    ensemble.cores[0].server_ended(1, "its process has ended with status -9")
     ensemble._send(0, ensemble.cores[0].tick(0.0))
-    assert ensemble.cores[0].gone == ensemble.cores[0].over == ""
+    assert ensemble.cores[0].lost_server == ensemble.cores[0].over == ""
     ensemble._send(0, ensemble.cores[0].hang_up(b"s1"))
-    assert "parameter server 1 of 2 at memory://1 is gone" in ensemble.cores[0].gone
+    assert "parameter server 1 of 2 at memory://1 is gone" in ensemble.cores[0].lost_server
 
 
 def first_answer(core: ServerCore, message: m.Message, _: object) -> Any:
@@ -918,7 +919,7 @@ def first_answer(core: ServerCore, message: m.Message, _: object) -> Any:
 
 
 def test_what_is_no_server_of_the_run_is_refused_as_one() -> None:
-    core = ServerCore(KEY, os.urandom, shards=3)
+    core = ServerCore(KEY, os.urandom, servers=3)
 
     def say(message: m.Message, expect: type[Any]) -> Any:
         answer = core.receive(m.CONTROL, b"stranger", message, b"", 0.0)[0].message
@@ -926,27 +927,27 @@ def test_what_is_no_server_of_the_run_is_refused_as_one() -> None:
             raise Refused(answer.code, answer.reason)
         return answer
 
-    def hello(shard: int, shards: int) -> sm.ShardHello:
-        return sm.ShardHello(version=m.VERSION, shard=shard, shards=shards, address="memory://", nonce=NONCE)
+    def hello(number: int, servers: int) -> sm.FollowerHello:
+        return sm.FollowerHello(version=m.VERSION, number=number, servers=servers, address="memory://", nonce=NONCE)
 
     with pytest.raises(Refused, match="key does not match"):
-        handshake.join_as_shard(say, bytes(32), hello(1, 3))
+        handshake.join_as_follower(say, bytes(32), hello(1, 3))
     with pytest.raises(Refused, match="this one coordinates 3"):
-        handshake.join_as_shard(say, KEY, hello(1, 2))
+        handshake.join_as_follower(say, KEY, hello(1, 2))
     with pytest.raises(Refused, match="protocol version"):
-        handshake.join_as_shard(say, KEY, sm.ShardHello(**{**_fields(hello(1, 3)), "version": 1}))
+        handshake.join_as_follower(say, KEY, sm.FollowerHello(**{**_fields(hello(1, 3)), "version": 1}))
     with pytest.raises(Refused, match="of no server"):
-        say(sm.ShardReady(rank=0, request=1), m.Acknowledged)
-    handshake.join_as_shard(say, KEY, hello(1, 3))
+        say(sm.PartReady(rank=0, request=1), m.Acknowledged)
+    handshake.join_as_follower(say, KEY, hello(1, 3))
     with pytest.raises(Refused, match="already"):
-        handshake.join_as_shard(say, KEY, hello(1, 3))
+        handshake.join_as_follower(say, KEY, hello(1, 3))
 
 
 def test_a_server_that_coordinates_no_others_is_named_to_one_that_would_follow_it() -> None:
     transport = InMemory()
     server = transport.serve(ServerCore(KEY, os.urandom))
-    with pytest.raises(Refused, match="coordinates no others: start it with --shards 3"):
-        transport.follow(ServerCore(KEY, os.urandom, shards=3, shard=1), server.address)
+    with pytest.raises(Refused, match="coordinates no others: start it with --servers 3"):
+        transport.follow(ServerCore(KEY, os.urandom, servers=3, number=1), server.address)
 
 
 def test_a_server_that_holds_a_share_lets_no_stranger_in_and_takes_no_other_messages() -> None:
@@ -956,8 +957,8 @@ def test_a_server_that_holds_a_share_lets_no_stranger_in_and_takes_no_other_mess
     assert follower.receive(m.CONTROL, b"stranger", hello, b"", 0.0) == []
     (out,) = follower.receive(m.DATA, b"x", m.FetchMessage(optimizer=0), b"", 0.0)
     assert isinstance(out.message, m.RefusedMessage)
-    with pytest.raises(ProtocolError, match="holds share 1 of 2"):
-        follower.check_payload(b"d0", m.Bring(nbytes=3))
+    with pytest.raises(ProtocolError, match="holds partition 1 of 2"):
+        follower.check_payload(b"d0", m.Upload(nbytes=3))
     (answer,) = follower.receive(m.DATA, b"d7", m.Attach(rank=7, nonce=NONCE), b"", 0.0)
     assert isinstance(answer.message, m.AttachChallenge)
     (refusal,) = follower.receive(m.DATA, b"d7", m.AttachProof(mac=bytes(32)), b"", 0.0)
@@ -968,7 +969,7 @@ def test_a_server_that_holds_a_share_lets_no_stranger_in_and_takes_no_other_mess
 def test_when_a_run_is_over_each_server_says_so_once_and_is_ready_for_the_next(is_seen_before: bool) -> None:
     ensemble, over = run_of(2, 1), list[int]()
     first, second = ensemble.cores
-    second.on_run_over = lambda: over.append(len(second.shards))
+    second.on_run_over = lambda: over.append(len(second.optimizers))
     ensemble.control(0, m.Goodbye(), m.Acknowledged)
     assert first.is_over
     if is_seen_before:  # by what drives it: the rank's goodbye has come, and that the run is over has not
@@ -980,7 +981,7 @@ def test_when_a_run_is_over_each_server_says_so_once_and_is_ready_for_the_next(i
     ensemble.arrive()
     assert over == ([] if is_seen_before else [1])
     assert all(not core.roster.members for core in ensemble.cores)
-    assert second.shards == []
+    assert second.optimizers == []
 
 
 def test_methods_that_do_not_treat_each_number_by_itself_say_so() -> None:
@@ -1003,12 +1004,12 @@ def test_real_servers_hold_bitwise_what_one_would_and_a_dead_one_is_named() -> N
         {"servers": 2, "method": CUT, "wire": "topk:0.4", "regroups": True, "steps": 20},
         {"servers": "per-node", "method": "local_sgd:period=2", "kills": "server"},
     ]
-    with Running("shards.py", {"cases": cases}) as running:
+    with Running("servers.py", {"cases": cases}) as running:
         finished = running.wait(400)
         assert running.survivors == []
     assert finished.code == 0, finished.output[-4000:]
     for rank, (one, several, lossy, cut, killed) in finished.results.items():
-        assert (one["shards"], several["shards"], lossy["shards"], cut["shards"]) == (1, 2, 2, 2)
+        assert (one["servers"], several["servers"], lossy["servers"], cut["servers"]) == (1, 2, 2, 2)
         assert one["weights"] == several["weights"]
         assert lossy["finite"]
         assert lossy["refused"] == rank  # the one that was poisoned
@@ -1025,14 +1026,14 @@ def test_real_servers_hold_bitwise_what_one_would_and_a_dead_one_is_named() -> N
 
 @pytest.mark.processes
 def test_a_server_that_stands_by_itself_tells_where_its_shares_are(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "lightning_omni", "serve", "--port", "0", "--shards", "2", "--key-file"]
+    command = [sys.executable, "-m", "lightning_omni", "serve", "--port", "0", "--servers", "2", "--key-file"]
     process = Process([*command, str(tmp_path / "key")], {"OMNI_TEST_COPIES": "1"})
     try:
         address = process.expect(r"parameter server on (tcp://\S+),", 60)[1]
         key = bytes.fromhex((tmp_path / "key").read_text().strip())
         layout = Layout.of({"w": torch.zeros(300)})
         with closing_as_rank(ZeroMQ().join(address, key, "run", 0, 1, layout)) as control:
-            assert control.shards == 2
+            assert control.servers == 2
             connections = control.attach_all(60.0)
             assert len(connections) == 2
             for connection in connections:
@@ -1045,13 +1046,13 @@ def test_a_server_that_stands_by_itself_tells_where_its_shares_are(tmp_path: Pat
 
 def test_a_server_that_was_suspended_with_the_one_that_coordinates_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     moment = 0.0
-    monkeypatch.setattr(shard_link, "AwakeClock", partial(AwakeClock, lambda: moment))
-    coordinator, stopping = Server(ServerCore(KEY, os.urandom, shards=2)), threading.Event()
+    monkeypatch.setattr(server_link, "AwakeClock", partial(AwakeClock, lambda: moment))
+    coordinator, stopping = Server(ServerCore(KEY, os.urandom, servers=2)), threading.Event()
     thread = threading.Thread(target=coordinator.run, args=(stopping.is_set,))
     thread.start()
     try:
-        core = ServerCore(KEY, os.urandom, shards=2, shard=1)
-        with closing(shard_link.ShardLink(core, coordinator.address, "tcp://127.0.0.1:1", "curve")) as link:
+        core = ServerCore(KEY, os.urandom, servers=2, number=1)
+        with closing(server_link.CoordinatorLink(core, coordinator.address, "tcp://127.0.0.1:1", "curve")) as link:
             assert link.stands
             moment += 3600.0  # in which neither did anything
             assert link.stands
@@ -1071,14 +1072,14 @@ def closing_as_rank(control: Control) -> Iterator[Control]:
     control.close("")
 
 
-def test_shards_of_a_server_are_checked() -> None:
+def test_options_of_several_servers_are_checked() -> None:
     for options, text in (
-        ({"shards": 0}, "--shards 0"),
-        ({"shards": 2, "shards_here": 3}, "--shards-here 3"),
-        ({"shards": 2, "shard": 2, "coordinator": "tcp://a:1"}, "--shard 2"),
-        ({"shards": 2, "shard": 1}, "needs the address of the one that coordinates"),
+        ({"servers": 0}, "--servers 0"),
+        ({"servers": 2, "servers_here": 3}, "--servers-here 3"),
+        ({"servers": 2, "number": 2, "coordinator": "tcp://a:1"}, "--number 2"),
+        ({"servers": 2, "number": 1}, "needs the address of the one that coordinates"),
         (
-            {"shards": 2, "shard": 1, "coordinator": "tcp://a:1", "record": Path("r")},
+            {"servers": 2, "number": 1, "coordinator": "tcp://a:1", "record": Path("r")},
             "the server that coordinates records",
         ),
     ):
@@ -1088,7 +1089,7 @@ def test_shards_of_a_server_are_checked() -> None:
 
 def test_what_several_servers_cannot_do_is_refused_before_training() -> None:
     for options, text in (
-        ({"server": "tcp://10.0.0.1:5555"}, "lightning-omni serve --shards N"),
+        ({"server": "tcp://10.0.0.1:5555"}, "lightning-omni serve --servers N"),
         ({"transport": Stream()}, "leave servers= out"),
     ):
         with pytest.raises(ConfigurationError, match=text):

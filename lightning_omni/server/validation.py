@@ -1,4 +1,4 @@
-"""Evaluations: a group takes over a validation and publishes the result, which all ranks read."""
+"""The service for validations: a group takes over a validation and publishes the result, which all ranks read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LARGEST = 256 << 20
 """The most bytes of tensors in the result of one validation: metrics, and the buffers of the evaluated model."""
 
 
-class Evaluations(Service):
+class ValidationService(Service):
     """The service that assigns validations to groups.
 
     Args:
@@ -33,7 +33,7 @@ class Evaluations(Service):
         self._roster, self._epochs, self._journal = run.roster, run.epochs, run.journal
         self._training = training
 
-    def form(self, topology: Topology, method: Method, message: m.Form) -> None:
+    def form(self, topology: Topology, method: Method, message: m.FormGroups) -> None:
         self._epochs.validations.form()
 
     def evict(self, group: int, lost: bool) -> list[Out]:

@@ -3,7 +3,7 @@
 Rule 1: exclusive access lasts from one group's forward pass to the end of its backward pass, with no other in between.
 So the optimizer steps the weights that were read, and staleness is 0 by construction. It is counted all the same, from
 the clock at the forward pass.
-Rule 2: access is granted in order of arrival. A group that dies or gives up during its access leaves the head
+Rule 2: access is granted in order of request. A group that dies or gives up during its access leaves the head
 unchanged.
 """
 
@@ -22,7 +22,7 @@ from lightning_omni.methods import AsyncSGD, Method
 from lightning_omni.methods.model.head import MergedHead, clip
 from lightning_omni.methods.model.master import Resolve
 from lightning_omni.methods.model.modules import ResolveModule, rebuild_module
-from lightning_omni.server.served_optimizer import Shard
+from lightning_omni.server.parameters.served_optimizer import ServedOptimizer
 from lightning_omni.wire.layout import DTYPES
 from lightning_omni.wire.messages import HeadBackward, HeadForward, PushMessage
 
@@ -31,7 +31,7 @@ SMOOTHING = 0.9
 
 
 @dataclass(frozen=True)
-class Arrival:
+class HeadRequest:
     """A group's batch at the head.
 
     Attributes:
@@ -48,7 +48,7 @@ class Arrival:
 
 
 @dataclass(frozen=True)
-class Stepped:
+class HeadStep:
     """The result of a step with a group's gradients.
 
     Attributes:
@@ -62,13 +62,13 @@ class Stepped:
     applied: bool
 
 
-class HeadShard(Shard):
+class ServedHead(ServedOptimizer):
     """A merged head, with the user's optimizer over its weights.
 
     Args:
-        description: the optimizer, as for `Shard`; never None, because the head is stepped here.
-        weights: as for `Shard`.
-        clock: as for `Shard`.
+        description: the optimizer, as for `ServedOptimizer`; never None, because the head is stepped here.
+        weights: as for `ServedOptimizer`.
+        clock: as for `ServedOptimizer`.
         head: ``{"name": of the submodule, "module": from describe_module, "seed": of its random numbers}``.
         groups: numbers of the participating groups.
         resolve: returns the class for the optimizer's class path.
@@ -95,8 +95,8 @@ class HeadShard(Shard):
         parameters = {name.removeprefix(prefix): p for name, p in self.master.parameters.items()}
         module = rebuild_module(head["module"], parameters, resolve_module)
         self._head = MergedHead(module, parameters, int(head["seed"]))
-        self._waiting: deque[Arrival] = deque()
-        self._holder: Arrival | None = None
+        self._waiting: deque[HeadRequest] = deque()
+        self._holder: HeadRequest | None = None
         self._began, self._read_at = 0.0, 0
         self.access_time = 0.0
 
@@ -111,35 +111,35 @@ class HeadShard(Shard):
         """Return the group that has exclusive access."""
         return self._holder.group if self._holder is not None else None
 
-    def arrive(self, arrival: Arrival) -> None:
+    def add_request(self, request: HeadRequest) -> None:
         """Add a group's batch to the queue.
 
         Raises:
             ProtocolError: the group is in the queue already.
         """
-        if arrival.group == self.holder or any(other.group == arrival.group for other in self._waiting):
-            raise ProtocolError(f"group {arrival.group} came to the merged head twice in one step")
-        self._waiting.append(arrival)
+        if request.group == self.holder or any(other.group == request.group for other in self._waiting):
+            raise ProtocolError(f"group {request.group} came to the merged head twice in one step")
+        self._waiting.append(request)
 
-    def grant_access(self, now: float) -> Arrival | None:
+    def grant_access(self, now: float) -> HeadRequest | None:
         """Return the next batch in the queue, if no group has access."""
         if self._holder is not None or not self._waiting:
             return None
         self._holder, self._began, self._read_at = self._waiting.popleft(), now, self.master.clock
         return self._holder
 
-    def forward(self, arrival: Arrival) -> Any:
+    def forward(self, request: HeadRequest) -> Any:
         """Return the head's output for a group's batch, a tree of tensors and plain values.
 
         Raises:
             MalformedMessage: the dtype is unknown.
             Refused: the submodule raised an error, or the inputs do not fit it.
         """
-        message = arrival.message
+        message = request.message
         if message.autocast and message.autocast not in DTYPES:
             raise MalformedMessage(f"there is no dtype {message.autocast}")
         try:
-            args, kwargs = arrival.inputs
+            args, kwargs = request.inputs
             if message.exclusive:
                 for weight, flag in zip(self.master.parameters.values(), message.trainable, strict=True):
                     weight.requires_grad_(flag)
@@ -153,7 +153,7 @@ class HeadShard(Shard):
         except Exception as error:  # the user's own module may raise any error
             raise Refused("head", f"{type(error).__name__}: {error}") from error
 
-    def backward(self, group: int, message: HeadBackward, gradients: Any, number: int) -> Stepped:
+    def backward(self, group: int, message: HeadBackward, gradients: Any, number: int) -> HeadStep:
         """Step the head along a group's gradients.
 
         Raises:
@@ -182,7 +182,7 @@ class HeadShard(Shard):
             raise
         except Exception as error:  # the user's own module or optimizer may raise any error
             raise Refused("head", f"{type(error).__name__}: {error}") from error
-        return Stepped(passed.inputs, self._read_at, applied)
+        return HeadStep(passed.inputs, self._read_at, applied)
 
     def release(self, now: float) -> None:
         """End the access, and add its duration until now to the mean."""
@@ -192,7 +192,7 @@ class HeadShard(Shard):
 
     def forget(self, group: int) -> None:
         """End or cancel a group's access; nothing of it is applied."""
-        self._waiting = deque(arrival for arrival in self._waiting if arrival.group != group)
+        self._waiting = deque(request for request in self._waiting if request.group != group)
         if self.holder == group:
             self._release()
 

@@ -9,19 +9,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.server.collectives.service import Synchronization
+from lightning_omni.server.collectives import CollectiveService
 from lightning_omni.server.membership.service import Membership
 from lightning_omni.server.replication import Coordinator
 from lightning_omni.server.run_context import RunContext
 from lightning_omni.server.service import Service
 from lightning_omni.server.training import Training
-from lightning_omni.server.validation.service import Evaluations
+from lightning_omni.server.validation import ValidationService
 from lightning_omni.wire import messages as m
-from lightning_omni.wire import server_messages as sm
 from lightning_omni.wire.journal import (
     AskedEntry,
     ClaimedEntry,
-    DrewEntry,
+    DrawnEntry,
     Entry,
     EvaluatedEntry,
     FormedEntry,
@@ -34,18 +33,19 @@ from lightning_omni.wire.journal import (
     OpenedEntry,
     ReadEntry,
     ResolvedEntry,
+    RestartedEntry,
     RestructuredEntry,
     SavedEntry,
     SeededEntry,
     TrainedEntry,
-    WentOnEntry,
 )
+from lightning_omni.wire.messages import servers as sm
 
 STATE, STATE_VERSION = "lightning_omni.server_state", 3
 """Name and version of a saved state."""
 
 
-class Persistence:
+class Restore:
     """The saving and loading of a run's state.
 
     Args:
@@ -63,12 +63,17 @@ class Persistence:
         membership: Membership,
         services: Sequence[Service],
         training: Training,
-        synchronization: Synchronization,
-        evaluations: Evaluations,
+        synchronization: CollectiveService,
+        evaluations: ValidationService,
     ) -> None:
-        self._roster, self._epochs, self._servers, self._journal = run.roster, run.epochs, run.servers, run.journal
+        self._roster, self._epochs, self._replication, self._journal = (
+            run.roster,
+            run.epochs,
+            run.replication,
+            run.journal,
+        )
         self._membership, self._services, self._training = membership, services, training
-        self._synchronization, self._evaluations = synchronization, evaluations
+        self._collective_service, self._validation_service = synchronization, evaluations
 
     def state(self) -> dict[str, Any]:
         """Return the state as plain values and live tensors. Call this between two messages only."""
@@ -99,7 +104,7 @@ class Persistence:
             if (saved := state["services"].get(type(service).__name__)) is not None:
                 service.load(saved)
         writes, self._journal.write = self._journal.write, None
-        for entry in (*journal, WentOnEntry()):
+        for entry in (*journal, RestartedEntry()):
             self.redo(entry)
         for group in self._epochs.validations.evaluating:  # groups that wait for others report that again
             self._training.idle(self._roster.formed.exchanges_with(group, 0))
@@ -113,7 +118,7 @@ class Persistence:
                 epochs.open(entry.plan)
             case TrainedEntry():
                 epochs.train(entry.group, entry.epoch, entry.batches)
-            case DrewEntry() if epochs.book is not None:
+            case DrawnEntry() if epochs.book is not None:
                 epochs.book.draw(entry.group, entry.number)
             case AskedEntry():
                 epochs.wait(entry.group, entry.rank, entry.question)
@@ -122,13 +127,13 @@ class Persistence:
             case LeftEpochEntry():
                 epochs.leave(entry.group, entry.message)
             case GatheredEntry():
-                self._synchronization.redo(entry)
+                self._collective_service.redo(entry)
             case ClaimedEntry() | EvaluatedEntry() | ReadEntry() | SavedEntry():
-                self._evaluations.redo(entry)
+                self._validation_service.redo(entry)
             case LostEntry() | LeftEntry() | JoinedEntry():
                 self._membership.redo(entry)
-                if isinstance(self._servers, Coordinator):
-                    self._servers.send_to_all(sm.Redo(entry=entry))
+                if isinstance(self._replication, Coordinator):
+                    self._replication.send_to_all(sm.ReplayEntry(entry=entry))
             case RestructuredEntry():
                 self._training.redo(entry)
             case NumberedEntry():
@@ -143,7 +148,7 @@ class Persistence:
                     "weights were handed over after the state was saved, as when several groups are formed of one, and"
                     " before it was saved again; this run cannot go on: resume it from a checkpoint"
                 )
-            case WentOnEntry():
+            case RestartedEntry():
                 epochs.go_back()
 
 
@@ -157,4 +162,4 @@ def check_state(state: Mapping[str, Any]) -> None:
         )
 
 
-__all__ = ["STATE", "STATE_VERSION", "Persistence", "check_state"]
+__all__ = ["STATE", "STATE_VERSION", "Restore", "check_state"]

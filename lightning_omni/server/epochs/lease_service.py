@@ -12,7 +12,7 @@ from lightning_omni.topology import Topology
 from lightning_omni.wire import messages as m
 
 
-class DataLeasing(Service):
+class LeaseService(Service):
     """The service that leases samples.
 
     Args:
@@ -21,10 +21,10 @@ class DataLeasing(Service):
     """
 
     def __init__(self, run: RunContext, training: Training) -> None:
-        self._roster, self._epochs, self._notes = run.roster, run.epochs, run.notes
+        self._roster, self._epochs, self._events = run.roster, run.epochs, run.events
         self._training = training
 
-    def form(self, topology: Topology, method: Method, message: m.Form) -> None:
+    def form(self, topology: Topology, method: Method, message: m.FormGroups) -> None:
         sizes = {group: len(topology.members(group)) for group in topology.alive}
         self._epochs.form(sizes, message.generation, message.keep_epoch)
 
@@ -39,8 +39,8 @@ class DataLeasing(Service):
 
     def resolve_pending(self) -> list[Out]:
         out = []
-        for rank, verdict in self._epochs.resolve_pending(self._training.all_answered):
-            out.append(Out(self._roster.members[rank].peer, m.CONTROL, m.Verdict(next=verdict)))
+        for rank, decision in self._epochs.resolve_pending(self._training.all_answered):
+            out.append(Out(self._roster.members[rank].peer, m.CONTROL, m.Next(next=decision)))
             self._training.resume(rank)
         return out
 
@@ -55,28 +55,28 @@ class DataLeasing(Service):
         self._epochs.open(message.plan)
         return [Out(sender.peer, m.CONTROL, m.EpochOpened(epoch=message.plan.epoch))]
 
-    def draw(self, sender: Sender, message: m.Draw, payload: Payload) -> list[Out]:
+    def draw(self, sender: Sender, message: m.DrawBatches, payload: Payload) -> list[Out]:
         """Lease a group its next batches."""
         book, group = self._epochs.book_of(message.epoch, message.generation), sender.group
         if not book.has(group):  # another member's `Leave` arrived first
-            return [Out(sender.peer, m.CONTROL, m.Drawn(number=message.number, batches=()))]
-        spans = self._notes.new_spans(group, message)
+            return [Out(sender.peer, m.CONTROL, m.BatchesDrawn(number=message.number, batches=()))]
+        spans = self._events.new_spans(group, message)
         batches = self._epochs.draw(group, message.number, message.trained)
-        self._notes.train(group, message.epoch, spans)
-        return [Out(sender.peer, m.CONTROL, m.Drawn(number=message.number, batches=tuple(batches)))]
+        self._events.train(group, message.epoch, spans)
+        return [Out(sender.peer, m.CONTROL, m.BatchesDrawn(number=message.number, batches=tuple(batches)))]
 
-    def wait(self, sender: Sender, message: m.Await, payload: Payload) -> list[Out]:
+    def wait(self, sender: Sender, message: m.AskNext, payload: Payload) -> list[Out]:
         """Record that a group has trained its batches; it is answered once the next step is decided."""
-        if verdict := self._epochs.verdict_again(sender.rank, message):
-            return [Out(sender.peer, m.CONTROL, m.Verdict(next=verdict))]
-        spans = self._notes.new_spans(sender.group, message)
+        if decision := self._epochs.repeated_decision(sender.rank, message):
+            return [Out(sender.peer, m.CONTROL, m.Next(next=decision))]
+        spans = self._events.new_spans(sender.group, message)
         self._epochs.wait(sender.group, sender.rank, message)
-        self._notes.train(sender.group, message.epoch, spans)
+        self._events.train(sender.group, message.epoch, spans)
         return self._training.idle(sender.rank)
 
-    def leave(self, sender: Sender, message: m.Leave, payload: Payload) -> list[Out]:
+    def leave(self, sender: Sender, message: m.LeaveEpoch, payload: Payload) -> list[Out]:
         """Remove a group from the epoch early, at its own request."""
-        spans = self._notes.new_spans(sender.group, message)
+        spans = self._events.new_spans(sender.group, message)
         self._epochs.leave(sender.group, message)
-        self._notes.train(sender.group, message.epoch, spans)
-        return [Out(sender.peer, m.CONTROL, m.Left())]
+        self._events.train(sender.group, message.epoch, spans)
+        return [Out(sender.peer, m.CONTROL, m.EpochLeft())]

@@ -20,8 +20,8 @@ from lightning_omni.methods import Master, Method, Push, Reply
 from lightning_omni.methods.contract import Tensors
 from lightning_omni.methods.model.master import Resolve, check_state, describe, rebuild
 from lightning_omni.methods.model.totals import Total
-from lightning_omni.server.momentum_estimate import Sensing
-from lightning_omni.server.push_counts import PushCounts
+from lightning_omni.server.parameters.momentum_estimate import MomentumEstimator
+from lightning_omni.server.parameters.push_counts import PushCounts
 from lightning_omni.wire.formats.base import RAW, Memory, WireFormat, decode
 from lightning_omni.wire.layout import DTYPES, Layout, TensorSpec
 from lightning_omni.wire.messages import PushMessage
@@ -49,7 +49,7 @@ class GroupHistory(NamedTuple):
     gone: Sequence[int]
 
 
-class Shard:
+class ServedOptimizer:
     """The master weights of one optimizer in one flat buffer, with the server side of the method.
 
     Args:
@@ -63,12 +63,12 @@ class Shard:
         state: state of the method's server side to continue from.
         room: the most bytes of parameters added during the run.
         sizes: number of parameters of each version of the layout; empty if this is the first version.
-        servers: number of servers whose shares this represents together, as in a simulation.
+        servers: number of servers whose partitions this represents together, as in a simulation.
 
     Attributes:
         counts: counts of its pushes.
         is_head: whether its gradients are computed here, and no group pushes any.
-        sensing: estimator of the total momentum; None if it cannot be estimated.
+        momentum_estimator: estimator of the total momentum; None if it cannot be estimated.
     """
 
     is_head = False
@@ -114,8 +114,8 @@ class Shard:
         self._out, self._back = Memory(), Memory()
         self._mean = Total()
         self._averaging: dict[int, bool] = {}
-        self._goes_on = False
-        self.sensing = self._new_sensing(method)
+        self._resumed = False
+        self.momentum_estimator = self._new_estimator(method)
 
     # --- Saved state -------------------------------------------------------------------------------------------------
 
@@ -136,21 +136,23 @@ class Shard:
         }
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any], method: Method, groups: GroupHistory, resolve: Resolve) -> Shard:
-        """Rebuild a shard from a `state`, whose tensors are copied."""
+    def from_state(
+        cls, state: Mapping[str, Any], method: Method, groups: GroupHistory, resolve: Resolve
+    ) -> ServedOptimizer:
+        """Rebuild an optimizer from a `state`, whose tensors are copied."""
         where = state["weights"], int(state["clock"]), method, groups.formed, resolve
         more = {"sizes": state["sizes"], "servers": int(state.get("servers", 1))}
-        shard = cls(state["optimizer"], *where, room=int(state["room"]), **more)
+        served = cls(state["optimizer"], *where, room=int(state["room"]), **more)
         # The history is repeated, because a method may compute values from the number of groups when they are formed.
         for group in groups.joined:
-            shard.method_side.join(group)
+            served.method_side.join(group)
         for group in groups.gone:
-            shard.method_side.evict(group)
-        shard.method_side.load_state(state["method"])
-        shard.structures.load(state["structures"])
-        shard.counts.load(state)
-        shard._goes_on = True
-        return shard
+            served.method_side.evict(group)
+        served.method_side.load_state(state["method"])
+        served.structures.load(state["structures"])
+        served.counts.load(state)
+        served._resumed = True
+        return served
 
     def change_method(self, method: Method, groups: Iterable[int]) -> None:
         """Start a new server side of the method on the same weights, for new groups or another method."""
@@ -160,12 +162,12 @@ class Shard:
         self.counts.form()
         self._mean.clear()
         self._averaging = {}
-        self.sensing = self._new_sensing(method)  # staleness differs with other groups
+        self.momentum_estimator = self._new_estimator(method)  # staleness differs with other groups
 
-    def _new_sensing(self, method: Method) -> Sensing | None:
+    def _new_estimator(self, method: Method) -> MomentumEstimator | None:
         if self.is_head or method.steps_at != "server":
             return None
-        return Sensing.of(self.master, self.layout, self.buffer)
+        return MomentumEstimator.of(self.master, self.layout, self.buffer)
 
     # --- Parameters and their groups ---------------------------------------------------------------------------------
 
@@ -259,8 +261,8 @@ class Shard:
         self._answer = None
         with torch.no_grad():
             self.method_side.grow(start)
-        if self.sensing is not None:
-            self.sensing.grow(self.layout, self.buffer)
+        if self.momentum_estimator is not None:
+            self.momentum_estimator.grow(self.layout, self.buffer)
 
     def _arrange(self, groups: Sequence[Mapping[str, Any]], state: Mapping[int, Any]) -> None:
         copies = {
@@ -269,8 +271,8 @@ class Shard:
         }
         self.master.arrange(groups, copies)
         self._settings = [settings_of(group) for group in groups]
-        if self.sensing is not None:
-            self.sensing.rearrange()
+        if self.momentum_estimator is not None:
+            self.momentum_estimator.rearrange()
 
     def _in_newest(self, message: PushMessage, known: Structure) -> Sequence[Mapping[str, Any]]:
         """Return hyperparameters for the server's parameter groups: the push's, or the last ones where it has none."""
@@ -338,7 +340,7 @@ class Shard:
         layout = layout or self.layout_of_push(group, message)
         views = iter(layout.views(payload))
         tensors = [next(views) if there else None for there in message.present]
-        if finite is None and _sums_up(layout, payload):
+        if finite is None and _has_finite_sum(layout, payload):
             finite = True
         return self.take(group, message, tensors, finite, payload)
 
@@ -372,11 +374,11 @@ class Shard:
         push = Push(group, message.read_at, tensors, settings, message.note, message.part)
         self.counts.merge(group, self.method_side.staleness_of(push))
         with torch.no_grad():
-            if self.sensing is None or payload is None:
+            if self.momentum_estimator is None or payload is None:
                 return self.method_side.receive(push)
-            self.sensing.before(push.read_at, present, payload)
+            self.momentum_estimator.before(push.read_at, present, payload)
             replies = self.method_side.receive(push)
-            self.sensing.after()
+            self.momentum_estimator.after()
             return replies
 
     # --- Answers -----------------------------------------------------------------------------------------------------
@@ -420,7 +422,7 @@ class Shard:
 
     def _in_its_time(self, message: PushMessage) -> PushMessage:
         """Return a push of newer weights, which an earlier server had sent, as a push of the current ones."""
-        if not self._goes_on or message.read_at <= self.master.clock:
+        if not self._resumed or message.read_at <= self.master.clock:
             return message
         return msgspec.structs.replace(message, read_at=self.master.clock)
 
@@ -485,8 +487,8 @@ class Shard:
             for weight, value in zip(self.master.weights(), self._mean.means(), strict=True):
                 if value is not None:  # else no live group has it, or all share the master's
                     weight.copy_(value)
-            if self.sensing is not None:
-                self.sensing.forget()
+            if self.momentum_estimator is not None:
+                self.momentum_estimator.forget()
         self._mean.clear()
         answered, self._averaging = self._averaging, {}
         return [(group, good) for group, good in answered.items() if group in live]
@@ -527,10 +529,10 @@ def _fits(value: Any, present: Any) -> bool:
 
 def is_finite(layout: Layout, payload: Tensor) -> bool:
     """Return whether all elements of a payload with this layout are finite."""
-    return _sums_up(layout, payload) or _is_finite(layout.views(payload))
+    return _has_finite_sum(layout, payload) or _is_finite(layout.views(payload))
 
 
-def _sums_up(layout: Layout, payload: Tensor) -> bool:
+def _has_finite_sum(layout: Layout, payload: Tensor) -> bool:
     """Return whether a payload is certainly finite, by one sum over all tensors and the bytes between them."""
     if len(layout.dtypes) != 1:
         return False

@@ -27,7 +27,7 @@ constant delay of s updates also yields 1 - 1 / (1 + s):
 
 The cost must be negligible, so the watched coordinates are gathered from flat buffers in one call.
 
-Rule 1: sensing only reads. It does not change weights, gradients or the optimizer.
+Rule 1: the estimate only reads. It does not change weights, gradients or the optimizer.
 Rule 2: the momentum is unknown if the optimizer is not plain SGD, or the weights changed by other means.
 
 References:
@@ -86,7 +86,7 @@ def median_ratio(averages: Tensor) -> Tensor:
 # --- At the server ---------------------------------------------------------------------------------------------------
 
 
-class Sensing:
+class MomentumEstimator:
     """The estimator of one optimizer's total momentum.
 
     Each push counts by itself: its gradient against the step that the weights made right after the weights that it was
@@ -106,7 +106,7 @@ class Sensing:
         self.forget()
 
     @classmethod
-    def of(cls, master: Master, layout: Layout, buffer: Tensor) -> Sensing | None:
+    def of(cls, master: Master, layout: Layout, buffer: Tensor) -> MomentumEstimator | None:
         """Return an estimator; None unless the optimizer is torch's own SGD."""
         return cls(master, layout, buffer) if type(master.optimizer) is torch.optim.SGD else None
 
@@ -287,9 +287,9 @@ class Sensing:
         return unit > 0
 
 
-def total_momentum(sensings: Iterable[Sensing | None]) -> float | None:
+def total_momentum(estimators: Iterable[MomentumEstimator | None]) -> float | None:
     """Return the total momentum, the median over all watched coordinates; None while it is unknown."""
-    known = [sensing.averages for sensing in sensings if sensing is not None]
+    known = [each.averages for each in estimators if each is not None]
     parts = [averages for averages in known if averages is not None]
     reading = float(median_ratio(torch.cat(parts, dim=1))) if parts else math.nan
     return reading if math.isfinite(reading) else None
