@@ -62,7 +62,9 @@ def heard(observer: Observer) -> str:
 
 
 def form(control: ControlConnection, *groups: tuple[int, ...]) -> None:
-    control.request(m.Form(generation=1, groups=groups, method=m.method_to_wire(AsyncSGD())), m.Formed, timeout=120)
+    control.request(
+        m.FormGroups(generation=1, groups=groups, method=m.method_to_wire(AsyncSGD())), m.GroupsFormed, timeout=120
+    )
 
 
 def test_no_group_waits_for_a_rank_whose_connection_broke(server: Server) -> None:
@@ -136,7 +138,7 @@ def test_a_question_for_the_status_is_answered(server: Server) -> None:
 def test_no_memory_is_kept_for_the_rest_of_what_a_dead_rank_was_sending() -> None:
     link = trained_link((0,), (1,))
     with closing(Server(link.core)) as server:
-        announced = zmq.Frame(m.encode(m.Bring(nbytes=m.LARGEST_BROUGHT)))
+        announced = zmq.Frame(m.encode(m.Upload(nbytes=m.LARGEST_UPLOAD)))
         assert server.take(m.DATA, data_peer(1), [announced]) == []
         assert server._assemblies.keys() == {data_peer(1)}
         link.deliver(link.core.hang_up(control_peer(1)))

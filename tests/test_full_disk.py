@@ -20,7 +20,7 @@ import torch
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 from rich.console import Console
 from test_resilience import Mortal, workers
-from test_shards import same
+from test_servers import same
 from test_transport import KEY
 
 from lightning_omni import OmniStrategy
@@ -28,7 +28,7 @@ from lightning_omni.cli.serve.run_log import RunLog
 from lightning_omni.cli.serve.standing_server import Options, StandingServer, StopSignals
 from lightning_omni.methods import method_named
 from lightning_omni.server.core import ServerCore
-from lightning_omni.server.log.record import Event, RecordFile, read_record
+from lightning_omni.server.event_log import Event, RecordFile, read_record
 from lightning_omni.transport.serving.process import ServerSettings
 from lightning_omni.transport.serving.save_files import saved_weights
 from lightning_omni.transport.serving.state_directory import RECONNECT_TIMEOUT, StateDirectory
@@ -356,7 +356,7 @@ def test_a_standing_server_whose_log_cannot_be_written_serves_on(
     options = Options(1, 0, "off", once=False, http=None, http_host="", key_file=None)
     console, signals = Console(file=request.getfixturevalue(log)), StopSignals()
     RunLog(run.core, console).write(at_once=True)
-    assert run.core.happenings
+    assert run.core.run_events
     before = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
     try:
         server = StandingServer(settings, options, console, signals, lifeline=None)

@@ -13,16 +13,10 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from lightning_omni.errors import ConfigurationError, ProtocolError
+from lightning_omni.group.member_samples import apportion, positions, weight
 from lightning_omni.runtime.data.loader import LeasedBatchSampler, RankLeases, can_lease, permutation
-from lightning_omni.wire.leases import (
-    MOST_AHEAD,
-    Batch,
-    EpochPlan,
-    LeaseBook,
-    apportion,
-    positions,
-    weight,
-)
+from lightning_omni.server.epochs.lease_book import MOST_AHEAD, LeaseBook
+from lightning_omni.wire.messages import Batch, EpochPlan
 
 varied = settings(deadline=None, max_examples=60, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
@@ -461,7 +455,7 @@ def test_shares_count_from_a_batch_on_that_no_loader_has_taken() -> None:
     leases = local_leases()
     for _ in range(3):  # the loader is ahead
         leases.hand_out()
-    leases.share_out((2, 6), from_number=4)
+    leases.set_batch_shares((2, 6), from_number=4)
     assert leases.hand_out() is not None
     assert leases.hand_out() is not None
     assert [len(leases.indices(number)) for number in range(5)] == [4, 4, 4, 4, 2]
@@ -475,7 +469,7 @@ def test_shares_count_from_a_batch_on_that_no_loader_has_taken() -> None:
 
 def test_shares_outlast_the_epoch_and_equal_ones_are_none() -> None:
     leases = local_leases()
-    leases.share_out((2, 6), from_number=9)
+    leases.set_batch_shares((2, 6), from_number=9)
     assert (leases.shares, leases.split) == ((2, 6), (2, 6))
     leases.iterate(1)
     leases.hand_out()
@@ -483,7 +477,7 @@ def test_shares_outlast_the_epoch_and_equal_ones_are_none() -> None:
     leases.batch_size = 8  # as a new loader may have
     assert leases.split == (4, 12)
     leases.batch_size = 4
-    leases.share_out((4, 4), from_number=1)
+    leases.set_batch_shares((4, 4), from_number=1)
     assert (leases.shares, leases.split) == ((), (4, 4))
     leases.hand_out()
     assert leases.indices(1) == range(8, 16, 2)
@@ -491,7 +485,7 @@ def test_shares_outlast_the_epoch_and_equal_ones_are_none() -> None:
 
 def test_new_peers_have_no_shares() -> None:
     leases = local_leases()
-    leases.share_out((2, 6), from_number=0)
+    leases.set_batch_shares((2, 6), from_number=0)
     leases.assign(1, 3, None, generation=1)
     assert leases.split == (4, 4, 4)
 
@@ -501,7 +495,7 @@ def test_impossible_shares_are_refused(shares: tuple[int, ...], number: int) -> 
     leases = local_leases()
     leases.hand_out()
     with pytest.raises(ValueError, match="cannot share out"):
-        leases.share_out(shares, from_number=number)
+        leases.set_batch_shares(shares, from_number=number)
 
 
 @pytest.mark.parametrize(("drop_last", "batches"), [(True, 2), (False, 3)])

@@ -29,7 +29,7 @@ from lightning_omni.runtime.state.server_store import ServerSnapshot
 from lightning_omni.strategy.checkpoints.contents import Checkpoints
 from lightning_omni.strategy.loops.leased_data import FitLimits
 from lightning_omni.strategy.loops.progress import RunProgress
-from lightning_omni.wire.cut import Cut
+from lightning_omni.wire.messages import SnapshotId
 from lightning_omni.wire.progress import Progress, ReferenceBatch
 
 
@@ -162,7 +162,7 @@ def test_validations_are_due_where_they_are_under_ddp_though_earlier_steps_had_m
 def test_what_groups_alone_know_is_in_a_checkpoint_of_all_groups_or_of_none() -> None:
     said: list[str] = []
     checkpoints = Checkpoints(said.append)
-    whole = ServerSnapshot(Cut(), [], {0: ["first"], 2: ["third"]})
+    whole = ServerSnapshot(SnapshotId(), [], {0: ["first"], 2: ["third"]})
     assert checkpoints._complete_groups(whole, (0, 2)) == whole
     assert checkpoints._complete_groups(whole, (2,)) == whole, "one has died since"
     assert not said

@@ -28,7 +28,7 @@ from torch import Tensor
 from lightning_omni.errors import RankLost, UnsupportedError
 from lightning_omni.runtime._private import new_named_group, unbound, wait_for_gloo_at_exit
 from lightning_omni.topology import Topology
-from lightning_omni.wire.messages import LARGEST_BROUGHT
+from lightning_omni.wire.messages import LARGEST_UPLOAD
 
 MOST_KEPT = 16
 """The most topologies whose process groups are kept; each has sockets and threads."""
@@ -443,8 +443,8 @@ class LiveWorld(dist.ProcessGroup):
         data = mine.numpy().tobytes() if only in (None, self._global_rank) else b""
         nbytes = tensor.numel() * tensor.element_size()
         pieces: dict[int, list[bytes]] = {}
-        for start in range(0, max(nbytes, 1), LARGEST_BROUGHT):
-            for rank, piece in self.contribute(what, data[start : start + LARGEST_BROUGHT]):
+        for start in range(0, max(nbytes, 1), LARGEST_UPLOAD):
+            for rank, piece in self.contribute(what, data[start : start + LARGEST_UPLOAD]):
                 pieces.setdefault(rank, []).append(piece)
         gathered = {}
         for rank, parts in pieces.items():

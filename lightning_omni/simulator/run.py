@@ -12,7 +12,7 @@ from lightning_omni.checks import check_kind
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import HardSync, Method, checked, method_named
 from lightning_omni.methods.overlap import check_overlap
-from lightning_omni.server.log.record import Recorder
+from lightning_omni.server.event_log import Recorder
 from lightning_omni.simulator.cluster import Cluster
 from lightning_omni.simulator.settings import Batches, EvaluationSchedule, Formation, Progress, RunLimits, progress_of
 from lightning_omni.simulator.simulation import Simulation
@@ -98,7 +98,7 @@ def simulate(
             link takes the time of these bytes; the members' unsent residuals are stored as their mean.
         progress: True shows a progress bar; or a function, called with the fraction done and a text. With either,
             Ctrl-C returns the trace so far (``ended == "interrupted"``) instead of raising KeyboardInterrupt; so does a
-            function that raises `lightning_omni.simulator.Enough` (``ended == "stopped"``).
+            function that raises `lightning_omni.simulator.StopSimulation` (``ended == "stopped"``).
 
     Returns:
         The trace. Its ``ended`` is the reason for the end of the run; its ``weights`` are those of the model last

@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from lightning_omni.checks import counted
 from lightning_omni.errors import ConfigurationError, OmniError, UnsupportedError
+from lightning_omni.group.member_samples import apportion
 from lightning_omni.metrics import RunReport
 from lightning_omni.runtime import World, WorldOptions
 from lightning_omni.runtime.checks.same_tensors import check_all_shared
@@ -39,7 +40,6 @@ from lightning_omni.strategy.lightning_internals.strategies import has_model_ave
 from lightning_omni.strategy.loops.driver import EpochDriver
 from lightning_omni.strategy.loops.live_metrics import Reporting, StepTimes
 from lightning_omni.strategy.optimizers import Merged, Proxies, Trainable, check_wrapped
-from lightning_omni.wire.leases import apportion
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
@@ -266,7 +266,7 @@ class GroupedStrategy(_Base):
         world, leases = self.world, self.epochs.leases
         assert leases is not None
         handed = max(int(number) for [number] in gather(world, [leases.handed]))
-        leases.share_out(apportion(leases.batch_size * len(world.members), speeds), from_number=handed)
+        leases.set_batch_shares(apportion(leases.batch_size * len(world.members), speeds), from_number=handed)
 
     # --- Messages and reports -----------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from lightning_omni.errors import (
     Refused,
     is_failure_reason,
 )
-from lightning_omni.group.sharded_inbox import Arrivals
+from lightning_omni.group.sharded_inbox import ShardedInbox
 from lightning_omni.methods import Inbox
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.formats.base import RAW, WireFormat
@@ -61,7 +61,7 @@ class Control(ABC):
         lost: ranks lost so far.
         failures: reasons of the losses of ranks that have failed by themselves.
         signal: signal received by this rank, to report with the next heartbeat.
-        shards: number of servers that hold a share of the weights each; see `attach_all`.
+        servers: number of servers that hold a partition of the parameters each; see `attach_all`.
         has_finished: whether the run is at its end when this rank leaves.
         progress: count of this rank's progress, and of its checks while it waits for the server.
         reconnect_timeout: seconds for which the rank looks for a server that is gone; 0 if its loss ends the run.
@@ -70,7 +70,7 @@ class Control(ABC):
         is_server_gone: whether the server is gone and the rank looks for it.
     """
 
-    shards = 1
+    servers = 1
     reconnect_timeout = 0.0
     server_epoch = 0
     is_server_gone = False
@@ -150,7 +150,7 @@ class Control(ABC):
     # --- Common to all transports ------------------------------------------------------------------------------------
 
     def attach_all(self, timeout: float = 300.0, share: int | None = None) -> list[Data]:
-        """Open this rank's data connections to the servers that hold a share each.
+        """Open this rank's data connections to the servers that hold a partition each.
 
         Args:
             timeout: seconds to wait for each answer.
@@ -161,11 +161,11 @@ class Control(ABC):
             may be the same connection.
         """
         if self.reconnect_timeout:
-            numbers = range(self.shards) if share is None else sorted({0, share})
+            numbers = range(self.servers) if share is None else sorted({0, share})
             return [
                 ReconnectingData(self, partial(self._find, number), partial(self.attach, timeout)) for number in numbers
             ]
-        others = self.request(m.AskShards(), m.Shards).addresses if self.shards > 1 else ()
+        others = self.request(m.AskServerAddresses(), m.ServerAddresses).addresses if self.servers > 1 else ()
         addresses = ("", *others)
         if share is not None:
             addresses = ("",) if share == 0 else ("", addresses[share])
@@ -173,7 +173,7 @@ class Control(ABC):
 
     def _find(self, server: int) -> str:
         """Return the current address of one of several servers, for `attach`."""
-        return self.request(m.AskShards(), m.Shards).addresses[server - 1] if server else ""
+        return self.request(m.AskServerAddresses(), m.ServerAddresses).addresses[server - 1] if server else ""
 
     @property
     def records(self) -> bool:
@@ -521,7 +521,7 @@ class ShardedPeers(Peers, Protocol):
     def send_part(self, group: int, optimizer: int, tensors: Sequence[Tensor], sender: int, number: int) -> None:
         """Put a part of a message into a group's inbox; see `lightning_omni.group.sharded_inbox`."""
 
-    def arrivals(self, optimizer: int) -> AbstractContextManager[Arrivals]:
+    def arrivals(self, optimizer: int) -> AbstractContextManager[ShardedInbox]:
         """Return a context with all arrivals, during which no further one is added."""
 
 

@@ -69,8 +69,8 @@ def allowed(core: ServerCore, channel: m.Channel, peer: Peer, data: bytes | memo
 def refusal(core: ServerCore, channel: m.Channel, peer: Peer, error: ProtocolError) -> list[Out]:
     """Return the answers to a message that was not allowed."""
     if isinstance(error, Refused):  # the server has counted it
-        return [Out(peer, channel, m.RefusedMessage(code=error.code, reason=str(error))), *core.servers.drain()]
-    return [*core.refuse(channel, peer, str(error)), *core.servers.drain()]
+        return [Out(peer, channel, m.RefusedMessage(code=error.code, reason=str(error))), *core.replication.drain()]
+    return [*core.refuse(channel, peer, str(error)), *core.replication.drain()]
 
 
 # --- Transports ------------------------------------------------------------------------------------------------------
@@ -101,7 +101,7 @@ class Transport(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
         raise NotImplementedError(f"{type(self).__name__} cannot serve")
 
     def follow(self, core: ServerCore, coordinator: str, host: str = "", port: int = 0, data_port: int = 0) -> Served:
-        """Listen as a server that holds a share, and join the coordinating server.
+        """Listen as a server that holds a partition, and join the coordinating server.
 
         Args:
             core: state machine of the server, with the number of its share.

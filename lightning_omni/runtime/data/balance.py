@@ -219,7 +219,7 @@ class Balance:
         gathered = gather(world, (self.speed, self._throughput.variance, leases.handed))
         speeds, variances, handed = zip(*gathered, strict=True)
         if (split := self._balancer.decide(leases.split, speeds, variances)) is not None:
-            leases.share_out(split.shares, from_number=int(max(handed)))
+            leases.set_batch_shares(split.shares, from_number=int(max(handed)))
             self._info(
                 f"OmniStrategy: group {world.group} rebalanced: {' : '.join(map(str, split.shares))} of"
                 f" {sum(split.shares)} samples; up to {split.gain:.0%} faster"

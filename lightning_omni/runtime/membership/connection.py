@@ -118,7 +118,7 @@ class Connection:
             if registration is None or isinstance(no, ConnectionLost) or no.code != "gone":
                 raise
             raise ConnectionLost(f"the parameter server that this group came to is gone: {no}") from no
-        parallel.server.check(parallel.control.shards, address)
+        parallel.server.check(parallel.control.servers, address)
         self._divide()
         parallel.server.share(address, key)
 
@@ -302,7 +302,7 @@ class GroupFormation:
         parallel = self._parallel
         while True:
             topology = parallel.topology if groups is None else self._topology_of_the_living(groups, speeds)
-            form = m.Form(
+            form = m.FormGroups(
                 generation=parallel.generation + 1,
                 groups=topology.groups,
                 method=m.method_to_wire(parallel.method),
@@ -312,7 +312,7 @@ class GroupFormation:
                 by_member=parallel.is_sharded,
             )
             try:
-                return topology, self._request(form, m.Formed).incarnation
+                return topology, self._request(form, m.GroupsFormed).incarnation
             except Refused:
                 # A rank has just died and the notice is in flight: form groups without it.
                 if groups is None or topology.ranks == parallel.live_ranks:
@@ -324,7 +324,7 @@ class GroupFormation:
         data = m.encode(message)
         if len(data) > m.LARGEST_INLINE:
             self._exchange.bring(data)
-            message = m.ReadBrought()
+            message = m.ReadUpload()
         return self._parallel.control.request(message, expect)
 
     def _topology_of_the_living(self, groups: int, speeds: Mapping[int, float] | None) -> Topology:

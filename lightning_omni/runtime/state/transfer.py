@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_omni.errors import MalformedMessage, UnsupportedError
 from lightning_omni.methods.model.master import held_by
 from lightning_omni.methods.model.modules import describe_module
-from lightning_omni.methods.model.replica import learnt_by
+from lightning_omni.methods.model.replica import optimizer_state_of
 from lightning_omni.runtime.exchange.server_exchange import ServerExchange
 from lightning_omni.runtime.model.parameter_groups import ParameterGroups
 from lightning_omni.runtime.model.replica import Part, fingerprint
@@ -131,7 +131,7 @@ class StateTransfer:
         parts = [
             part for part in self._parallel.parts if self._parallel.steps_here(part) or self._parallel.is_synchronous
         ]
-        marks = [_mark(learnt_by(part.optimizer)) for part in parts]
+        marks = [_mark(optimizer_state_of(part.optimizer)) for part in parts]
         both = self._parallel.process_groups.largest([*marks, *(-mark for mark in marks)], self._parallel.replica_group)
         least = both[len(parts) :]
         self._share([part for part, most, less in zip(parts, both, least, strict=False) if most != -less])
@@ -258,7 +258,7 @@ class StateTransfer:
             return
         for part in parts:
             if self._parallel.exchanges:
-                self._exchange.members.broadcast_tree_to_replicas(parts_of(learnt_by(part.optimizer)))
+                self._exchange.members.broadcast_tree_to_replicas(parts_of(optimizer_state_of(part.optimizer)))
             else:
                 load_state(part.optimizer, self._exchange.members.broadcast_tree_to_replicas({}))
 

@@ -17,7 +17,7 @@ from lightning_omni.runtime import World
 from lightning_omni.runtime.data.loader import RankLeases
 from lightning_omni.runtime.executor import Executor
 from lightning_omni.runtime.state.checkpoint import Saved
-from lightning_omni.server.log.record import Spans
+from lightning_omni.server.event_log import Spans
 from lightning_omni.strategy.lightning_internals.callbacks import is_inside_hook, lower_last_average_step
 from lightning_omni.strategy.lightning_internals.checkpoints import copy_checkpoint_records
 from lightning_omni.strategy.lightning_internals.loops import (
@@ -39,7 +39,7 @@ from lightning_omni.strategy.loops.validation import PublishedValidation
 from lightning_omni.strategy.schedules.pacing import Schedule
 from lightning_omni.strategy.schedules.run_schedulers import Plateaus, RunSchedulers
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.leases import Batch, EpochPlan
+from lightning_omni.wire.messages import Batch, EpochPlan
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer
@@ -411,7 +411,7 @@ class EpochDriver:
         if self.leases is not None and self.data.is_dynamic:
             self.leases.leave(stop)
         elif stop:
-            control.request(m.Leave(epoch=-1, generation=self.world.generation, trained=0, stop=stop), m.Left)
+            control.request(m.LeaveEpoch(epoch=-1, generation=self.world.generation, trained=0, stop=stop), m.EpochLeft)
         self._stopping = self._stopping or stop in ("validate", "end")
 
     def before_validation(self, module: Module) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.runtime import World
 from lightning_omni.strategy.lightning_internals.progress import batches_trained
-from lightning_omni.wire.leases import EpochPlan
+from lightning_omni.wire.messages import EpochPlan
 from lightning_omni.wire.progress import Progress
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 from lightning_omni.errors import UnsupportedError
 from lightning_omni.runtime import World
 from lightning_omni.runtime.data.loader import RankLeases, can_lease, lease
-from lightning_omni.server.log.record import Spans
+from lightning_omni.server.event_log import Spans
 from lightning_omni.strategy.lightning_internals.loops import validates_this_epoch
 from lightning_omni.strategy.lightning_internals.progress import (
     accumulation_windows,
@@ -23,7 +23,7 @@ from lightning_omni.strategy.lightning_internals.progress import (
     batches_trained,
     manual_steps,
 )
-from lightning_omni.wire.leases import EpochPlan
+from lightning_omni.wire.messages import EpochPlan
 from lightning_omni.wire.progress import Progress, ReferenceBatch
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class LeasedData:
                     " sampler of its own, is iterable, is no plain DataLoader (has an __iter__ of its own, say), or is"
                     " drawn by training_step (dataloader_iter); so a slow group delays the end of an epoch"
                 )
-            self._take_in(None)
+            self._add_group(None)
             return loader
         leased = lease(
             loader,
@@ -141,7 +141,7 @@ class LeasedData:
             is_local=not world.executor.exchanges,
             shares=self.leases.shares if self.leases is not None else (),  # those of the replaced loader
         )
-        self._take_in(leased.leases)  # type: ignore[attr-defined]
+        self._add_group(leased.leases)  # type: ignore[attr-defined]
         self._sampler = loader.sampler  # type: ignore[assignment]
         self.split = split_of(loader.dataset)
         if self._order is not None:
@@ -152,7 +152,7 @@ class LeasedData:
         """Let the loaders that are made from now on replace the new ones that no epoch has trained yet."""
         self._may_be_made_again = True
 
-    def _take_in(self, leases: RankLeases | None) -> None:
+    def _add_group(self, leases: RankLeases | None) -> None:
         if self._may_be_made_again:
             self._new, self._may_be_made_again = [], False
         self._new.append(leases)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from lightning_omni.runtime import World
 from lightning_omni.runtime.state.checkpoint import Saved
-from lightning_omni.server.log.record import Spans
+from lightning_omni.server.event_log import Spans
 from lightning_omni.strategy.lightning_internals.callbacks import reloads
 from lightning_omni.strategy.lightning_internals.progress import (
     accumulation_windows,
@@ -25,8 +25,7 @@ from lightning_omni.strategy.lightning_internals.progress import (
     set_progress_counters,
 )
 from lightning_omni.strategy.loops.leased_data import FitLimits, LeasedData, StepsByHand, size_of
-from lightning_omni.wire.cut import Cut
-from lightning_omni.wire.leases import EpochPlan
+from lightning_omni.wire.messages import EpochPlan, SnapshotId
 from lightning_omni.wire.progress import Progress
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ class RunProgress:
         self._resumed_batches = (-1, 0)  # number of the epoch, and batches of each rank
         self.progress: Progress | None = None
         self.past: Progress | None = None
-        self.resumed, self.resumed_samples = Cut(), 0
+        self.resumed, self.resumed_samples = SnapshotId(), 0
         self.is_counted_together = False
         self.step_limit: int | None = None
 
@@ -105,7 +104,7 @@ class RunProgress:
             self.progress = self._limits.counted(self.progress)
 
     def forget(self) -> None:
-        self.progress, self.resumed, self._trainer, self._world = None, Cut(), None, None
+        self.progress, self.resumed, self._trainer, self._world = None, SnapshotId(), None, None
 
     @property
     def trainer(self) -> Trainer:
@@ -221,21 +220,21 @@ class RunProgress:
 
     # --- Positions ---------------------------------------------------------------------------------------------------
 
-    def moment(self, is_open: bool, is_open_ended: bool) -> tuple[Progress | None, Cut]:
+    def moment(self, is_open: bool, is_open_ended: bool) -> tuple[Progress | None, SnapshotId]:
         """Return the run's progress and its epoch's trained samples, for a checkpoint of one group or after the fit.
 
         Return no progress where Lightning's own counts suffice, because several groups have never trained the run.
         """
         leases = self._data.leases
         if not self.is_counted_together:
-            return None, Cut()
+            return None, SnapshotId()
         if self.progress is None or leases is None:
-            return self.past, Cut()
-        cut = Cut()
+            return self.past, SnapshotId()
+        cut = SnapshotId()
         if is_open:
             self.keep_up()
             if is_open_ended:
-                cut = Cut(epoch=self.progress.epochs, total=leases.total, trained=leases.trained_spans)
+                cut = SnapshotId(epoch=self.progress.epochs, total=leases.total, trained=leases.trained_spans)
         return self.progress, cut
 
     def trained(self, is_open_ended: bool) -> int:

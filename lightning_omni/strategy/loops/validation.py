@@ -31,7 +31,7 @@ from lightning_omni.strategy.lightning_internals.validation import (
     validation_loaders,
 )
 from lightning_omni.strategy.loops.leased_data import has_lightning_sampler
-from lightning_omni.wire.leases import Batch, EpochPlan
+from lightning_omni.wire.messages import Batch, EpochPlan
 from lightning_omni.wire.progress import Progress
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from lightning_omni.strategy.lightning_internals.schedulers import step_plateaus
 from lightning_omni.strategy.loops.progress import RunProgress
 from lightning_omni.strategy.schedules.pacing import Pacer, Schedule, StepCounts, arrive, counts_of, reach_all
 from lightning_omni.strategy.schedules.replay import Counts, SchedulerSnapshot, caught_up, standing
-from lightning_omni.wire.leases import EpochPlan
+from lightning_omni.wire.messages import EpochPlan
 from lightning_omni.wire.progress import Progress
 
 if TYPE_CHECKING:

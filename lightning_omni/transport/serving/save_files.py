@@ -18,7 +18,7 @@ from lightning_omni.wire.codec import Packed, unpack
 SAVED, JOURNAL, NEW = "state-", "journal-", "new"
 """Prefixes of the files of a directory: saves, their journals, and files that are being written."""
 SHARE = "share-"
-"""Prefix of the directories of the other servers, each of which holds a share of the weights."""
+"""Prefix of the directories of the other servers, each of which holds a partition of the parameters."""
 ENDED = "ended"
 """The file name of the last save of a run that ended early."""
 LENGTH = 4

@@ -9,8 +9,8 @@ Rule: the state is copied between two messages, while the server waits; a separa
 Rule: a failed save is repeated when the next one is due, and the last save stays until another one is written. If the
 journal lacks an entry, no server continues from an earlier save, because it would contradict answers that ranks have.
 
-Several servers, each of which holds a share of the weights, save a consistent state by a command of the coordinating
-server. A save counts once all servers have written theirs. Only the coordinating server has a journal.
+Several servers, each of which holds a partition of the parameters, save a consistent state by a command of the
+coordinating server. A save counts once all servers have written theirs. Only the coordinating server has a journal.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch import Tensor
 from lightning_omni.checks import counted
 from lightning_omni.errors import ConfigurationError, OmniError
 from lightning_omni.server.core import ServerCore
-from lightning_omni.server.membership.numbering import AGAIN
+from lightning_omni.server.membership.roster import AGAIN
 from lightning_omni.transport.serving.save_files import (
     ENDED,
     JOURNAL,
@@ -47,7 +47,7 @@ from lightning_omni.transport.serving.save_files import (
     write_save,
 )
 from lightning_omni.wire.codec import Packed, pack
-from lightning_omni.wire.journal import AnyEntry, Entry, WentOnEntry
+from lightning_omni.wire.journal import AnyEntry, Entry, RestartedEntry
 
 _log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class StateDirectory:
         path: the directory; it is created if missing, and only its user may enter it.
         every: seconds between two saves.
         reconnect_timeout: seconds for which ranks look for the server when it is gone.
-        servers: number of servers, each of which holds a share of the weights; this one coordinates.
+        servers: number of servers, each of which holds a partition of the parameters; this one coordinates.
 
     Attributes:
         restored: number of the save that the server continues from; 0 if there is none.
@@ -128,7 +128,7 @@ class StateDirectory:
         if len(shares) + 1 != servers and any(numbers_in(folder, SAVED) for folder in (self._path, *shares)):
             os.close(self._lock)
             raise ConfigurationError(
-                f"--state {path}: a save of {counted(len(shares) + 1, 'server')} lies there; pass --shards"
+                f"--state {path}: a save of {counted(len(shares) + 1, 'server')} lies there; pass --servers"
                 f" {len(shares) + 1}, or another directory"
             )
         for folder in (self._path, *shares):
@@ -274,7 +274,7 @@ class StateDirectory:
             self._forget_begun()
             return
         if self._others:
-            core.save_shares(self._number)
+            core.save_partitions(self._number)
         self._is_whole = False
         took = time.monotonic() - began
         self._due = began + max(self._every, took / LARGEST_FRACTION)
@@ -309,7 +309,7 @@ class StateDirectory:
 
         core.journal.write = write
         if self._went_on:
-            write(WentOnEntry())
+            write(RestartedEntry())
             self._went_on = False
 
     def _lose(self, core: ServerCore, error: Exception) -> None:
