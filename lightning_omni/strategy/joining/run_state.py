@@ -37,7 +37,7 @@ from lightning_omni.strategy.lightning_internals.progress import (
     start_fit_at_epoch,
 )
 from lightning_omni.strategy.lightning_internals.schedulers import replaces_scheduler, runs_lr_finder
-from lightning_omni.strategy.loops.driver import EntryPoint
+from lightning_omni.strategy.loops.epoch import EntryPoint
 from lightning_omni.strategy.schedules.replay import described
 from lightning_omni.wire.codec import pack
 from lightning_omni.wire.progress import Progress

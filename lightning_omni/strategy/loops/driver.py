@@ -282,8 +282,7 @@ class EpochDriver:
         if not (self.world.executor.exchanges or self.is_open_ended):
             return
         if self.is_open_ended:
-            counts = self.schedulers.count_steps or self.run.max_steps != -1
-            epoch.check_window(int(self.trainer.accumulate_grad_batches), counts)
+            self._check_window()
         verdict = self._what_next()
         epoch.is_over = verdict.startswith("over")
         if self.is_open_ended:
@@ -307,6 +306,10 @@ class EpochDriver:
                 self.run.stop_here()
         elif self.is_open_ended and not epoch.is_over and self._is_limit_reached_by_hand:
             self.run.stop_here()  # `end` reports it to the other groups
+
+    def _check_window(self) -> None:
+        counts = self.schedulers.count_steps or self.run.max_steps != -1
+        self._epoch.check_window(int(self.trainer.accumulate_grad_batches), counts)
 
     @property
     def _is_limit_reached_by_hand(self) -> bool:
