@@ -260,7 +260,7 @@ class Training(Service):
             raise Refused(
                 "structure",
                 "parameters and parameter groups cannot change in mid-run where several servers hold a share each; use"
-                " one server (servers=1)",
+                " one server (Server(count=1))",
             )
         check_specs(message.packed.specs, message.nbytes)
         self._shards.shard(message.optimizer).check_room(message.nbytes)

@@ -252,7 +252,7 @@ class SimulatedGroup:
         seconds = max(own for _, _, own in work) + self.members.reduce_seconds(around.server.shard.layout)
         self.core.step_took(0, seconds)
         around.monitor.begin(self.number, work)
-        apart = around.batches.members_apart
+        apart = around.batches.computation.members_apart
         assignment = Assignment(
             group=self.number,
             leader=self.leader,

@@ -27,10 +27,10 @@ class Both(NamedTuple):
         down: format of tensors sent by the server: outputs, and the gradients of activations.
 
     Example:
-        >>> from lightning_omni.wire.formats import wire_of
-        >>> Both.of(wire_of({"push": "int8", "pull": "bf16"}))
+        >>> from lightning_omni.wire.compression import Compression
+        >>> Both.of(Compression("int8", "bf16").wire_format)
         Both(up=Int8(block=128), down=BF16())
-        >>> Both.of(wire_of("topk:0.01"))
+        >>> Both.of(Compression("topk:0.01").wire_format)
         Both(up=Raw(), down=Raw())
     """
 

@@ -121,7 +121,7 @@ class TunedFit(Fit):
         if "all_reduce" in options.space and strategy.world.reduction.format != EXACT:
             raise ConfigurationError(
                 f'space={{"all_reduce": {options.space["all_reduce"]!r}}}: it is forecast from the first batches, whose'
-                " gradients are averaged as they are; leave all_reduce= of the strategy out"
+                " gradients are averaged as they are; leave Compression(all_reduce=...) of the strategy out"
             )
         if "all_reduce" in options.space and has_hook_for_gradients(strategy):
             raise ConfigurationError(

@@ -146,8 +146,8 @@ def check_joined(options: TunerOptions) -> None:
     for name in options.space:
         if name not in _CHOSEN:
             raise UnsupportedError(
-                f"space={{{name!r}: ...}} with join=True: the first group decides how all exchange, and you decide how"
-                f" many groups there are; pass some of {', '.join(map(repr, _CHOSEN))}"
+                f"space={{{name!r}: ...}} with elastic=True: the first group decides how all exchange, and you decide"
+                f" how many groups there are; pass some of {', '.join(map(repr, _CHOSEN))}"
             )
 
 

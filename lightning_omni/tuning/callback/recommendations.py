@@ -87,7 +87,7 @@ class Advice:
         ways: list[Callable[[Search], tuple[str, str] | None]] = []
         if not (search.spec.space.merged or search.spec.start.merged):
             ways.append(_to_merge)
-        if server.nodes > 1 and server.count == 1 and options.server is None:
+        if server.nodes > 1 and server.count == 1 and options.server.address is None:
             measured = search.measured[-1]
             if bytes_take_long(measured.reduce_per_byte * measured.nbytes, mean(measured.steps[0])):
                 ways.append(lambda copy: _to_have_servers(copy, server.nodes))
@@ -110,7 +110,7 @@ def _to_have_servers(search: Search, nodes: int) -> tuple[str, str] | None:
     found = gain_of_servers(search, nodes)
     if found is None:
         return None
-    sentence = f'with a parameter server on each node {found.why}; for that, pass OmniStrategy(servers="per-node")'
+    sentence = f'with a parameter server on each node {found.why}; for that, pass OmniStrategy(server="per-node")'
     return "servers", sentence
 
 

@@ -31,7 +31,6 @@ from lightning_omni.tuning.search.residuals import SpeedResiduals
 from lightning_omni.tuning.search.rules import is_faster
 from lightning_omni.tuning.search.space import checked_axis, wire_given
 from lightning_omni.tuning.search.specification import SearchSpec
-from lightning_omni.wire.formats import wire_of
 
 
 @dataclass(frozen=True)
@@ -247,7 +246,7 @@ class Evidence:
         if setting.groups == 1 or setting.merged not in self.profile.heads:
             return None
         rows = self.profile.batch_size * self.profile.ranks / setting.groups
-        wire_format = wire_of(wire_given(setting.wire or "fp32"))
+        wire_format = wire_given(setting.wire or "fp32")
         return HeadCost(self.profile.heads[setting.merged], self.profile.nbytes, rows, wire_format)
 
     @property

@@ -24,7 +24,8 @@ from lightning_omni.methods.overlap import check_overlap
 from lightning_omni.tuning.model.forecast import Setting
 from lightning_omni.tuning.search import constants as c
 from lightning_omni.wire.all_reduce import all_reduce_of
-from lightning_omni.wire.formats import wire_of
+from lightning_omni.wire.compression import Compression
+from lightning_omni.wire.formats import WireFormat
 
 _AVERAGED = "diloco:outer_lr=1.0,outer_momentum=0"
 _STREAMED = f"{_AVERAGED},fragments=4,delay=1,keep_steps=true,dynamic_steps=true"
@@ -189,7 +190,7 @@ class Wire(ExchangeDimension):
 
     def __post_init__(self) -> None:
         for each in self.values:
-            wire_of(wire_given(each))
+            wire_given(each)
 
 
 @dataclass(frozen=True)
@@ -227,18 +228,18 @@ class MergedName(ExchangeDimension):
         return ("", *self.values) if self.values else (setting.merged,)
 
 
-def wire_given(text: Any) -> Any:
-    """Return the wire format of a setting as ``OmniStrategy(wire=...)`` takes it.
+def wire_given(text: Any) -> WireFormat:
+    """Return the wire format that a setting names, such as ``"int8"``, or ``"int8/bf16"`` for pushes and pulls.
 
     Raises:
-        ConfigurationError: it is not a text.
+        ConfigurationError: it is not a text, or names no format.
     """
     if not isinstance(text, str) or not text:
         raise ConfigurationError(
             f'space={{"wire": {text!r}}}: pass formats, such as "int8", or "int8/bf16" for each way'
         )
     push, _, pull = text.partition("/")
-    return {"push": push, "pull": pull} if pull else push
+    return Compression(push, pull or "fp32").wire_format
 
 
 def _inside(value: float, bounds: tuple[float, float]) -> float:
@@ -404,7 +405,7 @@ def _can_be(method: Method, groups: int, wire: str, overlap: bool) -> bool:
     try:
         method.check(groups)
         if wire:
-            wire_of(wire_given(wire)).check(method)
+            wire_given(wire).check(method)
         if overlap:
             check_overlap(method)
     except ConfigurationError:

@@ -12,7 +12,7 @@ from lightning_omni.wire.formats.base import WireFormat, from_wire, register
 
 @register
 class BothWays(WireFormat, frozen=True, kw_only=True, dict=True, tag="both_ways"):
-    """The format of ``wire={"push": ..., "pull": ...}``. It encodes nothing itself.
+    """The format of ``Compression(push=..., pull=...)``. It encodes nothing itself.
 
     Args:
         push: the format of pushes, as plain data.
@@ -33,7 +33,7 @@ class BothWays(WireFormat, frozen=True, kw_only=True, dict=True, tag="both_ways"
 
     def __post_init__(self) -> None:
         if isinstance(self.pushes, BothWays) or isinstance(self.answers, BothWays):
-            raise ConfigurationError('wire={"push": ..., "pull": ...}: pass a format of one direction for each')
+            raise ConfigurationError("Compression(push=..., pull=...): pass a format of one direction for each")
 
     @cached_property
     def pushes(self) -> WireFormat:
