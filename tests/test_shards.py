@@ -998,10 +998,16 @@ def test_real_servers_hold_bitwise_what_one_would_and_a_dead_one_is_named() -> N
     barrier = {"method": "hardsync", "optimizer": "adamw", "freezes": True}
     cases = [
         barrier,
-        {**barrier, "servers": "per-node"},
-        {"servers": 2, "wire": {"push": "int8", "pull": "bf16"}, "poisons": True, "regroups": True, "steps": 9},
-        {"servers": 2, "method": CUT, "wire": "topk:0.4", "regroups": True, "steps": 20},
-        {"servers": "per-node", "method": "local_sgd:period=2", "kills": "server"},
+        {**barrier, "server": "per-node"},
+        {
+            "server": {"count": 2},
+            "compression": {"push": "int8", "pull": "bf16"},
+            "poisons": True,
+            "regroups": True,
+            "steps": 9,
+        },
+        {"server": {"count": 2}, "method": CUT, "compression": "topk:0.4", "regroups": True, "steps": 20},
+        {"server": "per-node", "method": "local_sgd:period=2", "kills": "server"},
     ]
     with Running("shards.py", {"cases": cases}) as running:
         finished = running.wait(400)
@@ -1088,8 +1094,8 @@ def test_shards_of_a_server_are_checked() -> None:
 
 def test_what_several_servers_cannot_do_is_refused_before_training() -> None:
     for options, text in (
-        ({"server": "tcp://10.0.0.1:5555"}, "lightning-omni serve --shards N"),
-        ({"transport": Stream()}, "leave servers= out"),
+        ({"address": "tcp://10.0.0.1:5555"}, "lightning-omni serve --servers N"),
+        ({"transport": Stream()}, "leave count= out"),
     ):
         with pytest.raises(ConfigurationError, match=text):
-            WorldOptions(servers=2, **options)
+            WorldOptions(server=Server(count=2), **options)

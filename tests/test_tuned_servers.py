@@ -57,7 +57,7 @@ def test_nodes_whose_links_hold_groups_up_are_advised_to_have_a_server_each_and_
             "space": {**SPACE, "method": METHODS[-1], "period": [4, 8]},
         },
     }
-    fits = [slow, {**slow, "strategy": {"servers": "per-node"}}]
+    fits = [slow, {**slow, "strategy": {"server": "per-node"}}]
     ended = run_nodes("omni_tuner.py", {"fits": fits}, nodes=4)
     assert ended[0].output.count('pass OmniStrategy(servers="per-node")') == 1, "of the fit that has one server"
     first, *others = (each.results[0][1] for each in ended)

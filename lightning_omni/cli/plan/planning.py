@@ -28,7 +28,7 @@ from lightning_omni.tuning.search import Search, SearchSpec, Space
 from lightning_omni.tuning.search.choice import best_by_forecast
 from lightning_omni.tuning.search.evidence import Evidence, scatter
 from lightning_omni.tuning.search.rules import careful, is_faster, least
-from lightning_omni.tuning.search.space import ALL_REDUCES, METHODS, WIRES, group_counts, wire_given
+from lightning_omni.tuning.search.space import ALL_REDUCES, METHODS, WIRES, compression_named, group_counts
 from lightning_omni.wire.all_reduce import EXACT, all_reduce_of
 
 PICTURE = "plan.png"
@@ -148,7 +148,7 @@ def ways_of(
 
 def _check_wire(wire: str, methods: Sequence[str]) -> None:
     """Raise a `ConfigurationError` if the wire format does not exist, or not for one of these methods."""
-    wire_format = _as_option(lambda: wire_given(wire))
+    wire_format = _as_option(lambda: compression_named(wire).wire_format)
     for method in methods:
         _as_option(partial(wire_format.check, method_named(method)))
 

@@ -29,7 +29,7 @@ from lightning_omni.tuning.search.experience import Experience
 from lightning_omni.tuning.search.prior import Prior
 from lightning_omni.tuning.search.residuals import SpeedResiduals
 from lightning_omni.tuning.search.rules import is_faster
-from lightning_omni.tuning.search.space import checked_axis, wire_given
+from lightning_omni.tuning.search.space import checked_axis, compression_named
 from lightning_omni.tuning.search.specification import SearchSpec
 
 
@@ -235,7 +235,7 @@ class Evidence:
         key = setting.method, setting.period, setting.wire, setting.overlap, shared
         if key not in self._patterns:
             method = with_period(method_named(setting.method), setting.period)
-            wire = wire_given(setting.wire) if setting.wire else "fp32"
+            wire = compression_named(setting.wire) if setting.wire else "fp32"
             nbytes = self.profile.nbytes if head is None else head.body
             found = ExchangePattern.of(method, wire, setting.overlap, nbytes)
             self._patterns[key] = found if head is None else head.added_to(found)
@@ -246,7 +246,7 @@ class Evidence:
         if setting.groups == 1 or setting.merged not in self.profile.heads:
             return None
         rows = self.profile.batch_size * self.profile.ranks / setting.groups
-        wire_format = wire_given(setting.wire or "fp32")
+        wire_format = compression_named(setting.wire or "fp32").wire_format
         return HeadCost(self.profile.heads[setting.merged], self.profile.nbytes, rows, wire_format)
 
     @property

@@ -25,7 +25,6 @@ from lightning_omni.tuning.model.forecast import Setting
 from lightning_omni.tuning.search import constants as c
 from lightning_omni.wire.all_reduce import all_reduce_of
 from lightning_omni.wire.compression import Compression
-from lightning_omni.wire.formats import WireFormat
 
 _AVERAGED = "diloco:outer_lr=1.0,outer_momentum=0"
 _STREAMED = f"{_AVERAGED},fragments=4,delay=1,keep_steps=true,dynamic_steps=true"
@@ -190,7 +189,7 @@ class Wire(ExchangeDimension):
 
     def __post_init__(self) -> None:
         for each in self.values:
-            wire_given(each)
+            compression_named(each)
 
 
 @dataclass(frozen=True)
@@ -228,8 +227,8 @@ class MergedName(ExchangeDimension):
         return ("", *self.values) if self.values else (setting.merged,)
 
 
-def wire_given(text: Any) -> WireFormat:
-    """Return the wire format that a setting names, such as ``"int8"``, or ``"int8/bf16"`` for pushes and pulls.
+def compression_named(text: Any) -> Compression:
+    """Return the formats that a setting names, such as ``"int8"``, or ``"int8/bf16"`` for pushes and pulls.
 
     Raises:
         ConfigurationError: it is not a text, or names no format.
@@ -239,7 +238,7 @@ def wire_given(text: Any) -> WireFormat:
             f'space={{"wire": {text!r}}}: pass formats, such as "int8", or "int8/bf16" for each way'
         )
     push, _, pull = text.partition("/")
-    return Compression(push, pull or "fp32").wire_format
+    return Compression(push, pull or "fp32")
 
 
 def _inside(value: float, bounds: tuple[float, float]) -> float:
@@ -405,7 +404,7 @@ def _can_be(method: Method, groups: int, wire: str, overlap: bool) -> bool:
     try:
         method.check(groups)
         if wire:
-            wire_given(wire).check(method)
+            compression_named(wire).check(method)
         if overlap:
             check_overlap(method)
     except ConfigurationError:

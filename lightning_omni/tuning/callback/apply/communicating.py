@@ -6,7 +6,7 @@ from lightning_omni.methods import method_named, with_period
 from lightning_omni.runtime.parallel_state import Communication
 from lightning_omni.strategy.hooks import OmniStrategyHooks
 from lightning_omni.tuning.model.forecast import Setting
-from lightning_omni.tuning.search.space import wire_given
+from lightning_omni.tuning.search.space import compression_named
 from lightning_omni.wire.all_reduce import all_reduce_of
 
 
@@ -16,7 +16,7 @@ def communication_of(setting: Setting, current: Communication) -> Communication:
     if setting.method:
         method, overlap = method_named(setting.method), setting.overlap
     if setting.wire:
-        wire = wire_given(setting.wire)
+        wire = compression_named(setting.wire).wire_format
     if setting.all_reduce:
         all_reduce = all_reduce_of(setting.all_reduce)
     return Communication(with_period(method, setting.period), wire, overlap, all_reduce)
