@@ -35,6 +35,10 @@ LONGEST = """
 
 MOST_AGAIN = 3
 """Tests that may fail beside others, if they pass alone."""
+START_PROCESSES = ("runs", "processes")
+"""Modules of the tests that start processes: a test file that takes something from them is marked so."""
+REASONS = "omni/reasons"
+"""The entry of pytest's cache with the failures of the last run: the end of each report, by the test's name."""
 
 
 @pytest.fixture(scope="session")
@@ -75,11 +79,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
         config.hook.pytest_deselected(items=left_out)
+    for item in items:
+        names = vars(item.module).values()  # type: ignore[attr-defined]
+        if any(getattr(each, "__module__", None) in START_PROCESSES for each in names):
+            item.add_marker(pytest.mark.processes)
     places = {f"test_{name}": place for place, name in enumerate(LONGEST.split())}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
 
 
-def _check_again(items: list[pytest.Item]) -> None:
+_reasons: dict[str, str] = {}
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Remember the end of a failure's report."""
+    if report.failed:
+        _reasons[report.nodeid] = report.longreprtext[-1_000:]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Keep the failures for the run that repeats them."""
+    if session.config.cache is not None and not hasattr(session.config, "workerinput"):
+        session.config.cache.set(REASONS, _reasons)
+
+
+def _check_again(items: list[pytest.Item], reasons: dict[str, str]) -> None:
     """Refuse to repeat what cannot have failed for lack of processor time, or too much of it.
 
     What starts processes waits for them, for a while: that it fails where a machine stands still for a minute says
@@ -89,14 +112,16 @@ def _check_again(items: list[pytest.Item]) -> None:
         raise pytest.UsageError(f"{len(items)} tests have failed: that is not for lack of processor time")
     alone = [item.nodeid for item in items if not item.get_closest_marker("processes")]
     if alone:
-        raise pytest.UsageError(f"these start no processes, and have failed: {', '.join(alone)}")
+        texts = "".join(f"\n{name}\n{reasons.get(name, '')}" for name in alone)
+        raise pytest.UsageError(f"these start no processes, and have failed: {texts}")
     for item in items:
-        sys.stderr.write(f"failed beside other tests, now alone: {item.nodeid}\n")
+        sys.stderr.write(f"failed beside other tests, now alone: {item.nodeid}\n{reasons.get(item.nodeid, '')}\n")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Keep what is there by now: the collector, which some of our code calls, need not look through it every time."""
     if session.config.getoption("--again"):
-        _check_again(session.items)
+        assert session.config.cache is not None
+        _check_again(session.items, session.config.cache.get(REASONS, {}))
     gc.freeze()
     gc.enable()

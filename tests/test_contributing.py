@@ -13,7 +13,7 @@ from lightning_omni.cli import main
 from lightning_omni.tuning import search
 
 ROOT = Path(lightning_omni.__file__).parent.parent
-PAGE = (ROOT / "docs" / "contributing.md").read_text()
+PAGE = (ROOT / "docs" / "contribute" / "contributing.md").read_text()
 FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
 COMMANDS = [
     line.partition("#")[0].strip()

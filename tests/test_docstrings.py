@@ -18,7 +18,7 @@ WITH_EXAMPLES = sorted(
     if ">>>" in path.read_text()
 )
 DOCS = Path(__file__).parent.parent / "docs"
-PAGES = list(DOCS.glob("*.md"))
+PAGES = {path.relative_to(DOCS).as_posix(): path.read_text() for path in sorted(DOCS.rglob("*.md"))}
 
 
 @pytest.mark.parametrize("name", WITH_EXAMPLES)
@@ -30,7 +30,7 @@ def test_the_examples_of_a_module_run(name: str, tmp_path: Path, monkeypatch: py
     assert failed == 0
 
 
-@pytest.mark.parametrize("page", sorted(page.name for page in PAGES if ">>>" in page.read_text()))
+@pytest.mark.parametrize("page", [page for page, text in PAGES.items() if ">>>" in text])
 def test_the_examples_of_a_page_run(page: str) -> None:
     failed, attempted = doctest.testfile(str(DOCS / page), module_relative=False)
     assert attempted
@@ -42,14 +42,14 @@ def test_every_method_has_an_example() -> None:
         assert ">>>" in (kind.__doc__ or "")
 
 
-@pytest.mark.parametrize("page", sorted(page.name for page in PAGES if page.stem != "changelog"))
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "contribute/changelog.md"])
 def test_files_that_a_page_names_are_there(page: str) -> None:
-    named = re.findall(r"`(?:lightning_omni/)?([a-z_]+/(?:[a-z_]+/)*(?:[a-z_]+\.py)?)`", (DOCS / page).read_text())
+    named = re.findall(r"`(?:lightning_omni/)?([a-z_]+/(?:[a-z_]+/)*(?:[a-z_]+\.py)?)`", PAGES[page])
     missing = {name for name in named if not (PACKAGE / name).exists() and not (DOCS.parent / name).exists()}
     assert not missing
 
 
 def test_the_life_of_a_gradient_names_files() -> None:
-    text = (DOCS / "life-of-a-gradient.md").read_text()
+    text = PAGES["contribute/life-of-a-gradient.md"]
     for section in ("## The path", "## A lease", "## A late message"):
         assert text.partition(section)[2].partition("\n## ")[0].count(".py`") >= 3, section

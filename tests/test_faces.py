@@ -216,7 +216,7 @@ def test_every_public_name_is_there_and_an_unknown_one_is_not() -> None:
         omni.Tuner  # noqa: B018
 
 
-QUICKSTART = Path(__file__).parents[1] / "docs" / "quickstart.md"
+QUICKSTART = Path(__file__).parents[1] / "docs" / "start" / "quickstart.md"
 LOOPS: dict[str, dict[str, Any]] = {
     "one group": {"groups": 1, "merges": False},
     "two groups": {"groups": 2, "merges": False},

@@ -1,8 +1,8 @@
 """Strangers beside a run: processes that reach its ports and hold no key, in every way that `attacks` knows.
 
 A server in a process of its own, and a rank that pushes to it and compares every answer bit for bit with the same
-optimizer here. Whatever is thrown at the server's ports, its memory stays within the bound of docs/security.md, a rank
-with the key comes in, and the pushes go on.
+optimizer here. Whatever is thrown at the server's ports, its memory stays within the bound of
+docs/explanation/security.md, a rank with the key comes in, and the pushes go on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lightning_omni.errors import OmniError
 from lightning_omni.transport.zeromq.keys import new_key
 
 BOUND = 128.0
-"""Megabytes that strangers may cost a server, at the defaults; see docs/security.md."""
+"""Megabytes that strangers may cost a server, at the defaults; see docs/explanation/security.md."""
 SLACK = 16.0
 """Megabytes that an allocator may find or keep from one round to the next."""
 ROUNDS = 6

@@ -166,7 +166,7 @@ def test_there_is_no_import_cycle_not_even_of_types_and_in_functions() -> None:
     assert not cycle({module: inside(module) for module in MODULES})
 
 
-DESIGN = (ROOT.parent / "docs" / "design.md").read_text()
+DESIGN = (ROOT.parent / "docs" / "contribute" / "design.md").read_text()
 
 
 def order_of(lines: str) -> list[list[str]]:

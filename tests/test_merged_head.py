@@ -522,7 +522,7 @@ def test_the_heads_gradient_is_scaled_and_clipped_before_it_is_applied() -> None
 @pytest.mark.parametrize("name", ["int8", "bf16", "fp16", "topk:0.5"])
 def test_activations_and_gradients_travel_in_the_format_of_their_direction(name: str) -> None:
     x, gradient = rows(4), rows(4, 2)
-    exact, rounded = Heads(), Heads(wire={"push": name, "pull": "bf16"})
+    exact, rounded = Heads(), Heads(wire=Compression(push=name, pull="bf16"))
     for heads in (exact, rounded):
         heads.forward(0, x)
         heads.backward(0, gradient)
@@ -551,7 +551,7 @@ def test_numbers_that_are_no_activations_arrive_as_they_are_and_a_wrong_size_is_
 
 @pytest.mark.parametrize("name", ["int8", "bf16", "fp16"])
 def test_activations_that_are_not_finite_leave_the_head_as_it_was_in_any_format(name: str) -> None:
-    heads = Heads(wire={"push": name, "pull": name})
+    heads = Heads(wire=Compression(push=name, pull=name))
     before, x = heads.weights, rows(4)
     x[1, 2] = torch.inf
     heads.forward(0, x)

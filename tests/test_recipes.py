@@ -228,6 +228,6 @@ def test_a_group_on_a_spot_instance_is_told_before_the_instance_is_taken(command
 
 
 def test_every_recipe_stands_in_the_docs() -> None:
-    page = (DOCS / "joining.md").read_text()
+    page = (DOCS / "how-to" / "joining.md").read_text()
     for recipe in RECIPES.iterdir():
-        assert f"(recipes/{recipe.name})" in page
+        assert f"(../recipes/{recipe.name})" in page

@@ -33,7 +33,6 @@ from lightning_omni.methods import AsyncSGD, Gradient, Master, Method, Push, Rep
 from lightning_omni.methods.model.fragments import UNIT, read, write
 from lightning_omni.methods.model.master import hyperparameters_of, resolver
 from lightning_omni.methods.model.totals import Total
-from lightning_omni.runtime.options import WorldOptions
 from lightning_omni.server import ServerCore
 from lightning_omni.server.replication import MOST_HELD
 from lightning_omni.server.served_optimizer import Shard
@@ -1098,4 +1097,4 @@ def test_what_several_servers_cannot_do_is_refused_before_training() -> None:
         ({"transport": Stream()}, "leave count= out"),
     ):
         with pytest.raises(ConfigurationError, match=text):
-            WorldOptions(server=Server(count=2), **options)
+            Server(count=2, **options)

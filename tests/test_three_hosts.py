@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 from emulated_network import CONGESTION, Hosts, Network, NoNamespacesError
 
-PAGE = Path(__file__).parents[1] / "docs" / "joining.md"
+PAGE = Path(__file__).parents[1] / "docs" / "how-to" / "joining.md"
 START = 200.0
 """Seconds for six processes that import torch to have done so, and to train a little, on a busy machine."""
 TRAIN = """

@@ -1059,7 +1059,7 @@ def test_a_module_wrapped_over_ranks_of_other_groups_is_refused_by_name(keeps: s
 
 
 def test_a_configuration_file_has_a_method_and_its_settings_in_one_text() -> None:
-    page = (Path(__file__).parent.parent / "docs" / "compatibility.md").read_text()
+    page = (Path(__file__).parent.parent / "docs" / "reference" / "compatibility.md").read_text()
     block = page.split("## LightningCLI")[1].split("```yaml")[1].split("```")[0]
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--trainer.strategy", type=pl.strategies.Strategy)

@@ -149,7 +149,7 @@ def test_the_dashboard_names_only_metrics_that_there_are() -> None:
     assert len(used) > 15
     assert used <= known, used - known
     assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
-    documented = set(re.findall(r"`(lightning_omni_\w+)`", (DOCS / "watching.md").read_text()))
+    documented = set(re.findall(r"`(lightning_omni_\w+)`", (DOCS / "how-to" / "watching.md").read_text()))
     own = {re.sub(r"_(bucket|sum|count)$", "", name) for name in known if name.startswith("lightning_omni_")}
     assert documented == own
 
@@ -418,7 +418,7 @@ def wait_for(what: Callable[[], Any], seconds: float = 30.0) -> Any:
 def test_a_run_is_watched_and_a_group_of_it_evicted(
     start: Callable[..., Process], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With the commands of docs/watching.md."""
+    """With the commands of docs/how-to/watching.md."""
     server = start(
         *COMMAND, *documented("serve --host 10.0.0.9 --http 9464", host="127.0.0.1", http="0"), "--port", "0"
     )
@@ -587,7 +587,7 @@ def check_table(text: str, seen: m.Overview) -> None:
 
 def documented(command: str, **instead: str) -> list[str]:
     """A command as the page has it, with addresses of this machine."""
-    assert f"\nlightning-omni {command}\n" in (DOCS / "watching.md").read_text()
+    assert f"\nlightning-omni {command}\n" in (DOCS / "how-to" / "watching.md").read_text()
     words = command.split()
     for name, value in instead.items():
         place = words.index(f"--{name}") + 1 if f"--{name}" in words else len(words) - 1

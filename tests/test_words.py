@@ -1,4 +1,4 @@
-"""The project speaks the field's words: what `docs/glossary.md` has a word for is called by no other.
+"""The project speaks the field's words: what `docs/reference/glossary.md` has a word for is called by no other.
 
 A word of the list below stands in no name, no comment, no docstring, no message and on no page. Where the word has an
 ordinary meaning, too, or is a value that files hold, the entry says how that is told.
@@ -22,7 +22,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = sorted([*(ROOT / "lightning_omni").rglob("*.py"), *(ROOT / "examples").glob("*.py")])
-PAGES = [ROOT / "README.md", *(ROOT / ".github").rglob("*.md"), *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *(ROOT / ".github").rglob("*.md"), *sorted((ROOT / "docs").rglob("*.md"))]
 WORD_OF_A_NAME = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 
 
@@ -315,7 +315,7 @@ def test_a_private_sense_is_found(instead: str, module: str) -> None:
 
 
 def test_the_glossary_has_its_words_in_order() -> None:
-    page = (ROOT / "docs" / "glossary.md").read_text()
+    page = (ROOT / "docs" / "reference" / "glossary.md").read_text()
     words = re.findall(r"^- \*\*(.+?)\*\*: ", page, re.MULTILINE)
     assert words == sorted(words, key=str.lower)
     assert len(words) > 30

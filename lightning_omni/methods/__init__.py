@@ -1,4 +1,6 @@
-"""The methods by which groups exchange and merge gradients or weights. docs/methods.md explains how to choose one.
+"""The methods by which groups exchange and merge gradients or weights.
+
+docs/reference/methods.md explains how to choose one.
 
 Pass one to ``OmniStrategy(method=...)``, by its name in `METHODS` or as a value: ``methods.DiLoCo(period=50)``. Each
 method has a file of its own, without sockets, clocks or Lightning.

@@ -33,13 +33,13 @@ class Server:
             server, a process beside rank 0.
         count: number of embedded servers, each of which holds a partition of the parameters, so that no single link
             carries all pushes: a number, all on rank 0's node; or ``"per-node"``, one on each node. Then an exchange of
-            all groups sends no more bytes over any link than a ring all-reduce. See docs/servers.md.
+            all groups sends no more bytes over any link than a ring all-reduce. See docs/how-to/servers.md.
         host: address that the embedded server binds. None uses no port at all on one node (sockets in a directory that
             only this user may enter), and MASTER_ADDR on several.
         encryption: encryption of network connections: ``"curve"``, or ``"off"`` on a network whose every user you
             trust. A server that runs already must use the same.
         save: seconds between two saves of the embedded server's state. If the server dies, rank 0 starts another one,
-            which continues from the last save: see docs/resilience.md. With None nothing is saved, and the run ends if
+            which continues from the last save: see docs/explanation/resilience.md. With None nothing is saved, and the run ends if
             the server dies.
         record: file for a record of everything that changes the weights, written by the embedded server; the simulator
             can replay it, see `lightning_omni.simulator.replay`. None records nothing.
@@ -145,7 +145,7 @@ class Elastic:
     Args:
         join: whether the ranks of this launcher are one group of a run in which groups join and leave, each with its
             own launcher. The group joins the run at the server's address, or begins it if it is the first, and may
-            leave at any time: see docs/joining.md. None means True if LIGHTNING_OMNI_SERVER is set and no server is
+            leave at any time: see docs/how-to/joining.md. None means True if LIGHTNING_OMNI_SERVER is set and no server is
             passed to OmniStrategy, and otherwise False.
         max_rejoins: with ``join``, how often in a row a group that was evicted by mistake (because its machine was
             suspended or its link failed) rejoins as a new group: if the script ends with that error, its process runs

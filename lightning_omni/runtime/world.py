@@ -92,7 +92,7 @@ class World(Place):
                     loss(model(x), y).backward()
                     optimizer.step()
 
-        docs/quickstart.md has one with epochs, validation and checkpoints.
+        docs/start/quickstart.md has one with epochs, validation and checkpoints.
     """
 
     def __init__(

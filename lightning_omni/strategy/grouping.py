@@ -226,7 +226,8 @@ class GroupedStrategy(_Base):
         if self._took_over and isinstance(exception, Exception) and not isinstance(exception, OmniError):
             _log.error(
                 "OmniStrategy: this rank logs and saves since the group is gone that did: what a callback prepares only"
-                " where trainer.is_global_zero is true, it does not have; see docs/joining.md, 'Logging and saving'"
+                " where trainer.is_global_zero is true, it does not have;"
+                " see docs/how-to/joining.md, 'Logging and saving'"
             )
 
     def form_one(self) -> None:

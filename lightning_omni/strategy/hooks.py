@@ -61,7 +61,7 @@ class OmniStrategyHooks(SavingStrategy):
     """A strategy that trains synchronously inside compute groups and asynchronously across them.
 
     Use it where synchronization is the bottleneck: step times that vary, a slow network, or workers that may die. See
-    docs/quickstart.md. Only ``groups`` and ``method`` matter at first; the defaults of the others suit most runs.
+    docs/start/quickstart.md. Only ``groups`` and ``method`` matter at first; the defaults of the others suit most runs.
 
     Args:
         groups: number of compute groups, from 1 (plain DDP, bit for bit, with no server in the path) to the number of
@@ -76,26 +76,26 @@ class OmniStrategyHooks(SavingStrategy):
             proportion, where that makes the group more than 5 % faster; ``"off"`` gives all ranks equal parts. The loss
             must be a mean over the batch.
         compression: the formats in which tensors are sent, for slow networks: ``"int8"`` or the like for pushes, or a
-            `Compression` for pushes, pulls and the averages inside a group: see docs/wire-formats.md.
+            `Compression` for pushes, pulls and the averages inside a group: see docs/reference/wire-formats.md.
         overlap: whether a group computes its next gradient during an exchange, which makes that gradient one step
             staler; for methods whose optimizer steps at the server. Use it where exchanges take long: see
-            docs/performance.md. With one group this has no effect.
+            docs/explanation/performance.md. With one group this has no effect.
         server: ``"tcp://host:port"`` of a running parameter server (``lightning-omni serve``); ``"per-node"``, which
             starts one server on each node; or a `Server`. Without an address LIGHTNING_OMNI_SERVER is used, and the
             ranks join the run there (see `Elastic`); if that is not set either, rank 0 starts a server for this run in
             a separate process.
         elastic: how groups join, leave and fail: True lets the ranks of this launcher join the run at ``server`` as one
-            group, at any time; or an `Elastic`. See docs/joining.md.
+            group, at any time; or an `Elastic`. See docs/how-to/joining.md.
         model_parallel: how the members of a group hold the model. None: each holds the whole model. ``"fsdp"`` or an
             `FSDP`: each holds a shard. ``ModelParallelStrategy(data_parallel_size=..., tensor_parallel_size=...)`` of
             Lightning: the module's ``configure_model`` parallelizes and shards it on the group's
-            ``self.device_mesh``. See docs/large-models.md.
+            ``self.device_mesh``. See docs/how-to/large-models.md.
         validation: ``"wait"``: all groups synchronize and validate together. ``"published"``: one group does a
             validation inside an epoch, with the weights of that time, while the others train on; see
-            docs/validation.md.
+            docs/how-to/validation.md.
         merged: name of a submodule that stays at the server, such as the last layers of a classifier. Each group's
             batch passes through it there, one group at a time: its weights are never stale and never sent, only
-            activations and their gradients are. See docs/merged-head.md. With one group this has no effect.
+            activations and their gradients are. See docs/how-to/merged-head.md. With one group this has no effect.
         **ddp: arguments of DDPStrategy (``find_unused_parameters``, ``timeout``, ``start_method``, ...).
 
     Raises:

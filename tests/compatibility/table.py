@@ -1,4 +1,4 @@
-"""Makes the tables of docs/compatibility.md out of the cases: python tests/compatibility/table.py"""
+"""Makes the tables of docs/reference/compatibility.md out of the cases: python tests/compatibility/table.py"""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import pytorch_lightning as pl  # noqa: E402
 from cases import CASES, Case  # noqa: E402
 from compare import COMPARED  # noqa: E402
 
-DOCS = HERE.parent.parent / "docs" / "compatibility.md"
+DOCS = HERE.parent.parent / "docs" / "reference" / "compatibility.md"
 ELSEWHERE = {
-    "accelerator": "every case runs on CPU; see [GPUs](gpus.md)",
+    "accelerator": "every case runs on CPU; see [GPUs](../how-to/gpus.md)",
     "callbacks": "see Callbacks",
     "devices": "every case runs with two ranks; `matrix.py --ranks 4` runs them with two groups of two",
     "num_nodes": "tested separately, in tests/test_two_nodes.py",

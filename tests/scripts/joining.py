@@ -181,7 +181,13 @@ def main() -> None:
         "steps", 0
     )
     last = [pl.callbacks.OnExceptionCheckpoint(FOLDER / NAME, "last")] * OPTIONS.get("last", 0)
-    inside = pl.strategies.ModelParallelStrategy(*map(int, INSIDE.split("x"))) if "x" in INSIDE else INSIDE
+    inside = (
+        pl.strategies.ModelParallelStrategy(*map(int, INSIDE.split("x")))
+        if "x" in INSIDE
+        else None
+        if INSIDE == "ddp"
+        else INSIDE
+    )
     given = {"method": OPTIONS.get("method"), "timeout": None, "model_parallel": inside, **OPTIONS.get("strategy", {})}
     strategy = omni.OmniStrategy(**values_in(given))
     net.lr = 0.05  # which a finder sets

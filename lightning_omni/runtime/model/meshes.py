@@ -24,7 +24,7 @@ class FSDP:
     """The settings of fully sharded data parallelism inside each compute group (torch's ``fully_shard``).
 
     Every rank of a group holds a shard, with rows of every parameter, for models that no single device can hold. Each
-    exchanges its own shard, and no rank ever has the whole model: see docs/large-models.md.
+    exchanges its own shard, and no rank ever has the whole model: see docs/how-to/large-models.md.
 
     Args:
         shards: number of ranks that hold one replica of the model together, 2 or more. A group has one or more

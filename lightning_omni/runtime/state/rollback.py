@@ -1,4 +1,4 @@
-"""The state to which a run in one group is rolled back; see the table in ``docs/state.md`` for all other state."""
+"""The state to which a run in one group is rolled back. docs/contribute/state.md has a table of all other state."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class DeviceTunerHooks(_CallbackBase):
     submodules. Precision is changed only if it is allowed. After the fit everything is restored.
 
     The callback works on a single device, and with DDPStrategy and OmniStrategy, where rank 0 measures and decides for
-    all. See docs/devices.md.
+    all. See docs/how-to/devices.md.
 
     Args:
         allow: ``("precision",)`` allows training in bfloat16 (``"bf16-mixed"``, or TF32 on CUDA) if that is faster and

@@ -65,7 +65,7 @@ class OmniTunerHooks(_CallbackBase):
     of the run since. When a setting is predicted to be clearly faster, the run switches to it in the middle of the
     epoch: groups are formed, momentum and learning rate are set, and batches are split in proportion to the ranks'
     speeds where that pays. If no setting is faster, nothing changes. Groups that are slower than predicted are given
-    up. No batch is discarded, and nothing is trained only to try it. See docs/tuning.md.
+    up. No batch is discarded, and nothing is trained only to try it. See docs/how-to/tuning.md.
 
     With ``data="static"``, and with a sampler of your own, groups change at the end of the epoch.
 

@@ -1,4 +1,4 @@
-"""The constants of the tuner's decisions; a table in ``docs/tuning-prior.md`` states the origin of each."""
+"""The constants of the tuner's decisions; a table in ``docs/evidence/tuning-prior.md`` states the origin of each."""
 
 from __future__ import annotations
 
