@@ -407,8 +407,8 @@ def test_a_user_s_all_reduce_hook_is_not_overwritten_by_that_of_replicas(is_late
 def test_optimizers_that_mix_numbers_are_refused_where_servers_step() -> None:
     optimizer = torch.optim.Adafactor([nn.Parameter(torch.ones(2))])
     with pytest.raises(UnsupportedError, match="Adafactor is not known to treat each number by itself"):
-        check_by_parts(AsyncSGD(), optimizer, 'inside="fsdp"')
-    check_by_parts(LocalSGD(), optimizer, 'inside="fsdp"')
+        check_by_parts(AsyncSGD(), optimizer, 'model_parallel="fsdp"')
+    check_by_parts(LocalSGD(), optimizer, 'model_parallel="fsdp"')
 
 
 def test_a_tuner_that_forms_groups_is_refused() -> None:

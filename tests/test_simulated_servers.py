@@ -102,11 +102,11 @@ def test_where_links_cost_nothing_several_servers_are_bitwise_one(method: str) -
     ("method", "wire"),
     [
         ("async_sgd", "fp32"),
-        ("async_sgd", {"push": "topk:0.1", "pull": "bf16"}),
-        ("elastic_averaging:period=2", {"push": "int8:block=48", "pull": "int8:block=48"}),
+        ("async_sgd", Compression(push="topk:0.1", pull="bf16")),
+        ("elastic_averaging:period=2", Compression(push="int8:block=48", pull="int8:block=48")),
         ("diloco:period=2,fragments=2", "fp32"),
-        ("diloco:period=4,fragments=2,delay=1", {"push": "topk:0.1", "pull": "bf16"}),
-        ("decoupled_diloco:period=2,fragments=2", {"push": "int8:block=48", "pull": "int8:block=48"}),
+        ("diloco:period=4,fragments=2,delay=1", Compression(push="topk:0.1", pull="bf16")),
+        ("decoupled_diloco:period=2,fragments=2", Compression(push="int8:block=48", pull="int8:block=48")),
     ],
     ids=str,
 )

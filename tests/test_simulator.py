@@ -170,7 +170,7 @@ def test_a_simulated_run_with_a_merged_head_is_replayed_to_the_bit() -> None:
         assert np.array_equal(weight, again.weights[name].numpy()), name
 
 
-@pytest.mark.parametrize("wire", [{"push": "int8", "pull": "bf16"}, "topk:0.5"], ids=str)
+@pytest.mark.parametrize("wire", [Compression(push="int8", pull="bf16"), "topk:0.5"], ids=str)
 def test_a_merged_head_in_a_lossy_format_learns_as_well_and_is_replayed_to_the_bit(wire: Any) -> None:
     cluster = Cluster.even(4, jitter=RANDOM_TIMES)
     calm: dict[str, Any] = {"method": "hardsync", "optimizer": plain, "limits": Limits(updates=15)}
@@ -209,7 +209,7 @@ def test_what_goes_into_the_head_and_comes_out_takes_its_time_on_the_link() -> N
 
 
 def test_activations_in_two_bytes_a_number_take_half_the_time() -> None:
-    link, wire = Link(bandwidth=1000.0), {"push": "bf16", "pull": "fp16"}
+    link, wire = Link(bandwidth=1000.0), Compression(push="bf16", pull="fp16")
     trace, _ = tailed(2, Cluster.even(2, 1e-9, link=link), batch_size=4, limits=Limits(updates=1), compression=wire)
     numbers = sum(parameter.numel() for parameter in Tailed().body.parameters())
     assert trace.seconds == pytest.approx((2 * (8 + 3) * 2 * 4 + 2 * numbers) / 1000.0, rel=1e-3)

@@ -204,7 +204,7 @@ def test_parameters_that_the_members_of_a_group_do_not_hold_together_are_refused
         parameter = nn.Parameter(make(mesh))
         with pytest.raises(UnsupportedError) as caught:
             check_sharded({"weight": parameter}, mesh, ModelParallel(2, 2))
-    for word in ["inside=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=2)", *words]:
+    for word in ["model_parallel=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=2)", *words]:
         assert word in str(caught.value)
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from lightning_omni import OmniStrategy
+from lightning_omni import FSDP, Compression, Elastic, Server
 from lightning_omni.errors import ConfigurationError, OmniError, UnsupportedError
 from lightning_omni.methods import LocalSGD
 from lightning_omni.methods.model.master import Master, check_servable, describe, hyperparameters_of, rebuild
@@ -1066,10 +1066,38 @@ def test_a_configuration_file_has_a_method_and_its_settings_in_one_text() -> Non
     parsed = parser.parse_string(block)
     again = parser.parse_string(parser.dump(parsed))
     assert again.trainer.strategy.init_args.method == "diloco:period=50"
-    assert OmniStrategy(**again.trainer.strategy.init_args.as_dict())._world_options.groups == 2
+    made = parser.instantiate_classes(again).trainer.strategy._world_options
+    assert (made.groups, made.compression) == (2, Compression("int8", "bf16"))
+    assert made.server == Server(count=2, save=10.0)
     as_class = "{class_path: lightning_omni.methods.DiLoCo, init_args: {period: 50}}"
     with pytest.raises(ArgumentError, match="'period' is not accepted"):
         parser.parse_string(block.replace("diloco:period=50", as_class))
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "value"),
+    [
+        (["compression=int8"], "compression", Compression("int8")),
+        (["compression.push=int8", "compression.pull=bf16"], "compression", Compression("int8", "bf16")),
+        (["compression={all_reduce: powersgd:4}"], "compression", Compression(all_reduce="powersgd:4")),
+        (["server=per-node"], "server", Server(count="per-node")),
+        (["server=tcp://10.0.0.9:5555"], "server", Server("tcp://10.0.0.9:5555")),
+        (["server.count=2", "server.save=10"], "server", Server(count=2, save=10.0)),
+        (["server={save: null}"], "server", Server(save=None)),
+        (["elastic=true", "server=tcp://10.0.0.9:5555"], "elastic", Elastic(join=True)),
+        (["elastic.heartbeat=9"], "elastic", Elastic(heartbeat=9.0)),
+        (["model_parallel=fsdp"], "model_parallel", FSDP()),
+        (["model_parallel.shards=2"], "model_parallel", FSDP(shards=2)),
+    ],
+    ids=str,
+)
+def test_a_command_line_has_a_value_as_one_text_or_by_its_arguments(given: list[str], name: str, value: Any) -> None:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--trainer.strategy", type=pl.strategies.Strategy)
+    options = [f"--trainer.strategy.init_args.{option}" for option in given]
+    parsed = parser.parse_args(["--trainer.strategy=lightning_omni.OmniStrategy", *options])
+    made = parser.instantiate_classes(parser.parse_string(parser.dump(parsed))).trainer.strategy
+    assert getattr(made._world_options, name) == value
 
 
 @pytest.mark.parametrize("window", [1, 2, 3])

@@ -39,8 +39,8 @@ class Server:
         encryption: encryption of network connections: ``"curve"``, or ``"off"`` on a network whose every user you
             trust. A server that runs already must use the same.
         save: seconds between two saves of the embedded server's state. If the server dies, rank 0 starts another one,
-            which continues from the last save: see docs/explanation/resilience.md. With None nothing is saved, and the run ends if
-            the server dies.
+            which continues from the last save: see docs/explanation/resilience.md. With None nothing is saved, and the
+            run ends if the server dies.
         record: file for a record of everything that changes the weights, written by the embedded server; the simulator
             can replay it, see `lightning_omni.simulator.replay`. None records nothing.
         max_nonfinite_pushes: number of pushes in a row with NaN or infinite gradients that a group may make before the
@@ -145,8 +145,8 @@ class Elastic:
     Args:
         join: whether the ranks of this launcher are one group of a run in which groups join and leave, each with its
             own launcher. The group joins the run at the server's address, or begins it if it is the first, and may
-            leave at any time: see docs/how-to/joining.md. None means True if LIGHTNING_OMNI_SERVER is set and no server is
-            passed to OmniStrategy, and otherwise False.
+            leave at any time: see docs/how-to/joining.md. None means True if LIGHTNING_OMNI_SERVER is set and no server
+            is passed to OmniStrategy, and otherwise False.
         max_rejoins: with ``join``, how often in a row a group that was evicted by mistake (because its machine was
             suspended or its link failed) rejoins as a new group: if the script ends with that error, its process runs
             its command again, after 1, 2, 4, ... seconds. 0 disables this. Only OmniStrategy uses it.
@@ -161,9 +161,9 @@ class Elastic:
     Example:
         >>> Elastic(join=True, max_rejoins=3)
         Elastic(join=True, max_rejoins=3, timeout=600.0, heartbeat=30.0)
-        >>> Elastic(heartbeat=1)
+        >>> Elastic(join="yes")
         Traceback (most recent call last):
-        lightning_omni.errors.ConfigurationError: Elastic(heartbeat=1): pass a finite number of seconds, at least 2: ...
+        lightning_omni.errors.ConfigurationError: Elastic(join='yes'): pass True, False or None
     """
 
     join: bool | None = None

@@ -54,9 +54,9 @@ class Computation:
         ConfigurationError: an argument is wrong, or two exclude each other.
 
     Example:
-        >>> Computation(rebalance="auto", members_apart=True)
+        >>> Computation(rebalance="on")
         Traceback (most recent call last):
-        lightning_omni.errors.ConfigurationError: Computation(rebalance='auto', members_apart=True): the mean of ...
+        lightning_omni.errors.ConfigurationError: Computation(rebalance='on'): pass "off" or "auto"
     """
 
     rebalance: Literal["off", "auto"] = "off"

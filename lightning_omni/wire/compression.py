@@ -33,9 +33,9 @@ class Compression:
     Example:
         >>> Compression(push="int8", pull="bf16")
         Compression(push='int8', pull='bf16', all_reduce='fp32')
-        >>> Compression(push="int7")
+        >>> Compression(pull=8)
         Traceback (most recent call last):
-        lightning_omni.errors.ConfigurationError: 'int7': ...
+        lightning_omni.errors.ConfigurationError: Compression(pull=8): pass a name such as "int8", or a value as Int8()
     """
 
     push: str | WireFormat = "fp32"
@@ -44,7 +44,7 @@ class Compression:
 
     def __post_init__(self) -> None:
         for way in ("push", "pull"):
-            wanted = 'a name such as "int8", or a value such as TopK(fraction=0.001)'
+            wanted = 'a name such as "int8", or a value as Int8()'
             check_kind(f"Compression({way}", getattr(self, way), (str, WireFormat), wanted)
         wanted = 'a name such as "powersgd:4", or a value such as PowerSGD(rank=4)'
         check_kind("Compression(all_reduce", self.all_reduce, (str, AllReduce), wanted)

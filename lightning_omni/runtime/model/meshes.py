@@ -40,9 +40,6 @@ class FSDP:
     Example:
         >>> FSDP(shards=4)
         FSDP(shards=4, distributed_checkpoint=False)
-        >>> FSDP(shards=1)
-        Traceback (most recent call last):
-        lightning_omni.errors.ConfigurationError: FSDP(shards=1): pass the number of ranks that hold ...
     """
 
     shards: int | None = None
