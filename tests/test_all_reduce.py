@@ -22,7 +22,7 @@ from lightning_omni import Compression
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.runtime.model.reduction import BUCKET_MB, Reduction, seconds_of_arithmetic
 from lightning_omni.simulator import Cluster, Limits, Link, Workload, simulate
-from lightning_omni.tuning.model.measured import Measured
+from lightning_omni.tuning.model.measurements import Measured
 from lightning_omni.tuning.model.profile import Profile
 from lightning_omni.wire.all_reduce import EXACT, AllReduce, Memory, PowerSGD, all_reduce_of, resumed, text_of
 

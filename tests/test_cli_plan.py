@@ -13,8 +13,7 @@ from searches import BATCH, found, observed, search, space_of
 
 from lightning_omni.cli import main
 from lightning_omni.methods import method_named, with_period
-from lightning_omni.tuning.model.costs import Costs
-from lightning_omni.tuning.model.exchanging import ExchangePattern
+from lightning_omni.tuning.model.cost_model import Costs, ExchangePattern
 from lightning_omni.tuning.model.profile import Profile
 from lightning_omni.tuning.report import Round, TuningReport
 from lightning_omni.tuning.search.prior import Prior

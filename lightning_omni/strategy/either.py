@@ -6,6 +6,9 @@ from abc import ABCMeta
 
 from lightning_omni.strategy.hooks import OmniStrategyHooks
 from lightning_omni.strategy.namespaces import namespace_of
+from lightning_omni.strategy.tested_versions import warn_about_untested
+
+warn_about_untested()
 
 
 class OmniStrategy(OmniStrategyHooks, metaclass=ABCMeta):  # noqa: D101

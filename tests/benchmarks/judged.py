@@ -41,13 +41,13 @@ from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import method_named, with_period
 from lightning_omni.simulator import Cluster
 from lightning_omni.topology import Topology
-from lightning_omni.tuning.callback.first_batches.timing import DECISION_STEPS
+from lightning_omni.tuning.callback.online_tuner import DECISION_STEPS
 from lightning_omni.tuning.model.forecast import Scaling, Setting, TrainedBatches
-from lightning_omni.tuning.model.measured import Measured
+from lightning_omni.tuning.model.measurements import Measured
 from lightning_omni.tuning.search import Observation, Search, SearchSpec, Space
 from lightning_omni.tuning.search.choice import verdict
 from lightning_omni.tuning.search.evidence import Evidence
-from lightning_omni.tuning.search.experience import Experience
+from lightning_omni.tuning.search.prior import PriorTheory
 from lightning_omni.tuning.search.space import ALL_REDUCES, METHODS, WIRES, compression_named
 
 LONGEST = 6.0
@@ -140,7 +140,7 @@ class Judged:
             losses = tuple(trace.rows["loss"].tolist())
             search = Search(spec, Observation(TrainedBatches(self.own, samples, losses), measured))
             is_early = batches == DECISION_STEPS[0]
-            if verdict(search, is_early=is_early, is_hurried=spec.is_hurried(batches)):
+            if verdict(search, is_early=is_early, can_wait=spec.can_wait(batches)):
                 break
         setting = search.choice(asks=not is_early).setting
         return Decided(setting, search.prediction(setting).topology, batches, trace.seconds, search)
@@ -157,7 +157,7 @@ class Judged:
 
     def alternatives(self, evidence: Evidence) -> Iterator[Setting]:
         """Ways of exchanging, each in steps of three sizes."""
-        assert isinstance(evidence.theory, Experience)
+        assert isinstance(evidence.theory, PriorTheory)
         for rebalance in (False, True):
             for format_ in ("fp32", *ALL_REDUCES):
                 yield replace(self.own, all_reduce=format_, rebalance=rebalance)

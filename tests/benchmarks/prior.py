@@ -64,8 +64,7 @@ from lightning_omni import Compression
 from lightning_omni.methods import Method, method_named, with_period
 from lightning_omni.simulator import Cluster
 from lightning_omni.tuning.model.forecast import Scaling, Setting, Theory
-from lightning_omni.tuning.search.experience import Experience
-from lightning_omni.tuning.search.prior import STREAMING, Prior, PriorRow, Steepness
+from lightning_omni.tuning.search.prior import STREAMING, Prior, PriorRow, PriorTheory, Steepness
 from lightning_omni.tuning.search.space import ALL_REDUCES, METHODS
 from lightning_omni.wire.all_reduce import PowerSGD, all_reduce_of
 
@@ -142,7 +141,7 @@ class Cell:
     def options(self) -> dict[str, Any]:
         """Of the simulation."""
         if self.variant == "wire":
-            return {"wire": "int8" if self.made.pushes_weights else {"push": "int8", "pull": "bf16"}}
+            return {"compression": "int8" if self.made.pushes_weights else Compression(push="int8", pull="bf16")}
         return {"overlap": True} if self.variant == "overlap" else {}
 
     @property
@@ -565,7 +564,7 @@ def beside_one_group(
         scatter: of the groups' step times, with which that is looked up.
     """
     own, period = Setting(1, task.momentum, task.own_lr), method.push_period * method.fragments
-    theory = Experience(own, Scaling(task.is_adaptive), prior=Prior.load(), scatter=scatter)
+    theory = PriorTheory(own, Scaling(task.is_adaptive), prior=Prior.load(), scatter=scatter)
     suggested = theory.suggested(replace(own, groups=groups, period=period, method=like))
     most = LONGEST * task.updates
     found = task.train(cluster, method, groups, momentum=suggested.momentum, lr=suggested.lr, most=most)

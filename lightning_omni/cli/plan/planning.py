@@ -19,7 +19,7 @@ from lightning_omni.cli.console import table_of
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import method_named, text_of
 from lightning_omni.palette import CHOSEN, EXPECTED, new_figure, plot_interval, save_figure
-from lightning_omni.tuning.model.convergence.statistical import Estimate
+from lightning_omni.tuning.model.convergence import Estimate
 from lightning_omni.tuning.model.forecast import Scaling, Setting, Theory
 from lightning_omni.tuning.model.profile import Prediction, Profile
 from lightning_omni.tuning.report import TuningReport
@@ -27,7 +27,7 @@ from lightning_omni.tuning.report.digest import duration
 from lightning_omni.tuning.search import Search, SearchSpec, Space
 from lightning_omni.tuning.search.choice import best_by_forecast
 from lightning_omni.tuning.search.evidence import Evidence, scatter
-from lightning_omni.tuning.search.rules import careful, is_faster, least
+from lightning_omni.tuning.search.rules import cheapest, is_faster, risk_adjusted
 from lightning_omni.tuning.search.space import ALL_REDUCES, METHODS, WIRES, compression_named, group_counts
 from lightning_omni.wire.all_reduce import EXACT, all_reduce_of
 
@@ -126,14 +126,16 @@ def ways_of(
         ConfigurationError: a name does not exist, or the options do not work together.
     """
     if period is not None:
-        _as_option(lambda: check_whole("period", period, "local steps between two exchanges, 1 or more", low=1))
+        _as_option(
+            "period", lambda: check_whole("period", period, "local steps between two exchanges, 1 or more", low=1)
+        )
     spec = known.search.spec if known.search is not None else None
     methods: tuple[str, ...] = METHODS
     wires: tuple[str, ...] = WIRES
     if spec is not None:
         methods, wires = spec.space.method or (spec.start.method,), spec.space.wire or (spec.start.wire,)
     if method is not None:
-        value = _as_option(lambda: method_named(method))
+        value = _as_option("method", lambda: method_named(method))
         methods = (text_of(value, without=("period",)),)
         if period is None and "period=" in method:
             period = getattr(value, "period", None)
@@ -148,14 +150,14 @@ def ways_of(
 
 def _check_wire(wire: str, methods: Sequence[str]) -> None:
     """Raise a `ConfigurationError` if the wire format does not exist, or not for one of these methods."""
-    wire_format = _as_option(lambda: compression_named(wire).wire_format)
+    wire_format = _as_option("wire", lambda: compression_named(wire).wire_format)
     for method in methods:
-        _as_option(partial(wire_format.check, method_named(method)))
+        _as_option("wire", partial(wire_format.check, method_named(method)))
 
 
 def _asked_all_reduce(all_reduce: str, known: PlanSource) -> tuple[str, ...]:
     """Return the all-reduce formats beside the exact one, if the user requests this one."""
-    if _as_option(lambda: all_reduce_of(all_reduce)) == EXACT:
+    if _as_option("all-reduce", lambda: all_reduce_of(all_reduce)) == EXACT:
         return ()
     if not known.profile.shapes:
         raise ConfigurationError(
@@ -165,13 +167,13 @@ def _asked_all_reduce(all_reduce: str, known: PlanSource) -> tuple[str, ...]:
     return (all_reduce,)
 
 
-def _as_option(read: Callable[[], _Read]) -> _Read:
+def _as_option(option: str, read: Callable[[], _Read]) -> _Read:
     """Call ``read``, and name the option in its error."""
     try:
         return read()
     except ConfigurationError as error:
-        name, equals, rest = str(error).partition("=")
-        raise ConfigurationError(f"--{name.replace('_', '-')}{equals}{rest}") from error
+        _, equals, rest = str(error).partition("=")
+        raise ConfigurationError(f"--{option}{equals}{rest}") from error
 
 
 class PlannedEvidence(Evidence):
@@ -261,9 +263,9 @@ class PlanRow:
         return self.efficiency[0] - math.log(self.prediction.samples_per_second.value)
 
     @property
-    def careful(self) -> float:
+    def risk_adjusted(self) -> float:
         """Return `log_seconds` with a small penalty for an untried setting."""
-        return careful(self.log_seconds, self.efficiency[1])
+        return risk_adjusted(self.log_seconds, self.efficiency[1])
 
 
 @dataclass(frozen=True)
@@ -319,7 +321,7 @@ class Plan:
     @cached_property
     def best(self) -> PlanRow:
         """Return the row that reaches the target first; among equals the one with the fewest groups."""
-        return least(self.rows, lambda row: row.careful, lambda row: row.setting.groups)
+        return cheapest(self.rows, lambda row: row.risk_adjusted, lambda row: row.setting.groups)
 
     def relative(self, row: PlanRow) -> float:
         """Return the time to the target, relative to the best row's."""
