@@ -27,6 +27,7 @@ from stream import Stream
 from torch import Tensor
 from torch.nn import Parameter
 
+import lightning_omni as omni
 from lightning_omni.cli.serve.command import serve
 from lightning_omni.errors import ConfigurationError, MalformedMessage, ProtocolError, RankLost, Refused
 from lightning_omni.group.core import Ask, Outgoing
@@ -1097,4 +1098,4 @@ def test_what_several_servers_cannot_do_is_refused_before_training() -> None:
         ({"transport": Stream()}, "leave count= out"),
     ):
         with pytest.raises(ConfigurationError, match=text):
-            Server(count=2, **options)
+            omni.Server(count=2, **options)

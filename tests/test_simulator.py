@@ -85,7 +85,7 @@ def run(
     if cluster is None:
         size = groups if isinstance(groups, int) else len(groups.ranks)
         cluster = Cluster.even(size, jitter=RANDOM_TIMES)
-    given = {"data": DATA, "loss": loss, "optimizer": sgd, "evaluate": None}
+    given: dict[str, Any] = {"data": DATA, "loss": loss, "optimizer": sgd, "evaluate": None}
     given = {name: options.pop(name, value) for name, value in given.items()}
     workload = Workload(options.pop("model", None) or new_model(), **given)
     return simulate(method, groups, cluster, workload, **options)

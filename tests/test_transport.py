@@ -363,9 +363,9 @@ def test_the_same_training_ends_in_the_same_bits_over_every_transport() -> None:
 
 
 def test_a_transport_is_a_value_that_a_run_is_given() -> None:
-    assert WorldOptions().resolved_transport() == ZeroMQ()
-    assert WorldOptions(server=Server(encryption="off")).resolved_transport() == ZeroMQ(encryption="off")
-    assert WorldOptions(server=Server(transport=Stream())).resolved_transport() == Stream()
+    assert WorldOptions().server.resolved_transport() == ZeroMQ()
+    assert WorldOptions(server=Server(encryption="off")).server.resolved_transport() == ZeroMQ(encryption="off")
+    assert WorldOptions(server=Server(transport=Stream())).server.resolved_transport() == Stream()
     assert transport.from_wire(transport.to_wire(ZeroMQ(encryption="off"))) == ZeroMQ(encryption="off")
     assert transport.load("stream:Stream") is Stream
     with pytest.raises(ConfigurationError, match="encryption= is ZeroMQ's"):
@@ -374,7 +374,7 @@ def test_a_transport_is_a_value_that_a_run_is_given() -> None:
         WorldOptions(server=Server(transport=InMemory()))
     with pytest.raises(ConfigurationError, match="stream://host:port"):
         WorldOptions(server=Server(transport=Stream(), address="tcp://10.0.0.1:5555"))
-    assert WorldOptions(server=Server(transport=Stream(), address="stream://10.0.0.1:5555")).server
+    assert WorldOptions(server=Server(transport=Stream(), address="stream://10.0.0.1:5555")).server.address
 
 
 def test_real_processes_train_over_a_transport_that_the_package_does_not_know() -> None:

@@ -1058,6 +1058,11 @@ def test_a_module_wrapped_over_ranks_of_other_groups_is_refused_by_name(keeps: s
         check_wrapped(trainer, members=(1,))
 
 
+def instantiated(parser: ArgumentParser, parsed: Any) -> Any:
+    make = getattr(parser, "instantiate", None) or parser.instantiate_classes  # as older releases call it
+    return make(parsed)
+
+
 def test_a_configuration_file_has_a_method_and_its_settings_in_one_text() -> None:
     page = (Path(__file__).parent.parent / "docs" / "reference" / "compatibility.md").read_text()
     block = page.split("## LightningCLI")[1].split("```yaml")[1].split("```")[0]
@@ -1066,7 +1071,7 @@ def test_a_configuration_file_has_a_method_and_its_settings_in_one_text() -> Non
     parsed = parser.parse_string(block)
     again = parser.parse_string(parser.dump(parsed))
     assert again.trainer.strategy.init_args.method == "diloco:period=50"
-    made = parser.instantiate_classes(again).trainer.strategy._world_options
+    made = instantiated(parser, again).trainer.strategy._world_options
     assert (made.groups, made.compression) == (2, Compression("int8", "bf16"))
     assert made.server == Server(count=2, save=10.0)
     as_class = "{class_path: lightning_omni.methods.DiLoCo, init_args: {period: 50}}"
@@ -1096,7 +1101,7 @@ def test_a_command_line_has_a_value_as_one_text_or_by_its_arguments(given: list[
     parser.add_argument("--trainer.strategy", type=pl.strategies.Strategy)
     options = [f"--trainer.strategy.init_args.{option}" for option in given]
     parsed = parser.parse_args(["--trainer.strategy=lightning_omni.OmniStrategy", *options])
-    made = parser.instantiate_classes(parser.parse_string(parser.dump(parsed))).trainer.strategy
+    made = instantiated(parser, parser.parse_string(parser.dump(parsed))).trainer.strategy
     assert getattr(made._world_options, name) == value
 
 

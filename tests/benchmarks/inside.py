@@ -138,7 +138,8 @@ def exchanged_with(ports: set[int]) -> int:
 def sharding(inside: str) -> Any:
     """What a strategy is told."""
     if "x" in inside:
-        return pl.strategies.ModelParallelStrategy(*map(int, inside.split("x")))
+        rows, columns = map(int, inside.split("x"))
+        return pl.strategies.ModelParallelStrategy(rows, columns)
     return None if inside == "ddp" else inside
 
 

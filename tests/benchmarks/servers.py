@@ -80,7 +80,7 @@ def worker(way: str, address: str, encryption: str, rank: int, period: int, exch
         options = WorldOptions(
             groups=HOSTS,
             method=f"local_sgd:period={period}",
-            server=Server(count=1 if way == "one" else "per-node", encryption=encryption),
+            server=Server(count=1 if way == "one" else "per-node", encryption=encryption),  # type: ignore[arg-type]
         )
         world = World(HOSTS, options=options, ranks_per_node=[1] * HOSTS)
         world.broadcast_initial(model)
