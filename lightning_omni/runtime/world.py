@@ -92,7 +92,7 @@ class World(Place):
                     loss(model(x), y).backward()
                     optimizer.step()
 
-        docs/start/quickstart.md has one with epochs, validation and checkpoints.
+        docs/how-to/loops.md has one with epochs, validation and checkpoints.
     """
 
     def __init__(
