@@ -988,7 +988,7 @@ def test_a_collective_that_is_not_offered_among_all_groups_says_which_are() -> N
 def test_the_options_of_a_world_say_the_groups_that_it_was_given() -> None:
     assert World(1, options=WorldOptions(groups=2)).options.groups == 1
     assert World(options=WorldOptions(groups=1)).options.groups == 1
-    with pytest.raises(ConfigurationError, match=r"^groups=2 and join=True: .* leave groups= out"):
+    with pytest.raises(ConfigurationError, match=r"^groups=2 and elastic=True: .* leave groups= out"):
         World(2, options=WorldOptions(server="tcp://192.0.2.1:5555", elastic=True))
 
 

@@ -3,14 +3,13 @@
 from lightning_omni.simulator.cluster import Cluster, Device, Failure, Jitter, Link, ServerRestart, Slowdown
 from lightning_omni.simulator.replay import Replayed, replay, trace_of
 from lightning_omni.simulator.run import simulate
-from lightning_omni.simulator.settings import Computation, Enough, Evaluation, Limits
+from lightning_omni.simulator.settings import Computation, Evaluation, Limits, StopSimulation
 from lightning_omni.simulator.workload import Workload, workload_named
 
 __all__ = [
     "Cluster",
     "Computation",
     "Device",
-    "Enough",
     "Evaluation",
     "Failure",
     "Jitter",
@@ -19,6 +18,7 @@ __all__ = [
     "Replayed",
     "ServerRestart",
     "Slowdown",
+    "StopSimulation",
     "Workload",
     "replay",
     "simulate",

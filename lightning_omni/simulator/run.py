@@ -10,7 +10,7 @@ from lightning_omni.checks import check_kind
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import HardSync, Method, checked, method_named
 from lightning_omni.methods.overlap import check_overlap
-from lightning_omni.server.log.record import Recorder
+from lightning_omni.server.event_log import Recorder
 from lightning_omni.simulator.cluster import Cluster
 from lightning_omni.simulator.settings import (
     Batches,
@@ -77,7 +77,7 @@ def simulate(
         record: receives every event at the server, as from `lightning_omni.server.ServerCore`.
         progress: True shows a progress bar; or a function, called with the fraction done and a text. With either,
             Ctrl-C returns the trace so far (``ended == "interrupted"``) instead of raising KeyboardInterrupt; so does a
-            function that raises `lightning_omni.simulator.Enough` (``ended == "stopped"``).
+            function that raises `lightning_omni.simulator.StopSimulation` (``ended == "stopped"``).
 
     Returns:
         The trace. Its ``ended`` is the reason for the end of the run; its ``weights`` are those of the model last

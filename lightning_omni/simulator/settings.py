@@ -178,7 +178,7 @@ class Evaluation:
             )
 
 
-class Enough(Exception):
+class StopSimulation(Exception):
     """The exception by which a progress function ends the run, as at a limit."""
 
 

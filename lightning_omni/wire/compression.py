@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from lightning_omni.checks import check_kind
 from lightning_omni.methods import Method
 from lightning_omni.wire.all_reduce import AllReduce, all_reduce_of
-from lightning_omni.wire.formats import BothWays, wire_of
+from lightning_omni.wire.formats import PerDirection, wire_of
 from lightning_omni.wire.formats.base import RAW, WireFormat, to_wire
 
 
@@ -66,7 +66,7 @@ class Compression:
     def wire_format(self) -> WireFormat:
         """Return the format of pushes and pulls as one value."""
         push, pull = wire_of(self.push), wire_of(self.pull)
-        return push if pull == RAW else BothWays(push=to_wire(push), pull=to_wire(pull))
+        return push if pull == RAW else PerDirection(push=to_wire(push), pull=to_wire(pull))
 
     @property
     def all_reduce_format(self) -> AllReduce:

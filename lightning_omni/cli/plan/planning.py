@@ -25,10 +25,15 @@ from lightning_omni.tuning.model.profile import Prediction, Profile
 from lightning_omni.tuning.report import TuningReport
 from lightning_omni.tuning.report.digest import duration
 from lightning_omni.tuning.search import Search, SearchSpec, Space
-from lightning_omni.tuning.search.choice import best_by_forecast
-from lightning_omni.tuning.search.evidence import Evidence, scatter
-from lightning_omni.tuning.search.rules import cheapest, is_faster, risk_adjusted
-from lightning_omni.tuning.search.space import ALL_REDUCES, METHODS, WIRES, compression_named, group_counts
+from lightning_omni.tuning.search.choice import best_by_forecast, cheapest, risk_adjusted
+from lightning_omni.tuning.search.evidence import Evidence, is_faster, scatter
+from lightning_omni.tuning.search.space import (
+    DEFAULT_ALL_REDUCES,
+    DEFAULT_METHODS,
+    DEFAULT_WIRES,
+    compression_named,
+    group_counts,
+)
 from lightning_omni.wire.all_reduce import EXACT, all_reduce_of
 
 PICTURE = "plan.png"
@@ -111,8 +116,8 @@ class Ways:
         all_reduces: formats in which the members of a group may average gradients, besides the exact one.
     """
 
-    methods: tuple[str, ...] = METHODS
-    wires: tuple[str, ...] = WIRES
+    methods: tuple[str, ...] = DEFAULT_METHODS
+    wires: tuple[str, ...] = DEFAULT_WIRES
     periods: tuple[int, ...] = ()
     all_reduces: tuple[str, ...] = ()
 
@@ -130,8 +135,8 @@ def ways_of(
             "period", lambda: check_whole("period", period, "local steps between two exchanges, 1 or more", low=1)
         )
     spec = known.search.spec if known.search is not None else None
-    methods: tuple[str, ...] = METHODS
-    wires: tuple[str, ...] = WIRES
+    methods: tuple[str, ...] = DEFAULT_METHODS
+    wires: tuple[str, ...] = DEFAULT_WIRES
     if spec is not None:
         methods, wires = spec.space.method or (spec.start.method,), spec.space.wire or (spec.start.wire,)
     if method is not None:
@@ -142,7 +147,7 @@ def ways_of(
     if wire is not None:
         wires = (wire,)
         _check_wire(wire, methods if method is not None else ())
-    all_reduces = ALL_REDUCES if spec is None else spec.space.all_reduce
+    all_reduces = DEFAULT_ALL_REDUCES if spec is None else spec.space.all_reduce
     if all_reduce is not None:
         all_reduces = _asked_all_reduce(all_reduce, known)
     return Ways(methods, wires, () if period is None else (period,), all_reduces if known.profile.shapes else ())
@@ -205,7 +210,7 @@ class PlannedCluster:
         ranks: number of ranks.
         bandwidth: bytes per second.
         latency: seconds of one message.
-        servers: number of servers, each with a share of the weights.
+        servers: number of servers, each with a partition of the parameters.
         per_node: whether each node runs one server.
         batch_size: samples of a rank's batch.
     """

@@ -25,10 +25,14 @@ from lightning_omni.tuning.model.measurements import Measured
 from lightning_omni.tuning.model.profile import Prediction, Profile
 from lightning_omni.tuning.search import constants as c
 from lightning_omni.tuning.search.prior import Prior, PriorTheory
-from lightning_omni.tuning.search.rules import is_faster
 from lightning_omni.tuning.search.space import SearchSpec, checked_axis, compression_named
 
 Array = np.ndarray[Any, Any]
+
+
+def is_faster(rate: float, than: float) -> bool:
+    """Return whether a rate is higher by enough to justify more groups or proportional batches."""
+    return rate > c.FASTER * than
 
 
 class SpeedResiduals:

@@ -3,11 +3,11 @@
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.wire.formats.base import WireFormat, checked, register, registered
 from lightning_omni.wire.formats.int8 import Int8
-from lightning_omni.wire.formats.per_direction import BothWays
+from lightning_omni.wire.formats.per_direction import PerDirection
 from lightning_omni.wire.formats.rounded import BF16, FP16
 from lightning_omni.wire.formats.top_k import TopK
 
-__all__ = ["BF16", "FP16", "BothWays", "Int8", "TopK", "WireFormat", "register", "wire_named", "wire_of"]
+__all__ = ["BF16", "FP16", "Int8", "PerDirection", "TopK", "WireFormat", "register", "wire_named", "wire_of"]
 
 
 def wire_named(text: str) -> WireFormat:
