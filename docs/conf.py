@@ -21,7 +21,6 @@ default_role = "literal"  # docstrings write `name` as the pages do
 myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 4
 myst_fence_as_directive = ["math"]
-suppress_warnings = ["toc.empty_glob"]  # a folder whose pages are all listed
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"

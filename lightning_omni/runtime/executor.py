@@ -147,7 +147,7 @@ class Exchanging(Executor):
         if self._parallel.registration is None and len(ranks_elsewhere(optimizer, ())) == self._parallel.size > 1:
             _check_collectives(optimizer, ())  # with all ranks, whatever groups will be formed
         if self._parallel.is_sharded:
-            check_by_parts(self._parallel.method, optimizer, shown(self._parallel.options.inside))
+            check_by_parts(self._parallel.method, optimizer, shown(self._parallel.options.model_parallel))
         if not self._parallel.steps_at_worker or isinstance(optimizer, torch.optim.SparseAdam):
             check_servable(optimizer)
         elif isinstance(optimizer, torch.optim.LBFGS):

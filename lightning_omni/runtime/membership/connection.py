@@ -138,8 +138,8 @@ class Connection:
     def _enlisted_at(self) -> tuple[str, bytes, str]:
         parallel = self._parallel
         assert parallel.registration is not None
-        assert parallel.options.server is not None
-        return parallel.options.server, load_key(), parallel.registration.run
+        assert parallel.options.server.address is not None
+        return parallel.options.server.address, load_key(), parallel.registration.run
 
     # --- To leave ----------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from lightning_omni.runtime._private import ignored_by_ddp
 from lightning_omni.runtime.checks.same_tensors import check_all_shared, make_alike
 from lightning_omni.runtime.model.buffer_sync import check_dense
 from lightning_omni.runtime.model.contiguous import contiguous
+from lightning_omni.runtime.model.meshes import FSDP
 from lightning_omni.runtime.model.sharded import average_over_replicas, is_sharded, shard, share_initial
 from lightning_omni.runtime.parallel_state import ParallelState
 
@@ -93,7 +94,7 @@ class ModelWrapper:
             ConfigurationError: the module has other tensors on another rank.
         """
         self._make_alike(module)
-        if self._parallel.options.inside == "fsdp":
+        if isinstance(self._parallel.options.model_parallel, FSDP):
             shard(module, self._parallel.mesh)
         self.sharded = module
         self.average_over_replicas()
