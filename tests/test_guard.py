@@ -18,7 +18,7 @@ from zmq.utils import z85
 
 from lightning_omni.errors import ConfigurationError, Refused
 from lightning_omni.server import ServerCore
-from lightning_omni.transport.zeromq import ControlConnection, DataConnection, Server, guard
+from lightning_omni.transport.zeromq import ControlConnection, DataConnection, ZeroMQServer, guard
 from lightning_omni.transport.zeromq.frames import LARGEST_CONTROL_FRAME, LARGEST_DATA_FRAME
 from lightning_omni.transport.zeromq.guard import RefusalLog
 from lightning_omni.transport.zeromq.keys import DOMAIN, RunKeys
@@ -44,7 +44,7 @@ class Serving:
     def __init__(self, encryption: str) -> None:
         self.encryption = encryption
         self.core = ServerCore(KEY, lambda n: bytes(torch.randint(256, (n,)).tolist()))
-        self.server = Server(self.core, encryption=encryption)
+        self.server = ZeroMQServer(self.core, encryption=encryption)
         self.ports = {m.CONTROL: int(self.server.address.rpartition(":")[2]), m.DATA: self.core.data_port}
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._serve)
@@ -173,11 +173,11 @@ def test_who_is_let_in_is_decided_by_the_clients_own_key() -> None:
 def test_a_zeromq_without_curve_is_one_sentence_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zmq, "has", lambda feature: feature != "curve")
     with pytest.raises(ConfigurationError, match=r'cannot encrypt.*encryption="off"'):
-        Server(ServerCore(KEY, bytes))
-    with closing(Server(ServerCore(KEY, bytes), encryption="off")):
+        ZeroMQServer(ServerCore(KEY, bytes))
+    with closing(ZeroMQServer(ServerCore(KEY, bytes), encryption="off")):
         pass
     with pytest.raises(ConfigurationError, match="encryption='tls': pass \"curve\""):
-        Server(ServerCore(KEY, bytes), encryption="tls")
+        ZeroMQServer(ServerCore(KEY, bytes), encryption="tls")
 
 
 def test_log_lines_from_outside_are_escaped_cut_and_few(

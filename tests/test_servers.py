@@ -44,7 +44,7 @@ from lightning_omni.transport.connections import Control, answer_of
 from lightning_omni.transport.serving import save_files
 from lightning_omni.transport.serving.save_files import saved_weights, share_directory
 from lightning_omni.transport.serving.state_directory import ShareDirectory, StateDirectory
-from lightning_omni.transport.zeromq import Server, ZeroMQ, server_link
+from lightning_omni.transport.zeromq import ZeroMQ, ZeroMQServer, server_link
 from lightning_omni.transport.zeromq.suspend_aware_clock import SuspendAwareClock
 from lightning_omni.wire import handshake
 from lightning_omni.wire import messages as m
@@ -1049,7 +1049,7 @@ def test_a_server_that_stands_by_itself_tells_where_its_shares_are(tmp_path: Pat
 def test_a_server_that_was_suspended_with_the_one_that_coordinates_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     moment = 0.0
     monkeypatch.setattr(server_link, "AwakeClock", partial(SuspendAwareClock, lambda: moment))
-    coordinator, stopping = Server(ServerCore(KEY, os.urandom, servers=2)), threading.Event()
+    coordinator, stopping = ZeroMQServer(ServerCore(KEY, os.urandom, servers=2)), threading.Event()
     thread = threading.Thread(target=coordinator.run, args=(stopping.is_set,))
     thread.start()
     try:
@@ -1095,4 +1095,4 @@ def test_what_several_servers_cannot_do_is_refused_before_training() -> None:
         ({"transport": Stream()}, "leave count= out"),
     ):
         with pytest.raises(ConfigurationError, match=text):
-            omni.Server(count=2, **options)
+            omni.ZeroMQServer(count=2, **options)

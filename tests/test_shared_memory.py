@@ -26,7 +26,7 @@ from torch.nn import Parameter
 from lightning_omni.errors import ConnectionLost, MalformedMessage, Refused
 from lightning_omni.methods.model.master import hyperparameters_of
 from lightning_omni.server import ServerCore
-from lightning_omni.transport.zeromq import Server, shared_memory
+from lightning_omni.transport.zeromq import ZeroMQServer, shared_memory
 from lightning_omni.transport.zeromq.addresses import PrivateDirectory, memory_path
 from lightning_omni.transport.zeromq.shared_memory import MemoryRange, MemoryRanges, Share, Shared
 from lightning_omni.wire import messages as m
@@ -43,7 +43,7 @@ class Serving:
 
     def __init__(self, **options: Any) -> None:
         self.core = ServerCore(KEY, secrets.token_bytes)
-        self.server = Server(self.core, directory=PrivateDirectory(), **options)
+        self.server = ZeroMQServer(self.core, directory=PrivateDirectory(), **options)
         self.address = self.server.address
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self.server.run, args=(self._stopping.is_set,))

@@ -338,6 +338,7 @@ def test_only_files_of_sharded_models_have_shards() -> None:
     assert {name for names in found.values() for name in names if "shard" in name.lower()} <= {
         "sharded_inbox",
         "ShardedInbox",
+        "ShardedPeers",
     }
 
 

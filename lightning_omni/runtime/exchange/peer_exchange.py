@@ -100,8 +100,8 @@ class PeerExchange:
             peers.close()
             raise UnsupportedError(
                 f"{shown(self._parallel.options.model_parallel)} and method={type(self._parallel.method).__name__}:"
-                " with this transport= only leaders speak to other groups, and each member has a share of the model; leave"
-                ' transport= out, or use a method that exchanges with the server, such as "local_sgd"'
+                " with this transport= only leaders speak to other groups, and each member has a share of the model;"
+                ' leave transport= out, or use a method that exchanges with the server, such as "local_sgd"'
             )
         return ShardedPeerExchange(peers, self._parallel.group, self._members.largest, is_lost)
 

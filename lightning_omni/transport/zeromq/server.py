@@ -65,7 +65,7 @@ COUNTED_STRANGERS = 4096
 _LARGEST_FRAMES = {m.CONTROL: LARGEST_CONTROL_FRAME, m.DATA: LARGEST_DATA_FRAME}
 
 
-class Server:
+class ZeroMQServer:
     """A parameter server on two sockets: control and data.
 
     Args:
