@@ -27,7 +27,7 @@ autodoc_typehints = "signature"
 autodoc_use_type_comments = False
 python_maximum_signature_line_length = 88
 
-smartquotes = False
+smartquotes_action = "D"  # dashes, and quotes as they are
 
 html_theme = "furo"
 html_static_path = ["_static"]
