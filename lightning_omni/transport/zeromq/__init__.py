@@ -10,6 +10,6 @@ __all__ = [
     "DataConnection",
     "PeerConnections",
     "PeerSocket",
-    "Server",
     "ZeroMQ",
+    "ZeroMQServer",
 ]
