@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from lightning_omni.errors import ConfigurationError, ProtocolError
-from lightning_omni.runtime.data.loader import LeasedBatchSampler, Leases, can_lease, permutation
+from lightning_omni.runtime.data.loader import LeasedBatchSampler, Leases, permutation, why_not_leased
 from lightning_omni.wire.leases import (
     MOST_AHEAD,
     Batch,
@@ -658,4 +658,4 @@ def test_a_loader_that_decides_which_batches_it_gives_out_and_when_is_not_leased
 ) -> None:
     data = range(12)
     loader = kind(data, batch_size=2, sampler=DistributedSampler(data, num_replicas=2, rank=0))  # type: ignore[arg-type]
-    assert can_lease(loader) is expected
+    assert (why_not_leased(loader) == "") is expected

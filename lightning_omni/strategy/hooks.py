@@ -738,10 +738,13 @@ class OmniStrategyHooks(SavingStrategy):
         if self._world is not None and self.world.enlistment is not None:
             _private.seed_workers(self._trainer, loader, self.world.rank)
         is_trained = self._trainer.training or _private.loops_iterate(self._trainer)  # in a hook of a validation, too
-        return self.epochs.data.process(loader, self.global_rank, self._is_ours) if is_trained else loader
+        return self.epochs.data.process(loader, self.global_rank, self._objection) if is_trained else loader
 
-    def _is_ours(self, loader: DataLoader[Any]) -> bool:
-        return is_given(loader) and not draws_batches(self.pl_module.training_step)
+    def _objection(self, loader: DataLoader[Any]) -> str:
+        """Return why the samples of a plain DataLoader cannot be leased; empty if they can."""
+        if draws_batches(self.pl_module.training_step):
+            return "training_step draws from it (dataloader_iter)"
+        return "" if is_given(loader) else "it has a DistributedSampler of its own"
 
     # --- Collectives -------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The runs of ``simulate`` and ``compare``: their methods, learning rates, and output."""
+"""The runs of ``simulate``: their methods, learning rates, and output."""
 
 from __future__ import annotations
 

@@ -18,17 +18,17 @@ from torch.utils._pytree import tree_map
 from typing_extensions import override
 
 from lightning_omni.runtime import World, names_of
+from lightning_omni.runtime.model.sharded import is_part, local_of
+from lightning_omni.runtime.state.checkpoint import ENTRY, Saved
 from lightning_omni.runtime.state.distributed_checkpoint import Folder, by_names, without_tensors
 from lightning_omni.runtime.state.distributed_checkpoint import save as save_folder
-from lightning_omni.runtime.state.checkpoint import ENTRY, Saved
 from lightning_omni.runtime.state.server_store import ServerSnapshot
-from lightning_omni.runtime.model.sharded import is_part, local_of
+from lightning_omni.strategy.checkpoints.files import write_whole
+from lightning_omni.strategy.checkpoints.loop_progress import batches_in, go_on_after
+from lightning_omni.strategy.loops.driver import EpochDriver
+from lightning_omni.strategy.loops.validation import Version
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.progress import Progress
-from lightning_omni.strategy.loops.driver import EpochDriver
-from lightning_omni.strategy.checkpoints.loop_progress import batches_in, go_on_after
-from lightning_omni.strategy.loops.validation import Version
-from lightning_omni.strategy.checkpoints.files import write_whole
 
 if TYPE_CHECKING:
     from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO as _Base

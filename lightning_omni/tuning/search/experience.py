@@ -51,6 +51,10 @@ class Experience(Theory):
         lr = self.scaling.lr(setting.updates_per_batch, momentum, self.step * factor)
         return replace(setting, momentum=momentum, lr=lr)
 
+    def covers(self, setting: Setting) -> bool:
+        """Return whether runs with as many groups and local steps, of the method or a relative, were simulated."""
+        return self.prior.covers(_known_as(setting.method), setting.groups, setting.period)
+
     @override
     def __call__(self, setting: Setting) -> float:
         return self._cost(setting)[0]

@@ -219,6 +219,13 @@ class Prior:
         variants += [each for is_used, each in ((wire, self.wire), (overlap, self.overlap)) if is_used]
         return _added((cost, deviation), variants)
 
+    def covers(self, method: str, groups: int, period: int) -> bool:
+        """Return whether a number of groups and of local steps lies inside the table, and is not extrapolated."""
+        names = (method, *RELATIVES.get(method, ()))
+        rows = next((rows for name in names if (rows := self._rows(name, is_adaptive=False))), [])
+        most = max((row.groups for row in rows), default=1), max((row.period for row in rows), default=1)
+        return self._is_synchronous(method, groups) or (groups <= most[0] and period <= most[1])
+
     # --- Interpolation -----------------------------------------------------------------------------------------------
 
     @staticmethod
