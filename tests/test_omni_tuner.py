@@ -16,7 +16,7 @@ from processes import Process
 from runs import Run, Running, run, run_nodes
 
 from lightning_omni.tuning.report import TuningReport
-from lightning_omni.tuning.report.digest import duration, number
+from lightning_omni.tuning.report.texts import duration, number
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 

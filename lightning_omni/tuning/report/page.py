@@ -16,9 +16,9 @@ from operator import mul
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from lightning_omni.tuning.report.digest import Digest, duration, interval, number, span, times
-from lightning_omni.tuning.report.round import Round
-from lightning_omni.tuning.report.times import RunTimes
+from lightning_omni.tuning.report.digest import Digest
+from lightning_omni.tuning.report.run import Round, RunTimes, Written
+from lightning_omni.tuning.report.texts import duration, number, times
 
 _WORD = re.compile(r"[A-Za-z]{5,}")
 """A word that is longer than any unit."""
@@ -101,31 +101,28 @@ class Section:
         ]
         if (setting.groups, False) in digest.predictions:
             rows.insert(2, ["bottleneck", digest.bottleneck(digest.prediction(setting.groups))])
-        if digest.seconds is not None:
-            rows.append(["time to the target", interval(digest.seconds)])
-        rows.append(["speed-up over your own setting", span(digest.speed_up)])
-        return TextTable([], rows)
+        return TextTable([], rows + [[name, text] for name, text in digest.headline.items()])
 
     @property
     def contributions(self) -> TextTable:
         parts = self.digest.contributions
-        heads = ["", "samples/s", "samples to the target", "speed-up"]
-        rows = [["your own setting", "1×", "1×", "1×"]]
-        rows += [[each.part, times(each.rate), times(each.samples), times(each.speed_up)] for each in parts]
+        heads = ["", "samples/s", "samples to the target", "factor", "speed-up"]
         so_far = list(accumulate((each.speed_up for each in parts), mul, initial=1.0))
-        rate, samples = math.prod(each.rate for each in parts), math.prod(each.samples for each in parts)
-        rows.append(["all of it", *map(times, (rate, samples, so_far[-1]))])
-        full = [*so_far, so_far[-1]]
-        return TextTable(heads, rows, len(rows) - 1, {3: [value / max(full) for value in full]})
+        rows = [["your own setting", "", "", "", times(1.0)]]
+        rows += [
+            [each.part, times(each.rate), times(each.samples), times(each.speed_up), times(total)]
+            for each, total in zip(parts, so_far[1:], strict=True)
+        ]
+        return TextTable(heads, rows, len(rows) - 1, {4: [value / max(so_far) for value in so_far]})
 
     @property
     def considered(self) -> TextTable:
         rows = [
-            [str(row.setting), row.by, number(row.rate), times(row.samples), times(row.time), times(row.gain)]
+            [str(row.setting), row.by, number(row.rate), times(row.samples), times(row.speed_up)]
             for row in self.digest.considered
         ]
         chosen = [row.setting for row in self.digest.considered].index(self.digest.choice.setting) if rows else None
-        heads = ["setting", "proposed by", "samples/s", "samples", "time", "expected gain"]
+        heads = ["setting", "proposed by", "samples/s", "samples", "speed-up"]
         return TextTable(heads, rows, chosen)
 
     @property
@@ -139,19 +136,16 @@ class Section:
     @property
     def systems(self) -> TextTable:
         digest = self.digest
-        heads = ["system", "setting", "time", "80 % interval", *(["to the target"] if digest.seconds else [])]
-        rows = [["the choice", str(digest.choice.setting), times(1.0), "", *self._seconds(1.0)]]
-        values = [1.0]
-        for name, estimate in digest.systems.items():
-            time = digest.time(estimate.setting)
-            between = f"{times(time.low)} to {times(time.high)}"
-            rows.append([name, str(estimate.setting), times(time.value), between, *self._seconds(time.value)])
-            values.append(time.value)
-        return TextTable(heads, rows, 0, {2: [value / max(values) for value in values]})
-
-    def _seconds(self, relative: float) -> list[str]:
-        seconds = self.digest.seconds
-        return [] if seconds is None else [duration(relative * seconds.value)]
+        heads = ["system", "setting", "speed-up", "80 % interval"]
+        settings = {"the choice": digest.choice.setting}
+        settings |= {name: each.setting for name, each in digest.systems.items()}
+        gains = {name: digest.speed_up_of(each) for name, each in settings.items()}
+        rows = [
+            [name, str(settings[name]), times(gain.value), f"{times(gain.low)} to {times(gain.high)}"]
+            for name, gain in gains.items()
+        ]
+        most = max(gain.value for gain in gains.values())
+        return TextTable(heads, rows, 0, {2: [gain.value / most for gain in gains.values()]})
 
     @property
     def hardware(self) -> TextTable:
@@ -176,7 +170,14 @@ class Section:
         return TextTable(["rank", "samples/s"], rows, bars={1: [speed / max(speeds) for speed in speeds]})
 
 
-def page(target: float | None, monitor: str, statement: str, run: RunTimes | None, sections: Sequence[Section]) -> str:
+def page(
+    target: float | None,
+    monitor: str,
+    statement: str,
+    run: RunTimes | None,
+    sections: Sequence[Section],
+    written: Written | None = None,
+) -> str:
     """Return the whole page.
 
     Args:
@@ -185,6 +186,7 @@ def page(target: float | None, monitor: str, statement: str, run: RunTimes | Non
         statement: a sentence about the last search.
         run: how the run spent its time; None before it has trained.
         sections: one for each search, in their order.
+        written: when and where the report was written; None if unknown.
     """
     overview = [each.overview for each in sections]
     heads = ["epoch", "training before", "choice", "spent"]
@@ -194,6 +196,8 @@ def page(target: float | None, monitor: str, statement: str, run: RunTimes | Non
         .render(
             until="" if target is None else f" until {monitor} is {number(target)}",
             statement=statement,
+            is_outside=sections[-1].digest.is_outside,
+            written=written.sentence if written is not None else "",
             run=None if run is None else _run(run, target is not None),
             searches=TextTable(heads, overview, len(overview) - 1) if len(overview) > 1 else None,
             sections=list(reversed(sections)),  # the latest search is at the top

@@ -1,4 +1,4 @@
-"""The picture of one search: both efficiencies, their product, and the choice.
+"""The picture of one search: the choice and why, speed forecast and measured, loss over time; and then the details.
 
 Its colours mean the same in all pictures, see `lightning_omni.palette`.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +27,8 @@ from lightning_omni.palette import (
 )
 from lightning_omni.palette import PARTS as PARTS_COLOURS
 from lightning_omni.tuning.model.convergence.statistical import Estimate
-from lightning_omni.tuning.report.digest import Digest, interval, shares, times
+from lightning_omni.tuning.report.digest import Digest, shares
+from lightning_omni.tuning.report.texts import number, times
 
 _PART_LABELS = {
     "compute": "compute",
@@ -38,17 +39,17 @@ _PART_LABELS = {
 _LETTERS = "YSPDRO"
 """Letters of the user's own setting and the well-known systems, in the order of `Digest.systems`."""
 _CHOSEN = {"marker": "*", "s": 430, "color": CHOSEN, "edgecolor": "white", "zorder": 6}
-_MOST = 12.0
-"""Largest time on an axis, relative to the choice."""
 
 
-def draw(digest: Digest, when: str, measured_after: Mapping[int, float]) -> Any:
+def draw(digest: Digest, when: str, losses: Sequence[tuple[float, float]], monitor: str, foot: str) -> Any:
     """Draw the picture as a matplotlib figure.
 
     Args:
         digest: the digest of the search.
         when: the beginning of the search, in words.
-        measured_after: samples per second measured after the search, by groups.
+        losses: seconds of training and validated losses.
+        monitor: name of that loss.
+        foot: when and where the report was written; empty if unknown.
 
     Raises:
         ConfigurationError: matplotlib is missing.
@@ -59,25 +60,27 @@ def draw(digest: Digest, when: str, measured_after: Mapping[int, float]) -> Any:
     with rc_context(_STYLE):
         engine: Any = figure.get_layout_engine()
         engine.set(w_pad=0.11, h_pad=0.09)
-        figure.suptitle(_heading(digest, when), fontsize=13, x=0.01, ha="left", linespacing=1.5)
+        figure.suptitle(_heading(digest, when, foot), fontsize=12.5, x=0.01, ha="left", linespacing=1.45)
         # Each row is a subfigure, so that the long names of the last one do not move the margins of all.
-        bands: Any = figure.subfigures(3, 1, height_ratios=[1.06, 1, 0.62], hspace=0.03)
+        bands: Any = figure.subfigures(3, 1, height_ratios=[1.06, 1, 0.72], hspace=0.03)
         upper, middle, lower = bands
-        hardware, statistics, time = upper.subplots(1, 3)
-        step, losses, phase = middle.subplots(1, 3)
-        _hardware(hardware, digest, measured_after)
+        choice, hardware, loss = upper.subplots(1, 3)
+        statistics, speed_up, step = middle.subplots(1, 3)
+        _contributions(choice, digest)
+        _hardware(hardware, digest)
+        _loss(loss, digest, losses, monitor)
         _statistics(statistics, digest)
-        _time(time, digest)
-        handles, texts = _entries(digest, measured_after)  # outside the three panels over groups
-        upper.legend(handles, texts, loc="outside upper left", ncols=len(texts), columnspacing=1.4)
+        _speed_up(speed_up, digest)
         _step(step, digest)
-        _losses(losses, digest)
-        _phase(phase, digest, middle)
-        _systems(lower.subplots(), digest)
+        handles, texts = _entries(digest)  # outside the three panels over groups
+        middle.legend(handles, texts, loc="outside upper left", ncols=len(texts), columnspacing=1.4)
+        phase, systems = lower.subplots(1, 2, width_ratios=[1, 1.6])
+        _phase(phase, digest, lower)
+        _systems(systems, digest)
     return figure
 
 
-def _entries(digest: Digest, measured_after: Mapping[int, float]) -> tuple[list[Any], list[str]]:
+def _entries(digest: Digest) -> tuple[list[Any], list[str]]:
     from matplotlib.lines import Line2D
 
     entries: list[tuple[str, dict[str, Any]]] = [("expected, with 80 % interval", {"color": EXPECTED, "marker": "o"})]
@@ -85,7 +88,7 @@ def _entries(digest: Digest, measured_after: Mapping[int, float]) -> tuple[list[
         entries.append(("with proportional batches", {"color": PROPORTIONAL, "marker": "o"}))
     alone: dict[str, Any] = {"linestyle": "", "markersize": 8}
     entries.append(("considered", {**alone, "marker": "D", "color": "white", "markeredgecolor": "black"}))
-    if measured_after:
+    if digest.measured_after:
         entries.append(("measured in training", {**alone, "marker": "X", "color": MEASURED}))
     entries.append(("the choice", {**alone, "marker": "*", "color": CHOSEN, "markersize": 15}))
     letters = {**alone, "marker": "s", "color": "white", "markeredgecolor": YOURS, "markersize": 11}
@@ -109,11 +112,65 @@ _STYLE: Any = {
 }
 
 
-def _heading(digest: Digest, when: str) -> str:
-    parts = [f"{digest.ranks} ranks", when, digest.expense]
-    if digest.seconds is not None:
-        parts.append(f"{interval(digest.seconds)} to the target with the choice")
-    return "\n".join([*textwrap.wrap(digest.statement, 130), "  ·  ".join(parts)])
+def _heading(digest: Digest, when: str, foot: str) -> str:
+    parts = [f"{digest.ranks} ranks", when, digest.expense, *([foot] if foot else [])]
+    return "\n".join([*textwrap.wrap(digest.statement, 138), "  ·  ".join(parts)])
+
+
+def _contributions(axes: Any, digest: Digest) -> None:
+    """Draw the choice: the speed-up after each of its parts, from the user's own setting to the choice."""
+    parts = digest.contributions
+    names, heights = ["your own setting"], [1.0]
+    for each in parts:
+        names.append(each.part)
+        heights.append(heights[-1] * each.speed_up)
+    colours = [YOURS, *[EXPECTED] * len(parts)]
+    if parts:
+        colours[-1] = CHOSEN
+    places = range(len(names))
+    axes.barh(places, heights, color=colours, height=0.6, alpha=0.85)
+    for place, height in zip(places, heights, strict=True):
+        axes.text(height + 0.02 * max(heights), place, times(height), va="center", fontsize=9.5)
+    axes.set_yticks(places, ["\n".join(textwrap.wrap(name, 24)[:3]) for name in names], fontsize=9)
+    axes.invert_yaxis()
+    axes.grid(visible=False, axis="y")
+    axes.set(xlim=(0, 1.2 * max(heights)), xlabel="speed-up over your own setting, part by part")
+    bottleneck = _bottleneck_of_choice(digest)
+    chosen = "Your own setting stays" if not parts else f"Chosen: {counted(digest.choice.setting.groups, 'group')}"
+    axes.set_title(f"{chosen}{f'; bottleneck: {bottleneck}' if bottleneck else ''}")
+
+
+def _bottleneck_of_choice(digest: Digest) -> str:
+    groups = digest.choice.setting.groups
+    return digest.bottleneck(digest.prediction(groups)) if groups in digest.groups else ""
+
+
+def _loss(axes: Any, digest: Digest, losses: Sequence[tuple[float, float]], monitor: str) -> None:
+    """Draw the loss over time, and where the user's own setting is expected to be at that time.
+
+    Before the first validation there are only the batches that were timed.
+    """
+    axes.set_title("Loss over time, beside your own setting")
+    if len(losses) < 2:
+        seconds, values = _timed(digest)
+        axes.plot(seconds, values, color=YOURS, marker="." if len(values) < 40 else "")
+        axes.set(xlabel="seconds (the timed batches: not validated since)", ylabel="training loss")
+        return
+    seconds, values = zip(*losses, strict=True)
+    slower = [each * digest.speed_up.value for each in seconds]
+    axes.plot(seconds, values, color=CHOSEN, marker="o", markersize=4, label="measured")
+    axes.plot(slower, values, color=YOURS, linestyle="--", label="your own setting, forecast")
+    axes.set(xlabel="seconds of training", ylabel=monitor, xlim=(0, 1.05 * max(*seconds, *slower)))
+    axes.legend(loc="upper right")
+
+
+def _timed(digest: Digest) -> tuple[Any, Any]:
+    """Return seconds and training losses of the timed batches, averaged over a twentieth of them."""
+    batches = digest.search.observation.batches
+    window = max(1, len(batches.losses) // 20)
+    rate = digest.search.throughput(digest.start)
+    losses = np.convolve(batches.losses, np.ones(window) / window, mode="valid")
+    return np.convolve(batches.samples, np.ones(window) / window, mode="valid") / rate, losses
 
 
 def _over_groups(axes: Any, digest: Digest, expected: Sequence[Estimate], name: str, chosen: float) -> None:
@@ -140,25 +197,31 @@ def _over_groups(axes: Any, digest: Digest, expected: Sequence[Estimate], name: 
 # --- Hardware efficiency ---------------------------------------------------------------------------------------------
 
 
-def _hardware(axes: Any, digest: Digest, measured_after: Mapping[int, float]) -> None:
+def _hardware(axes: Any, digest: Digest) -> None:
     rates = {key: each.samples_per_second for key, each in digest.predictions.items()}
-    even, chosen = [rates[g, False] for g in digest.groups], digest.search.throughput(digest.choice.setting)
+    even, chosen = [rates[g, False] for g in digest.groups], digest.rate.value
     _over_groups(axes, digest, even, "rate", chosen)
     uneven = [g for g in digest.groups if (g, True) in rates]
     plot_interval(axes, uneven, [rates[g, True] for g in uneven], PROPORTIONAL)
-    if measured_after:
-        axes.scatter(*zip(*measured_after.items(), strict=True), marker="X", s=70, color=MEASURED, zorder=7, ec="white")
-    axes.set(ylabel="samples / s", title=_of_hardware(digest))
-    axes.set_ylim(0, axes.get_ylim()[1] * 1.05)
+    measured = {groups: rate for groups, rate in digest.measured_after.items() if groups in digest.groups}
+    if measured:
+        axes.scatter(*zip(*measured.items(), strict=True), marker="X", s=70, color=MEASURED, zorder=7, ec="white")
+    if digest.is_outside and digest.choice.setting.groups in measured:
+        where = digest.choice.setting.groups, measured[digest.choice.setting.groups]
+        axes.scatter(*where, marker="o", s=260, facecolor="none", edgecolor="red", linewidth=2, zorder=8)
+        offset = (-14, 0) if where[0] > 1 else (14, 0)
+        side = "right" if where[0] > 1 else "left"
+        style = {"textcoords": "offset points", "ha": side, "va": "center", "color": "red"}
+        axes.annotate("outside the\nforecast's interval", where, offset, fontsize=9, **style)
+    top = max([*(each.high for each in rates.values()), digest.rate.high, *measured.values()])
+    axes.set(ylabel="samples / s", title=_of_hardware(digest), ylim=(0, 1.1 * top))
 
 
 def _of_hardware(digest: Digest) -> str:
-    rates = {g: digest.prediction(g).samples_per_second.value for g in digest.groups}
-    fastest = max(rates, key=lambda g: rates[g])
-    gain = rates[fastest] / rates[1]
-    if gain < 1.05:
-        return "More groups are not faster"
-    return f"{counted(fastest, 'group')} train{'s' * (fastest == 1)} {gain:.1f}× faster than 1"
+    """Return the samples per second with the choice, forecast and measured."""
+    if digest.measured_rate is None:
+        return f"Speed: {number(digest.rate.value)} samples/s, forecast"
+    return f"Speed: {number(digest.rate.value)} forecast, {number(digest.measured_rate)} measured"
 
 
 def _step(axes: Any, digest: Digest) -> None:
@@ -177,13 +240,7 @@ def _step(axes: Any, digest: Digest) -> None:
     axes.set_xticks(places, map(str, digest.groups))
     axes.grid(visible=False, axis="x")
     axes.set_ylim(0, (1.42 if len(places) <= 5 else 1.75) * bottom.max())
-    chosen = digest.choice.setting.groups
-    bottleneck = digest.bottleneck(digest.prediction(chosen)) if chosen in digest.groups else ""
-    axes.set(
-        xlabel="groups",
-        ylabel="ms in one step of a group",
-        title=f"With {counted(chosen, 'group')} {bottleneck} is the bottleneck",
-    )
+    axes.set(xlabel="groups", ylabel="ms in one step of a group", title="Time of a step, and its bottleneck")
     axes.legend(loc="upper right", ncols=2)
 
 
@@ -205,35 +262,30 @@ def _of_statistics(digest: Digest) -> str:
     return f"{counted(most, 'group')} need {ratio:.2f}× the samples of 1"
 
 
-def _losses(axes: Any, digest: Digest) -> None:
-    """Draw the training loss of the timed batches, averaged over a twentieth of them."""
-    batches = digest.search.observation.batches
-    window = max(1, len(batches.losses) // 20)
-    losses = np.convolve(batches.losses, np.ones(window) / window, mode="valid")
-    samples = np.convolve(batches.samples, np.ones(window) / window, mode="valid")
-    axes.plot(samples, losses, color=MEASURED, marker="." if len(losses) < 40 else "")
-    axes.set(xlabel="samples", ylabel="training loss")
-    axes.set_title(f"The {len(batches.losses)} batches that were timed")
+# --- Both ------------------------------------------------------------------------------------------------------------
 
 
-# --- Time ------------------------------------------------------------------------------------------------------------
-
-
-def _time(axes: Any, digest: Digest) -> None:
-    values = [digest.time(digest.curve[g]) for g in digest.groups]
-    _over_groups(axes, digest, values, "time", 1.0)
-    top = min(1.25 * max([*(min(each.high, 2.5 * each.value) for each in values), 1.6]), _MOST)
+def _speed_up(axes: Any, digest: Digest) -> None:
+    values = [digest.speed_up_of(digest.curve[g]) for g in digest.groups]
+    _over_groups(axes, digest, values, "speed_up", digest.speed_up.value)
+    top = 1.15 * max([*(min(each.high, 2.5 * each.value) for each in values), 1.2, *_heights(digest)])
     _letters(axes, digest, top)
-    title = f"Both together: {counted(digest.choice.setting.groups, 'group')} for the least time"
-    axes.set(ylabel="time to the target  (1: the choice)", ylim=(0, top), title=title)
+    title = "Both together: speed-up over your own setting"
+    axes.set(ylabel="speed-up to the target  (1: yours)", ylim=(0, top), title=title)
+
+
+def _heights(digest: Digest) -> list[float]:
+    return [row.speed_up for row in digest.considered]
 
 
 def _letters(axes: Any, digest: Digest, top: float) -> None:
-    """Draw the systems' letters: close ones share a box, and those beyond the axis are at its top."""
+    """Draw the systems' letters: close ones share a box."""
     boxes: list[tuple[int, float, str]] = []
     for letter, estimate in zip(_LETTERS, digest.systems.values(), strict=True):
-        groups, value = estimate.setting.groups, digest.time(estimate.setting).value
-        height, text = min(value, 0.95 * top), f"{letter}↑" if value > 0.95 * top else letter
+        groups, value = estimate.setting.groups, digest.ratio(estimate.setting)
+        height, text = min(max(value, 0.05 * top), 0.94 * top), letter
+        if groups not in digest.groups:
+            continue  # the axis ends before
         near = [box for box in boxes if box[0] == groups and abs(box[1] - height) < 0.055 * top]
         if near:
             boxes.remove(near[0])
@@ -258,36 +310,27 @@ def _letters(axes: Any, digest: Digest, top: float) -> None:
 def _systems(axes: Any, digest: Digest) -> None:
     names = ["the choice", *digest.systems]
     settings = [digest.choice.setting, *(each.setting for each in digest.systems.values())]
-    values = [digest.time(each) for each in settings]
-    most = min(_MOST, max(each.value for each in values))
+    values = [digest.speed_up_of(each) for each in settings]
+    most = max(each.value for each in values)
     places = range(len(names))
     colours = [CHOSEN, YOURS, *[GREY] * (len(names) - 2)]
-    axes.barh(places, [min(each.value, most) for each in values], color=colours, height=0.6, alpha=0.85)
-    for place, (estimate, setting) in enumerate(zip(values, settings, strict=True)):
-        beyond = "→ " if estimate.value > most else ""
-        tail = f" ({times(estimate.low)} to {times(estimate.high)})" if place else ""
-        axes.text(
-            min(estimate.value, most) + 0.008 * most,
-            place,
-            f"{beyond}{times(estimate.value)}{tail}   {setting}",
-            va="center",
-            fontsize=9.5,
-        )
+    axes.barh(places, [each.value for each in values], color=colours, height=0.6, alpha=0.85)
+    for place, each in enumerate(values):
+        text = f"{times(each.value)} ({times(each.low)} to {times(each.high)})"
+        axes.text(each.value + 0.01 * most, place, text, va="center", fontsize=9)
     letters = ["★", *_LETTERS]
-    axes.set_yticks(places, [f"{name}  {letter}" for letter, name in zip(letters, names, strict=True)])
+    axes.set_yticks(places, [f"{name}  {letter}" for letter, name in zip(letters, names, strict=True)], fontsize=9)
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
-    axes.axvline(1, color=CHOSEN, linewidth=1, linestyle="--", zorder=0)
-    axes.set(xlabel="time to the target (1: the choice), with 80 % intervals in brackets", xlim=(0, 1.62 * most))
+    axes.axvline(1, color=YOURS, linewidth=1, linestyle="--", zorder=0)
+    axes.set(xlabel="speed-up over your own setting, with 80 % intervals", xlim=(0, 1.45 * most))
     axes.set_title(_of_systems(digest))
 
 
 def _of_systems(digest: Digest) -> str:
-    others = {name: digest.time(each.setting).value for name, each in list(digest.systems.items())[1:]}
-    best = min(others, key=lambda name: others[name])
-    if others[best] < 1.05:
-        return f"What others would have taken: as little with {best.partition(' (')[0]}"
-    return f"What others would have taken: at least {times(others[best])} the time, with {best.partition(' (')[0]}"
+    others = {name: digest.ratio(each.setting) for name, each in list(digest.systems.items())[1:]}
+    best = max(others, key=lambda name: others[name])
+    return f"Other systems: at most {times(others[best])}, with {best.partition(' (')[0]}"
 
 
 # --- The phase -------------------------------------------------------------------------------------------------------
@@ -297,7 +340,7 @@ _MOMENTA = 20
 
 
 def _phase(axes: Any, digest: Digest, figure: Any) -> None:
-    """Draw the predicted time over groups and momentum, with the considered and the trained settings.
+    """Draw the predicted speed-up over groups and momentum, with the considered and the trained settings.
 
     Each number of groups has its best exchange, with steps of the best size; one group keeps the user's momentum.
     """
@@ -307,26 +350,28 @@ def _phase(axes: Any, digest: Digest, figure: Any) -> None:
     momenta = np.linspace(low, high, _MOMENTA) if high > low else np.array([low])
     height = (momenta[1] - momenta[0]) if len(momenta) > 1 else 0.1
     several = digest.groups[1:]
-    seconds = np.array([[_time_with(digest, groups, each) for groups in several] for each in momenta])
-    own = digest.time(digest.curve[1]).value
-    least, most = min(1.0, own, *seconds.ravel()), max(1.5, own, *seconds.ravel())
+    gains = np.array([[_speed_up_with(digest, groups, each) for groups in several] for each in momenta])
+    own = digest.ratio(digest.curve[1])
+    least, most = min(0.7, own, *gains.ravel()), max(1.5, own, *gains.ravel())
     norm = LogNorm(least, most)
     place = {groups: number for number, groups in enumerate(digest.groups)}
     style = {"norm": norm, "cmap": QUANTITY}
     if several:
         edges = [momenta[0] - height / 2, *(momenta + height / 2)]
-        drawn = axes.pcolormesh(np.arange(len(several) + 1) + 0.5, edges, seconds, **style)
-        bar = figure.colorbar(drawn, ax=axes, pad=0.02, aspect=30, label="time (1: the choice)")
-        ticks = [tick for tick in (1, 1.2, 1.5, 2, 3, 5, 10, 20, 50) if least <= tick <= most]
+        drawn = axes.pcolormesh(np.arange(len(several) + 1) + 0.5, edges, gains, **style)
+        bar = figure.colorbar(drawn, ax=axes, pad=0.02, aspect=30, label="speed-up")
+        ticks = [tick for tick in (0.1, 0.2, 0.5, 1, 1.5, 2, 3, 5, 10, 20, 50) if least <= tick <= most]
         bar.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
         bar.ax.minorticks_off()
-    axes.scatter(0, digest.start.momentum, c=[own], s=260, marker="s", **style)
+    if digest.start.groups in place:
+        axes.scatter(place[digest.start.groups], digest.start.momentum, c=[own], s=260, marker="s", **style)
     for row in digest.considered:
         style = {"marker": "D", "s": 60, "facecolor": "none", "edgecolor": "white", "linewidth": 2, "zorder": 5}
         axes.scatter(place[row.setting.groups], row.setting.momentum, **style)
         where = place[row.setting.groups], row.setting.momentum
-        colour = "white" if row.setting.groups > 1 else "black"
-        axes.annotate(row.by, where, (0, 8), textcoords="offset points", ha="center", fontsize=8, color=colour)
+        box = {"boxstyle": "round,pad=0.1", "fc": "white", "ec": "none", "alpha": 0.75}
+        style = {"textcoords": "offset points", "ha": "center", "fontsize": 8, "bbox": box, "zorder": 4}
+        axes.annotate(row.by, where, (0, 9), **style)
     for each in digest.search.segments:
         if each.setting.groups in place:
             axes.scatter(
@@ -336,12 +381,15 @@ def _phase(axes: Any, digest: Digest, figure: Any) -> None:
     axes.scatter(place[chosen.groups], chosen.momentum, **_CHOSEN)
     axes.set_xticks(range(len(place)), map(str, place))
     axes.grid(visible=False)
-    axes.set(xlabel="groups", ylabel="momentum", xlim=(-0.6, len(place) - 0.4))
+    room = 0.16 * (momenta[-1] - momenta[0] + height)
+    bottom = min(momenta[0] - height / 2, chosen.momentum, digest.start.momentum) - 0.4 * room
+    top = max(momenta[-1] + height / 2, chosen.momentum, digest.start.momentum) + room
+    axes.set(xlabel="groups", ylabel="momentum", xlim=(-0.6, len(place) - 0.4), ylim=(bottom, top))
     axes.set_title(f"Chosen: momentum {chosen.momentum:.3g}, lr {chosen.lr:.3g}")
 
 
-def _time_with(digest: Digest, groups: int, momentum: float) -> float:
-    """Return the time with another momentum and equal steps."""
+def _speed_up_with(digest: Digest, groups: int, momentum: float) -> float:
+    """Return the speed-up with another momentum and equal steps."""
     best, scaling = digest.curve[groups], digest.search.scaling
     lr = scaling.lr(best.updates_per_batch, momentum, scaling.step(best))
-    return digest.time(replace(best, momentum=momentum, lr=max(lr, 1e-12))).value
+    return digest.ratio(replace(best, momentum=momentum, lr=max(lr, 1e-12)))

@@ -158,13 +158,18 @@ class Evidence:
     @cached_property
     def residuals(self) -> SpeedResiduals:
         """Return the errors of the hardware model, fitted to the trained segments."""
-        axes = {each.name: checked_axis(each, self) for each in self.spec.space.further}
         return SpeedResiduals(
             [each.setting for each in self.segments],
             [each.log_ratio for each in self.segments],
             [each.variance for each in self.segments],
-            {name: axis[1] - axis[0] for name, axis in axes.items() if isinstance(axis, tuple)},
+            self.widths,
         )
+
+    @cached_property
+    def widths(self) -> dict[str, float]:
+        """Return the widths of the user-defined dimensions that are ranges, by name; a saved search keeps them."""
+        axes = {each.name: checked_axis(each, self) for each in self.spec.space.further}
+        return {name: axis[1] - axis[0] for name, axis in axes.items() if isinstance(axis, tuple)}
 
     def residual(self, setting: Setting) -> tuple[float, float]:
         """Return the expected log ratio of actual to modelled seconds of a setting, and its standard deviation.

@@ -63,6 +63,7 @@ class Search(Evidence):
             "known": [each.to_dict() for each in self.known],
             "segments": [each.to_dict() for each in self.segments],
             "overhead": self.overhead,
+            "widths": self.widths,
             "phase": self.phase.to_dict(),
         }
 
@@ -72,7 +73,7 @@ class Search(Evidence):
         known = [Measured.from_dict(each) for each in plain["known"]]
         segments = [TrainedSegment.from_dict(each) for each in plain["segments"]]
         search = cls(SearchSpec.from_dict(plain["spec"]), Observation.from_dict(plain["observation"]), known, segments)
-        search.overhead = plain["overhead"]
+        search.overhead, search.widths = plain["overhead"], dict(plain["widths"])
         search.phase.load(plain["phase"])
         return search
 
