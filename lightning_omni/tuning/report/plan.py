@@ -369,6 +369,7 @@ def figure_of(plan: Plan) -> Any:
         axes.scatter(best.setting.groups, height, marker="*", s=300, color=CHOSEN, edgecolor="white", zorder=5)
         axes.set_xscale("log", base=2)
         axes.set_xticks(groups, map(str, groups))
+        axes.set_xlim(groups[0] / 1.4, groups[-1] * 1.4)
         axes.set_xlabel("groups")
         axes.grid(color="0.9")
         axes.spines[["top", "right"]].set_visible(False)
@@ -395,7 +396,8 @@ def save(plan: Plan, samples: float | None, folder: Path) -> list[Path]:
 def html(plan: Plan, samples: float | None, png: bytes = b"") -> str:
     """Return the page, which loads nothing from elsewhere."""
     cells = rows(plan, samples)
-    table = TextTable([*cells[0]], [list(row.values()) for row in cells], plan.rows.index(plan.best))
+    texts = [[cell.removeprefix("★ ") for cell in row.values()] for row in cells]
+    table = TextTable([*cells[0]], texts, plan.rows.index(plan.best))
     return (
         templates()
         .get_template("plan.html")
@@ -437,10 +439,10 @@ def _draw_time(axes: Any, plan: Plan) -> None:
     drawn = [Estimate(time, time / width, time * width) for time, width in zip(times, widths, strict=True)]
     plot_interval(axes, groups, drawn, EXPECTED)
     axes.set(ylabel="time to the target  (1: the best)", title=f"★ {plan.describe(plan.best.setting)}")
-    axes.set_ylim(0, 1.25 * max(times))
+    axes.set_ylim(0, 1.1 * max(each.high for each in drawn))
     if max(times) > 6:  # a linear axis would not separate the best ones
         ticks = [tick for tick in (0.5, 1, 2, 5, 10, 20, 50, 100, 1000) if tick < 2 * max(times)]
         axes.set_yscale("log")
         axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.minorticks_off()
-        axes.set_ylim(0.5, 2 * max(times))
+        axes.set_ylim(0.8 * min(each.low for each in drawn), 1.5 * max(each.high for each in drawn))
