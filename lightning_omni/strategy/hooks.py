@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_omni.checks import counted
-from lightning_omni.errors import ConfigurationError, ConnectionLost, Evicted, OmniError, UnsupportedError
+from lightning_omni.errors import ConfigurationError, ConnectionLost, Evicted, OmniError, RankLost, UnsupportedError
 from lightning_omni.methods import Method
 from lightning_omni.runtime import World, WorldOptions
 from lightning_omni.runtime.checks.failing import forget
@@ -42,7 +42,7 @@ from lightning_omni.strategy.namespaces import namespace_of, need_namespace, new
 from lightning_omni.strategy.optimizers.proxies import Merged, Proxies
 from lightning_omni.strategy.optimizers.trainable import explain_unused
 from lightning_omni.strategy.saving import SavingStrategy
-from lightning_omni.strategy.signals import Signals
+from lightning_omni.strategy.signals import Signals, end_in_one_line
 from lightning_omni.topology import check_groups
 from lightning_omni.transport.serving import ServerProcess
 from lightning_omni.wire import messages as m
@@ -598,6 +598,8 @@ class OmniStrategyHooks(SavingStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Report to the other ranks why this rank has failed."""
         explain_unused(exception)
+        if isinstance(exception, RankLost):
+            end_in_one_line(exception)
         super().on_exception(exception)
         if self._ends_with_all(exception):
             self.reporting.ask(self.world)

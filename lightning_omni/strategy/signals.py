@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -242,3 +242,17 @@ def _requeue_job() -> None:
     else:
         outcome = "is requeued" if status == 0 else f"is not requeued: scontrol requeue ended with status {status}"
         _log.log(logging.WARNING if status else logging.INFO, "the job of this group, %s, %s", job, outcome)
+
+
+def end_in_one_line(error: BaseException) -> None:
+    """Replace the traceback by one line where this error ends the process: an eviction has no place in the script."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], raised: BaseException, traceback: TracebackType | None) -> None:
+        if raised is error:
+            raised.__cause__ = None  # hides the context, too
+            before(kind, raised.with_traceback(None), None)
+        else:
+            before(kind, raised, traceback)
+
+    sys.excepthook = hook
